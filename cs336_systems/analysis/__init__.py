@@ -1,0 +1,1 @@
+"""What the records and profiles say."""

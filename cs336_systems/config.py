@@ -1,0 +1,255 @@
+"""What to run: the shape of the model, the settings of the step, the size presets."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+MAX_PARAMETERS = 10**12
+"""More fp32 parameters than this (4 TB) fit no device there is: surely a slip of the keyboard."""
+MAX_ELEMENTS = 2**42
+"""Bound on the elements of the logits and of one block's attention scores, for the same reason."""
+
+
+class Arch(StrEnum):
+    """Family of the model: the course's (RMSNorm, SwiGLU, RoPE) or GPT-2's."""
+
+    CS336 = "cs336"
+    GPT2 = "gpt2"
+
+
+class Mode(StrEnum):
+    """How much of a training step runs."""
+
+    INFERENCE = "inference"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward-backward"
+    TRAIN = "train"
+
+
+class Phase(StrEnum):
+    """A part of a step that has its own time; STEP is the whole, by the host's clock."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    STEP = "step"
+
+
+class Precision(StrEnum):
+    """Arithmetic of the matrix products; parameters are always fp32."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Attention(StrEnum):
+    """Scores, softmax and values each on its own, or PyTorch's fused attention."""
+
+    NAIVE = "naive"
+    SDPA = "sdpa"
+
+
+class SdpaBackend(StrEnum):
+    """Which of PyTorch's fused attention kernels to allow; auto lets PyTorch choose."""
+
+    AUTO = "auto"
+    FLASH = "flash"
+    CUDNN = "cudnn"
+    EFFICIENT = "efficient"
+    MATH = "math"
+
+
+class OptimizerKind(StrEnum):
+    """AdamW written out, one tensor at a time, or PyTorch's foreach or fused AdamW."""
+
+    ADAMW = "adamw"
+    FOREACH = "foreach"
+    FUSED = "fused"
+
+
+class CompileMode(StrEnum):
+    """Mode of torch.compile; none is eager."""
+
+    NONE = "none"
+    DEFAULT = "default"
+    REDUCE_OVERHEAD = "reduce-overhead"
+    MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
+
+
+class Device(StrEnum):
+    """Where the step runs."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only Transformer language model."""
+
+    arch: Arch = Arch.CS336
+    vocab_size: int = 10_000
+    context_length: int = 512
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    rope_theta: float = 10_000.0
+    attention: Attention = Attention.NAIVE
+    sdpa_backend: SdpaBackend = SdpaBackend.AUTO
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model must be divisible by num_heads, got {self.d_model} and {self.num_heads}")
+        if self.arch is Arch.CS336 and self.d_head % 2:
+            raise ValueError(
+                f"RoPE rotates pairs, so d_model / num_heads must be even, got {self.d_model} / {self.num_heads} = {self.d_head}"
+            )
+        if not 0 < self.rope_theta < float("inf"):
+            raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
+        if self.sdpa_backend is not SdpaBackend.AUTO and self.attention is not Attention.SDPA:
+            raise ValueError(f"sdpa_backend {self.sdpa_backend} needs attention sdpa, got attention {self.attention}")
+        matrices = 4 * self.d_model**2 + (3 if self.arch is Arch.CS336 else 2) * self.d_model * self.d_ff
+        parameters = self.num_layers * matrices + 2 * self.vocab_size * self.d_model
+        if parameters > MAX_PARAMETERS:
+            raise ValueError(
+                f"the model would hold about {parameters:.1e} parameters, more than {MAX_PARAMETERS:.0e}: "
+                "check d_model, d_ff, num_layers and vocab_size"
+            )
+
+    @property
+    def d_head(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One configuration to measure: everything that a fresh process needs to know."""
+
+    size: str
+    """Name of the preset that `model` came from, or `custom`."""
+    model: ModelConfig
+    batch_size: int = 4
+    mode: Mode = Mode.TRAIN
+    precision: Precision = Precision.FP32
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    compile: CompileMode = CompileMode.NONE
+    compile_blocks: bool = False
+    """Compile each block on its own instead of the whole model."""
+    device: Device = Device.CPU
+    warmup_steps: int = 5
+    measured_steps: int = 10
+    seed: int = 0
+    sync_phases: bool = False
+    """Synchronise after every phase (the textbook way) instead of recording events on the stream."""
+    ranges: bool = True
+    """Annotate the step with NVTX ranges."""
+    tokens: str | None = None
+    """Token file (.npy, one axis, uint16 or int32) to read batches from; None means random tokens."""
+    model_factory: str | None = None
+    """`package.module:factory` of the user's own model; None means this project's TransformerLM."""
+    repeat: int = 0
+    """Which of several fresh processes of the same configuration this is, from 0."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("warmup_steps", 0), ("measured_steps", 1), ("seed", 0), ("repeat", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.warmup_steps + self.measured_steps > 1_000_000:
+            raise ValueError(f"warmup_steps + measured_steps must be at most 1000000, got {self.warmup_steps + self.measured_steps}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        tokens = self.batch_size * self.model.context_length
+        elements = tokens * max(self.model.vocab_size, self.model.num_heads * self.model.context_length, self.model.d_ff)
+        if elements > MAX_ELEMENTS:
+            raise ValueError(
+                f"one tensor of the step would hold {elements:.1e} elements, more than {MAX_ELEMENTS:.0e}: "
+                "check batch_size, context_length and vocab_size"
+            )
+        if self.compile_blocks and self.compile is CompileMode.NONE:
+            raise ValueError("compile_blocks needs a compile mode, got compile none")
+        if self.compile_blocks and self.model_factory is not None:
+            raise ValueError("compile_blocks needs this project's model, got model_factory " + self.model_factory)
+        if self.device is Device.CPU and self.precision is Precision.TF32:
+            raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
+        if self.model_factory is not None and not _is_factory(self.model_factory):
+            raise ValueError(f"model must be package.module:factory, got {self.model_factory!r}")
+
+    @property
+    def key(self) -> str:
+        """File name of this run's record: readable, unique among configurations, safe on every file system."""
+        chosen = json.dumps([_non_defaults(self.configuration), _non_defaults(self.model)], sort_keys=True)
+        digest = hashlib.sha256(chosen.encode()).hexdigest()[:10]
+        shape = f"{self.size}_ctx{self.model.context_length}_b{self.batch_size}_{self.mode}_{self.precision}"
+        return f"{shape}_{digest}_r{self.repeat}"
+
+    @property
+    def configuration(self) -> "RunConfig":
+        """The same run as repeat 0: what all repeats of it share."""
+        return replace(self, repeat=0)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases that this run times, in order, without the whole step."""
+        phases = {
+            Mode.INFERENCE: (Phase.FORWARD,),
+            Mode.FORWARD: (Phase.FORWARD,),
+            Mode.FORWARD_BACKWARD: (Phase.FORWARD, Phase.BACKWARD),
+            Mode.TRAIN: (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
+        }[self.mode]
+        return phases if self.tokens is None else (Phase.DATA, *phases)
+
+    @property
+    def label(self) -> str:
+        """A few words for people: what runs now."""
+        return f"{self.size} ctx {self.model.context_length} {self.mode} {self.precision}"
+
+
+def _non_defaults(config: "RunConfig | ModelConfig") -> dict[str, object]:
+    """Scalar fields that differ from their defaults, so that a field added later leaves earlier keys as they are."""
+    values = ((field, getattr(config, field.name)) for field in fields(config))
+    return {field.name: value for field, value in values if value != field.default and not isinstance(value, ModelConfig)}
+
+
+def _is_factory(text: str) -> bool:
+    module, separator, factory = text.partition(":")
+    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *factory.split(".")])
+
+
+def _preset(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelConfig:
+    return ModelConfig(d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads)
+
+
+def _gpt2_preset(d_model: int, num_layers: int, num_heads: int) -> ModelConfig:
+    return ModelConfig(
+        arch=Arch.GPT2, vocab_size=50_257, context_length=1024,
+        d_model=d_model, d_ff=4 * d_model, num_layers=num_layers, num_heads=num_heads,
+    )  # fmt: skip
+
+
+SIZES: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "tiny": _preset(128, 512, 2, 4),
+        "small": _preset(768, 3072, 12, 12),
+        "medium": _preset(1024, 4096, 24, 16),
+        "large": _preset(1280, 5120, 36, 20),
+        "xl": _preset(1600, 6400, 48, 25),
+        "2.7B": _preset(2560, 10240, 32, 32),
+        "10B": _preset(4608, 12288, 50, 36),
+        "gpt2": _gpt2_preset(768, 12, 12),
+        "gpt2-medium": _gpt2_preset(1024, 24, 16),
+        "gpt2-large": _gpt2_preset(1280, 36, 20),
+        "gpt2-xl": _gpt2_preset(1600, 48, 25),
+    }
+)
+"""The presets by name (CS336 assignment 2, table 1; Radford et al. 2019, table 2)."""

@@ -1,0 +1,26 @@
+"""Names of the ranges that annotate a step, shared by the model and the analysis."""
+
+from enum import StrEnum
+
+
+class Range(StrEnum):
+    WARMUP = "warmup"
+    MEASURE = "measure"
+    STEP = "step"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    SCORES = "attention.scores"
+    SOFTMAX = "attention.softmax"
+    VALUES = "attention.values"
+    FFN = "ffn"
+    NORM = "norm"
+    LM_HEAD = "lm_head"
+
+
+def block_range(index: int) -> str:
+    """Name of the range around block `index`, counted from 0."""
+    return f"block.{index}"

@@ -1,0 +1,296 @@
+"""What came of a run: raw times, memory, telemetry, environment, failure. One run is one JSON file.
+
+All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `_w` watts, `_j` joules, `_c` degrees Celsius.
+"""
+
+import os
+import statistics
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from cs336_systems.config import Phase, RunConfig
+
+FORMAT_VERSION = 1
+MAX_RECORD_BYTES = 64 * 2**20
+
+
+class RecordError(ValueError):
+    """A file that should hold a record does not."""
+
+
+class Status(StrEnum):
+    """How a run ended. Only `ok` has times; `oom` is a result too; the rest are worth another try."""
+
+    OK = "ok"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    KILLED = "killed"
+    CUDA_ERROR = "cuda_error"
+    INVALID = "invalid"
+
+    @property
+    def is_result(self) -> bool:
+        """Whether running the same configuration again would be expected to end the same way."""
+        return self in (Status.OK, Status.OOM)
+
+
+class WarningCode(StrEnum):
+    """Why a time may not be what it seems."""
+
+    FEW_WARMUP_STEPS = "few-warmup-steps"
+    UNSTABLE = "unstable"
+    OUTLIERS = "outliers"
+    DRIFT = "drift"
+    RECOMPILED = "recompiled"
+    ALLOCATOR_GREW = "allocator-grew"
+    THROTTLED = "throttled"
+    GPU_SHARED = "gpu-shared"
+    LAUNCH_BOUND = "launch-bound"
+    SKIPPED_STEPS = "skipped-steps"
+    NOT_FINITE = "not-finite"
+    TEARDOWN_FAILED = "teardown-failed"
+    NO_TELEMETRY = "no-telemetry"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunWarning:
+    """What was seen that puts a time in doubt, and what to do about it."""
+
+    code: WarningCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a run has no times."""
+
+    message: str
+    """One line for the table."""
+    where: str | None = None
+    """The phase and step that failed, where the worker could say so."""
+    requested_bytes: int | None = None
+    free_bytes: int | None = None
+    signal: str | None = None
+    traceback: str | None = None
+    log_tail: str | None = None
+    """End of what the worker wrote to its standard output and error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Raw times of one phase. Statistics are derived from them, never stored."""
+
+    phase: Phase
+    times_s: tuple[float, ...]
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.times_s)
+
+    @property
+    def stdev_s(self) -> float | None:
+        """Sample standard deviation, or None for a single time."""
+        return statistics.stdev(self.times_s) if len(self.times_s) > 1 else None
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.times_s)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.times_s)
+
+    @property
+    def cv(self) -> float | None:
+        """Coefficient of variation, std / mean, or None for a single time."""
+        return None if self.stdev_s is None else self.stdev_s / self.mean_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What PyTorch's CUDA allocator counted. Peaks are since the reset before the first or the measured steps."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    first_step_peak_allocated_bytes: int | None = None
+    """Peak of the first warm-up step, when the optimizer state does not exist until its end; None without warm-up."""
+    segments_allocated: int
+    """Segments asked of the driver during the measured steps; a steady state asks for none."""
+    alloc_retries: int
+    """Times during the measured steps that the cache was flushed to satisfy an allocation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """What NVML said of the GPU at one moment."""
+
+    sm_clock_hz: int
+    max_sm_clock_hz: int
+    memory_clock_hz: int
+    power_w: float
+    temperature_c: int
+    throttle_reasons: tuple[str, ...]
+    other_processes: int
+    """Processes that hold a compute context on this GPU, this one not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """State of the GPU just before and just after the measured steps."""
+
+    before: GpuState
+    after: GpuState
+    energy_per_step_j: float | None = None
+    """Energy the whole card took over the measured steps, by its own counter, divided by their number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What must stay the same for two records to stand in one table."""
+
+    device_name: str
+    driver: str | None
+    torch: str
+    code: str
+    """Digest of the source files that take part in a measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where a run was measured."""
+
+    identity: Identity
+    device_uuid: str | None = None
+    device_memory_bytes: int | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    python: str
+    platform: str
+    host: str
+    cpu: str
+    cpu_count: int
+    load_1min: float | None = None
+    torch_threads: int
+    float32_matmul_precision: str
+    allow_tf32_matmul: bool | None = None
+    allow_tf32_cudnn: bool | None = None
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    package_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Where the run's own wall time went. Warm-up and measured are the steps themselves."""
+
+    setup_s: float
+    warmup_s: float
+    measured_s: float
+    total_s: float
+    """From the first line of measure() to the finished record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Everything kept of one run."""
+
+    config: RunConfig
+    status: Status
+    started_at: str
+    """UTC, ISO 8601."""
+    format_version: int = FORMAT_VERSION
+    failure: Failure | None = None
+    measurements: tuple[Measurement, ...] = ()
+    """The phases in order, then the whole step; empty unless status is ok."""
+    warmup_times_s: tuple[float, ...] = ()
+    host_times_s: tuple[float, ...] = ()
+    """Of each measured step, how long the host took to launch it."""
+    losses: tuple[float | None, ...] = ()
+    """Loss of every step, warm-up included; None where it was not finite."""
+    skipped_steps: int = 0
+    """Steps that GradScaler skipped; they are not among the times."""
+    num_parameters: int | None = None
+    memory: Memory | None = None
+    telemetry: Telemetry | None = None
+    environment: Environment | None = None
+    durations: Durations | None = None
+    warnings: tuple[RunWarning, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.config.key
+
+    def measurement(self, phase: Phase) -> Measurement | None:
+        """Times of `phase`, or None where the run has none."""
+        return next((m for m in self.measurements if m.phase is phase), None)
+
+
+def encode_record(record: RunRecord) -> bytes:
+    """The record as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read and check one record; raise RecordError naming the file and the first thing wrong in it."""
+    if not path.is_file():
+        raise RecordError(f"{path}: not a file; needed a JSON record of a run")
+    if (size := path.stat().st_size) > MAX_RECORD_BYTES:
+        raise RecordError(f"{path}: {size} bytes are more than a record ever has ({MAX_RECORD_BYTES})")
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Versioned).format_version
+        if version > FORMAT_VERSION:
+            raise RecordError(f"{path}: format version {version} is newer than this program's {FORMAT_VERSION}; update it")
+        return msgspec.json.decode(data, type=RunRecord)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: not a record of a run: {error}") from error
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old bytes or the new ones."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_record(record: RunRecord, directory: Path) -> Path:
+    """Write the record under its key into `directory` and return its path."""
+    path = directory / f"{record.key}.json"
+    write_atomically(path, encode_record(record))
+    return path
+
+
+def load_records(directory: Path) -> tuple[list[RunRecord], list[RecordError]]:
+    """All records in `directory` in order of their file names, and what was wrong with the rest."""
+    records: list[RunRecord] = []
+    problems: list[RecordError] = []
+    for path in sorted(directory.glob("*.json")):
+        try:
+            records.append(read_record(path))
+        except RecordError as problem:
+            problems.append(problem)
+    return records, problems

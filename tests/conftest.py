@@ -1,0 +1,16 @@
+"""Shape checking on throughout the tests, and GPU tests only where there is a GPU."""
+
+import pytest
+from jaxtyping import install_import_hook
+
+install_import_hook(["cs336_systems.model", "cs336_systems.optimizer", "cs336_systems.step"], "beartype.beartype")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
