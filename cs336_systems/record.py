@@ -18,7 +18,11 @@ MAX_RECORD_BYTES = 64 * 2**20
 
 
 class RecordError(ValueError):
-    """A file that should hold a record does not."""
+    """The file `path` should hold a record and does not."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
 
 
 class Status(StrEnum):
@@ -237,17 +241,17 @@ def encode_record(record: RunRecord) -> bytes:
 def read_record(path: Path) -> RunRecord:
     """Read and check one record; raise RecordError naming the file and the first thing wrong in it."""
     if not path.is_file():
-        raise RecordError(f"{path}: not a file; needed a JSON record of a run")
+        raise RecordError(path, "not a file; needed a JSON record of a run")
     if (size := path.stat().st_size) > MAX_RECORD_BYTES:
-        raise RecordError(f"{path}: {size} bytes are more than a record ever has ({MAX_RECORD_BYTES})")
+        raise RecordError(path, f"{size} bytes are more than a record ever has ({MAX_RECORD_BYTES})")
     try:
         data = path.read_bytes()
         version = msgspec.json.decode(data, type=_Versioned).format_version
         if version > FORMAT_VERSION:
-            raise RecordError(f"{path}: format version {version} is newer than this program's {FORMAT_VERSION}; update it")
+            raise RecordError(path, f"format version {version} is newer than this program's {FORMAT_VERSION}; update it")
         return msgspec.json.decode(data, type=RunRecord)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: not a record of a run: {error}") from error
+        raise RecordError(path, f"not a record of a run: {error}") from error
 
 
 class _Versioned(msgspec.Struct):

@@ -1,0 +1,36 @@
+# make sweep   measure the default grid on this machine
+# make test    run the tests
+# make check   lint, formatting, types
+# Each sets up .venv first. PYTHON chooses the interpreter to make it from: make test PYTHON=python3.12
+# Where the dependencies are installed already, no make is needed: python benchmark_sweep.py
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+
+.PHONY: sweep test check
+
+sweep: $(RUNTIME)
+	$(BIN)/python benchmark_sweep.py $(ARGS)
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	touch $@ $(RUNTIME)

@@ -1,0 +1,133 @@
+"""Is B faster than A? A verdict from the means of fresh processes, interleaved A B B A."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cs336_systems.analysis.statistics import standard_error
+from cs336_systems.config import Phase
+from cs336_systems.record import RunRecord, Status
+
+
+class Verdict(StrEnum):
+    """What can be said of B's step time relative to A's."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """B's step time over A's, how sure that is, and what it comes to."""
+
+    ratio: float
+    """Geometric mean of B's times over that of A's: below 1, B is faster."""
+    low: float
+    high: float
+    """Confidence interval of the ratio."""
+    confidence: float
+    least_effect: float
+    """Smallest relative difference that is worth telling."""
+    p_value: float
+    """Two-sided, of a difference at least this large between equals (Welch's t test on the logarithms)."""
+    num_a: int
+    num_b: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """CANNOT_TELL when the interval includes 1, or when all of it is within `least_effect` of 1."""
+        if self.low <= 1 <= self.high or self._is_negligible:
+            return Verdict.CANNOT_TELL
+        return Verdict.FASTER if self.ratio < 1 else Verdict.SLOWER
+
+    @property
+    def _is_negligible(self) -> bool:
+        return abs(self.low - 1) <= self.least_effect and abs(self.high - 1) <= self.least_effect
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in plain English, with the numbers it rests on."""
+        interval = f"{self.confidence * 100:g} % interval {_percent(self.low)} to {_percent(self.high)}"
+        numbers = f"{_percent(self.ratio)} step time, {interval}, {self.num_a} and {self.num_b} processes"
+        if self.verdict is not Verdict.CANNOT_TELL:
+            return f"B is {self.verdict} than A: {numbers}."
+        if self._is_negligible:
+            return f"Cannot tell B from A, and any difference is below {self.least_effect * 100:g} %: {numbers}."
+        return f"Cannot tell B from A: {numbers}; if the difference matters, run more repeats."
+
+
+def _percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.2f} %"
+
+
+def compare(
+    a: Sequence[float], b: Sequence[float], *, confidence: float = 0.99, least_effect: float = 0.005
+) -> Comparison:
+    """Compare B with A by their process means in seconds, at least 2 of each, measured alternately.
+
+    Welch's t interval on the logarithms, so that the effect is relative and swapping A and B inverts the ratio.
+    """
+    _check(a, b, confidence, least_effect)
+    from scipy.special import stdtr, stdtrit  # slow to import, and few commands need it
+
+    logs_a, logs_b = [math.log(value) for value in a], [math.log(value) for value in b]
+    difference = statistics.fmean(logs_b) - statistics.fmean(logs_a)
+    variance_a, variance_b = standard_error(logs_a) ** 2, standard_error(logs_b) ** 2
+    error = math.sqrt(variance_a + variance_b)
+    if error == 0:
+        half_width, p_value = 0.0, float(difference == 0)
+    else:
+        share_a, share_b = variance_a / error**2, variance_b / error**2
+        freedom = 1 / (share_a**2 / (len(a) - 1) + share_b**2 / (len(b) - 1))
+        half_width = float(stdtrit(freedom, (1 + confidence) / 2)) * error
+        p_value = 2 * float(stdtr(freedom, -abs(difference) / error))
+    return Comparison(
+        ratio=_exp(difference),
+        low=_exp(difference - half_width),
+        high=_exp(difference + half_width),
+        confidence=confidence,
+        least_effect=least_effect,
+        p_value=p_value,
+        num_a=len(a),
+        num_b=len(b),
+    )
+
+
+def _exp(logarithm: float) -> float:
+    return math.exp(min(logarithm, 700))  # two processes 10x apart give an interval beyond what a float holds
+
+
+def _check(a: Sequence[float], b: Sequence[float], confidence: float, least_effect: float) -> None:
+    for name, values in (("A", a), ("B", b)):
+        if len(values) < 2:
+            raise ValueError(
+                f"a verdict needs at least 2 process means of {name}, got {len(values)}: run more repeats; 5 are better"
+            )
+        if not all(0 < value < math.inf for value in values):
+            raise ValueError(f"process means of {name} must be positive and finite seconds, got {list(values)}")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
+    if not 0 <= least_effect < 1:
+        raise ValueError(f"least_effect must be at least 0 and below 1, got {least_effect}")
+
+
+def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
+    """Order of (configuration, repeat): A B, then B A, then A B, ... so that a steady drift falls on all alike.
+
+    It cancels exactly when `repeats` is even; with an odd number, one repeat's worth of it remains.
+    """
+    forward = range(num_configs)
+    return [
+        (config, repeat)
+        for repeat in range(repeats)
+        for config in (forward if repeat % 2 == 0 else reversed(forward))
+    ]  # fmt: skip
+
+
+def process_means(records: Iterable[RunRecord], phase: Phase = Phase.STEP) -> list[float]:
+    """Mean time in seconds of `phase` in each record that ended well and has that phase."""
+    measurements = (record.measurement(phase) for record in records if record.status is Status.OK)
+    return [measurement.mean_s for measurement in measurements if measurement is not None]

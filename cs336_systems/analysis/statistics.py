@@ -1,0 +1,65 @@
+"""Statistics of a few repeated times: the interval of a mean, serial correlation, robust scores."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than 2 values.
+
+    Valid for independent values: means of fresh processes, not the steps of one process, which resemble each other.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit  # slow to import, and few commands need it
+
+    mean, error = statistics.fmean(values), standard_error(values)
+    half_width = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
+    return mean - half_width, mean + half_width
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean of at least 2 independent values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def lag1_autocorrelation(values: Sequence[float]) -> float | None:
+    """Correlation of each value with the next, in [-1, 1]; None for fewer than 3 values or when all are equal.
+
+    The usual estimator (Box and Jenkins): one mean, one variance; its expectation without any correlation is -1/n.
+    """
+    if len(values) < 3 or min(values) == max(values):
+        return None
+    mean = statistics.fmean(values)
+    deviations = [value - mean for value in values]
+    lagged = math.fsum(a * b for a, b in itertools.pairwise(deviations))
+    return lagged / math.fsum(d * d for d in deviations)
+
+
+def slope(values: Sequence[float]) -> tuple[float, float]:
+    """Least-squares slope per position and its standard error, of at least 3 values."""
+    line = statistics.linear_regression(range(len(values)), values)
+    squares = math.fsum((value - line.intercept - line.slope * i) ** 2 for i, value in enumerate(values))
+    spread = len(values) * (len(values) ** 2 - 1) / 12  # sum of squared deviations of 0, 1, ..., n - 1
+    return line.slope, math.sqrt(squares / (len(values) - 2) / spread)
+
+
+def modified_z_scores(values: Sequence[float]) -> list[float]:
+    """Distances from the median in robust standard deviations (Iglewicz and Hoaglin 1993).
+
+    0.6745 makes the median absolute deviation a standard deviation for normal values. Where more than half of the
+    values are equal, that deviation is 0: the others are then infinitely far.
+    """
+    median = statistics.median(values)
+    mad = statistics.median(abs(value - median) for value in values)
+    return [_ratio(0.6745 * (value - median), mad) for value in values]
+
+
+def _ratio(distance: float, unit: float) -> float:
+    if unit:
+        return distance / unit
+    return math.copysign(math.inf, distance) if distance else 0.0

@@ -1,0 +1,214 @@
+"""From argv to a configuration at once, and from what happens to an exit status.
+
+0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed;
+2: wrong usage; 130: interrupted.
+"""
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from cs336_systems.analysis.compare import interleave
+from cs336_systems.arguments import (
+    BenchmarkArguments,
+    Command,
+    CompareArguments,
+    ReportArguments,
+    SweepArguments,
+    checked_name,
+)
+from cs336_systems.config import RunConfig
+from cs336_systems.locks import LockedError, exclusive, gpu_lock_path
+from cs336_systems.nvml import visible_gpus
+from cs336_systems.record import RecordError, RunRecord, encode_record, load_records, read_record
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+T = TypeVar("T")
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be."""
+
+
+def _parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None) -> T:
+    try:
+        return tyro.cli(kind, prog=prog, args=argv, config=(tyro.conf.EnumChoicesFromValues,))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _exit_status(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+    """Turn what `main` raises into one line on standard error and an exit status."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        from cs336_systems.sweep import SweepError
+
+        try:
+            return main(argv)
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return USAGE
+        except (SweepError, LockedError, RecordError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+    return run
+
+
+@_exit_status
+def benchmark(argv: Sequence[str] | None = None) -> int:
+    """Measure one configuration in this process: it is fresh already, and nsys sees it."""
+    arguments = _parse(BenchmarkArguments, "benchmark.py", argv)
+    config = _checked(arguments.config)
+    from cs336_systems.sweep import make_writable
+
+    runs = make_writable(arguments.output / "e2e_benchmark" / "single" / "runs")
+    from cs336_systems.worker import run_here
+
+    gpu = next(iter(visible_gpus()), None)
+    if config.device == "cuda" and gpu is not None:
+        with exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"):
+            record = run_here(config, runs)
+    else:
+        record = run_here(config, runs)
+    if arguments.json:
+        sys.stdout.write(encode_record(record).decode())
+    else:
+        from cs336_systems.report.terminal import print_run
+
+        print_run(record, runs / f"{record.key}.json")
+    return _status([record])
+
+
+@_exit_status
+def sweep(argv: Sequence[str] | None = None) -> int:
+    """Measure a grid and write its tables and plots."""
+    arguments = _parse(SweepArguments, "benchmark_sweep.py", argv)
+    configs, directory = _checked(arguments.configs), _checked(arguments.directory)
+    if arguments.dry_run:
+        for config in configs:
+            print(f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps")
+        print(f"{len(configs)} runs into {directory}")
+        return OK
+    return _run(configs, directory, arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `cs336` command."""
+    return _main(argv)
+
+
+@_exit_status
+def _main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(Command, "cs336", argv)  # type: ignore[arg-type]
+    return _report(arguments) if isinstance(arguments, ReportArguments) else _compare(arguments)
+
+
+def _run(configs: Sequence[RunConfig], directory: Path, arguments: SweepArguments | CompareArguments) -> int:
+    from cs336_systems.report.progress import TerminalListener
+    from cs336_systems.sweep import run_sweep
+
+    with TerminalListener() as listener:
+        outcome = run_sweep(
+            configs, directory, listener,
+            timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed,
+        )  # fmt: skip
+    _write_report(outcome.records, directory)
+    from cs336_systems.report.terminal import print_sweep
+
+    print_sweep(outcome.records, directory)
+    if outcome.overhead_s is not None:
+        print(
+            f"{len(outcome.measured)} runs in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s per run "
+            "were neither warm-up nor measured steps"
+        )
+    if outcome.interrupted:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    wanted = {config.key for config in configs}
+    return _status([record for record in outcome.records if record.key in wanted])
+
+
+def _write_report(records: Sequence[RunRecord], directory: Path) -> None:
+    from cs336_systems.report.plots import write_plots
+    from cs336_systems.report.tables import write_tables
+
+    if records:
+        write_tables(records, directory)
+        write_plots(records, directory)
+
+
+def _report(arguments: ReportArguments) -> int:
+    if not arguments.directories or (arguments.output is None and len(arguments.directories) > 1):
+        raise UsageError("report needs a directory; with several, also --output for what they give together")
+    records: list[RunRecord] = []
+    for directory in arguments.directories:
+        found, problems = load_records(directory / "runs")
+        for problem in problems:
+            print(f"warning: {problem}", file=sys.stderr)
+        if not found:
+            raise UsageError(f"{directory}: no records in {directory / 'runs'}; needed the directory of a sweep")
+        records += found
+    output = arguments.output or arguments.directories[0]
+    output.mkdir(parents=True, exist_ok=True)
+    _write_report(records, output)
+    from cs336_systems.report.terminal import print_sweep
+
+    print_sweep(records, output)
+    return OK
+
+
+def _compare(arguments: CompareArguments) -> int:
+    from cs336_systems.analysis.compare import compare, process_means
+
+    if Path(arguments.a).exists() and Path(arguments.b).exists():
+        sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
+        _refuse_unlike(sides, arguments.allow_mixed)
+    else:
+        pair = [_checked(_parse(BenchmarkArguments, "benchmark.py", shlex.split(s)).config) for s in (arguments.a, arguments.b)]
+        # Even repeats are A and odd ones B, so that A can be compared with A.
+        order = [(side, 2 * repeat + side) for side, repeat in interleave(2, arguments.repeats)]
+        configs = [replace(pair[side], repeat=repeat) for side, repeat in order]
+        directory = arguments.output / "e2e_benchmark" / _checked(functools.partial(checked_name, arguments.name))
+        if (status := _run(configs, directory, arguments)) != OK:
+            return status
+        by_key = {record.key: record for record in load_records(directory / "runs")[0]}
+        sides = [[by_key[c.key] for c in configs if c.repeat % 2 == side] for side in (0, 1)]
+    a, b = (process_means(side) for side in sides)
+    print(_checked(functools.partial(compare, a, b)).sentence)
+    return OK
+
+
+def _refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> None:
+    identities = {record.environment.identity for side in sides for record in side if record.environment}
+    if len(identities) > 1 and not allow_mixed:
+        raise UsageError("the records come from different hardware or software; compare them with --allow-mixed")
+    if any(len({record.config.configuration for record in side}) != 1 for side in sides):
+        raise UsageError("each side must hold repeats of one configuration; give the paths of its records")
+
+
+def _records_at(path: Path) -> list[RunRecord]:
+    if path.is_file():
+        return [read_record(path)]
+    runs = path / "runs" if (path / "runs").is_dir() else path
+    return load_records(runs)[0]
+
+
+def _checked(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _status(records: Sequence[RunRecord]) -> int:
+    return OK if all(record.status.is_result for record in records) else FAILED

@@ -1,0 +1,96 @@
+"""Clocks for one step: the whole by the host between two synchronisations, the phases without slowing it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+
+from cs336_systems.config import Device, Phase, RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Times of one step, in seconds."""
+
+    step_s: float
+    host_s: float
+    """Until the host had launched the whole step; what is left of `step_s` it waited for the device."""
+    phases_s: dict[Phase, float]
+
+
+class Clock(Protocol):
+    """Started before a step, told of the end of each phase, stopped after the last."""
+
+    def start(self) -> None:
+        """Wait for the device, then start."""
+
+    def lap(self, phase: Phase) -> None:
+        """Say that `phase` ends here."""
+
+    def stop(self) -> StepTimes:
+        """Wait for the device, then stop."""
+
+
+class HostClock:
+    """The host's monotonic clock at the end of every phase: for a CPU and, with a synchronisation, the textbook way."""
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
+
+    def start(self) -> None:
+        self._synchronize()
+        self._laps: list[tuple[Phase, int]] = []
+        self._start = perf_counter_ns()
+
+    def lap(self, phase: Phase) -> None:
+        self._synchronize()
+        self._laps.append((phase, perf_counter_ns()))
+
+    def stop(self) -> StepTimes:
+        launched = perf_counter_ns()
+        self._synchronize()
+        end = perf_counter_ns()
+        starts = [self._start, *(time for _, time in self._laps)]
+        phases = {phase: (time - start) / 1e9 for (phase, time), start in zip(self._laps, starts, strict=False)}
+        return StepTimes(step_s=(end - self._start) / 1e9, host_s=(launched - self._start) / 1e9, phases_s=phases)
+
+
+class EventClock:
+    """CUDA events on the current stream at the end of every phase: the host never waits inside a step."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        self._phases: list[Phase] = []
+        self._start = perf_counter_ns()
+        self._record(0)
+
+    def lap(self, phase: Phase) -> None:
+        self._phases.append(phase)
+        self._record(len(self._phases))
+
+    def stop(self) -> StepTimes:
+        launched = perf_counter_ns()
+        torch.cuda.synchronize()
+        end = perf_counter_ns()
+        phases = {
+            phase: self._events[index].elapsed_time(self._events[index + 1]) / 1e3
+            for index, phase in enumerate(self._phases)
+        }
+        return StepTimes(step_s=(end - self._start) / 1e9, host_s=(launched - self._start) / 1e9, phases_s=phases)
+
+    def _record(self, index: int) -> None:
+        if index == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[index].record()
+
+
+def make_clock(config: RunConfig) -> Clock:
+    """The clock that fits the device and `sync_phases`."""
+    if config.device is Device.CPU:
+        return HostClock()
+    return HostClock(torch.cuda.synchronize) if config.sync_phases else EventClock()

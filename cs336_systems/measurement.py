@@ -1,0 +1,342 @@
+"""Measure one configuration in this process: warm up, time, and keep all that puts the times in doubt."""
+
+import contextlib
+import datetime
+import gc
+import math
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+import pynvml
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.analysis.quality import timing_warnings
+from cs336_systems.clock import Clock, StepTimes, make_clock
+from cs336_systems.config import CompileMode, Device, Mode, Phase, RunConfig
+from cs336_systems.environment import environment
+from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
+from cs336_systems.precision import apply_math_mode
+from cs336_systems.profiling import Annotator, annotate, set_annotator
+from cs336_systems.ranges import Range
+from cs336_systems.record import (
+    Durations,
+    Failure,
+    GpuState,
+    Measurement,
+    Memory,
+    RunRecord,
+    RunWarning,
+    Status,
+    Telemetry,
+    WarningCode,
+)
+from cs336_systems.step import TrainingStep
+
+MAX_EXTRA_WARMUP_STEPS = 20
+"""Steps added to the warm-up while torch.compile still compiles, at most."""
+LEAST_TRAIN_WARMUP_STEPS = 2
+"""The optimizer's state appears at the end of the first step, so the second is the first of the steady state."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known so far: enough for a record whenever the run ends."""
+
+    config: RunConfig
+    started_at: str
+    started: float
+    where: str = "set-up"
+    num_parameters: int | None = None
+    gpu: Gpu | None = None
+    setup_s: float = 0.0
+    first_step_peak_bytes: int | None = None
+    warmup: list[StepTimes] = field(default_factory=list)
+    measured: list[StepTimes] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    warnings: list[RunWarning] = field(default_factory=list)
+    skipped_steps: int = 0
+
+    def warn(self, code: WarningCode, message: str) -> None:
+        self.warnings.append(RunWarning(code=code, message=message))
+
+
+def measure(config: RunConfig, model: nn.Module | None = None) -> RunRecord:
+    """Run the configuration on this process's first visible device and return its record.
+
+    Never raises for what a run can die of: running out of memory, a CUDA error and an exception of the model are
+    records too. `model` (on the right device) takes the place of the one the configuration names.
+    """
+    progress = Progress(
+        config=config,
+        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        started=perf_counter(),
+    )
+    try:
+        return _measure(progress, model)
+    except Exception as error:
+        return _failed(progress, error)
+
+
+def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
+    config = progress.config
+    monitor = _find_gpu(progress)
+    apply_math_mode(config.precision)
+    torch.manual_seed(config.seed)
+    set_annotator(Annotator.NVTX if config.ranges and config.device is Device.CUDA else Annotator.NONE)
+    step, clock = TrainingStep(config, model), make_clock(config)
+    progress.num_parameters = sum(parameter.numel() for parameter in step.model.parameters())
+    if config.device is Device.CUDA:
+        torch.cuda.synchronize()
+    progress.setup_s = perf_counter() - progress.started
+
+    with _collector_off(), annotate(Range.WARMUP):
+        _warm_up(step, clock, progress)
+    state_before, energy_before = _state(monitor), monitor.energy_j() if monitor else None
+    counters_before = _counters(config, reset_peaks=True)
+    with _collector_off(), annotate(Range.MEASURE):
+        _time(step, clock, progress)
+    counters = _counters(config)
+    telemetry = _telemetry(monitor, state_before, energy_before, len(progress.measured))
+
+    measurements = _measurements(progress)
+    memory = counters.memory_since(counters_before, progress.first_step_peak_bytes)
+    _judge(progress, memory, telemetry, counters.graphs - counters_before.graphs)
+    return RunRecord(
+        config=config,
+        status=Status.OK,
+        started_at=progress.started_at,
+        measurements=measurements,
+        warmup_times_s=tuple(times.step_s for times in progress.warmup),
+        host_times_s=tuple(times.host_s for times in progress.measured),
+        losses=tuple(progress.losses),
+        skipped_steps=progress.skipped_steps,
+        num_parameters=progress.num_parameters,
+        memory=memory,
+        telemetry=telemetry,
+        environment=environment(config.device, progress.gpu),
+        durations=_durations(progress),
+        warnings=tuple(progress.warnings),
+    )
+
+
+def _find_gpu(progress: Progress) -> GpuMonitor | None:
+    """Look at the GPU before this process has a context on it, so that whoever is there is somebody else."""
+    if progress.config.device is Device.CPU:
+        return None
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    progress.gpu = next(iter(visible_gpus()), None)
+    if progress.gpu is None:
+        progress.warn(WarningCode.NO_TELEMETRY, "NVML does not answer: clocks, power and company are not known")
+        return None
+    try:
+        monitor = GpuMonitor(progress.gpu.uuid)
+        others = monitor.processes()
+    except pynvml.NVMLError as error:
+        progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and company are not known")
+        return None
+    if others:
+        progress.warn(WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again")
+    return monitor
+
+
+def _warm_up(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+    config = progress.config
+    wanted = config.warmup_steps
+    while len(progress.warmup) < wanted:
+        graphs = _compiled_graphs(config)
+        progress.where = f"warm-up step {len(progress.warmup)}"
+        times, loss = step(clock)
+        progress.warmup.append(times)
+        _keep_loss(progress, loss)
+        if len(progress.warmup) == 1 and config.device is Device.CUDA:
+            progress.first_step_peak_bytes = torch.cuda.max_memory_allocated()
+        last = len(progress.warmup) == wanted
+        if last and _compiled_graphs(config) > graphs and wanted < config.warmup_steps + MAX_EXTRA_WARMUP_STEPS:
+            wanted += 1
+    if config.mode is Mode.TRAIN and config.warmup_steps < LEAST_TRAIN_WARMUP_STEPS:
+        progress.warn(
+            WarningCode.FEW_WARMUP_STEPS,
+            f"{config.warmup_steps} warm-up steps: the measured ones include the making of the optimizer's state; "
+            f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
+        )
+
+
+def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+    config = progress.config
+    scale = step.loss_scale()
+    while len(progress.measured) < config.measured_steps:
+        progress.where = f"measured step {len(progress.measured)}"
+        times, loss = step(clock)
+        _keep_loss(progress, loss)
+        scale, last_scale = step.loss_scale(), scale
+        if scale is not None and last_scale is not None and scale < last_scale:
+            progress.skipped_steps += 1
+            if progress.skipped_steps > config.measured_steps + 20:
+                raise RuntimeError(f"GradScaler skipped {progress.skipped_steps} steps: the gradients are not finite")
+        else:
+            progress.measured.append(times)
+
+
+def _keep_loss(progress: Progress, loss: Tensor) -> None:
+    value = loss.item()
+    progress.losses.append(value if math.isfinite(value) else None)
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Collect Python's garbage now and none inside: a collection takes tens of milliseconds at its own moment."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Counters of the allocator (None on a CPU) and of the compiler, read outside of the timed steps."""
+
+    allocator: dict[str, int] | None
+    graphs: int
+
+    def memory_since(self, before: "Counters", first_step_peak_bytes: int | None) -> Memory | None:
+        """What the allocator did since `before`, whose reading reset the peaks."""
+        if self.allocator is None or before.allocator is None:
+            return None
+        return Memory(
+            peak_allocated_bytes=self.allocator["allocated_bytes.all.peak"],
+            peak_reserved_bytes=self.allocator["reserved_bytes.all.peak"],
+            first_step_peak_allocated_bytes=first_step_peak_bytes,
+            segments_allocated=self.allocator["segment.all.allocated"] - before.allocator["segment.all.allocated"],
+            alloc_retries=self.allocator["num_alloc_retries"] - before.allocator["num_alloc_retries"],
+        )
+
+
+def _counters(config: RunConfig, reset_peaks: bool = False) -> Counters:
+    if config.device is Device.CPU:
+        return Counters(allocator=None, graphs=_compiled_graphs(config))
+    if reset_peaks:
+        torch.cuda.reset_peak_memory_stats()
+    return Counters(allocator=torch.cuda.memory_stats(), graphs=_compiled_graphs(config))
+
+
+def _compiled_graphs(config: RunConfig) -> int:
+    """Graphs that torch.compile has made so far; each recompilation makes one more."""
+    if config.compile is CompileMode.NONE:
+        return 0
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _state(monitor: GpuMonitor | None) -> GpuState | None:
+    return monitor.state() if monitor else None
+
+
+def _telemetry(
+    monitor: GpuMonitor | None, before: GpuState | None, energy_before: float | None, steps: int
+) -> Telemetry | None:
+    if monitor is None or before is None:
+        return None
+    after, energy = monitor.state(), monitor.energy_j()
+    per_step = None if energy is None or energy_before is None else (energy - energy_before) / steps
+    return Telemetry(before=before, after=after, energy_per_step_j=per_step)
+
+
+def _measurements(progress: Progress) -> tuple[Measurement, ...]:
+    phases = [
+        Measurement(phase, tuple(times.phases_s[phase] for times in progress.measured))
+        for phase in progress.config.phases
+    ]
+    return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in progress.measured)))
+
+
+def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
+    """Add the warnings that the finished run calls for."""
+    progress.warnings += timing_warnings(
+        [times.step_s for times in progress.measured],
+        [times.host_s for times in progress.measured] if progress.config.device is Device.CUDA else (),
+    )
+    if graphs:
+        progress.warn(WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps")
+    if memory and (memory.segments_allocated or memory.alloc_retries):
+        progress.warn(
+            WarningCode.ALLOCATOR_GREW,
+            f"the allocator asked the driver for {memory.segments_allocated} segment(s) and flushed its cache "
+            f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
+        )
+    if telemetry and (reasons := {*telemetry.before.throttle_reasons, *telemetry.after.throttle_reasons}):
+        clock = telemetry.after.sm_clock_hz / telemetry.after.max_sm_clock_hz
+        progress.warn(WarningCode.THROTTLED, f"{', '.join(sorted(reasons))}: SM clock at {clock:.0%} of its maximum")
+    already = any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings)
+    if telemetry and not already and (others := max(telemetry.before.other_processes, telemetry.after.other_processes)):
+        progress.warn(WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again")
+    if progress.skipped_steps:
+        progress.warn(WarningCode.SKIPPED_STEPS, f"GradScaler skipped {progress.skipped_steps} step(s); they are not timed")
+    if None in progress.losses:
+        progress.warn(WarningCode.NOT_FINITE, f"the loss was not finite in {progress.losses.count(None)} step(s)")
+
+
+def _durations(progress: Progress) -> Durations:
+    return Durations(
+        setup_s=progress.setup_s,
+        warmup_s=sum(times.step_s for times in progress.warmup),
+        measured_s=sum(times.step_s for times in progress.measured),
+        total_s=perf_counter() - progress.started,
+    )
+
+
+def _failed(progress: Progress, error: Exception) -> RunRecord:
+    status = classify(error)
+    record = RunRecord(
+        config=progress.config,
+        status=status,
+        started_at=progress.started_at,
+        failure=_failure(progress, error, status),
+        warmup_times_s=tuple(times.step_s for times in progress.warmup),
+        losses=tuple(progress.losses),
+        num_parameters=progress.num_parameters,
+        durations=_durations(progress),
+        warnings=tuple(progress.warnings),
+    )
+    return replace(record, environment=environment(progress.config.device, progress.gpu))
+
+
+def classify(error: BaseException) -> Status:
+    """What an exception of a run means for its row."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or re.search(
+        r"DefaultCPUAllocator: (can't|not enough)|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory", text
+    ):
+        return Status.OOM
+    if isinstance(error, torch.AcceleratorError) or re.search(r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error", text):
+        return Status.CUDA_ERROR
+    return Status.CRASHED
+
+
+def _failure(progress: Progress, error: Exception, status: Status) -> Failure:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    free: int | None = None
+    if status is Status.OOM and progress.config.device is Device.CUDA:
+        with contextlib.suppress(RuntimeError):
+            free = torch.cuda.mem_get_info()[0]
+    return Failure(
+        message=first_line if status is not Status.CRASHED else f"{type(error).__name__}: {first_line}",
+        where=progress.where,
+        requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
+        free_bytes=free,
+        traceback="".join(traceback.format_exception(error, limit=-20)),
+    )
+
+
+def requested_bytes(message: str) -> int | None:
+    """The size of the allocation that failed, as PyTorch's message rounds it."""
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", message)
+    return round(float(match[1]) * units[match[2]]) if match else None

@@ -1,0 +1,314 @@
+"""A decoder-only Transformer language model, composed from its config and annotated in place.
+
+Written for the host's sake, which launches a kernel in 4-5 us: few kernels, tables computed once, no shape juggling.
+"""
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
+from cs336_systems.profiling import annotate
+from cs336_systems.ranges import Range, block_range
+
+_SDPA_BACKENDS = {
+    SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
+    SdpaBackend.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    SdpaBackend.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    SdpaBackend.MATH: SDPBackend.MATH,
+}
+
+
+class TransformerLM(nn.Module):
+    """Language model of either architecture, built and initialised on the default device.
+
+    `with torch.device("cuda"): TransformerLM(config)` puts it on the GPU without a detour over the host. The state dict
+    of architecture cs336 has the keys of the course's own model. Parameters are fp32; lower precision is autocast's
+    business.
+    """
+
+    rotations: Tensor | None
+    future: Tensor | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        gpt2 = config.arch is Arch.GPT2
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, config.context_length if gpt2 else None)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
+        self.ln_final = _norm(config)
+        self.lm_head = LMHead(config.d_model, config.vocab_size)
+        rotations = None if gpt2 else rope_rotations(config.context_length, config.d_head, config.rope_theta)
+        naive = config.attention is Attention.NAIVE
+        future = torch.ones(config.context_length, config.context_length, dtype=torch.bool).triu(1) if naive else None
+        # shared by all layers, and no part of a checkpoint
+        self.register_buffer("rotations", rotations, persistent=False)
+        self.register_buffer("future", future, persistent=False)
+        if gpt2:
+            self.lm_head.weight = self.token_embeddings.weight
+            _initialise_gpt2(self)
+        else:
+            _initialise_cs336(self)
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+        """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
+        seq = tokens.shape[1]
+        if seq > self.config.context_length:
+            raise ValueError(f"tokens: needed at most context_length = {self.config.context_length} a row, got {seq}")
+        rotations = None if self.rotations is None else self.rotations[:seq]
+        future = None if self.future is None else self.future[:seq, :seq]
+        x = self.token_embeddings(tokens)
+        # around all layers, not in each: it takes 20 us, and here it is in force for blocks compiled one by one too
+        with _sdpa_backend(self.config.sdpa_backend):
+            for block in cast("Iterable[Block]", self.layers):
+                with annotate(block.range):
+                    x = block(x, rotations, future)
+        return cast("Tensor", self.lm_head(self.ln_final(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm Transformer block: attention, then the feed-forward network, each added to the residual stream.
+
+    Its range is opened by the caller, so that it is there too when the block is compiled on its own.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.range = block_range(index)
+        self.ln1 = _norm(config)
+        self.attn = SelfAttention(config)
+        self.ln2 = _norm(config)
+        self.ffn = (
+            SwiGLU(config.d_model, config.d_ff) if config.arch is Arch.CS336 else GeluMLP(config.d_model, config.d_ff)
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq d_model"],
+        rotations: Float[Tensor, "seq pairs 2"] | None,
+        future: Bool[Tensor, "seq seq"] | None,
+    ) -> Float[Tensor, "batch seq d_model"]:
+        x = x + self.attn(self.ln1(x), rotations, future)
+        return cast("Tensor", x + self.ffn(self.ln2(x)))
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head self-attention; RoPE on queries and keys where `rotations` are given."""
+
+    range: str = Range.ATTENTION
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        bias = config.arch is Arch.GPT2
+        self.q_proj = Linear(config.d_model, config.d_model, bias=bias)
+        self.k_proj = Linear(config.d_model, config.d_model, bias=bias)
+        self.v_proj = Linear(config.d_model, config.d_model, bias=bias)
+        self.output_proj = Linear(config.d_model, config.d_model, bias=bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq d_model"],
+        rotations: Float[Tensor, "seq pairs 2"] | None,
+        future: Bool[Tensor, "seq seq"] | None,
+    ) -> Float[Tensor, "batch seq d_model"]:
+        with annotate(self.range):
+            x = _cast_once(x)
+            heads = (*x.shape[:2], self.num_heads, -1)
+            q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+            if rotations is not None:
+                # both in one tensor: half the kernels
+                q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            if future is None:
+                values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                values = naive_attention(q, k, v, future)
+            return cast("Tensor", self.output_proj(values.transpose(1, 2).flatten(2)))
+
+
+def naive_attention(
+    q: Float[Tensor, "... queries d_k"],
+    k: Float[Tensor, "... keys d_k"],
+    v: Float[Tensor, "... keys d_v"],
+    hidden: Bool[Tensor, "queries keys"],
+) -> Float[Tensor, "... queries d_v"]:
+    """Attend to the keys that are not `hidden`, one kernel after the other (Vaswani et al. 2017, eq. 1)."""
+    with annotate(Range.SCORES):
+        # to scale the queries is to scale the scores, of which there are more; keys are copied faster by rows
+        scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.contiguous().transpose(-2, -1)
+        scores.masked_fill_(hidden, -math.inf)
+    with annotate(Range.SOFTMAX):
+        weights = scores.softmax(dim=-1)
+    with annotate(Range.VALUES):
+        return weights @ v
+
+
+def rope_rotations(context_length: int, d_head: int, theta: float) -> Float[Tensor, "context_length pairs 2"]:
+    """Cosine and sine of position x theta^(-2 pair / d_head), in fp32 (Su et al. 2021, eq. 15)."""
+    frequencies = theta ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    angles = torch.outer(torch.arange(context_length, dtype=torch.float64), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
+
+
+def rotate_pairs(
+    x: Float[Tensor, "batch seq heads d_head"], rotations: Float[Tensor, "seq pairs 2"]
+) -> Float[Tensor, "batch seq heads d_head"]:
+    """Turn each pair of features (2i, 2i + 1) by the angle of its position. Computed in fp32 for any type of `x`."""
+    pairs = x.float().reshape(*x.shape[:-1], -1, 2)
+    rotations = rotations.unsqueeze(1)
+    if torch.compiler.is_compiling():  # Inductor generates no code for complex numbers, and fuses the real ones
+        (even, odd), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:  # one kernel
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
+    return rotated.flatten(-2).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """Feed-forward network with a gate: w2(silu(w1 x) * w3 x) (Shazeer 2020)."""
+
+    range: str = Range.FFN
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff)
+        self.w2 = Linear(d_ff, d_model)
+        self.w3 = Linear(d_model, d_ff)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        with annotate(self.range):
+            x = _cast_once(x)
+            return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
+
+
+class GeluMLP(nn.Module):
+    """GPT-2's feed-forward network: w2 gelu(w1 x), with biases and the tanh approximation of GELU."""
+
+    range: str = Range.FFN
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, bias=True)
+        self.w2 = Linear(d_ff, d_model, bias=True)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        with annotate(self.range):
+            return cast("Tensor", self.w2(F.gelu(self.w1(x), approximate="tanh")))
+
+
+class Embedding(nn.Module):
+    """A vector for each token, plus one for each position where `context_length` is given."""
+
+    range: str = Range.EMBEDDING
+
+    def __init__(self, vocab_size: int, d_model: int, context_length: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.positions = None if context_length is None else nn.Parameter(torch.empty(context_length, d_model))
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        with annotate(self.range):
+            x = F.embedding(tokens, self.weight)
+            return x if self.positions is None else x + self.positions[: tokens.shape[1]]
+
+
+class Linear(nn.Module):
+    """x W^T, plus a bias where asked for."""
+
+    def __init__(self, d_in: int, d_out: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+        self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
+
+    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LMHead(Linear):
+    """Logits from the residual stream."""
+
+    range: str = Range.LM_HEAD
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
+        with annotate(self.range):
+            return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
+
+    range: str = Range.NORM
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        with annotate(self.range):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016)."""
+
+    range: str = Range.NORM
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        with annotate(self.range):
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Number of parameters, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
+
+
+def _cast_once(x: Tensor) -> Tensor:
+    """x in autocast's type, where it is on: by itself it makes, and keeps for backward, a copy for each product."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def _sdpa_backend(backend: SdpaBackend) -> AbstractContextManager[object]:
+    return nullcontext() if backend is SdpaBackend.AUTO else sdpa_kernel(_SDPA_BACKENDS[backend])
+
+
+def _initialise_cs336(model: nn.Module) -> None:
+    """The course's: normal, cut at 3 standard deviations, which are sqrt(2 / (d_in + d_out)), and 1 for embeddings."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            std = math.sqrt(2 / sum(module.weight.shape))
+            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+        elif isinstance(module, Embedding):
+            nn.init.trunc_normal_(module.weight, std=1, a=-3, b=3)
+
+
+def _initialise_gpt2(model: TransformerLM) -> None:
+    """GPT-2's: normal of 0.02, biases 0; what adds to the residual stream is divided by sqrt(2 num_layers)."""
+    residual_std = 0.02 / math.sqrt(2 * model.config.num_layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("output_proj.weight", "ffn.w2.weight")):
+            nn.init.normal_(parameter, std=residual_std)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)

@@ -1,0 +1,239 @@
+"""What low precision does to a sum, and which data types autocast gives: both observed by running PyTorch."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.config import SIZES, Arch, Device, Precision
+from cs336_systems.model import TransformerLM
+from cs336_systems.precision import autocast
+
+MIXED_PRECISIONS = (Precision.FP16, Precision.BF16)
+SHORT_NAMES = MappingProxyType({torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """A number added up `count` times, one addition after the other."""
+
+    sum_dtype: str
+    addend_dtype: str
+    cast: bool
+    """Whether each addend was cast to the sum's type before it was added."""
+    addend: float
+    count: int
+    total: float
+    stored_addend: float
+    """The addend as its type holds it."""
+    growing_additions: int
+    """Additions that changed the sum; after them it stood still."""
+
+    @property
+    def exact(self) -> float:
+        return self.addend * self.count
+
+    @property
+    def error(self) -> float:
+        """By how much the sum misses the exact one."""
+        return self.total - self.exact
+
+    @property
+    def storage_error(self) -> float:
+        """The part of the error that an exact sum of the stored addends would have too."""
+        return self.stored_addend * self.count - self.exact
+
+    @property
+    def rounding_error(self) -> float:
+        """The part of the error that comes from rounding the sum after every addition."""
+        return self.error - self.storage_error
+
+
+def accumulate(
+    sum_dtype: torch.dtype, addend_dtype: torch.dtype, *, cast: bool = False, addend: float = 0.01, count: int = 1000
+) -> Accumulation:
+    """Add `addend`, stored as `addend_dtype`, to a sum kept as `sum_dtype`, `count` times."""
+    total = torch.zeros((), dtype=sum_dtype)
+    term = torch.tensor(addend, dtype=addend_dtype)
+    growing_additions = 0
+    for step in range(1, count + 1):
+        before = total.item()
+        total += term.to(sum_dtype) if cast else term
+        if total.item() != before:
+            growing_additions = step
+    return Accumulation(
+        sum_dtype=short_name(sum_dtype),
+        addend_dtype=short_name(addend_dtype),
+        cast=cast,
+        addend=addend,
+        count=count,
+        total=total.item(),
+        stored_addend=term.item(),
+        growing_additions=growing_additions,
+    )
+
+
+def accumulation_study() -> tuple[Accumulation, ...]:
+    """The course's four ways to add 0.01 a thousand times, then the same with bf16 in place of fp16."""
+    low_precision = [
+        accumulate(*dtypes, cast=cast)
+        for dtype in (torch.float16, torch.bfloat16)
+        for *dtypes, cast in ((dtype, dtype, False), (torch.float32, dtype, False), (torch.float32, dtype, True))
+    ]
+    return (accumulate(torch.float32, torch.float32), *low_precision)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """`fp32` for torch.float32, and so on."""
+    return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+class ToyModel(nn.Module):
+    """The course's example for autocast: two linear layers with a ReLU and a layer norm between them."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_features, 10, bias=False)
+        self.relu = nn.ReLU()
+        self.ln = nn.LayerNorm(10)
+        self.fc2 = nn.Linear(10, out_features, bias=False)
+
+    def forward(self, x: Float[Tensor, "batch in_features"]) -> Float[Tensor, "batch out_features"]:
+        """Logits of each row of `x`."""
+        logits: Tensor = self.fc2(self.ln(self.relu(self.fc1(x))))
+        return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedDtype:
+    """Data type of one quantity of a training step under autocast."""
+
+    model: str
+    device: Device
+    precision: Precision
+    quantity: str
+    dtype: str
+
+
+TOY_OUTPUTS = MappingProxyType({"first linear's output (fc1)": "fc1", "layer norm's output (ln)": "ln", "logits": ""})
+"""Module whose output each quantity of the toy model is; the empty name is the whole model."""
+
+TRANSFORMER_OUTPUTS = MappingProxyType(
+    {
+        "embedding's output": "token_embeddings",
+        "first norm's output (ln1)": "layers.0.ln1",
+        "first linear's output (q_proj)": "layers.0.attn.q_proj",
+        "attention's output": "layers.0.attn",
+        "feed-forward's output": "layers.0.ffn",
+        "residual stream after a block": "layers.0",
+        "last norm's output (ln_final)": "ln_final",
+        "logits": "",
+    }
+)
+"""The same for TransformerLM, whichever its architecture."""
+
+BATCH_SIZE = 2
+
+
+def observed_dtypes(
+    model: nn.Module, inputs: Tensor, precision: Precision, outputs: Mapping[str, str]
+) -> dict[str, str]:
+    """Run forward and backward under autocast on the device of `inputs`; return the data type of each quantity.
+
+    `outputs` names the module whose output a quantity is. Parameters, loss and gradients are always among the
+    quantities; attention's scores, softmax and weights are where the model computes each on its own.
+    """
+    seen: dict[str, str] = {}
+    hooks = [
+        model.get_submodule(name).register_forward_hook(_recorder(seen, quantity)) for quantity, name in outputs.items()
+    ]
+    try:
+        with autocast(precision, Device(inputs.device.type)), AttentionOps() as attention:
+            logits = model(inputs)
+            targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+            loss = cross_entropy(logits.flatten(0, -2), targets.flatten())
+        torch.autograd.backward(loss)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        "parameters": _names(parameter.dtype for parameter in model.parameters()),
+        **{quantity: dtype for quantity, dtype in seen.items() if quantity != "logits"},
+        **{quantity: short_name(dtype) for quantity, dtype in attention.dtypes.items()},
+        "logits": short_name(logits.dtype),
+        "loss": short_name(loss.dtype),
+        "gradients": _names(parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None),
+    }
+
+
+def _recorder(seen: dict[str, str], quantity: str) -> Callable[[nn.Module, object, Tensor], None]:
+    def record(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        seen.setdefault(quantity, short_name(output.dtype))
+
+    return record
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({short_name(dtype) for dtype in dtypes}))
+
+
+SCORES, SOFTMAX, WEIGHTS = "attention's scores", "attention's softmax", "attention's weights, as multiplied"
+PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
+
+
+class AttentionOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Data types around the first softmax that runs: the product before it, its output, the product after it.
+
+    Works below autocast, so it sees each operation as it is launched, after autocast's casts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._last_product: torch.dtype | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run the operation, and keep its data type where it belongs to attention."""
+        output = func(*args, **(kwargs or {}))
+        if str(func) in PRODUCTS and isinstance(output, Tensor):
+            self._last_product = output.dtype
+            factor = args[-2]
+            if SOFTMAX in self.dtypes and isinstance(factor, Tensor):
+                self.dtypes.setdefault(WEIGHTS, factor.dtype)
+        elif str(func) == "aten._softmax.default" and SOFTMAX not in self.dtypes and isinstance(output, Tensor):
+            if self._last_product is not None:
+                self.dtypes[SCORES] = self._last_product
+            self.dtypes[SOFTMAX] = output.dtype
+        return output
+
+
+def dtype_study(devices: Sequence[Device]) -> tuple[ObservedDtype, ...]:
+    """Observe the toy model and both architectures of TransformerLM under fp16 and bf16 autocast on each device."""
+    return tuple(
+        ObservedDtype(model=name, device=device, precision=precision, quantity=quantity, dtype=dtype)
+        for device in devices
+        for name in ("ToyModel", *(f"TransformerLM, {arch}" for arch in Arch))
+        for precision in MIXED_PRECISIONS
+        for quantity, dtype in _observe(name, device, precision).items()
+    )
+
+
+def _observe(name: str, device: Device, precision: Precision) -> dict[str, str]:
+    with torch.device(device.value):
+        if name == "ToyModel":
+            return observed_dtypes(ToyModel(20, 5), torch.randn(BATCH_SIZE, 20), precision, TOY_OUTPUTS)
+        config = replace(SIZES["tiny"], arch=Arch(name.split()[-1]), context_length=16)
+        tokens = torch.randint(config.vocab_size, (BATCH_SIZE, config.context_length))
+        return observed_dtypes(TransformerLM(config), tokens, precision, TRANSFORMER_OUTPUTS)

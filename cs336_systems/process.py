@@ -1,0 +1,23 @@
+"""What a sweep and its workers agree on as processes. Death with the forker and adoption are Linux's; elsewhere nothing."""
+
+import ctypes
+import sys
+
+RECORD_NOT_WRITTEN = 74
+"""Exit status of a worker that could not write its record (EX_IOERR): the disk, not the run, has failed."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_forker(signal_number: int) -> None:
+    """Have the kernel send this process `signal_number` when the process that forked it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that none of them gets away."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

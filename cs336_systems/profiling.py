@@ -1,0 +1,200 @@
+"""Ranges that name what a step is doing, for the profiler that happens to watch.
+
+`annotate` marks the forward pass, in place in the model. Backward runs on autograd's own thread, where no Python of the
+model is on the stack, so `backward_ranges` marks it through the nodes of autograd's graph.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+
+class Annotator(StrEnum):
+    """Who is told of the ranges: nobody, Nsight Systems, or torch.profiler (which works on a CPU too)."""
+
+    NONE = "none"
+    NVTX = "nvtx"
+    RECORD_FUNCTION = "record-function"
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.records: list[torch.profiler.record_function] = []
+
+
+_thread = _Thread()
+
+
+def _push_record(name: str) -> None:
+    record = torch.profiler.record_function(name)
+    record.__enter__()  # type: ignore[no-untyped-call]
+    _thread.records.append(record)
+
+
+def _pop_record() -> None:
+    _thread.records.pop().__exit__(None, None, None)
+
+
+def _push_nvtx(name: str) -> None:
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+
+def _pop_nvtx() -> None:
+    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+class _Annotation(AbstractContextManager[None]):
+    """Stateless, so that one object per name serves every use of it, nested and threaded ones too."""
+
+    __slots__ = ("_name", "_pop", "_push")
+
+    def __init__(self, name: str, push: Callable[[str], None], pop: Callable[[], None]) -> None:
+        self._name, self._push, self._pop = name, push, pop
+
+    def __enter__(self) -> None:
+        self._push(self._name)
+
+    def __exit__(self, *exception: object) -> None:
+        self._pop()
+
+
+_NOTHING = nullcontext()
+_PUSH_POP: dict[Annotator, tuple[Callable[[str], None], Callable[[], None]]] = {
+    Annotator.NVTX: (_push_nvtx, _pop_nvtx),
+    Annotator.RECORD_FUNCTION: (_push_record, _pop_record),
+}
+_annotation: Callable[[str], _Annotation] | None = None
+"""Makes, or finds again, the annotation of a name; None without an annotator."""
+
+
+def set_annotator(annotator: Annotator) -> None:
+    """Choose, for the whole process and while no range is open, who is told of the ranges from here on.
+
+    Raises ValueError for NVTX on a machine without a CUDA device.
+    """
+    global _annotation
+    if annotator is Annotator.NONE:
+        _annotation = None
+        return
+    if annotator is Annotator.NVTX and not torch.cuda.is_available():
+        raise ValueError(
+            f"annotator nvtx needs PyTorch built for CUDA and a CUDA device, got torch {torch.__version__} without: "
+            f"use {Annotator.RECORD_FUNCTION} or {Annotator.NONE}"
+        )
+    push, pop = _PUSH_POP[annotator]
+    _annotation = functools.cache(lambda name: _Annotation(name, push, pop))
+
+
+def annotate(name: str) -> AbstractContextManager[None]:
+    """Range `name` around a `with` block. It vanishes where torch.compile traces, and without an annotator."""
+    if torch.compiler.is_compiling():
+        return nullcontext()  # Dynamo enters only what it has seen made
+    return _NOTHING if _annotation is None else _annotation(name)
+
+
+@contextmanager
+def backward_ranges(model: nn.Module) -> Iterator[None]:
+    """While open, the backward of what `model` computes shows the ranges of its modules that have a `range: str`.
+
+    A module's range opens when the gradient of its output is ready and closes when that of its input is (for an
+    embedding, whose input has none: when those of its parameters are). Nodes of autograd's graph are hooked, not the
+    modules' inputs and outputs: no identity nodes come in and no gradient lives longer, so that numbers and memory stay
+    as they are. What torch.compile has traced has no such nodes, and no ranges. A backward that raises leaves open
+    ranges behind.
+    """
+    handles = []
+    for module in model.modules():
+        if isinstance(name := getattr(module, "range", None), str):
+            handles.append(module.register_forward_pre_hook(_close_before_input))
+            handles.append(module.register_forward_hook(functools.partial(_open_at_output, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _close_before_input(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if node := _first_node(inputs):
+        _at(node, _close)
+
+
+def _open_at_output(name: str, _module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    node = _first_node((output,))
+    if node is None:
+        return
+    if _first_node(inputs) is None:
+        _at(node, _CloseAfter(_leaves(node)).start)
+    _at(node, functools.partial(_open, name))
+
+
+def _first_node(values: Iterable[object]) -> Node | None:
+    """The node that computed the first tensor with a gradient among `values`; None while compiling."""
+    if torch.compiler.is_compiling():
+        return None
+    return next((value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None), None)
+
+
+def _open(name: str) -> None:
+    annotate(name).__enter__()
+
+
+def _close() -> None:
+    annotate("").__exit__(None, None, None)
+
+
+def _at(node: Node, action: Callable[[], None]) -> None:
+    """Do `action` just before `node` runs, the last one asked for first: backward is forward in reverse."""
+    metadata = cast("dict[str, list[Callable[[], None]]]", node.metadata)  # a property that torch's stub calls a method
+    actions = metadata.get("ranges")
+    if actions is None:
+        metadata["ranges"] = actions = []
+        node.register_prehook(functools.partial(_run_in_reverse, actions))
+    actions.append(action)
+
+
+def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> None:
+    for action in reversed(actions):
+        action()
+
+
+class _CloseAfter:
+    """Closes the open range when, once started, each of `leaves` has run.
+
+    A leaf outlives its graph where two graphs overlap, so a hook left on it by an earlier graph must do nothing.
+    """
+
+    def __init__(self, leaves: list[Node]) -> None:
+        self._leaves = len(leaves)
+        self._remaining = 0
+        for leaf in leaves:
+            leaf.register_hook(self._count)
+
+    def start(self) -> None:
+        self._remaining = self._leaves
+
+    def _count(self, *_gradients: object) -> None:
+        if self._remaining:
+            self._remaining -= 1
+            if not self._remaining:
+                _close()
+
+
+def _leaves(node: Node) -> list[Node]:
+    """The nodes behind `node` that lead no further: those that accumulate the gradients of parameters."""
+    found: dict[Node, bool] = {}
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            following = [function for function, _ in current.next_functions if function is not None]
+            found[current] = not following
+            pending += following
+    return [found_node for found_node, is_leaf in found.items() if is_leaf]

@@ -1,0 +1,296 @@
+"""One table of text, written as Markdown, LaTeX, Typst or for the terminal; and any rows of values as CSV.
+
+Cells may hold any text, a kernel's name or an error message: every writer makes it inert in its own language.
+"""
+
+import csv
+import io
+import math
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import rich.box
+import rich.table
+from rich.cells import cell_len
+from rich.text import Text
+
+Row = TypeVar("Row")
+
+FORMULA_STARTS = frozenset("=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}"
+                           "\N{FULLWIDTH HYPHEN-MINUS}\N{FULLWIDTH COMMERCIAL AT}")  # fmt: skip
+"""What makes a spreadsheet take a text for a formula (OWASP, CSV injection)."""
+CSV_DIGITS = 9
+"""Significant digits of a number in a CSV file: a nanosecond in a second."""
+
+_MARKDOWN = str.maketrans(
+    {**{c: f"\\{c}" for c in "\\`*_[]#|~$"}, "&": "&amp;", "<": "&lt;", ">": "&gt;"}
+)  # fmt: skip
+_LATEX = str.maketrans(
+    {
+        **{c: f"\\{c}" for c in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "`": r"\textasciigrave{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "[": "{[}",  # after a line's \\ a bracket or a star would be read as its argument
+        "]": "{]}",
+        "*": "{*}",
+        "±": r"$\pm$",
+        "\N{MULTIPLICATION SIGN}": r"$\times$",
+        "—": "---",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What stands above a column, and on which side its cells stand."""
+
+    name: str
+    unit: str = ""
+    numeric: bool = True
+    """Numbers stand to the right."""
+    spare: int = 0
+    """Above 0, a terminal too narrow for the table leaves the column out, the highest number first."""
+
+    @property
+    def label(self) -> str:
+        """Name and unit on one line."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """A heading, and how to say a row's value below it; unknown is an empty text."""
+
+    heading: Heading
+    cell: Callable[[Row], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table for people: every cell is text, rounded and scaled for reading."""
+
+    title: str
+    headings: tuple[Heading, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    """Sentences below the table."""
+    failed: frozenset[int] = frozenset()
+    """Indices of rows that stand out on a terminal: runs without times."""
+
+    def __post_init__(self) -> None:
+        for index, row in enumerate(self.rows):
+            if len(row) != len(self.headings):
+                raise ValueError(f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}")
+
+
+def make_table(
+    title: str,
+    columns: Sequence[Column[Row]],
+    rows: Iterable[Row],
+    notes: Iterable[str] = (),
+    failed: Callable[[Row], bool] | None = None,
+) -> Table:
+    """Fill the columns from the rows, whatever a row is."""
+    kept = tuple(rows)
+    return Table(
+        title=title,
+        headings=tuple(column.heading for column in columns),
+        rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
+        notes=tuple(notes),
+        failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
+    )
+
+
+def plain(text: str) -> str:
+    """The text on one line, without characters that control a terminal, a parser or the direction of writing."""
+    return "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text)
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """The value to so many significant digits, never in exponent notation, thousands separated."""
+    if not math.isfinite(value):
+        return str(value)
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{float(f'{value:.{digits - 1}e}'):,.{max(0, digits - 1 - exponent)}f}"
+
+
+def mean_and_std(mean: float, std: float | None) -> str:
+    """`66.31 ± 0.12`, `66.3 ± 0.4`: the deviation to one digit, two after a leading 1; the mean as far as these."""
+    if std is None or not math.isfinite(std):
+        return significant(mean)
+    if std == 0:
+        return f"{significant(mean)} ± 0"
+    first, _, exponent = f"{std:.1e}".partition("e")
+    decimals = min(9, max(0, (1 if first.startswith("1") else 0) - int(exponent)))
+    return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
+
+
+def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """The values as CSV: numbers in full, None and NaN empty, texts that a spreadsheet would run behind a quote."""
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([_csv_text(name) for name in header])
+    writer.writerows([_csv_cell(value) for value in row] for row in rows)
+    return buffer.getvalue()
+
+
+def _csv_cell(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float):
+        return format(value, f".{CSV_DIGITS}g")
+    if isinstance(value, bool | int):
+        return str(value)
+    return _csv_text(str(value))
+
+
+def _csv_text(text: str) -> str:
+    text = text.replace("\0", "\N{REPLACEMENT CHARACTER}").replace("\r\n", "\n").replace("\r", "\n")
+    starts_formula = text.lstrip()[:1] in FORMULA_STARTS or text[:1] in ("\t", "\n")
+    return f"'{text}" if text and starts_formula else text
+
+
+def to_markdown(table: Table) -> str:
+    """A pipe table below its title."""
+    rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
+    lines = [[_markdown(heading.label) for heading in table.headings], rules, *map(_markdown_row, table.rows)]
+    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n\n".join([f"### {_markdown(table.title)}", body, *map(_markdown_paragraph, table.notes)]) + "\n"
+
+
+def _markdown(text: str) -> str:
+    return plain(text).translate(_MARKDOWN)
+
+
+def _markdown_row(row: tuple[str, ...]) -> list[str]:
+    return [_markdown(cell) for cell in row]
+
+
+def _markdown_paragraph(text: str) -> str:
+    escaped = _markdown(text).strip()
+    return f"\\{escaped}" if escaped[:1] in ("-", "+", "=") else escaped
+
+
+def to_latex(table: Table) -> str:
+    """A floating booktabs table."""
+    alignment = "".join("r" if heading.numeric else "l" for heading in table.headings)
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}[htbp]",
+        r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
+        rf"\caption{{{_latex(' '.join([_sentence(table.title), *table.notes]))}}}",
+        rf"\begin{{tabular}}{{{alignment}}}",
+        r"\toprule",
+        _latex_row(heading.label for heading in table.headings),
+        r"\midrule",
+        *map(_latex_row, table.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _latex(text: str) -> str:
+    return plain(text).translate(_LATEX)
+
+
+def _latex_row(cells: Iterable[str]) -> str:
+    return " & ".join(map(_latex, cells)) + r" \\"
+
+
+def to_typst(table: Table) -> str:
+    """A figure that holds a table. Every text is a string literal, in which no markup is read."""
+    alignment = ", ".join("right" if heading.numeric else "left" for heading in table.headings)
+    header = ", ".join(f"strong({_typst(heading.label)})" for heading in table.headings)
+    lines = [
+        "#figure(",
+        f"  caption: {_typst(' '.join([_sentence(table.title), *table.notes]))},",
+        "  table(",
+        f"    columns: {len(table.headings)},",
+        f"    align: ({alignment},),",
+        "    stroke: none,",
+        "    table.hline(),",
+        f"    table.header({header}),",
+        "    table.hline(stroke: 0.5pt),",
+        *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
+        "    table.hline(),",
+        "  ),",
+        ")",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _typst(text: str) -> str:
+    escaped = plain(text).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def to_rich(table: Table, width: int | None = None) -> rich.table.Table:
+    """The table for a terminal of `width` columns, or of any width; rich reads no markup in it.
+
+    Spare columns are left out as far as the width asks for it, and named below the table.
+    """
+    widths = [_terminal_width(table, column) for column in range(len(table.headings))]
+    kept, gap = _fitting([heading.spare for heading in table.headings], widths, width)
+    left_out = ", ".join(h.name for column, h in enumerate(table.headings) if column not in kept)
+    notes = [*table.notes, f"Left out for want of width: {left_out}."] if left_out else table.notes
+    drawn = rich.table.Table(
+        title=Text(plain(table.title), style="bold"),
+        caption=Text(plain(" ".join(notes))),
+        box=rich.box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, gap - 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for column in kept:
+        heading = table.headings[column]
+        label = Text("\n".join(_terminal_label(heading)))
+        drawn.add_column(label, justify="right" if heading.numeric else "left", min_width=widths[column])
+    for index, row in enumerate(table.rows):
+        cells = (Text(plain(row[column]), no_wrap=table.headings[column].numeric) for column in kept)
+        drawn.add_row(*cells, style="dim red" if index in table.failed else None)
+    return drawn
+
+
+def _terminal_label(heading: Heading) -> list[str]:
+    return [plain(part) for part in (heading.name, heading.unit) if part]
+
+
+def _terminal_width(table: Table, column: int) -> int:
+    """Columns that the cells need; texts may break between words, up to a limit also within."""
+    cells = [plain(row[column]) for row in table.rows]
+    if not table.headings[column].numeric:
+        cells = [word[:24] for cell in cells for word in cell.split()]
+    return max(map(cell_len, [*_terminal_label(table.headings[column]), *cells]))
+
+
+def _fitting(spares: Sequence[int], widths: Sequence[int], width: int | None) -> tuple[list[int], int]:
+    """Indices of the columns to keep, and how many blanks stand between two of them: 2, or 1 where that helps."""
+    kept, gap = list(range(len(widths))), 2
+    while width is not None and sum(widths[column] + gap for column in kept) - gap > width:
+        dearest = max(kept, key=lambda column: spares[column])
+        if spares[dearest] > 0:
+            kept.remove(dearest)
+        elif gap == 2:
+            gap = 1
+        else:
+            break
+    return kept, gap
+
+
+WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_latex, "typ": to_typst}
+"""Formats of a readable file, by its ending."""

@@ -1,0 +1,271 @@
+"""Records of finished runs as one data frame: a row per configuration, failed ones too."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.accounting import mfu, step_flops
+from cs336_systems.analysis.statistics import mean_interval
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    CompileMode,
+    Mode,
+    ModelConfig,
+    Phase,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.record import Measurement, RunRecord, Status
+
+TEXTS = (
+    "size",
+    "arch",
+    "mode",
+    "precision",
+    "attention",
+    "compile",
+    "optimizer",
+    "device_name",
+    "status",
+    "error",
+    "warnings",
+)
+COLUMNS = (
+    "size", "arch", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
+    "mode", "precision", "attention", "compile", "optimizer", "world_size", "device_name",
+    "warmup_steps", "measured_steps", "status", "error",
+    "forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms", "optimizer_mean_ms", "optimizer_std_ms",
+    "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
+    "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
+)  # fmt: skip
+"""Columns of results.csv, in order."""
+QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
+"""Columns that were measured or follow from what was measured; NaN where that is unknown."""
+
+
+def to_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
+    """One row per configuration, with COLUMNS; the index holds the configuration itself.
+
+    Repeats are pooled: a mean is the mean over the processes' means; a standard deviation is that of a step within its
+    process (the processes' variances, weighted by their degrees of freedom); median and minimum are over all steps; the
+    confidence interval is over the processes' means, or over the steps where only one process finished. Peaks are the
+    largest of all processes. Where some repeats failed, the times are those of the others, `status` and `error` tell of
+    the first failure, and `warnings` counts them. Repeats on different devices are different rows.
+    """
+    return _frame(_groups(records))
+
+
+def warmup_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
+    """The rows that differ from another in nothing but the number of warm-up steps, with `first_step_ms` added.
+
+    `first_step_ms` is the first of the measured steps; where there are repeats, the mean of theirs.
+    """
+    groups = _groups(records)
+    first_ms = []
+    for group in groups:
+        firsts_s = [measurement.times_s[0] for measurement in _measured(group, Phase.STEP)]
+        first_ms.append(statistics.fmean(firsts_s) * 1e3 if firsts_s else math.nan)
+    counts: dict[tuple[object, ...], set[int]] = {}
+    for config in (group[0].config for group in groups):
+        counts.setdefault(apart_from(config, "warmup_steps"), set()).add(config.warmup_steps)
+    varied = [len(counts[apart_from(group[0].config, "warmup_steps")]) > 1 for group in groups]
+    return _frame(groups).assign(first_step_ms=first_ms)[varied]
+
+
+def speed_ups(frame: pd.DataFrame) -> pd.DataFrame:
+    """For every row, how many times faster it is than the same configuration in fp32 on the same device.
+
+    `speed_up` and `speed_up_std` (both steps' std/mean, propagated) are NaN for fp32 itself and where a time is
+    missing; `full_status` is how the fp32 run ended, None where there is none.
+    """
+    rows = rows_of(frame)
+    full = {
+        (apart_from(r["config"], "precision"), r["device_name"]): r for r in rows if r["precision"] == Precision.FP32
+    }
+    found: list[tuple[float, float, str | None]] = []
+    for row in rows:
+        key = apart_from(row["config"], "precision")
+        twin = full.get((key, row["device_name"])) or full.get((key, None))  # which failed before it named its device
+        if twin is None or row["precision"] == Precision.FP32:
+            found.append((math.nan, math.nan, None))
+        elif not twin["step_mean_ms"] or not row["step_mean_ms"]:
+            found.append((math.nan, math.nan, twin["status"]))
+        else:
+            ratio = twin["step_mean_ms"] / row["step_mean_ms"]
+            known = twin["step_cv"] is not None and row["step_cv"] is not None
+            spread = ratio * math.hypot(twin["step_cv"], row["step_cv"]) if known else math.nan
+            found.append((ratio, spread, twin["status"]))
+    return pd.DataFrame(found, columns=["speed_up", "speed_up_std", "full_status"], index=frame.index)
+
+
+def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows by column name, what is unknown as None, and the configuration as `config`."""
+    return [
+        {"config": config} | {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for config, row in zip(frame.index, frame.to_dict("records"), strict=True)
+    ]
+
+
+def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
+    """All that says what `config` is, `names` and the repeat left out: equal for runs that differ in nothing else."""
+    run = [getattr(config, field.name) for field in fields(RunConfig) if field.name not in ("model", "repeat", *names)]
+    model = [getattr(config.model, field.name) for field in fields(ModelConfig) if field.name not in names]
+    return (*run, *model)
+
+
+def _frame(groups: Sequence[Sequence[RunRecord]]) -> pd.DataFrame:
+    index = pd.Index([group[0].config.configuration for group in groups], dtype="object", name="config")
+    frame = pd.DataFrame([_row(group) for group in groups], columns=list(COLUMNS), index=index)
+    return frame.astype(dict.fromkeys(QUANTITIES, "float64") | dict.fromkeys(TEXTS, "object"))
+
+
+def _groups(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
+    """The repeats of each configuration, in the order of the table."""
+    return sorted(_repeats(records), key=lambda group: _order(group[0].config))
+
+
+def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
+    """Records of one configuration on one device each.
+
+    A run that ended before it could name its device belongs with the others where these name only one.
+    """
+    by_config: dict[RunConfig, list[RunRecord]] = {}
+    for record in dict.fromkeys(records):  # the same record twice is still one process
+        by_config.setdefault(record.config.configuration, []).append(record)
+    groups = []
+    for same in by_config.values():
+        devices = {name for record in same if (name := _device_name(record)) is not None}
+        if len(devices) < 2:
+            groups.append(same)
+        else:
+            names = (*sorted(devices), None)
+            groups += [[record for record in same if _device_name(record) == name] for name in names]
+    return [sorted(group, key=lambda record: (record.config.repeat, record.started_at)) for group in groups if group]
+
+
+def _order(config: RunConfig) -> tuple[object, ...]:
+    sizes = list(SIZES)
+    rank = sizes.index(config.size) if config.size in sizes else len(sizes)
+    model = config.model
+    shape = (model.d_model, model.num_layers, model.d_ff, model.num_heads)
+    precision, mode = list(Precision).index(config.precision), list(Mode).index(config.mode)
+    return (rank, config.size, *shape, model.context_length, precision, mode, config.warmup_steps)
+
+
+def _row(group: Sequence[RunRecord]) -> dict[str, object]:
+    config, model = group[0].config, group[0].config.model
+    done = [record for record in group if record.status is Status.OK]
+    failed = [record for record in group if record.status is not Status.OK]
+    codes = dict.fromkeys(str(warning.code) for record in group for warning in record.warnings)
+    if done and failed:
+        codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
+    device_name = next((name for record in group if (name := _device_name(record)) is not None), None)
+    row: dict[str, object] = {
+        "size": config.size,
+        "arch": config.model_factory or str(model.arch),  # the shape of an own model is its own affair
+        "d_model": model.d_model,
+        "d_ff": model.d_ff,
+        "num_layers": model.num_layers,
+        "num_heads": model.num_heads,
+        "vocab_size": model.vocab_size,
+        "context_length": model.context_length,
+        "batch_size": config.batch_size,
+        "mode": str(config.mode),
+        "precision": str(config.precision),
+        "attention": _attention(model),
+        "compile": _compile(config),
+        "optimizer": str(config.optimizer),
+        "world_size": 1,
+        "device_name": device_name,
+        "warmup_steps": config.warmup_steps,
+        "measured_steps": config.measured_steps,
+        "status": str(failed[0].status if failed else Status.OK),
+        "error": next((record.failure.message for record in failed if record.failure is not None), None),
+        "warnings": ";".join(codes) or None,
+    }
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+        if measured := _measured(done, phase):
+            row |= {f"{phase}_mean_ms": _ms(_mean_s(measured)), f"{phase}_std_ms": _ms(_stdev_s(measured))}
+    return row | _step(done, config, device_name) | _peaks(done)
+
+
+def _step(done: Sequence[RunRecord], config: RunConfig, device_name: str | None) -> dict[str, object]:
+    """Columns that follow from the times of the whole step."""
+    measured = _measured(done, Phase.STEP)
+    if not measured:
+        return {}
+    times_s = [time for measurement in measured for time in measurement.times_s]
+    mean_s, stdev_s = _mean_s(measured), _stdev_s(measured)
+    interval = mean_interval([m.mean_s for m in measured] if len(measured) > 1 else times_s)
+    low_s, high_s = (None, None) if interval is None else interval
+    columns: dict[str, object] = {
+        "step_mean_ms": _ms(mean_s),
+        "step_std_ms": _ms(stdev_s),
+        "step_median_ms": _ms(statistics.median(times_s)),
+        "step_min_ms": _ms(min(times_s)),
+        "step_ci95_low_ms": _ms(low_s),
+        "step_ci95_high_ms": _ms(high_s),
+    }
+    if mean_s > 0:
+        flops = step_flops(config)
+        flops_per_s = None if flops is None else flops / mean_s
+        columns |= {
+            "step_cv": None if stdev_s is None else stdev_s / mean_s,
+            "tokens_per_s": config.batch_size * config.model.context_length / mean_s,
+            "model_tflops_per_s": None if flops_per_s is None else flops_per_s / 1e12,
+        }
+        if flops_per_s is not None and device_name is not None:
+            columns["mfu"] = mfu(flops_per_s, device_name, config.precision)
+    return columns
+
+
+def _peaks(done: Sequence[RunRecord]) -> dict[str, object]:
+    memories = [record.memory for record in done if record.memory is not None]
+    if not memories:
+        return {}
+    return {
+        "peak_allocated_gib": max(memory.peak_allocated_bytes for memory in memories) / 2**30,
+        "peak_reserved_gib": max(memory.peak_reserved_bytes for memory in memories) / 2**30,
+    }
+
+
+def _measured(records: Iterable[RunRecord], phase: Phase) -> list[Measurement]:
+    found = (record.measurement(phase) for record in records if record.status is Status.OK)
+    return [measurement for measurement in found if measurement is not None and measurement.times_s]
+
+
+def _mean_s(measured: Sequence[Measurement]) -> float:
+    return statistics.fmean(m.mean_s for m in measured)
+
+
+def _stdev_s(measured: Sequence[Measurement]) -> float | None:
+    spreads = [(len(m.times_s) - 1, m.stdev_s) for m in measured if m.stdev_s is not None]
+    if not spreads:
+        return None
+    return math.sqrt(sum(freedom * stdev**2 for freedom, stdev in spreads) / sum(freedom for freedom, _ in spreads))
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _device_name(record: RunRecord) -> str | None:
+    return None if record.environment is None else record.environment.identity.device_name
+
+
+def _attention(model: ModelConfig) -> str:
+    if model.attention is Attention.NAIVE or model.sdpa_backend is SdpaBackend.AUTO:
+        return str(model.attention)
+    return f"{model.attention}-{model.sdpa_backend}"
+
+
+def _compile(config: RunConfig) -> str:
+    if config.compile is CompileMode.NONE or not config.compile_blocks:
+        return str(config.compile)
+    return f"{config.compile}-blocks"

@@ -1,0 +1,95 @@
+"""A sweep as it happens, on the terminal: what runs now, how far it is, and each result as it arrives."""
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from cs336_systems.config import Phase, RunConfig
+from cs336_systems.nvml import Gpu
+from cs336_systems.record import RecordError, RunRecord, Status
+from cs336_systems.report.words import STATUS_WORDS
+
+
+class TerminalListener:
+    """Draws on standard error and only when told to: a drawing thread would share the host with what is timed."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            auto_refresh=False,
+            speed_estimate_period=3600,
+        )
+        self._task: TaskID | None = None
+        self._running: dict[str, RunConfig] = {}
+
+    def __enter__(self) -> "TerminalListener":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
+        """Say what is done, what runs and what was set aside."""
+        for problem in problems:
+            self.console.print(f"[yellow]set aside[/] {escape(str(problem))}", highlight=False)
+        if kept:
+            self.console.print(f"{len(kept)} records kept, {len(todo)} runs to go", highlight=False)
+        self._task = self._progress.add_task("", total=len(todo))
+
+    def started(self, config: RunConfig, gpu: Gpu | None) -> None:
+        """Show the run among those at work."""
+        self._running[config.key] = config
+        self._show()
+
+    def finished(self, record: RunRecord) -> None:
+        """Print the result in one line."""
+        self._running.pop(record.key, None)
+        self.console.print(describe_run(record), highlight=False)
+        if self._task is not None:
+            self._progress.advance(self._task)
+        self._show()
+
+    def tick(self) -> None:
+        """Move the clock of the bar."""
+        self._progress.refresh()
+
+    def _show(self) -> None:
+        if self._task is not None:
+            now = " | ".join(config.label for config in self._running.values())
+            self._progress.update(self._task, description=escape(now))
+        self._progress.refresh()
+
+
+def describe_run(record: RunRecord) -> str:
+    """One line, in rich's markup, for a run that has ended."""
+    label = escape(f"{record.config.label:<34}")
+    step = record.measurement(Phase.STEP)
+    if step is None:
+        colour = "yellow" if record.status is Status.OOM else "red"
+        why = record.failure.message if record.failure else ""
+        return f"{label} [{colour}]{STATUS_WORDS[record.status]}[/] {escape(why)}"
+    spread = "" if step.stdev_s is None else f" ± {step.stdev_s * 1e3:.2f}"
+    memory = f"  {record.memory.peak_allocated_bytes / 2**30:.1f} GiB" if record.memory else ""
+    doubts = " ".join(warning.code for warning in record.warnings)
+    return f"{label} {step.mean_s * 1e3:9.2f}{spread} ms{memory}" + (f"  [yellow]{doubts}[/]" if doubts else "")

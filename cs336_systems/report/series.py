@@ -1,0 +1,161 @@
+"""What the pictures show, computed from the frame of results; nothing here draws."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.config import Phase, Precision
+from cs336_systems.record import Status
+from cs336_systems.report.frame import apart_from, rows_of, speed_ups
+
+AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
+"""Fields that run along the axes and the lines of a picture; all else is equal within one picture."""
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value with its error; None is unknown, and `status` then says why."""
+
+    x: str | int
+    value: float | None
+    error: float | None = None
+    status: Status = Status.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One step, in milliseconds, and the phases in it."""
+
+    size: str
+    context_length: int
+    step: Point
+    phases_ms: dict[Phase, float]
+
+    @property
+    def rest_ms(self) -> float:
+        """What of the step lies in none of the phases: reading data, the host between two phases."""
+        return max(0.0, (self.step.value or 0.0) - sum(self.phases_ms.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Points that belong together, in order along the axis."""
+
+    name: str
+    points: tuple[Point, ...]
+
+    @property
+    def known(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.value is not None)
+
+    @property
+    def failed(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.status is not Status.OK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupLines:
+    """One size in the warm-up study: step time and first measured step in milliseconds, std/mean as a fraction."""
+
+    name: str
+    step: Line
+    first: Line
+    cv: Line
+
+
+def steady(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of rows that differ only in their number of warm-up steps, the one with most."""
+    most: dict[tuple[object, ...], int] = {}
+    keys = [apart_from(config, "warmup_steps") for config in frame.index]
+    for key, steps in zip(keys, frame["warmup_steps"], strict=True):
+        most[key] = max(most.get(key, 0), int(steps))
+    return frame[[most[key] == steps for key, steps in zip(keys, frame["warmup_steps"], strict=True)]]
+
+
+def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
+    """Parts of the frame that agree in all but AXES and `across`, each fit for one picture.
+
+    A failed row that names no device goes to the device of the rest, where there is only one.
+    """
+    devices = frame["device_name"].dropna().unique()
+    only = devices[0] if len(devices) == 1 else None
+    parts: dict[tuple[object, ...], list[int]] = {}
+    for position, (config, device) in enumerate(zip(frame.index, frame["device_name"], strict=True)):
+        key = (only if pd.isna(device) else device, *apart_from(config, *AXES, *across))
+        parts.setdefault(key, []).append(position)
+    for positions in parts.values():
+        yield frame.iloc[positions]
+
+
+def size_names(frame: pd.DataFrame) -> list[str]:
+    """A name for the size of every row: its shape is added where one name stands for several shapes."""
+    shapes = frame[["size", *AXES[1:5]]].drop_duplicates()
+    counts = shapes["size"].value_counts()
+    return [
+        row["size"] if counts[row["size"]] == 1 else f"{row['size']} {row['d_model']}x{row['num_layers']}"
+        for row in rows_of(frame)
+    ]
+
+
+def phase_bars(frame: pd.DataFrame) -> list[Bar]:
+    """The steps with their phases, by context length and in the order of the sizes."""
+    bars = []
+    for name, row in zip(size_names(frame), rows_of(frame), strict=True):
+        means = {phase: row[f"{phase}_mean_ms"] for phase in PHASES}
+        phases = {phase: mean for phase, mean in means.items() if mean is not None}
+        context_length = int(row["context_length"])
+        bars.append(Bar(size=name, context_length=context_length, step=_step(row, name), phases_ms=phases))
+    return sorted(bars, key=lambda bar: bar.context_length)
+
+
+def context_lines(frame: pd.DataFrame) -> list[Line]:
+    """Step time in milliseconds against context length, one line per size."""
+    return _lines((name, _step(row, int(row["context_length"]))) for name, row in _named(frame))
+
+
+def speed_up_lines(frame: pd.DataFrame, precision: Precision) -> list[Line]:
+    """Speed-up over fp32 against size, one line per context length; a point takes the status of whichever run failed."""
+    gains = speed_ups(frame)
+    both = frame.assign(**{str(name): gains[name].to_numpy() for name in gains.columns})
+    pairs = []
+    for name, row in _named(both):
+        if row["precision"] == precision and row["full_status"] is not None:
+            statuses = [Status(row["full_status"]), Status(row["status"])]
+            status = next((status for status in statuses if status is not Status.OK), Status.OK)
+            point = Point(x=name, value=row["speed_up"], error=row["speed_up_std"], status=status)
+            pairs.append((int(row["context_length"]), point))
+    return _lines((f"{context}", point) for context, point in sorted(pairs, key=lambda pair: pair[0]))
+
+
+def warmup_lines(frame: pd.DataFrame) -> list[WarmupLines]:
+    """The warm-up study of a `warmup_frame`, one group of lines per size; one context length at a time."""
+    named = list(_named(frame))
+    steps = _lines((name, _step(row, int(row["warmup_steps"]))) for name, row in named)
+    firsts = _lines((name, _point(row, "first_step_ms")) for name, row in named)
+    cvs = _lines((name, _point(row, "step_cv")) for name, row in named)
+    return [
+        WarmupLines(name=step.name, step=step, first=first, cv=cv)
+        for step, first, cv in zip(steps, firsts, cvs, strict=True)
+    ]
+
+
+def _named(frame: pd.DataFrame) -> Iterator[tuple[str, dict[str, Any]]]:
+    return zip(size_names(frame), rows_of(frame), strict=True)
+
+
+def _lines(points: Iterable[tuple[str, Point]]) -> list[Line]:
+    grouped: dict[str, list[Point]] = {}
+    for name, point in points:
+        grouped.setdefault(name, []).append(point)
+    return [Line(name=name, points=tuple(points)) for name, points in grouped.items()]
+
+
+def _step(row: dict[str, Any], x: str | int) -> Point:
+    return Point(x=x, value=row["step_mean_ms"], error=row["step_std_ms"], status=Status(row["status"]))
+
+
+def _point(row: dict[str, Any], name: str) -> Point:
+    return Point(x=int(row["warmup_steps"]), value=row[name], status=Status(row["status"]))

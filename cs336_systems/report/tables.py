@@ -1,0 +1,146 @@
+"""What of the results people read: one selection for every format, and the files of a results directory."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pandas as pd
+import rich.table
+
+from cs336_systems.record import RunRecord, Status, write_atomically
+from cs336_systems.report.formats import (
+    WRITERS,
+    Column,
+    Heading,
+    Table,
+    make_table,
+    mean_and_std,
+    significant,
+    to_csv,
+    to_rich,
+)
+from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
+
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+
+RowDict: TypeAlias = dict[str, Any]
+
+
+def results_table(frame: pd.DataFrame) -> Table:
+    """The times of every configuration, its failures in words; settings that all share are said once, below."""
+    frame = frame.assign(speed_up=speed_ups(frame)["speed_up"].to_numpy())
+    columns = [
+        *_identity(frame),
+        *(_times(name) for name in ("forward", "backward", "optimizer") if _known(frame, f"{name}_mean_ms")),
+        _times("step"),
+        *_derived(frame),
+        *_status(frame),
+    ]
+    notes = [
+        *_sentences(describe(frame)),
+        "Times are mean ± standard deviation over the measured steps.",
+        *_warnings(frame),
+    ]
+    return make_table("Time of a step", columns, rows_of(frame), notes, _failed)
+
+
+def warmup_table(records: Iterable[RunRecord]) -> Table | None:
+    """The same step after different numbers of warm-up steps; None where that number does not vary."""
+    frame = warmup_frame(records)
+    if frame.empty:
+        return None
+    columns = [
+        *_identity(frame),
+        _times("step"),
+        _quantity("std/mean", "step_cv", "%", 100, 2),
+        _quantity("first measured step", "first_step_ms", "ms", 1, 4),
+        *_status(frame),
+    ]
+    return make_table("Time of a step by warm-up", columns, rows_of(frame), _sentences(describe(frame)), _failed)
+
+
+def terminal_table(frame: pd.DataFrame, width: int = 100) -> rich.table.Table:
+    """The selection of `results_table`, fit for a terminal of `width` columns."""
+    return to_rich(results_table(frame), width)
+
+
+def write_tables(records: Iterable[RunRecord], directory: Path) -> list[Path]:
+    """Write results.csv with everything, the readable tables as results.md, .tex and .typ; return their paths."""
+    kept = tuple(records)
+    frame = to_frame(kept)
+    tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
+    texts = {"csv": to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows_of(frame)))}
+    texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for ending, text in texts.items():
+        paths.append(directory / f"results.{ending}")
+        write_atomically(paths[-1], text.encode(errors="replace"))
+    return paths
+
+
+def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
+    """Columns that tell the rows apart."""
+    shapes = frame[["size", *SHAPE]].drop_duplicates()
+    told = [] if shapes["size"].is_unique else [name for name in SHAPE if shapes[name].nunique() > 1]
+    varying = [name for name in SETTINGS if name != "precision" and frame[name].dropna().nunique() > 1]
+    numbers = {*SHAPE, "context_length", "batch_size", "world_size", "warmup_steps", "measured_steps"}
+    names = {"context_length": "context", "device_name": "device", "warmup_steps": "warm-up", "batch_size": "batch",
+             "measured_steps": "steps", "world_size": "processes"}  # fmt: skip
+    return [
+        Column(Heading(names.get(name, name), numeric=name in numbers), _text(name))
+        for name in ("size", *told, "context_length", "precision", *varying)
+    ]
+
+
+def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
+    candidates = {
+        "step_cv": _quantity("std/mean", "step_cv", "%", 100, 2, spare=3),
+        "tokens_per_s": _quantity("tokens/s", "tokens_per_s", "", 1, 4, spare=2),
+        "mfu": _quantity("MFU", "mfu", "%", 100, 3, spare=1),
+        "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3),
+        "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3),
+    }
+    return [column for name, column in candidates.items() if _known(frame, name)]
+
+
+def _status(frame: pd.DataFrame) -> list[Column[RowDict]]:
+    if (frame["status"] == Status.OK).all():
+        return []
+    return [Column(Heading("status", numeric=False), lambda row: STATUS_WORDS[Status(row["status"])])]
+
+
+def _times(name: str) -> Column[RowDict]:
+    mean, std = f"{name}_mean_ms", f"{name}_std_ms"
+    return Column(Heading(name, "ms"), lambda row: "" if row[mean] is None else mean_and_std(row[mean], row[std]))
+
+
+def _quantity(name: str, source: str, unit: str, scale: float, digits: int, spare: int = 0) -> Column[RowDict]:
+    def cell(row: RowDict) -> str:
+        return "" if row[source] is None else significant(row[source] * scale, digits)
+
+    return Column(Heading(name, unit, spare=spare), cell)
+
+
+def _text(name: str) -> Callable[[RowDict], str]:
+    return lambda row: "" if row[name] is None else str(row[name])
+
+
+def _known(frame: pd.DataFrame, name: str) -> bool:
+    return bool(frame[name].notna().any())
+
+
+def _failed(row: RowDict) -> bool:
+    return bool(row["status"] != Status.OK)
+
+
+def _sentences(text: str) -> list[str]:
+    return [f"{text}."] if text else []
+
+
+def _warnings(frame: pd.DataFrame) -> list[str]:
+    """How many rows carry each warning."""
+    counts = frame["warnings"].dropna().str.split(";").explode().value_counts()
+    said = ", ".join(f"{code} in {count} of {len(frame)} rows" for code, count in counts.items())
+    return [f"Warnings, named by row in the CSV: {said}."] if said else []

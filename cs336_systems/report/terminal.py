@@ -1,0 +1,45 @@
+"""What the commands print at their end."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from cs336_systems.record import RunRecord
+from cs336_systems.report.formats import to_rich
+from cs336_systems.report.frame import to_frame
+from cs336_systems.report.tables import results_table, warmup_table
+
+WIDTH_WITHOUT_TERMINAL = 140
+"""Columns to print where the output is no terminal, so that a log or a README gets whole rows."""
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+
+
+def print_run(record: RunRecord, path: Path) -> None:
+    """The table of one run, what puts it in doubt, and where its record is."""
+    console = _console()
+    console.print(to_rich(results_table(to_frame([record]))))
+    if record.failure is not None:
+        where = f" in {record.failure.where}" if record.failure.where else ""
+        console.print(f"[red]{record.status}[/]{escape(where)}: {escape(record.failure.message)}")
+    for warning in record.warnings:
+        console.print(f"[yellow]{warning.code}[/]: {escape(warning.message)}")
+    console.print(f"record: {escape(str(path))}", soft_wrap=True)
+
+
+def print_sweep(records: Sequence[RunRecord], directory: Path) -> None:
+    """The tables of a sweep, and where its files are."""
+    console = _console()
+    if records:
+        for table in (results_table(to_frame(records)), warmup_table(records)):
+            if table is not None:
+                console.print(to_rich(table))
+    for record in records:
+        if record.failure is not None:
+            console.print(f"[red]{escape(record.config.label)}[/]: {escape(record.failure.message)}")
+    console.print(f"results: {escape(str(directory))}", soft_wrap=True)

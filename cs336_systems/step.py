@@ -1,0 +1,149 @@
+"""One step of training, or the part of it that the mode asks for, told to a clock phase by phase."""
+
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from cs336_systems.clock import Clock, StepTimes
+from cs336_systems.config import CompileMode, Mode, ModelConfig, Phase, RunConfig
+from cs336_systems.data import Batch, make_batches
+from cs336_systems.model import TransformerLM
+from cs336_systems.optimizer import make_optimizer
+from cs336_systems.precision import autocast, make_grad_scaler
+from cs336_systems.profiling import annotate
+from cs336_systems.ranges import Range
+
+
+def load_factory(name: str) -> Callable[..., nn.Module]:
+    """Import `package.module:factory`, looking in the current directory too; raise ValueError where it is not there."""
+    module_name, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--model {name}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"--model {name}: needed a callable that makes a model, got {type(found).__name__}")
+    return found
+
+
+def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Module:
+    """Call the factory with the fields of `model` that its signature names."""
+    known = {field.name: getattr(model, field.name) for field in fields(model)}
+    parameters = inspect.signature(factory).parameters.values()
+    missing = [p.name for p in parameters if p.name not in known and p.default is p.empty and p.kind not in (2, 4)]
+    if missing:
+        raise ValueError(f"the model factory needs {', '.join(missing)}; what there is: {', '.join(known)}")
+    made = factory(**{p.name: known[p.name] for p in parameters if p.name in known})
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"the model factory must return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def make_model(config: RunConfig) -> nn.Module:
+    """The model of the configuration, made and initialised on its device."""
+    with torch.device(config.device.value):
+        if config.model_factory is None:
+            return TransformerLM(config.model)
+        return call_factory(load_factory(config.model_factory), config.model).to(config.device.value)
+
+
+def compile_model(model: nn.Module, config: RunConfig) -> nn.Module:
+    """The model compiled as the configuration says; itself where that is `none`."""
+    if config.compile is CompileMode.NONE:
+        return model
+    mode = None if config.compile is CompileMode.DEFAULT else config.compile.value
+    if config.compile_blocks:
+        for block in cast(TransformerLM, model).layers:
+            block.compile(mode=mode)
+        return model
+    return cast(nn.Module, torch.compile(model, mode=mode))
+
+
+class TrainingStep:
+    """Forward, backward and optimizer of one model on one device; each call is one step."""
+
+    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+        self.config = config
+        self.model = make_model(config) if model is None else model
+        self.model.train(config.mode is not Mode.INFERENCE)
+        self.batches = make_batches(config)
+        self.scaler = make_grad_scaler(config.precision, config.device)
+        self.optimizer = (
+            make_optimizer(config.optimizer, self.model.parameters()) if config.mode is Mode.TRAIN else None
+        )
+        self.skipped_steps = 0
+        self._forward = compile_model(self.model, config)
+        self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
+
+    def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
+        """Run one step by `clock`; return its times and its loss, still on the device."""
+        mode = self.config.mode
+        if self.config.compile is CompileMode.REDUCE_OVERHEAD:
+            torch.compiler.cudagraph_mark_step_begin()
+        with annotate(Range.STEP):
+            clock.start()
+            batch = self.batches()
+            if self.config.tokens is not None:
+                clock.lap(Phase.DATA)
+            loss = self.forward(batch)
+            clock.lap(Phase.FORWARD)
+            if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+                self.backward(loss)
+                clock.lap(Phase.BACKWARD)
+            if mode is Mode.TRAIN:
+                self.update()
+                clock.lap(Phase.OPTIMIZER)
+            times = clock.stop()
+        if mode is Mode.FORWARD_BACKWARD:
+            self.model.zero_grad(set_to_none=True)
+        return times, loss.detach()
+
+    def forward(self, batch: Batch) -> Float[Tensor, ""]:
+        """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and nothing else."""
+        tokens, targets = batch
+        with self._grad(), annotate(Range.FORWARD), autocast(self.config.precision, self.config.device):
+            logits = check_logits(self._forward(tokens), targets, self.config.model.vocab_size)
+            with annotate(Range.LOSS):
+                return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def backward(self, loss: Float[Tensor, ""]) -> None:
+        """Gradients of the loss, scaled where the precision needs it."""
+        with annotate(Range.BACKWARD):
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Optimizer step, and gradients dropped."""
+        assert self.optimizer is not None
+        with annotate(Range.OPTIMIZER):
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def loss_scale(self) -> float | None:
+        """GradScaler's factor, which falls exactly when a step was skipped; None without one. Synchronises."""
+        return None if self.scaler is None else self.scaler.get_scale()
+
+
+def check_logits(logits: object, targets: Int[Tensor, "batch seq"], vocab_size: int) -> Tensor:
+    """The logits; raise ValueError where a user's own model returned something else."""
+    if not isinstance(logits, Tensor) or logits.shape != (*targets.shape, vocab_size):
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"the model must return logits of shape {(*targets.shape, vocab_size)}, got {found}")
+    return logits

@@ -1,0 +1,336 @@
+"""A grid of runs, each in a fresh process: what is done is kept, what fails is a row, what is left can be resumed.
+
+The directory of records is the whole state. A run that has a result (`ok` or `oom`) is not run again; one that
+crashed, hung or was killed is, because nothing says that it would again.
+"""
+
+import contextlib
+import datetime
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+
+from cs336_systems.config import Device, RunConfig
+from cs336_systems.environment import identity
+from cs336_systems.isolation import Worker, kill_orphans
+from cs336_systems.locks import exclusive, gpu_lock_path
+from cs336_systems.nvml import Gpu, visible_gpus
+from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
+from cs336_systems.record import (
+    Failure,
+    Identity,
+    RecordError,
+    RunRecord,
+    RunWarning,
+    Status,
+    WarningCode,
+    load_records,
+    read_record,
+    write_atomically,
+    write_record,
+)
+
+_TICK_S = 1.0
+"""How often the sweep wakes while nothing happens: seldom, because it shares the host with what it times."""
+
+
+class SweepError(RuntimeError):
+    """The sweep cannot start or go on; the message says why and what to do. Finished records are kept."""
+
+
+class Listener(Protocol):
+    """Hears what the sweep does, as it does it."""
+
+    def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
+        """What there is already, what will run, and which files were set aside as unreadable."""
+
+    def started(self, config: RunConfig, gpu: Gpu | None) -> None:
+        """A worker has been started."""
+
+    def finished(self, record: RunRecord) -> None:
+        """A run has its record."""
+
+    def tick(self) -> None:
+        """A second has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a sweep did."""
+
+    records: tuple[RunRecord, ...]
+    """Every record of the directory, those of earlier sweeps too."""
+    measured: tuple[RunRecord, ...]
+    """Those that this sweep added."""
+    interrupted: bool
+    wall_s: float
+    slots: int
+
+    @property
+    def overhead_s(self) -> float | None:
+        """Time per run that was neither a warm-up nor a measured step, failures left out; None without a run."""
+        durations = [record.durations for record in self.measured if record.status is Status.OK and record.durations]
+        if not durations or len(durations) < len(self.measured):
+            return None
+        steps = sum(duration.warmup_s + duration.measured_s for duration in durations)
+        return (self.wall_s * self.slots - steps) / len(durations)
+
+
+def run_sweep(
+    configs: Sequence[RunConfig],
+    directory: Path,
+    listener: Listener,
+    *,
+    timeout_s: float = 600.0,
+    fresh: bool = False,
+    allow_mixed: bool = False,
+) -> Outcome:
+    """Measure what of `configs` has no result in `directory` yet.
+
+    Raises SweepError where the directory cannot be written, where its records come from other hardware or software
+    (unless `allow_mixed`), and where the disk fills; LockedError where another sweep is at work here.
+    """
+    started = monotonic()
+    runs = make_writable(directory / "runs")
+    adopt_orphans()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
+        if fresh:
+            _set_aside(runs)
+        _sweep_up(runs)
+        records, problems = load_records(runs)
+        for problem in problems:
+            _quarantine(problem.path)
+        gpus = _gpus(configs)
+        for gpu in gpus:
+            if gpu is not None:
+                stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        wanted = {config.key for config in configs}
+        kept = [r for r in records if r.key not in wanted or r.status.is_result]
+        present = identity(configs[0].device, gpus[0]) if configs else None
+        if present and not allow_mixed:
+            _refuse_to_mix(kept, present, directory)
+        done = {record.key for record in kept}
+        todo = [config for config in configs if config.key not in done]
+        listener.planned(kept, todo, problems)
+        interrupts = stack.enter_context(Interrupts())
+        loop = _Loop(runs, listener, gpus, timeout_s, interrupts)
+        measured = loop.run(todo)
+        every, _ = load_records(runs)
+        _write_environment(every, directory)
+        return Outcome(
+            records=tuple(every),
+            measured=tuple(measured),
+            interrupted=interrupts.count > 0,
+            wall_s=monotonic() - started,
+            slots=len(gpus),
+        )
+
+
+class Interrupts:
+    """Counts SIGINT, SIGTERM and SIGHUP and wakes the loop; the second ends the process at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.workers: list[Worker] = []
+        self.wakeup, self._write = os.pipe()
+
+    def __enter__(self) -> "Interrupts":
+        os.set_blocking(self._write, False)
+        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.wakeup)
+        os.close(self._write)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
+            for worker in self.workers:
+                worker.kill()
+            os._exit(130)
+
+
+@dataclass(slots=True)
+class _Loop:
+    """Keeps one worker per slot at work until nothing is left or somebody interrupts."""
+
+    runs: Path
+    listener: Listener
+    gpus: Sequence[Gpu | None]
+    timeout_s: float
+    interrupts: Interrupts
+    measured: list[RunRecord] = field(default_factory=list)
+
+    def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
+        waiting, free = deque(todo), list(self.gpus)
+        working: dict[Worker, Gpu | None] = {}
+        try:
+            while (waiting or working) and not self.interrupts.count:
+                while waiting and free:
+                    gpu = free.pop(0)
+                    working[self._start(waiting.popleft(), gpu)] = gpu
+                for worker in self._ended(list(working)):
+                    free.append(working.pop(worker))
+                    self.interrupts.workers.remove(worker)
+                self.listener.tick()
+        finally:
+            for worker in working:
+                worker.kill()
+                worker.reap()
+            kill_orphans()
+        return self.measured
+
+    def _start(self, config: RunConfig, gpu: Gpu | None) -> Worker:
+        (self.runs / f"{config.key}.json").unlink(missing_ok=True)
+        worker = Worker(config, self.runs, gpu.uuid if gpu else None)
+        self.interrupts.workers.append(worker)
+        self.listener.started(config, gpu)
+        return worker
+
+    def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
+        """Wait for something to happen, then yield the workers that ended, each with its record written."""
+        listening = [worker for worker in working if not worker.log_closed]
+        patience = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
+        ready = wait(
+            [*(worker.process.sentinel for worker in working), *(worker.log for worker in listening), self.interrupts.wakeup],
+            timeout=patience,
+        )
+        for worker in listening:
+            worker.drain()
+        for worker in working:
+            timed_out = worker.elapsed_s >= self.timeout_s
+            if worker.process.sentinel in ready or timed_out:
+                timed_out = timed_out and worker.process.is_alive()
+                if timed_out:
+                    worker.kill()
+                record = self._collect(worker, worker.reap(), timed_out)
+                self.measured.append(record)
+                self.listener.finished(record)
+                yield worker
+
+    def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
+        """The record of a worker that has ended: its own where it left one, else one of its failure."""
+        path = self.runs / f"{worker.config.key}.json"
+        if path.exists():
+            try:
+                record = read_record(path)
+            except RecordError as error:
+                return self._fail(worker, Status.INVALID, f"the record was not readable; kept as {_quarantine(path).name}: {error}")
+            if record.config != worker.config:
+                return self._fail(worker, Status.INVALID, f"the record is of another run; kept as {_quarantine(path).name}")
+            return self._with_teardown(record, exit_code) if exit_code and not timed_out else record
+        if timed_out:
+            return self._fail(worker, Status.TIMEOUT, f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer")
+        if exit_code == RECORD_NOT_WRITTEN:
+            raise SweepError(f"the record of {worker.config.key} could not be written: {worker.log_tail()}; free some space, run again")
+        if exit_code == -signal.SIGKILL:
+            message = "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
+            return self._fail(worker, Status.KILLED, message, "SIGKILL")
+        if exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            return self._fail(worker, Status.CRASHED, f"died of {name}", name)
+        return self._fail(worker, Status.CRASHED, f"ended with status {exit_code} and no record")
+
+    def _with_teardown(self, record: RunRecord, exit_code: int) -> RunRecord:
+        how = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with status {exit_code}"
+        warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=f"after the record was written the worker ended {how}")
+        return self._write(replace(record, warnings=(*record.warnings, warning)))
+
+    def _fail(self, worker: Worker, status: Status, message: str, signal_name: str | None = None) -> RunRecord:
+        failure = Failure(message=message, signal=signal_name, log_tail=worker.log_tail())
+        started_at = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=worker.elapsed_s)
+        return self._write(
+            RunRecord(
+                config=worker.config,
+                status=status,
+                started_at=started_at.isoformat(timespec="seconds"),
+                failure=failure,
+            )
+        )
+
+    def _write(self, record: RunRecord) -> RunRecord:
+        try:
+            write_record(record, self.runs)
+        except OSError as error:
+            raise SweepError(f"{self.runs}: {error.strerror}; free some space and run the same command again") from error
+        return record
+
+
+def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:
+    """One slot per visible GPU, or a single one for the CPU."""
+    if not any(config.device is Device.CUDA for config in configs):
+        return (None,)
+    return visible_gpus() or (None,)
+
+
+def make_writable(runs: Path) -> Path:
+    """Make the directory and try it, so that a sweep does not find out after its first run."""
+    probe = runs / f".probe.{os.getpid()}.tmp"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        write_atomically(probe, b"")
+        probe.unlink()
+    except OSError as error:
+        raise SweepError(f"{runs}: cannot write there ({error.strerror}); choose another --output") from error
+    return runs
+
+
+def _set_aside(runs: Path) -> None:
+    """Move all records to a directory of their own beside, named after the time, and start with none."""
+    if any(runs.iterdir()):
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        runs.rename(runs.with_name(f"runs-before-{stamp}"))
+        runs.mkdir()
+
+
+def _sweep_up(runs: Path) -> None:
+    """Remove what writers that died left half-written under temporary names."""
+    for leftover in runs.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _quarantine(path: Path) -> Path:
+    """Rename an unreadable record so that it is out of the way and still there."""
+    number = 0
+    while (target := path.with_name(f"{path.name}.invalid{number or ''}")).exists():
+        number += 1
+    return path.rename(target)
+
+
+def _refuse_to_mix(records: Sequence[RunRecord], present: Identity, directory: Path) -> None:
+    for record in records:
+        if record.environment is None or record.environment.identity == present:
+            continue
+        past = msgspec.to_builtins(record.environment.identity)
+        now = msgspec.to_builtins(present)
+        changed = "; ".join(f"{name} was {past[name]}, is {now[name]}" for name in now if past[name] != now[name])
+        raise SweepError(
+            f"{directory} holds records made under other conditions ({changed}). "
+            "Choose another --name, start over with --fresh (the old records are kept beside), or mix them with --allow-mixed"
+        )
+
+
+def _write_environment(records: Sequence[RunRecord], directory: Path) -> None:
+    """environment.json: where the latest record that knows it was measured."""
+    known = [record for record in records if record.environment is not None]
+    if known:
+        latest = max(known, key=lambda record: record.started_at)
+        data = msgspec.json.format(msgspec.json.encode(latest.environment), indent=2) + b"\n"
+        write_atomically(directory / "environment.json", data)

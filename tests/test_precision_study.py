@@ -1,0 +1,159 @@
+"""Sums against NumPy's arithmetic, data types against computing op by op and against causes put in on purpose."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from cs336_systems.config import Device, Precision
+from cs336_systems.precision_study import (
+    TOY_OUTPUTS,
+    TRANSFORMER_OUTPUTS,
+    Accumulation,
+    ToyModel,
+    accumulate,
+    accumulation_study,
+    dtype_study,
+    observed_dtypes,
+)
+
+DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+
+
+def round_to_bf16(value: float) -> float:
+    """Nearest bf16, ties to even, on the bits of the fp32 number: bf16 is its upper half."""
+    bits = int(np.float32(value).view(np.uint32))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(np.uint32(bits).view(np.float32))
+
+
+ROUND: dict[str, Callable[[float], float]] = {
+    "fp32": lambda value: float(np.float32(value)),
+    "fp16": lambda value: float(np.float16(value)),
+    "bf16": round_to_bf16,
+}
+
+
+@pytest.mark.parametrize("row", accumulation_study(), ids=lambda row: f"{row.sum_dtype}+{row.addend_dtype}")
+def test_sums_are_those_of_numpy(row: Accumulation) -> None:
+    addend = ROUND[row.addend_dtype](0.01)
+    totals = [0.0]
+    for _ in range(1000):
+        totals.append(ROUND[row.sum_dtype](totals[-1] + addend))  # fp64 has bits to spare: rounds once
+    assert row.total == totals[-1]
+    assert row.stored_addend == addend
+    assert row.growing_additions == sum(a != b for a, b in itertools.pairwise(totals))
+
+
+def test_sums_are_those_the_course_asks_about() -> None:
+    assert [round(row.total, 4) for row in accumulation_study()[:4]] == [10.0001, 9.9531, 10.0021, 10.0021]
+
+
+def test_error_is_what_storing_and_rounding_cost() -> None:
+    exact = accumulate(torch.float32, torch.float16, addend=0.25, count=8)
+    assert (exact.exact, exact.error, exact.storage_error, exact.rounding_error) == (2.0, 0.0, 0.0, 0.0)
+    stored = accumulate(torch.float64, torch.float16, addend=0.1, count=3)
+    assert stored.storage_error == pytest.approx(3 * (float(np.float16(0.1)) - 0.1))
+    assert stored.rounding_error == pytest.approx(0, abs=1e-15)
+    stuck = accumulate(torch.float16, torch.float16, addend=1.0, count=2100)
+    assert (stuck.total, stuck.growing_additions) == (2048.0, 2048)  # 11 bits: above 2048 fp16 holds even numbers only
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_toy_models_dtypes_are_those_of_its_operations_one_by_one(precision: Precision) -> None:
+    model, x = ToyModel(6, 3), torch.randn(2, 6)
+    with torch.autocast("cpu", dtype=DTYPES[precision]):
+        hidden = F.linear(x, model.fc1.weight)
+        normed = F.layer_norm(hidden.relu(), (10,), model.ln.weight, model.ln.bias)
+        logits = F.linear(normed, model.fc2.weight)
+        loss = F.cross_entropy(logits, torch.zeros(2, dtype=torch.long))
+    gradient = torch.autograd.grad(loss, model.fc1.weight)[0]
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    assert observed_dtypes(model, x, precision, TOY_OUTPUTS) == {
+        "parameters": "fp32",
+        "first linear's output (fc1)": names[hidden.dtype],
+        "layer norm's output (ln)": names[normed.dtype],
+        "logits": names[logits.dtype],
+        "loss": names[loss.dtype],
+        "gradients": names[gradient.dtype],
+    }
+
+
+class ScoresInDouble(nn.Module):
+    """Attention whose softmax is fp64 on purpose, which no list of autocast's would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.half = nn.Linear(4, 4, dtype=torch.float64)
+        self.frozen = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        weights = torch.bmm(x, x.mT).double().softmax(-1)
+        return torch.bmm(weights.bfloat16(), x)
+
+
+def test_dtypes_are_observed_not_looked_up() -> None:
+    seen = observed_dtypes(ScoresInDouble(), torch.zeros(2, 5, dtype=torch.long), Precision.BF16, {"x": "embedding"})
+    assert seen == {
+        "parameters": "bf16, float64, fp32",
+        "x": "fp32",
+        "attention's scores": "bf16",
+        "attention's softmax": "float64",
+        "attention's weights, as multiplied": "bf16",
+        "logits": "bf16",
+        "loss": "fp32",
+        "gradients": "fp32",
+    }
+
+
+def test_no_autocast_means_fp32_everywhere() -> None:
+    assert set(observed_dtypes(ToyModel(6, 3), torch.randn(2, 6), Precision.FP32, TOY_OUTPUTS).values()) == {"fp32"}
+
+
+def test_hooks_are_gone_after_a_model_that_fails() -> None:
+    model = ToyModel(6, 3)
+    with pytest.raises(RuntimeError, match="shapes"):
+        observed_dtypes(model, torch.randn(2, 5), Precision.BF16, TOY_OUTPUTS)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_study_covers_every_model_and_quantity_on_the_cpu() -> None:
+    rows = dtype_study([Device.CPU])
+    assert {row.precision for row in rows} == set(DTYPES)
+    for model in ("TransformerLM, cs336", "TransformerLM, gpt2"):
+        for precision in DTYPES:
+            seen = {row.quantity: row.dtype for row in rows if (row.model, row.precision) == (model, precision)}
+            assert set(TRANSFORMER_OUTPUTS) < set(seen)
+            assert seen["first linear's output (q_proj)"] == seen["attention's scores"] == precision
+            assert seen["attention's weights, as multiplied"] == seen["logits"] == precision
+            assert seen["parameters"] == seen["gradients"] == seen["loss"] == "fp32"
+            assert seen["embedding's output"] == "fp32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", DTYPES)
+def test_toy_model_on_a_gpu_answers_the_courses_question(precision: Precision) -> None:
+    seen = observed_dtypes(ToyModel(20, 5).cuda(), torch.randn(2, 20, device="cuda"), precision, TOY_OUTPUTS)
+    assert seen == {
+        "parameters": "fp32",
+        "first linear's output (fc1)": str(precision),
+        "layer norm's output (ln)": "fp32",
+        "logits": str(precision),
+        "loss": "fp32",
+        "gradients": "fp32",
+    }
+
+
+@pytest.mark.gpu
+def test_softmax_and_residual_stream_of_the_transformer_stay_fp32_on_a_gpu() -> None:
+    for row in dtype_study([Device.CUDA]):
+        if row.quantity in ("attention's softmax", "residual stream after a block", "loss", "gradients", "parameters"):
+            assert row.dtype == "fp32", row
+        if row.quantity in ("attention's scores", "attention's weights, as multiplied", "logits"):
+            assert row.dtype == row.precision, row
