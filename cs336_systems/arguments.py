@@ -33,30 +33,39 @@ CPU_CONTEXT_LENGTHS = (64, 128, 256)
 MAX_NAME_LENGTH = 100
 
 T = TypeVar("T")
-Flat = Annotated[T, tyro.conf.arg(name="")]
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+"""A flag that is off unless it is given."""
+Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
+"""A group of flags, under its own heading in the help and without a prefix."""
+
+
+
+def _unset(metavar: str, default: str) -> object:
+    """How the help shows a flag whose default is not a value but a rule."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
     """What differs from the preset."""
 
-    vocab_size: int | None = None
-    """Entries of the vocabulary (tokens). Default: the preset's, 10,000 or GPT-2's 50,257."""
-    d_model: int | None = None
+    vocab_size: Annotated[int | None, _unset("INT", "the preset's")] = None
+    """Entries of the vocabulary (tokens)."""
+    d_model: Annotated[int | None, _unset("INT", "the preset's")] = None
     """Width of the residual stream (elements)."""
-    d_ff: int | None = None
+    d_ff: Annotated[int | None, _unset("INT", "the preset's")] = None
     """Width of the feed-forward layer (elements)."""
-    num_layers: int | None = None
+    num_layers: Annotated[int | None, _unset("INT", "the preset's")] = None
     """Blocks, one after the other."""
-    num_heads: int | None = None
+    num_heads: Annotated[int | None, _unset("INT", "the preset's")] = None
     """Attention heads; must divide d_model."""
-    rope_theta: float | None = None
-    """Base of the rotary position embedding's wavelengths. Default: 10,000."""
+    rope_theta: Annotated[float | None, _unset("FLOAT", "10000.0")] = None
+    """Base of the rotary position embedding's wavelengths."""
     attention: Attention = Attention.NAIVE
     """naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention."""
     sdpa_backend: SdpaBackend = SdpaBackend.AUTO
     """Which kernel sdpa may use; auto lets PyTorch choose."""
-    model: str | None = None
+    model: Annotated[str | None, _unset("MODULE:FACTORY", "this project's model")] = None
     """Your own model as package.module:factory. The factory is called with those of vocab_size, context_length,
     d_model, d_ff, num_layers, num_heads, rope_theta that its signature names; the model it returns maps int64
     (batch, sequence) to logits (batch, sequence, vocabulary)."""
@@ -72,16 +81,16 @@ class StepArguments:
     """adamw: written out, one tensor at a time. foreach, fused: PyTorch's."""
     compile: CompileMode = CompileMode.NONE
     """Mode of torch.compile; none is eager."""
-    compile_blocks: bool = False
+    compile_blocks: Switch = False
     """Compile block by block: seconds instead of tens of seconds to wait."""
     measured_steps: int = 10
     """Steps that are timed, after the warm-up."""
-    sync_phases: bool = False
+    sync_phases: Switch = False
     """Synchronise after every phase, the textbook way, instead of recording events on the stream."""
     ranges: bool = True
     """Annotate the step with NVTX ranges."""
-    tokens: str | None = None
-    """Token file to read batches from (.npy, one axis, uint16 or int32). Default: random tokens."""
+    tokens: Annotated[str | None, _unset("FILE", "random tokens")] = None
+    """Token file to read batches from (.npy, one axis, uint16 or int32)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto is the GPU if there is one."""
     seed: int = 0
@@ -96,16 +105,15 @@ class BenchmarkArguments:
     command makes a report with named ranges.
     """
 
-    size: str | None = None
-    """Preset: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl.
-    Default: small on a GPU, tiny on a CPU."""
-    context_length: int | None = None
-    """Tokens in a sequence. Default: 512 on a GPU, 128 on a CPU, 1024 for gpt2."""
+    size: Annotated[str | None, _unset("NAME", "small on a GPU, tiny on a CPU")] = None
+    """Preset: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    context_length: Annotated[int | None, _unset("INT", "512 on a GPU, 128 on a CPU, 1024 for gpt2")] = None
+    """Tokens in a sequence."""
     mode: Mode = Mode.TRAIN
     """How much of a step: inference (no graph), forward (with the graph), forward-backward, train."""
     precision: Precision = Precision.FP32
     """fp32 (true fp32), tf32, bf16 or fp16 (autocast around forward and loss)."""
-    mixed_precision: bool = False
+    mixed_precision: Switch = False
     """Short for --precision bf16."""
     warmup_steps: int = 5
     """Steps before the timed ones."""
@@ -113,7 +121,7 @@ class BenchmarkArguments:
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     output: Path = Path("data")
     """Directory for results."""
-    json: bool = False
+    json: Switch = False
     """Print the record as JSON instead of a table."""
 
     def config(self) -> RunConfig:
@@ -137,15 +145,15 @@ class SweepArguments:
     again goes on where an interrupted sweep stopped; what ran out of memory or failed has a row of its own.
     """
 
-    sizes: tuple[str, ...] | None = None
-    """Presets. Default: small to 2.7B on a GPU, tiny on a CPU."""
-    context_lengths: tuple[int, ...] | None = None
-    """Tokens in a sequence. Default: 128 256 512 on a GPU, 64 128 256 on a CPU."""
+    sizes: Annotated[tuple[str, ...] | None, _unset("NAME [NAME ...]", "small medium large xl 2.7B on a GPU, tiny on a CPU")] = None
+    """Presets: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    context_lengths: Annotated[tuple[int, ...] | None, _unset("INT [INT ...]", "128 256 512 on a GPU, 64 128 256 on a CPU")] = None
+    """Tokens in a sequence."""
     modes: tuple[Mode, ...] = (Mode.TRAIN,)
     """How much of a step: inference, forward, forward-backward, train."""
     precisions: tuple[Precision, ...] = (Precision.FP32,)
     """fp32, tf32, bf16, fp16; with fp32 and another, the tables get a speed-up column."""
-    mixed_precision: bool = False
+    mixed_precision: Switch = False
     """Short for --precisions bf16."""
     warmup_steps: tuple[int, ...] = (5,)
     """Steps before the timed ones; several make a warm-up study."""
@@ -153,17 +161,17 @@ class SweepArguments:
     """Fresh processes per configuration, interleaved; the confidence interval is then over process means."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
-    name: str | None = None
-    """Name of the directory. Default: mode, precision, what differs from the defaults, device."""
+    name: Annotated[str | None, _unset("NAME", "mode, precision, what differs from the defaults, device")] = None
+    """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
     timeout_s: float = 600.0
     """Longest time for one run (seconds)."""
-    fresh: bool = False
+    fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""
-    allow_mixed: bool = False
+    allow_mixed: Switch = False
     """Go on in a directory whose records come from another GPU, driver, torch or code."""
-    dry_run: bool = False
+    dry_run: Switch = False
     """Print what would run, and stop."""
 
     def __post_init__(self) -> None:
@@ -310,20 +318,21 @@ class ReportArguments:
 
     directories: tyro.conf.Positional[tuple[Path, ...]]
     """Directories of sweeps (each with runs/ in it)."""
-    output: Path | None = None
-    """Where to write. Default: the directory itself, if there is one only."""
+    output: Annotated[Path | None, _unset("DIR", "the directory itself, if there is one only")] = None
+    """Where to write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments:
     """Say which of two configurations is faster, slower, or that one cannot tell.
 
-    A and B are each the flags of benchmark.py in quotes; their runs are interleaved A B B A, every one a fresh
-    process, and the verdict rests on the means of the processes. Records of finished sweeps do too: give paths.
+    A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
+    interleaved A B B A, every one a fresh process, and the verdict rests on the means of the processes. Or they
+    are paths of finished records.
     """
 
     a: tyro.conf.Positional[str]
-    """Flags in quotes, such as "--size small", or a path: a record, or a directory of records."""
+    """Flags in quotes, or a path: a record, or a directory of records."""
     b: tyro.conf.Positional[str]
     """What to compare it with."""
     repeats: int = 5
@@ -334,9 +343,9 @@ class CompareArguments:
     """Directory for results."""
     timeout_s: float = 600.0
     """Longest time for one run (seconds)."""
-    fresh: bool = False
+    fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""
-    allow_mixed: bool = False
+    allow_mixed: Switch = False
     """Compare records from different hardware or software."""
 
 

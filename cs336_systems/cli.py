@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import tyro
 
-from cs336_systems.analysis.compare import interleave
+from cs336_systems.analysis.compare import compare, interleave, process_means
 from cs336_systems.arguments import (
     BenchmarkArguments,
     Command,
@@ -109,7 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @_exit_status
 def _main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(Command, "cs336", argv)  # type: ignore[arg-type]
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Flags in quotes are a value, which the parser would take for a flag: a space before them tells the two apart.
+    words = [f" {word}" if word.startswith("-") and " " in word else word for word in words]
+    arguments = _parse(Command, "cs336", words)  # type: ignore[arg-type]
     return _report(arguments) if isinstance(arguments, ReportArguments) else _compare(arguments)
 
 
@@ -168,8 +171,10 @@ def _report(arguments: ReportArguments) -> int:
 
 
 def _compare(arguments: CompareArguments) -> int:
-    from cs336_systems.analysis.compare import compare, process_means
+    from cs336_systems.report.comparison import comparison_table, write_comparison
+    from cs336_systems.report.terminal import print_table
 
+    directory: Path | None = None
     if Path(arguments.a).exists() and Path(arguments.b).exists():
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
         _refuse_unlike(sides, arguments.allow_mixed)
@@ -183,8 +188,12 @@ def _compare(arguments: CompareArguments) -> int:
             return status
         by_key = {record.key: record for record in load_records(directory / "runs")[0]}
         sides = [[by_key[c.key] for c in configs if c.repeat % 2 == side] for side in (0, 1)]
-    a, b = (process_means(side) for side in sides)
-    print(_checked(functools.partial(compare, a, b)).sentence)
+    means = [process_means(side) for side in sides]
+    comparison = _checked(functools.partial(compare, *means))
+    table = comparison_table((arguments.a.strip(), arguments.b.strip()), means, comparison)
+    if directory is not None:
+        write_comparison(table, directory)
+    print_table(table)
     return OK
 
 

@@ -211,8 +211,14 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """A few words for people: what runs now."""
-        return f"{self.size} ctx {self.model.context_length} {self.mode} {self.precision}"
+        """A few words for people: what runs now, with what differs from the defaults."""
+        words = [self.size, f"ctx {self.model.context_length}", self.mode, self.precision]
+        others = {**_non_defaults(self.model), **_non_defaults(self.configuration)}
+        for name in ("attention", "sdpa_backend", "optimizer", "compile", "model_factory"):
+            words += [str(others[name])] if name in others else []
+        words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []
+        words += [f"#{self.repeat}"] if self.repeat else []
+        return " ".join(words)
 
 
 def _non_defaults(config: "RunConfig | ModelConfig") -> dict[str, object]:

@@ -15,7 +15,7 @@ import pynvml
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.analysis.quality import timing_warnings
+from cs336_systems.quality import timing_warnings
 from cs336_systems.clock import Clock, StepTimes, make_clock
 from cs336_systems.config import CompileMode, Device, Mode, Phase, RunConfig
 from cs336_systems.environment import environment
@@ -259,9 +259,10 @@ def _measurements(progress: Progress) -> tuple[Measurement, ...]:
 
 def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
     """Add the warnings that the finished run calls for."""
+    launches_apart = progress.config.device is Device.CUDA and not progress.config.sync_phases
     progress.warnings += timing_warnings(
         [times.step_s for times in progress.measured],
-        [times.host_s for times in progress.measured] if progress.config.device is Device.CUDA else (),
+        [times.host_s for times in progress.measured] if launches_apart else (),
     )
     if graphs:
         progress.warn(WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps")

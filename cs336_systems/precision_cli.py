@@ -78,7 +78,7 @@ def print_json(sums: Sequence["Accumulation"], dtypes: Sequence["ObservedDtype"]
     import torch
 
     gpu = torch.cuda.get_device_name() if any(row.device is Device.CUDA for row in dtypes) else None
-    observed = {"torch": torch.__version__, "gpu": gpu, "accumulation": sums, "dtypes": dtypes}
+    observed = {"torch": str(torch.__version__), "gpu": gpu, "accumulation": sums, "dtypes": dtypes}
     print(msgspec.json.format(msgspec.json.encode(observed), indent=2).decode())
 
 

@@ -121,8 +121,11 @@ class ObservedDtype:
     dtype: str
 
 
-TOY_OUTPUTS = MappingProxyType({"first linear's output (fc1)": "fc1", "layer norm's output (ln)": "ln", "logits": ""})
-"""Module whose output each quantity of the toy model is; the empty name is the whole model."""
+NORM_INPUT, NORM_OUTPUT = "layer norm's input", "layer norm's output (ln)"
+SCORES, SOFTMAX, WEIGHTS = "attention's scores", "attention's softmax", "weights applied to the values"
+
+TOY_OUTPUTS = MappingProxyType({"first linear's output (fc1)": "fc1", NORM_INPUT: "relu", NORM_OUTPUT: "ln"})
+"""Module of the toy model whose output each quantity is."""
 
 TRANSFORMER_OUTPUTS = MappingProxyType(
     {
@@ -131,9 +134,8 @@ TRANSFORMER_OUTPUTS = MappingProxyType(
         "first linear's output (q_proj)": "layers.0.attn.q_proj",
         "attention's output": "layers.0.attn",
         "feed-forward's output": "layers.0.ffn",
-        "residual stream after a block": "layers.0",
+        "residual stream after block 0": "layers.0",
         "last norm's output (ln_final)": "ln_final",
-        "logits": "",
     }
 )
 """The same for TransformerLM, whichever its architecture."""
@@ -144,17 +146,17 @@ BATCH_SIZE = 2
 def observed_dtypes(
     model: nn.Module, inputs: Tensor, precision: Precision, outputs: Mapping[str, str]
 ) -> dict[str, str]:
-    """Run forward and backward under autocast on the device of `inputs`; return the data type of each quantity.
+    """Run forward and backward under autocast on the device of `inputs`; return data types in order of execution.
 
-    `outputs` names the module whose output a quantity is. Parameters, loss and gradients are always among the
+    `outputs` names the module whose output a quantity is. Parameters, logits, loss and gradients are always among the
     quantities; attention's scores, softmax and weights are where the model computes each on its own.
     """
-    seen: dict[str, str] = {}
+    seen = {"parameters": _names(parameter.dtype for parameter in model.parameters())}
     hooks = [
         model.get_submodule(name).register_forward_hook(_recorder(seen, quantity)) for quantity, name in outputs.items()
     ]
     try:
-        with autocast(precision, Device(inputs.device.type)), AttentionOps() as attention:
+        with autocast(precision, Device(inputs.device.type)), AttentionOps(seen):
             logits = model(inputs)
             targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
             loss = cross_entropy(logits.flatten(0, -2), targets.flatten())
@@ -162,14 +164,9 @@ def observed_dtypes(
     finally:
         for hook in hooks:
             hook.remove()
-    return {
-        "parameters": _names(parameter.dtype for parameter in model.parameters()),
-        **{quantity: dtype for quantity, dtype in seen.items() if quantity != "logits"},
-        **{quantity: short_name(dtype) for quantity, dtype in attention.dtypes.items()},
-        "logits": short_name(logits.dtype),
-        "loss": short_name(loss.dtype),
-        "gradients": _names(parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None),
-    }
+    seen |= {"logits": short_name(logits.dtype), "loss": short_name(loss.dtype)}
+    seen["gradients"] = _names(parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None)
+    return seen
 
 
 def _recorder(seen: dict[str, str], quantity: str) -> Callable[[nn.Module, object, Tensor], None]:
@@ -183,19 +180,18 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({short_name(dtype) for dtype in dtypes}))
 
 
-SCORES, SOFTMAX, WEIGHTS = "attention's scores", "attention's softmax", "attention's weights, as multiplied"
 PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
 
 
 class AttentionOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Data types around the first softmax that runs: the product before it, its output, the product after it.
+    """Notes in `seen` the data types around the first softmax: the product before it, its output, the product after it.
 
     Works below autocast, so it sees each operation as it is launched, after autocast's casts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seen: dict[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dtypes: dict[str, torch.dtype] = {}
+        self._seen = seen
         self._last_product: torch.dtype | None = None
 
     def __torch_dispatch__(
@@ -205,17 +201,17 @@ class AttentionOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run the operation, and keep its data type where it belongs to attention."""
+        """Run the operation, and note its data type where it belongs to attention."""
         output = func(*args, **(kwargs or {}))
         if str(func) in PRODUCTS and isinstance(output, Tensor):
             self._last_product = output.dtype
             factor = args[-2]
-            if SOFTMAX in self.dtypes and isinstance(factor, Tensor):
-                self.dtypes.setdefault(WEIGHTS, factor.dtype)
-        elif str(func) == "aten._softmax.default" and SOFTMAX not in self.dtypes and isinstance(output, Tensor):
+            if SOFTMAX in self._seen and isinstance(factor, Tensor):
+                self._seen.setdefault(WEIGHTS, short_name(factor.dtype))
+        elif str(func) == "aten._softmax.default" and SOFTMAX not in self._seen and isinstance(output, Tensor):
             if self._last_product is not None:
-                self.dtypes[SCORES] = self._last_product
-            self.dtypes[SOFTMAX] = output.dtype
+                self._seen[SCORES] = short_name(self._last_product)
+            self._seen[SOFTMAX] = short_name(output.dtype)
         return output
 
 

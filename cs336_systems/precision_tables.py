@@ -1,9 +1,10 @@
 """The precision study for people: two tables, and below each what its values say."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import Precision
-from cs336_systems.precision_study import MIXED_PRECISIONS, Accumulation, ObservedDtype
+from cs336_systems.precision_study import MIXED_PRECISIONS, NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype
 from cs336_systems.report.formats import Column, Heading, Table, make_table
 
 _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
@@ -11,10 +12,10 @@ _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
     Column(Heading("addend", numeric=False), lambda row: row.addend_dtype),
     Column(Heading("cast", numeric=False), lambda row: "explicit" if row.cast else ""),
     Column(Heading("result"), lambda row: f"{row.total:.4f}"),
-    Column(Heading("error"), lambda row: f"{row.error:+.4f}"),
-    Column(Heading("from storing"), lambda row: f"{row.storage_error:+.4f}"),
-    Column(Heading("from rounding"), lambda row: f"{row.rounding_error:+.4f}"),
-    Column(Heading("last change"), lambda row: f"{row.growing_additions}"),
+    Column(Heading("error"), lambda row: f"{row.error:+z.4f}"),
+    Column(Heading("storing"), lambda row: f"{row.storage_error:+z.4f}"),
+    Column(Heading("rounding"), lambda row: f"{row.rounding_error:+z.4f}"),
+    Column(Heading("additions"), lambda row: f"{row.growing_additions}"),
 )
 
 
@@ -43,57 +44,60 @@ def dtype_table(rows: Sequence[ObservedDtype]) -> Table:
 
 def interpret_accumulation(rows: Sequence[Accumulation]) -> list[str]:
     """Say in sentences what the sums show."""
-    sentences = []
     by_types = {(row.sum_dtype, row.addend_dtype, row.cast): row for row in rows}
-    for low in ("fp16", "bf16"):
-        narrow, wide, cast = by_types[low, low, False], by_types["fp32", low, False], by_types["fp32", low, True]
-        moral = "the sum needs the precision, not what is added" if abs(narrow.error) > 2 * abs(wide.error) else ""
-        sentences.append(
-            f"A {low} sum misses {narrow.exact:g} by {narrow.error:+.4f}; an fp32 sum of the same {low} addends by "
-            f"{wide.error:+.4f}, of which {wide.storage_error:+.4f} is {narrow.addend} being stored as "
-            f"{narrow.stored_addend:.6f}" + (f": {moral}." if moral else ".")
+    sentences = [
+        sentence
+        for low in MIXED_PRECISIONS
+        for sentence in _interpret_sums(by_types[low, low, False], by_types["fp32", low, False])
+    ]
+    if all(row.total == by_types[row.sum_dtype, row.addend_dtype, False].total for row in rows if row.cast):
+        sentences.append("Casting each addend to fp32 first changes nothing: PyTorch does so by itself.")
+    return [*sentences, "The last column counts the additions that changed the sum."]
+
+
+def _interpret_sums(low: Accumulation, wide: Accumulation) -> Iterator[str]:
+    share = "all" if math.isclose(wide.error, wide.storage_error, rel_tol=1e-3) else f"{wide.storage_error:+z.4f}"
+    yield (
+        f"The {low.sum_dtype} sum misses {low.exact:g} by {low.error:+z.4f}, an fp32 sum of the same addends by "
+        f"{wide.error:+z.4f}, {share} of it from storing {low.addend} as {low.stored_addend:.6f}."
+    )
+    if low.growing_additions < low.count:
+        yield (
+            f"The {low.sum_dtype} sum stands still at {low.total:g} after {low.growing_additions} additions: what is "
+            "added is too little to reach the next number."
         )
-        if narrow.growing_additions < narrow.count:
-            sentences.append(
-                f"The {low} sum stands still at {narrow.total:g} after {narrow.growing_additions} of {narrow.count} "
-                f"additions: {narrow.addend} is less than half the distance to the next {low} number."
-            )
-        if wide.total == cast.total:
-            sentences.append(f"Casting each {low} addend to fp32 first changes nothing: PyTorch does so by itself.")
-    return sentences
 
 
 def interpret_dtypes(rows: Sequence[ObservedDtype]) -> list[str]:
-    """Say in sentences which quantities autocast leaves in fp32, which it does not, and where that depends."""
-    kept, lowered = (
-        [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if all(map(holds, _of(rows, quantity)))]
-        for holds in (lambda row: row.dtype == "fp32", lambda row: row.dtype == row.precision)
-    )
-    sentences = [
-        f"In fp32 in every case: {', '.join(kept) or 'nothing'}.",
-        f"In the autocast type in every case: {', '.join(lowered) or 'nothing'}.",
-    ]
+    """Say in sentences what autocast leaves in fp32, what it does not, and what the device decides."""
     places = {
-        precision: [
-            (row.model, row.device, row.quantity, row.dtype == "fp32") for row in rows if row.precision is precision
-        ]
+        precision: {
+            (row.model, row.device, row.quantity): row.dtype == "fp32" for row in rows if row.precision == precision
+        }
         for precision in MIXED_PRECISIONS
     }
     same = places[Precision.FP16] == places[Precision.BF16]
-    sentences.append(f"fp16 and bf16 are used in {'the same' if same else 'different'} places.")
-    for (model, quantity), group in _group(rows).items():
-        if len({row.dtype == "fp32" for row in group}) > 1:
-            found = dict.fromkeys(f"{row.dtype} on {row.device}" for row in group)
-            sentences.append(f"{model}, {quantity}: {', '.join(found)}.")
-    return sentences
+    sentences = [
+        f"In fp32 in every case: {', '.join(_always(rows, in_fp32=True)) or 'nothing'}.",
+        f"In the autocast type in every case: {', '.join(_always(rows, in_fp32=False)) or 'nothing'}.",
+        f"fp16 and bf16 are used in {'the same' if same else 'different'} places.",
+    ]
+    devices = dict.fromkeys(row.device for row in rows)
+    for device in devices if len(devices) > 1 else ():
+        here = _always([row for row in rows if row.device is device], in_fp32=True)
+        if only_here := [quantity for quantity in here if quantity not in _always(rows, in_fp32=True)]:
+            sentences.append(f"In fp32 on {device} only: {', '.join(only_here)}.")
+    return [*sentences, *_interpret_layer_norm(rows)]
 
 
-def _of(rows: Sequence[ObservedDtype], quantity: str) -> list[ObservedDtype]:
-    return [row for row in rows if row.quantity == quantity]
+def _interpret_layer_norm(rows: Sequence[ObservedDtype]) -> Iterator[str]:
+    dtypes = {(row.device, row.precision, row.quantity): row.dtype for row in rows if row.model == "ToyModel"}
+    for (device, precision, quantity), made in dtypes.items():
+        if quantity == NORM_OUTPUT:
+            yield f"Layer norm on {device}: {dtypes[device, precision, NORM_INPUT]} in, {made} out."
 
 
-def _group(rows: Sequence[ObservedDtype]) -> dict[tuple[str, str], list[ObservedDtype]]:
-    groups: dict[tuple[str, str], list[ObservedDtype]] = {}
-    for row in rows:
-        groups.setdefault((row.model, row.quantity), []).append(row)
-    return groups
+def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
+    """Quantities that are in fp32, or in the autocast type, in every row that has them."""
+    others = {row.quantity for row in rows if row.dtype != ("fp32" if in_fp32 else row.precision)}
+    return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]

@@ -50,7 +50,7 @@ def _pop_nvtx() -> None:
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
-class _Annotation(AbstractContextManager[None]):
+class _Annotation:
     """Stateless, so that one object per name serves every use of it, nested and threaded ones too."""
 
     __slots__ = ("_name", "_pop", "_push")
@@ -61,8 +61,20 @@ class _Annotation(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._push(self._name)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._pop()
+
+
+class _Annotations(dict[str, _Annotation]):
+    """The annotation of each name, made when it is first asked for."""
+
+    def __init__(self, push: Callable[[str], None], pop: Callable[[], None]) -> None:
+        super().__init__()
+        self._push, self._pop = push, pop
+
+    def __missing__(self, name: str) -> _Annotation:
+        made = self[name] = _Annotation(name, self._push, self._pop)
+        return made
 
 
 _NOTHING = nullcontext()
@@ -70,8 +82,7 @@ _PUSH_POP: dict[Annotator, tuple[Callable[[str], None], Callable[[], None]]] = {
     Annotator.NVTX: (_push_nvtx, _pop_nvtx),
     Annotator.RECORD_FUNCTION: (_push_record, _pop_record),
 }
-_annotation: Callable[[str], _Annotation] | None = None
-"""Makes, or finds again, the annotation of a name; None without an annotator."""
+_annotations: _Annotations | None = None
 
 
 def set_annotator(annotator: Annotator) -> None:
@@ -79,24 +90,23 @@ def set_annotator(annotator: Annotator) -> None:
 
     Raises ValueError for NVTX on a machine without a CUDA device.
     """
-    global _annotation
+    global _annotations
     if annotator is Annotator.NONE:
-        _annotation = None
+        _annotations = None
         return
     if annotator is Annotator.NVTX and not torch.cuda.is_available():
         raise ValueError(
             f"annotator nvtx needs PyTorch built for CUDA and a CUDA device, got torch {torch.__version__} without: "
             f"use {Annotator.RECORD_FUNCTION} or {Annotator.NONE}"
         )
-    push, pop = _PUSH_POP[annotator]
-    _annotation = functools.cache(lambda name: _Annotation(name, push, pop))
+    _annotations = _Annotations(*_PUSH_POP[annotator])
 
 
 def annotate(name: str) -> AbstractContextManager[None]:
     """Range `name` around a `with` block. It vanishes where torch.compile traces, and without an annotator."""
     if torch.compiler.is_compiling():
         return nullcontext()  # Dynamo enters only what it has seen made
-    return _NOTHING if _annotation is None else _annotation(name)
+    return _NOTHING if _annotations is None else _annotations[name]
 
 
 @contextmanager

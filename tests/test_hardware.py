@@ -92,7 +92,7 @@ def test_accounting_and_statistics_import_neither_torch_nor_scipy() -> None:
     program = """
 import sys
 import cs336_systems.hardware, cs336_systems.accounting
-import cs336_systems.analysis.statistics, cs336_systems.analysis.compare, cs336_systems.analysis.quality
+import cs336_systems.statistics, cs336_systems.analysis.compare, cs336_systems.quality
 assert not {"torch", "scipy", "numpy"} & set(sys.modules)
 cs336_systems.analysis.compare.compare([1, 2], [1, 2])
 assert "torch" not in sys.modules and "scipy.stats" not in sys.modules

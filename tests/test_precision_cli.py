@@ -12,40 +12,45 @@ import torch
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.precision_cli import main
-from cs336_systems.precision_study import Accumulation, ObservedDtype, accumulation_study
+from cs336_systems.precision_study import NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype, accumulation_study
 from cs336_systems.precision_tables import accumulation_table, dtype_table, interpret_accumulation, interpret_dtypes
 
 FORMATS = ("csv", "md", "tex", "typ")
 
 
 def observed(quantity: str, device: Device, precision: Precision, dtype: str) -> ObservedDtype:
-    return ObservedDtype(model="m", device=device, precision=precision, quantity=quantity, dtype=dtype)
+    return ObservedDtype(model="ToyModel", device=device, precision=precision, quantity=quantity, dtype=dtype)
 
 
 def test_sentences_on_sums_hold_the_observed_values() -> None:
     text = " ".join(interpret_accumulation(accumulation_study()))
-    assert "A fp16 sum misses 10 by -0.0469" in text
-    assert "of which +0.0021 is 0.01 being stored as 0.010002" in text
-    assert "The bf16 sum stands still at 4 after 350 of 1000 additions" in text
+    assert "The fp16 sum misses 10 by -0.0469, an fp32 sum of the same addends by +0.0021, all of it" in text
+    assert "from storing 0.01 as 0.010002" in text
+    assert "The bf16 sum stands still at 4 after 350 additions" in text
     assert "The fp16 sum stands still" not in text
 
 
 def test_sentences_on_dtypes_follow_what_was_observed() -> None:
-    fp16, bf16, cpu, cuda = Precision.FP16, Precision.BF16, Device.CPU, Device.CUDA
     rows = [
         observed(quantity, device, precision, dtype or precision.value)
         for quantity, device, dtype in [
-            ("norm", cpu, ""), ("norm", cuda, "fp32"), ("loss", cpu, "fp32"), ("loss", cuda, "fp32"),
-            ("logits", cpu, ""), ("logits", cuda, ""),
+            (NORM_INPUT, Device.CPU, ""), (NORM_OUTPUT, Device.CPU, ""),
+            (NORM_INPUT, Device.CUDA, ""), (NORM_OUTPUT, Device.CUDA, "fp32"),
+            ("loss", Device.CPU, "fp32"), ("loss", Device.CUDA, "fp32"),
         ]
-        for precision in (fp16, bf16)
+        for precision in (Precision.FP16, Precision.BF16)
     ]  # fmt: skip
-    text = interpret_dtypes(rows)
-    assert text[0] == "In fp32 in every case: loss."
-    assert text[1] == "In the autocast type in every case: logits."
-    assert text[2] == "fp16 and bf16 are used in the same places."
-    assert text[3:] == ["m, norm: fp16 on cpu, bf16 on cpu, fp32 on cuda."]
-    assert "different places" in interpret_dtypes([rows[0], observed("norm", cpu, bf16, "fp32")])[2]
+    assert interpret_dtypes(rows) == [
+        "In fp32 in every case: loss.",
+        "In the autocast type in every case: layer norm's input.",
+        "fp16 and bf16 are used in the same places.",
+        "In fp32 on cuda only: layer norm's output (ln).",
+        "Layer norm on cpu: fp16 in, fp16 out.",
+        "Layer norm on cpu: bf16 in, bf16 out.",
+        "Layer norm on cuda: fp16 in, fp32 out.",
+        "Layer norm on cuda: bf16 in, fp32 out.",
+    ]
+    assert "different places" in interpret_dtypes([*rows, observed("x", Device.CPU, Precision.BF16, "fp32")])[2]
 
 
 def test_a_quantity_that_one_model_lacks_is_an_empty_cell() -> None:
@@ -53,7 +58,7 @@ def test_a_quantity_that_one_model_lacks_is_an_empty_cell() -> None:
         observed("a", Device.CPU, Precision.FP16, "fp16"),
         observed("b", Device.CPU, Precision.BF16, "bf16"),
     ]
-    assert dtype_table(rows).rows == (("m", "a", "fp16", ""), ("m", "b", "", "bf16"))
+    assert dtype_table(rows).rows == (("ToyModel", "a", "fp16", ""), ("ToyModel", "b", "", "bf16"))
 
 
 def test_sums_table_has_the_courses_four_first() -> None:

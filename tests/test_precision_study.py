@@ -76,6 +76,7 @@ def test_toy_models_dtypes_are_those_of_its_operations_one_by_one(precision: Pre
     assert observed_dtypes(model, x, precision, TOY_OUTPUTS) == {
         "parameters": "fp32",
         "first linear's output (fc1)": names[hidden.dtype],
+        "layer norm's input": names[hidden.relu().dtype],
         "layer norm's output (ln)": names[normed.dtype],
         "logits": names[logits.dtype],
         "loss": names[loss.dtype],
@@ -105,7 +106,7 @@ def test_dtypes_are_observed_not_looked_up() -> None:
         "x": "fp32",
         "attention's scores": "bf16",
         "attention's softmax": "float64",
-        "attention's weights, as multiplied": "bf16",
+        "weights applied to the values": "bf16",
         "logits": "bf16",
         "loss": "fp32",
         "gradients": "fp32",
@@ -131,7 +132,7 @@ def test_study_covers_every_model_and_quantity_on_the_cpu() -> None:
             seen = {row.quantity: row.dtype for row in rows if (row.model, row.precision) == (model, precision)}
             assert set(TRANSFORMER_OUTPUTS) < set(seen)
             assert seen["first linear's output (q_proj)"] == seen["attention's scores"] == precision
-            assert seen["attention's weights, as multiplied"] == seen["logits"] == precision
+            assert seen["weights applied to the values"] == seen["logits"] == precision
             assert seen["parameters"] == seen["gradients"] == seen["loss"] == "fp32"
             assert seen["embedding's output"] == "fp32"
 
@@ -143,6 +144,7 @@ def test_toy_model_on_a_gpu_answers_the_courses_question(precision: Precision) -
     assert seen == {
         "parameters": "fp32",
         "first linear's output (fc1)": str(precision),
+        "layer norm's input": str(precision),
         "layer norm's output (ln)": "fp32",
         "logits": str(precision),
         "loss": "fp32",
@@ -153,7 +155,7 @@ def test_toy_model_on_a_gpu_answers_the_courses_question(precision: Precision) -
 @pytest.mark.gpu
 def test_softmax_and_residual_stream_of_the_transformer_stay_fp32_on_a_gpu() -> None:
     for row in dtype_study([Device.CUDA]):
-        if row.quantity in ("attention's softmax", "residual stream after a block", "loss", "gradients", "parameters"):
+        if row.quantity in ("attention's softmax", "residual stream after block 0", "loss", "gradients", "parameters"):
             assert row.dtype == "fp32", row
-        if row.quantity in ("attention's scores", "attention's weights, as multiplied", "logits"):
+        if row.quantity in ("attention's scores", "weights applied to the values", "logits"):
             assert row.dtype == row.precision, row

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import rich.box
 import rich.table
 from rich.cells import cell_len
+from rich.console import JustifyMethod
 from rich.text import Text
 
 Row = TypeVar("Row")
@@ -259,10 +260,13 @@ def to_rich(table: Table, width: int | None = None) -> rich.table.Table:
     for column in kept:
         heading = table.headings[column]
         label = Text("\n".join(_terminal_label(heading)))
-        drawn.add_column(label, justify="right" if heading.numeric else "left", min_width=widths[column])
+        cells = [plain(row[column]) for row in table.rows]
+        firm = max(map(cell_len, cells), default=0) <= widths[column]  # no text in it is longer than what it needs
+        justify: JustifyMethod = "right" if heading.numeric else "left"
+        drawn.add_column(label, justify=justify, no_wrap=firm, min_width=widths[column])
     for index, row in enumerate(table.rows):
-        cells = (Text(plain(row[column]), no_wrap=table.headings[column].numeric) for column in kept)
-        drawn.add_row(*cells, style="dim red" if index in table.failed else None)
+        style = "dim red" if index in table.failed else None
+        drawn.add_row(*(Text(plain(row[column])) for column in kept), style=style)
     return drawn
 
 

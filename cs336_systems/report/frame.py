@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.accounting import mfu, step_flops
-from cs336_systems.analysis.statistics import mean_interval
 from cs336_systems.config import (
     SIZES,
     Attention,
@@ -22,6 +21,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.record import Measurement, RunRecord, Status
+from cs336_systems.statistics import mean_interval
 
 TEXTS = (
     "size",

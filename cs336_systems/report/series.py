@@ -9,6 +9,7 @@ import pandas as pd
 from cs336_systems.config import Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import apart_from, rows_of, speed_ups
+from cs336_systems.report.words import STATUS_WORDS
 
 AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
 """Fields that run along the axes and the lines of a picture; all else is equal within one picture."""
@@ -17,12 +18,13 @@ PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One value with its error; None is unknown, and `status` then says why."""
+    """One value with its standard deviation; None is unknown, and `failure` then says why."""
 
     x: str | int
     value: float | None
     error: float | None = None
-    status: Status = Status.OK
+    failure: str | None = None
+    """How the run ended, in words, where it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Line:
 
     @property
     def failed(self) -> tuple[Point, ...]:
-        return tuple(point for point in self.points if point.status is not Status.OK)
+        return tuple(point for point in self.points if point.failure is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +119,16 @@ def context_lines(frame: pd.DataFrame) -> list[Line]:
 
 
 def speed_up_lines(frame: pd.DataFrame, precision: Precision) -> list[Line]:
-    """Speed-up over fp32 against size, one line per context length; a point takes the status of whichever run failed."""
+    """Speed-up over fp32 against size, one line per context length; a failure names the precision that failed."""
     gains = speed_ups(frame)
     both = frame.assign(**{str(name): gains[name].to_numpy() for name in gains.columns})
     pairs = []
     for name, row in _named(both):
         if row["precision"] == precision and row["full_status"] is not None:
-            statuses = [Status(row["full_status"]), Status(row["status"])]
-            status = next((status for status in statuses if status is not Status.OK), Status.OK)
-            point = Point(x=name, value=row["speed_up"], error=row["speed_up_std"], status=status)
+            ends = {Precision.FP32: row["full_status"], precision: row["status"]}
+            failures = [f"{which} {STATUS_WORDS[Status(end)]}" for which, end in ends.items() if end != Status.OK]
+            failure = ", ".join(failures) or None
+            point = Point(x=name, value=row["speed_up"], error=row["speed_up_std"], failure=failure)
             pairs.append((int(row["context_length"]), point))
     return _lines((f"{context}", point) for context, point in sorted(pairs, key=lambda pair: pair[0]))
 
@@ -154,8 +157,13 @@ def _lines(points: Iterable[tuple[str, Point]]) -> list[Line]:
 
 
 def _step(row: dict[str, Any], x: str | int) -> Point:
-    return Point(x=x, value=row["step_mean_ms"], error=row["step_std_ms"], status=Status(row["status"]))
+    return Point(x=x, value=row["step_mean_ms"], error=row["step_std_ms"], failure=_failure(row))
 
 
 def _point(row: dict[str, Any], name: str) -> Point:
-    return Point(x=int(row["warmup_steps"]), value=row[name], status=Status(row["status"]))
+    return Point(x=int(row["warmup_steps"]), value=row[name], failure=_failure(row))
+
+
+def _failure(row: dict[str, Any]) -> str | None:
+    status = Status(row["status"])
+    return None if status is Status.OK else STATUS_WORDS[status]

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cs336_systems.record import RunRecord
-from cs336_systems.report.formats import to_rich
+from cs336_systems.report.formats import Table, to_rich
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.tables import results_table, warmup_table
 
@@ -18,6 +18,11 @@ WIDTH_WITHOUT_TERMINAL = 140
 
 def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+
+
+def print_table(table: Table) -> None:
+    """One table."""
+    _console().print(to_rich(table))
 
 
 def print_run(record: RunRecord, path: Path) -> None:

@@ -8,14 +8,14 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from cs336_systems.analysis.statistics import lag1_autocorrelation, modified_z_scores, slope
+from cs336_systems.statistics import lag1_autocorrelation, modified_z_scores, slope
 from cs336_systems.record import RunWarning, WarningCode
 
 MAX_CV = 0.05
 """A quiet machine stays below 1 to 2 % after warm-up; over 5 %, a mean of 10 steps is not known to 3 %."""
 MAX_MODIFIED_Z = 3.5
 """Of the median absolute deviation, as Iglewicz and Hoaglin (1993) advise."""
-MIN_OUTLIER = 0.02
+MIN_OUTLIER = 0.05
 """Relative to the median: on a very quiet machine, a step may be far out and yet matter to nobody."""
 MIN_DRIFT = 0.01
 """Relative to the mean: change from first to last step, or between halves, or the spread of what is correlated."""
@@ -28,7 +28,10 @@ MIN_LAG1 = 0.5
 MAX_LAG1_Z = 2.5
 """In standard errors of lag-1 autocorrelation from -1/n, its mean for independent steps."""
 MAX_LAUNCH_SHARE = 0.95
-"""The host took nearly the whole step to launch it, so the device waited for work."""
+"""The host took nearly the whole step to launch it."""
+MAX_BACKLOG_S = 1e-3
+"""And the device ended within this of the last launch. A device that is behind has a thousand kernels in its queue, whose
+fullness then makes the host wait: such a step takes long to launch too, but its last thousand kernels take longer than this."""
 MAX_LISTED = 5
 
 
@@ -123,7 +126,8 @@ def _launch_bound(times_s: Sequence[float], host_times_s: Sequence[float]) -> st
     if not host_times_s:
         return None
     share = statistics.median(host_times_s) / statistics.median(times_s)
-    if share <= MAX_LAUNCH_SHARE:
+    backlog_s = statistics.median(step - host for step, host in zip(times_s, host_times_s, strict=True))
+    if share <= MAX_LAUNCH_SHARE or backlog_s > MAX_BACKLOG_S:
         return None
     return (
         f"the CPU is the limit: launching took {_percent(share)} of the step, so a faster GPU would not help; "

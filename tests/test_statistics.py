@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.analysis.statistics import (
+from cs336_systems.statistics import (
     lag1_autocorrelation,
     mean_interval,
     modified_z_scores,

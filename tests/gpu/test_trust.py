@@ -1,0 +1,169 @@
+"""What a number must stand on before anybody believes it, on a real GPU."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.analysis.compare import Verdict, compare, process_means
+from cs336_systems.clock import EventClock
+from cs336_systems.config import SIZES, Device, Mode, Phase, Precision, RunConfig
+from cs336_systems.measurement import measure
+from cs336_systems.model import TransformerLM
+from cs336_systems.precision import apply_math_mode
+from cs336_systems.record import RunRecord, Status, WarningCode, load_records
+from cs336_systems.step import TrainingStep
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+SLEEP_CYCLES = 100_000_000
+
+
+def config_of(size: str, context_length: int = 512, **changes: object) -> RunConfig:
+    model = replace(SIZES[size], context_length=context_length)
+    return RunConfig(size=size, model=model, device=Device.CUDA, **changes)
+
+
+def run_in_fresh_process(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def matmul_kernels(precision: Precision) -> set[str]:
+    apply_math_mode(precision)
+    with torch.device("cuda"):
+        model = TransformerLM(replace(SIZES["small"], num_layers=1, context_length=128))
+        tokens = torch.zeros(4, 128, dtype=torch.long)
+    model(tokens).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        model(tokens).sum().backward()
+        torch.cuda.synchronize()
+    apply_math_mode(Precision.FP32)
+    names = {event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+    return {name for name in names if "gemm" in name.lower() or "gemv" in name.lower()}
+
+
+def test_fp32_runs_launch_no_tensor_core_kernel() -> None:
+    names = matmul_kernels(Precision.FP32)
+    print("\n".join(sorted(names)))
+    assert names
+    assert not [name for name in names if "tf32" in name.lower() or "bf16" in name.lower() or "tensorop" in name.lower()]
+    assert [name for name in matmul_kernels(Precision.TF32) if "tf32" in name.lower()]
+
+
+class SleepAfter(nn.Module):
+    """The model with a sleep at the very end of its forward, or of its backward."""
+
+    def __init__(self, model: nn.Module, phase: Phase | None) -> None:
+        super().__init__()
+        self.model = model
+        self.phase = phase
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        if self.phase is Phase.FORWARD:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return logits
+
+
+def sleeping_record(phase: Phase | None, sync_phases: bool) -> RunRecord:
+    with torch.device("cuda"):
+        model = TransformerLM(SIZES["small"])
+    if phase is Phase.BACKWARD:
+        # The embedding's gradient is the last one made.
+        model.token_embeddings.weight.register_post_accumulate_grad_hook(lambda _: torch.cuda._sleep(SLEEP_CYCLES))
+    hook = torch.optim.optimizer.register_optimizer_step_post_hook(
+        lambda *_: torch.cuda._sleep(SLEEP_CYCLES) if phase is Phase.OPTIMIZER else None
+    )
+    try:
+        record = measure(config_of("small", measured_steps=5, sync_phases=sync_phases), SleepAfter(model, phase))
+    finally:
+        hook.remove()
+    assert record.status is Status.OK, record.failure
+    return record
+
+
+def sleep_s() -> float:
+    """How long the sleep takes, by events around it alone."""
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+@pytest.mark.parametrize("sync_phases", [False, True])
+def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> None:
+    plain = sleeping_record(None, sync_phases)
+    delay = sleep_s()
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+        slept = sleeping_record(phase, sync_phases)
+        for other in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+            added = slept.measurement(other).median_s - plain.measurement(other).median_s
+            print(f"sync_phases={sync_phases} sleep of {delay * 1e3:.2f} ms in {phase}: {other} {added * 1e3:+.3f} ms")
+            if other is phase:
+                assert added == pytest.approx(delay, rel=0.02)
+            else:  # the sleep may hide launches of the next phase, but adds nothing to it
+                assert added < 0.02 * delay
+
+
+@pytest.mark.parametrize(("size", "precision"), [("large", Precision.FP32), ("large", Precision.BF16)])
+def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
+    record = measure(config_of(size, 128, precision=precision))
+    phases = sum(record.measurement(phase).mean_s for phase in record.config.phases)
+    assert phases == pytest.approx(record.measurement(Phase.STEP).mean_s, rel=0.01)
+
+
+def test_a_steady_step_varies_by_less_than_one_percent() -> None:
+    record = measure(config_of("medium"))
+    assert record.measurement(Phase.STEP).cv < 0.01
+    codes = {warning.code for warning in record.warnings}
+    assert not codes & {WarningCode.ALLOCATOR_GREW, WarningCode.GPU_SHARED, WarningCode.NOT_FINITE}
+
+
+def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
+    flags = "--size small --context-length 256"
+    code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
+    print(run_in_fresh_process("-c", code, "compare", flags, flags, "--repeats", "4", "--output", str(tmp_path)).splitlines()[-1])
+    records, _ = load_records(tmp_path / "e2e_benchmark" / "compare" / "runs")
+    a, b = (process_means(r for r in records if r.config.repeat % 2 == side) for side in (0, 1))
+    assert len(a) == len(b) == 4
+    assert compare(a, b).verdict is Verdict.CANNOT_TELL
+
+
+def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
+    """Parameters and gradients and activations, but no AdamW moments (8 bytes a parameter) until the first update."""
+    record = measure(config_of("small", 128))
+    steady, first = record.memory.peak_allocated_bytes, record.memory.first_step_peak_allocated_bytes
+    assert steady - first == pytest.approx(8 * record.num_parameters, rel=0.35)
+    assert record.memory.peak_allocated_bytes > 16 * record.num_parameters
+
+
+def test_an_inference_step_keeps_no_graph() -> None:
+    with_graph = measure(config_of("small", mode=Mode.FORWARD)).memory.peak_allocated_bytes
+    without = measure(config_of("small", mode=Mode.INFERENCE)).memory.peak_allocated_bytes
+    layer_bytes = 4 * 512 * 768 * 4
+    assert with_graph - without > 12 * 10 * layer_bytes
+
+
+def test_energy_and_clocks_are_recorded() -> None:
+    telemetry = measure(config_of("small")).telemetry
+    assert 0 < telemetry.after.sm_clock_hz <= telemetry.after.max_sm_clock_hz
+    assert telemetry.energy_per_step_j > 0
+
+
+def test_events_agree_with_the_host_s_clock_on_one_long_phase() -> None:
+    step = TrainingStep(config_of("small", mode=Mode.INFERENCE), SleepAfter(TransformerLM(SIZES["small"]).cuda(), Phase.FORWARD))
+    clock = EventClock()
+    step(clock)
+    times, _ = step(clock)
+    assert times.phases_s[Phase.FORWARD] == pytest.approx(times.step_s, rel=0.01)
