@@ -1,9 +1,9 @@
 """Time one training step of a Transformer language model: forward, backward, optimizer.
 
-    python benchmark.py                                            # this machine's default
-    python benchmark.py --size small --context-length 512 --mixed-precision
-    nsys profile --trace=cuda,nvtx python benchmark.py             # the ranges are always there
-    python benchmark.py --help
+python benchmark.py                                            # this machine's default
+python benchmark.py --size small --context-length 512 --mixed-precision
+nsys profile --trace=cuda,nvtx python benchmark.py             # the ranges are always there
+python benchmark.py --help
 """
 
 import sys

@@ -39,7 +39,6 @@ Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
 """A group of flags, under its own heading in the help and without a prefix."""
 
 
-
 def _unset(metavar: str, default: str) -> object:
     """How the help shows a flag whose default is not a value but a rule."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
@@ -145,9 +144,13 @@ class SweepArguments:
     again goes on where an interrupted sweep stopped; what ran out of memory or failed has a row of its own.
     """
 
-    sizes: Annotated[tuple[str, ...] | None, _unset("NAME [NAME ...]", "small medium large xl 2.7B on a GPU, tiny on a CPU")] = None
+    sizes: Annotated[
+        tuple[str, ...] | None, _unset("NAME [NAME ...]", "small medium large xl 2.7B on a GPU, tiny on a CPU")
+    ] = None
     """Presets: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
-    context_lengths: Annotated[tuple[int, ...] | None, _unset("INT [INT ...]", "128 256 512 on a GPU, 64 128 256 on a CPU")] = None
+    context_lengths: Annotated[
+        tuple[int, ...] | None, _unset("INT [INT ...]", "128 256 512 on a GPU, 64 128 256 on a CPU")
+    ] = None
     """Tokens in a sequence."""
     modes: tuple[Mode, ...] = (Mode.TRAIN,)
     """How much of a step: inference, forward, forward-backward, train."""
@@ -219,7 +222,9 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Device:
     """The device meant; raise ValueError for cuda on a machine without."""
     found = bool(visible_gpus())
     if device == "cuda" and not found:
-        raise ValueError("--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES); found none")
+        raise ValueError(
+            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES); found none"
+        )
     return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
 
 

@@ -43,7 +43,7 @@ def _parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None) -> T:
         raise UsageError(str(error)) from error
 
 
-def _exit_status(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
     """Turn what `main` raises into one line on standard error and an exit status."""
 
     @functools.wraps(main)
@@ -112,7 +112,7 @@ def _main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # Flags in quotes are a value, which the parser would take for a flag: a space before them tells the two apart.
     words = [f" {word}" if word.startswith("-") and " " in word else word for word in words]
-    arguments = _parse(Command, "cs336", words)  # type: ignore[arg-type]
+    arguments: CompareArguments | ReportArguments = _parse(Command, "cs336", words)  # type: ignore[arg-type]
     return _report(arguments) if isinstance(arguments, ReportArguments) else _compare(arguments)
 
 
@@ -179,7 +179,10 @@ def _compare(arguments: CompareArguments) -> int:
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
         _refuse_unlike(sides, arguments.allow_mixed)
     else:
-        pair = [_checked(_parse(BenchmarkArguments, "benchmark.py", shlex.split(s)).config) for s in (arguments.a, arguments.b)]
+        pair = [
+            _checked(_parse(BenchmarkArguments, "benchmark.py", shlex.split(s)).config)
+            for s in (arguments.a, arguments.b)
+        ]
         # Even repeats are A and odd ones B, so that A can be compared with A.
         order = [(side, 2 * repeat + side) for side, repeat in interleave(2, arguments.repeats)]
         configs = [replace(pair[side], repeat=repeat) for side, repeat in order]

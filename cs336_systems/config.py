@@ -112,7 +112,8 @@ class ModelConfig:
             raise ValueError(f"d_model must be divisible by num_heads, got {self.d_model} and {self.num_heads}")
         if self.arch is Arch.CS336 and self.d_head % 2:
             raise ValueError(
-                f"RoPE rotates pairs, so d_model / num_heads must be even, got {self.d_model} / {self.num_heads} = {self.d_head}"
+                "RoPE rotates pairs, so d_model / num_heads must be even, "
+                f"got {self.d_model} / {self.num_heads} = {self.d_head}"
             )
         if not 0 < self.rope_theta < float("inf"):
             raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
@@ -166,11 +167,15 @@ class RunConfig:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.warmup_steps + self.measured_steps > 1_000_000:
-            raise ValueError(f"warmup_steps + measured_steps must be at most 1000000, got {self.warmup_steps + self.measured_steps}")
+            raise ValueError(
+                f"warmup_steps + measured_steps must be at most 1000000, got {self.warmup_steps + self.measured_steps}"
+            )
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
         tokens = self.batch_size * self.model.context_length
-        elements = tokens * max(self.model.vocab_size, self.model.num_heads * self.model.context_length, self.model.d_ff)
+        elements = tokens * max(
+            self.model.vocab_size, self.model.num_heads * self.model.context_length, self.model.d_ff
+        )
         if elements > MAX_ELEMENTS:
             raise ValueError(
                 f"one tensor of the step would hold {elements:.1e} elements, more than {MAX_ELEMENTS:.0e}: "
@@ -224,7 +229,9 @@ class RunConfig:
 def _non_defaults(config: "RunConfig | ModelConfig") -> dict[str, object]:
     """Scalar fields that differ from their defaults, so that a field added later leaves earlier keys as they are."""
     values = ((field, getattr(config, field.name)) for field in fields(config))
-    return {field.name: value for field, value in values if value != field.default and not isinstance(value, ModelConfig)}
+    return {
+        field.name: value for field, value in values if value != field.default and not isinstance(value, ModelConfig)
+    }
 
 
 def _is_factory(text: str) -> bool:

@@ -65,9 +65,10 @@ class FileBatches:
             self._copied.synchronize()
         starts = self._generator.integers(len(self._tokens) - length, size=self._config.batch_size)
         rows = np.stack([self._tokens[start : start + length + 1] for start in starts])
-        if rows.min() < 0 or rows.max() >= self._config.model.vocab_size:
+        vocab_size = self._config.model.vocab_size
+        if rows.min() < 0 or rows.max() >= vocab_size:
             raise ValueError(
-                f"{self._config.tokens}: tokens must be from 0 to vocab_size - 1 = {self._config.model.vocab_size - 1}, "
+                f"{self._config.tokens}: tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}, "
                 f"found {rows.min()} to {rows.max()}; pass the tokenizer's --vocab-size"
             )
         self._staging.copy_(torch.from_numpy(rows.astype(np.int64)))

@@ -15,13 +15,14 @@ import pynvml
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.quality import timing_warnings
 from cs336_systems.clock import Clock, StepTimes, make_clock
 from cs336_systems.config import CompileMode, Device, Mode, Phase, RunConfig
 from cs336_systems.environment import environment
+from cs336_systems.model import num_parameters
 from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.precision import apply_math_mode
 from cs336_systems.profiling import Annotator, annotate, set_annotator
+from cs336_systems.quality import timing_warnings
 from cs336_systems.ranges import Range
 from cs336_systems.record import (
     Durations,
@@ -60,6 +61,7 @@ class Progress:
     losses: list[float | None] = field(default_factory=list)
     warnings: list[RunWarning] = field(default_factory=list)
     skipped_steps: int = 0
+    collector_on: bool | None = None
 
     def warn(self, code: WarningCode, message: str) -> None:
         self.warnings.append(RunWarning(code=code, message=message))
@@ -89,7 +91,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     torch.manual_seed(config.seed)
     set_annotator(Annotator.NVTX if config.ranges and config.device is Device.CUDA else Annotator.NONE)
     step, clock = TrainingStep(config, model), make_clock(config)
-    progress.num_parameters = sum(parameter.numel() for parameter in step.model.parameters())
+    progress.num_parameters = num_parameters(step.model)
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
     progress.setup_s = perf_counter() - progress.started
@@ -115,6 +117,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         host_times_s=tuple(times.host_s for times in progress.measured),
         losses=tuple(progress.losses),
         skipped_steps=progress.skipped_steps,
+        collector_on=progress.collector_on,
         num_parameters=progress.num_parameters,
         memory=memory,
         telemetry=telemetry,
@@ -140,7 +143,9 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
         progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and company are not known")
         return None
     if others:
-        progress.warn(WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again")
+        progress.warn(
+            WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
+        )
     return monitor
 
 
@@ -168,6 +173,7 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress) -> None:
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     config = progress.config
+    progress.collector_on = gc.isenabled()
     scale = step.loss_scale()
     while len(progress.measured) < config.measured_steps:
         progress.where = f"measured step {len(progress.measured)}"
@@ -265,7 +271,9 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
         [times.host_s for times in progress.measured] if launches_apart else (),
     )
     if graphs:
-        progress.warn(WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps")
+        progress.warn(
+            WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps"
+        )
     if memory and (memory.segments_allocated or memory.alloc_retries):
         progress.warn(
             WarningCode.ALLOCATOR_GREW,
@@ -277,9 +285,13 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
         progress.warn(WarningCode.THROTTLED, f"{', '.join(sorted(reasons))}: SM clock at {clock:.0%} of its maximum")
     already = any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings)
     if telemetry and not already and (others := max(telemetry.before.other_processes, telemetry.after.other_processes)):
-        progress.warn(WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again")
+        progress.warn(
+            WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
+        )
     if progress.skipped_steps:
-        progress.warn(WarningCode.SKIPPED_STEPS, f"GradScaler skipped {progress.skipped_steps} step(s); they are not timed")
+        progress.warn(
+            WarningCode.SKIPPED_STEPS, f"GradScaler skipped {progress.skipped_steps} step(s); they are not timed"
+        )
     if None in progress.losses:
         progress.warn(WarningCode.NOT_FINITE, f"the loss was not finite in {progress.losses.count(None)} step(s)")
 
@@ -316,7 +328,9 @@ def classify(error: BaseException) -> Status:
         r"DefaultCPUAllocator: (can't|not enough)|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory", text
     ):
         return Status.OOM
-    if isinstance(error, torch.AcceleratorError) or re.search(r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error", text):
+    if isinstance(error, torch.AcceleratorError) or re.search(
+        r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error", text
+    ):
         return Status.CUDA_ERROR
     return Status.CRASHED
 

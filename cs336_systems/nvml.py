@@ -56,7 +56,9 @@ def select(gpus: list[Gpu], visible: str) -> tuple[Gpu, ...]:
     """The part of `gpus` that a value of CUDA_VISIBLE_DEVICES names."""
     chosen: list[Gpu] = []
     for entry in (part.strip() for part in visible.split(",")):
-        match = [gpu for gpu in gpus if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))]
+        match = [
+            gpu for gpu in gpus if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+        ]
         if len(match) != 1 or match[0] in chosen:
             break
         chosen.append(match[0])

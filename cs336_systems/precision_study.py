@@ -183,14 +183,14 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
 
 
-class AttentionOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AttentionOps(TorchDispatchMode):
     """Notes in `seen` the data types around the first softmax: the product before it, its output, the product after it.
 
     Works below autocast, so it sees each operation as it is launched, after autocast's casts.
     """
 
     def __init__(self, seen: dict[str, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._seen = seen
         self._last_product: torch.dtype | None = None
 

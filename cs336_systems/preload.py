@@ -2,8 +2,6 @@
 
 import gc
 
-import torch._dynamo
-
 import cs336_systems.cli
 import cs336_systems.worker  # noqa: F401
 

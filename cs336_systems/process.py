@@ -1,4 +1,4 @@
-"""What a sweep and its workers agree on as processes. Death with the forker and adoption are Linux's; elsewhere nothing."""
+"""What a sweep and its workers agree on as processes. Linux alone offers what the functions do; elsewhere, nothing."""
 
 import ctypes
 import sys

@@ -8,8 +8,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from cs336_systems.statistics import lag1_autocorrelation, modified_z_scores, slope
 from cs336_systems.record import RunWarning, WarningCode
+from cs336_systems.statistics import lag1_autocorrelation, modified_z_scores, slope
 
 MAX_CV = 0.05
 """A quiet machine stays below 1 to 2 % after warm-up; over 5 %, a mean of 10 steps is not known to 3 %."""
@@ -30,8 +30,8 @@ MAX_LAG1_Z = 2.5
 MAX_LAUNCH_SHARE = 0.95
 """The host took nearly the whole step to launch it."""
 MAX_BACKLOG_S = 1e-3
-"""And the device ended within this of the last launch. A device that is behind has a thousand kernels in its queue, whose
-fullness then makes the host wait: such a step takes long to launch too, but its last thousand kernels take longer than this."""
+"""And the device ended within this of the last launch. A device that is behind has a full queue, about a thousand
+kernels, which makes the host wait: such a step takes long to launch too, but its queue takes longer than this."""
 MAX_LISTED = 5
 
 

@@ -4,6 +4,8 @@ from enum import StrEnum
 
 
 class Range(StrEnum):
+    """A part of a run, of a step or of the model; blocks have `block_range`."""
+
     WARMUP = "warmup"
     MEASURE = "measure"
     STEP = "step"

@@ -1,6 +1,7 @@
 """What came of a run: raw times, memory, telemetry, environment, failure. One run is one JSON file.
 
-All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `_w` watts, `_j` joules, `_c` degrees Celsius.
+All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `_w` watts, `_j` joules; `_c` is degrees
+Celsius.
 """
 
 import os
@@ -217,6 +218,8 @@ class RunRecord:
     """Loss of every step, warm-up included; None where it was not finite."""
     skipped_steps: int = 0
     """Steps that GradScaler skipped; they are not among the times."""
+    collector_on: bool | None = None
+    """Whether Python's garbage collector was on during the measured steps."""
     num_parameters: int | None = None
     memory: Memory | None = None
     telemetry: Telemetry | None = None
@@ -248,7 +251,9 @@ def read_record(path: Path) -> RunRecord:
         data = path.read_bytes()
         version = msgspec.json.decode(data, type=_Versioned).format_version
         if version > FORMAT_VERSION:
-            raise RecordError(path, f"format version {version} is newer than this program's {FORMAT_VERSION}; update it")
+            raise RecordError(
+                path, f"format version {version} is newer than this program's {FORMAT_VERSION}; update it"
+            )
         return msgspec.json.decode(data, type=RunRecord)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RecordError(path, f"not a record of a run: {error}") from error

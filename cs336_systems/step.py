@@ -123,7 +123,7 @@ class TrainingStep:
     def backward(self, loss: Float[Tensor, ""]) -> None:
         """Gradients of the loss, scaled where the precision needs it."""
         with annotate(Range.BACKWARD):
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self) -> None:
         """Optimizer step, and gradients dropped."""

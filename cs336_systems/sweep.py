@@ -209,7 +209,11 @@ class _Loop:
         listening = [worker for worker in working if not worker.log_closed]
         patience = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
         ready = wait(
-            [*(worker.process.sentinel for worker in working), *(worker.log for worker in listening), self.interrupts.wakeup],
+            [
+                *(worker.process.sentinel for worker in working),
+                *(worker.log for worker in listening),
+                self.interrupts.wakeup,
+            ],
             timeout=patience,
         )
         for worker in listening:
@@ -232,14 +236,23 @@ class _Loop:
             try:
                 record = read_record(path)
             except RecordError as error:
-                return self._fail(worker, Status.INVALID, f"the record was not readable; kept as {_quarantine(path).name}: {error}")
+                return self._fail(
+                    worker, Status.INVALID, f"the record was not readable; kept as {_quarantine(path).name}: {error}"
+                )
             if record.config != worker.config:
-                return self._fail(worker, Status.INVALID, f"the record is of another run; kept as {_quarantine(path).name}")
+                return self._fail(
+                    worker, Status.INVALID, f"the record is of another run; kept as {_quarantine(path).name}"
+                )
             return self._with_teardown(record, exit_code) if exit_code and not timed_out else record
         if timed_out:
-            return self._fail(worker, Status.TIMEOUT, f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer")
+            return self._fail(
+                worker, Status.TIMEOUT, f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer"
+            )
         if exit_code == RECORD_NOT_WRITTEN:
-            raise SweepError(f"the record of {worker.config.key} could not be written: {worker.log_tail()}; free some space, run again")
+            raise SweepError(
+                f"the record of {worker.config.key} could not be written: {worker.log_tail()}; "
+                "free some space and run the same command again"
+            )
         if exit_code == -signal.SIGKILL:
             message = "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
             return self._fail(worker, Status.KILLED, message, "SIGKILL")
@@ -250,7 +263,9 @@ class _Loop:
 
     def _with_teardown(self, record: RunRecord, exit_code: int) -> RunRecord:
         how = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with status {exit_code}"
-        warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=f"after the record was written the worker ended {how}")
+        warning = RunWarning(
+            code=WarningCode.TEARDOWN_FAILED, message=f"after the record was written the worker ended {how}"
+        )
         return self._write(replace(record, warnings=(*record.warnings, warning)))
 
     def _fail(self, worker: Worker, status: Status, message: str, signal_name: str | None = None) -> RunRecord:
@@ -269,7 +284,9 @@ class _Loop:
         try:
             write_record(record, self.runs)
         except OSError as error:
-            raise SweepError(f"{self.runs}: {error.strerror}; free some space and run the same command again") from error
+            raise SweepError(
+                f"{self.runs}: {error.strerror}; free some space and run the same command again"
+            ) from error
         return record
 
 
@@ -323,7 +340,8 @@ def _refuse_to_mix(records: Sequence[RunRecord], present: Identity, directory: P
         changed = "; ".join(f"{name} was {past[name]}, is {now[name]}" for name in now if past[name] != now[name])
         raise SweepError(
             f"{directory} holds records made under other conditions ({changed}). "
-            "Choose another --name, start over with --fresh (the old records are kept beside), or mix them with --allow-mixed"
+            "Choose another --name, start over with --fresh (the old records are kept beside), "
+            "or mix them with --allow-mixed"
         )
 
 

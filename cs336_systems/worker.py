@@ -42,7 +42,7 @@ def main(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | No
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the fork server ends, as it does with the sweep; at once if that is past."""
+    """Have the kernel kill this process when the fork server ends, as it does with the sweep; now if that is past."""
     die_with_forker(signal.SIGKILL)
     sweep = multiprocessing.parent_process()
     if sweep is not None and not sweep.is_alive():

@@ -38,7 +38,7 @@ class TerminalListener:
             speed_estimate_period=3600,
         )
         self._task: TaskID | None = None
-        self._running: dict[str, RunConfig] = {}
+        self._running: dict[str, str] = {}
 
     def __enter__(self) -> "TerminalListener":
         self._progress.start()
@@ -59,7 +59,7 @@ class TerminalListener:
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those at work."""
-        self._running[config.key] = config
+        self._running[config.key] = f"{config.label} on GPU {gpu.index}" if gpu and gpu.index else config.label
         self._show()
 
     def finished(self, record: RunRecord) -> None:
@@ -76,7 +76,7 @@ class TerminalListener:
 
     def _show(self) -> None:
         if self._task is not None:
-            now = " | ".join(config.label for config in self._running.values())
+            now = " | ".join(self._running.values())
             self._progress.update(self._task, description=escape(now))
         self._progress.refresh()
 

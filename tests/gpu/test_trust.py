@@ -31,7 +31,9 @@ def config_of(size: str, context_length: int = 512, **changes: object) -> RunCon
 
 
 def run_in_fresh_process(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -54,7 +56,9 @@ def test_fp32_runs_launch_no_tensor_core_kernel() -> None:
     names = matmul_kernels(Precision.FP32)
     print("\n".join(sorted(names)))
     assert names
-    assert not [name for name in names if "tf32" in name.lower() or "bf16" in name.lower() or "tensorop" in name.lower()]
+    assert not [
+        name for name in names if "tf32" in name.lower() or "bf16" in name.lower() or "tensorop" in name.lower()
+    ]
     assert [name for name in matmul_kernels(Precision.TF32) if "tf32" in name.lower()]
 
 
@@ -133,7 +137,11 @@ def test_a_steady_step_varies_by_less_than_one_percent() -> None:
 def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     flags = "--size small --context-length 256"
     code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
-    print(run_in_fresh_process("-c", code, "compare", flags, flags, "--repeats", "4", "--output", str(tmp_path)).splitlines()[-1])
+    print(
+        run_in_fresh_process(
+            "-c", code, "compare", flags, flags, "--repeats", "4", "--output", str(tmp_path)
+        ).splitlines()[-1]
+    )
     records, _ = load_records(tmp_path / "e2e_benchmark" / "compare" / "runs")
     a, b = (process_means(r for r in records if r.config.repeat % 2 == side) for side in (0, 1))
     assert len(a) == len(b) == 4
@@ -162,7 +170,9 @@ def test_energy_and_clocks_are_recorded() -> None:
 
 
 def test_events_agree_with_the_host_s_clock_on_one_long_phase() -> None:
-    step = TrainingStep(config_of("small", mode=Mode.INFERENCE), SleepAfter(TransformerLM(SIZES["small"]).cuda(), Phase.FORWARD))
+    step = TrainingStep(
+        config_of("small", mode=Mode.INFERENCE), SleepAfter(TransformerLM(SIZES["small"]).cuda(), Phase.FORWARD)
+    )
     clock = EventClock()
     step(clock)
     times, _ = step(clock)
