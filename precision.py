@@ -17,7 +17,7 @@ gradients themselves say what they are.
 
 import sys
 
-from cs336_systems.precision_cli import main
+from cs336_systems.cli import precision
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(precision())

@@ -33,6 +33,7 @@ CPU_CONTEXT_LENGTHS = (64, 128, 256)
 MAX_NAME_LENGTH = 100
 
 T = TypeVar("T")
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 """A flag that is off unless it is given."""
 Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
@@ -90,7 +91,7 @@ class StepArguments:
     """Annotate the step with NVTX ranges."""
     tokens: Annotated[str | None, _unset("FILE", "random tokens")] = None
     """Token file to read batches from (.npy, one axis, uint16 or int32)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceChoice = "auto"
     """Where to run; auto is the GPU if there is one."""
     seed: int = 0
     """Seed of the weights and the tokens."""
@@ -218,12 +219,12 @@ class SweepArguments:
         return self.output / "e2e_benchmark" / (default_name(self) if self.name is None else checked_name(self.name))
 
 
-def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Device:
+def resolve_device(device: DeviceChoice) -> Device:
     """The device meant; raise ValueError for cuda on a machine without."""
     found = bool(visible_gpus())
     if device == "cuda" and not found:
         raise ValueError(
-            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES); found none"
+            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; try --device cpu"
         )
     return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
 
@@ -315,6 +316,23 @@ def _differences(arguments: object, skip: tuple[str, ...]) -> list[tuple[str, st
         if f.name not in skip and value != f.default:
             found.append((f.name, "-".join(map(str, value)) if isinstance(value, tuple) else str(value)))
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionArguments:
+    """Show what accumulation and autocast do to precision, as observed on this machine."""
+
+    device: DeviceChoice = "auto"
+    """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory to write both tables to, as CSV, Markdown, LaTeX and Typst."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
+        chosen = resolve_device(self.device)
+        return (Device.CPU, Device.CUDA) if self.device == "auto" and chosen is Device.CUDA else (chosen,)
 
 
 @dataclass(frozen=True, kw_only=True)

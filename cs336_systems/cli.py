@@ -19,6 +19,7 @@ from cs336_systems.arguments import (
     BenchmarkArguments,
     Command,
     CompareArguments,
+    PrecisionArguments,
     ReportArguments,
     SweepArguments,
     checked_name,
@@ -100,6 +101,23 @@ def sweep(argv: Sequence[str] | None = None) -> int:
         print(f"{len(configs)} runs into {directory}")
         return OK
     return _run(configs, directory, arguments)
+
+
+@_exit_status
+def precision(argv: Sequence[str] | None = None) -> int:
+    """Print, and where asked write, what precision does to sums and types."""
+    arguments = _parse(PrecisionArguments, "precision.py", argv)
+    devices = _checked(arguments.devices)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    from cs336_systems.precision_study import accumulation_study, dtype_study
+    from cs336_systems.precision_tables import print_json, print_tables, write_tables
+
+    sums, dtypes = accumulation_study(), dtype_study(devices)
+    if arguments.output is not None:
+        write_tables(sums, dtypes, arguments.output)
+    print_json(sums, dtypes) if arguments.json else print_tables(sums, dtypes)
+    return OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -20,6 +20,7 @@ class StepTimes:
     phases_s: dict[Phase, float]
 
 
+@runtime_checkable
 class Clock(Protocol):
     """Started before a step, told of the end of each phase, stopped after the last."""
 

@@ -190,7 +190,7 @@ class AttentionOps(TorchDispatchMode):
     """
 
     def __init__(self, seen: dict[str, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
         self._last_product: torch.dtype | None = None
 

@@ -2,10 +2,17 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-from cs336_systems.config import Precision
+import msgspec
+import torch
+
+from cs336_systems.config import Device, Precision
 from cs336_systems.precision_study import MIXED_PRECISIONS, NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype
-from cs336_systems.report.formats import Column, Heading, Table, make_table
+from cs336_systems.record import write_atomically
+from cs336_systems.report.formats import WRITERS, Column, Heading, Table, make_table, to_csv
+from cs336_systems.report.terminal import print_table
 
 _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
     Column(Heading("sum", numeric=False), lambda row: row.sum_dtype),
@@ -101,3 +108,29 @@ def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     """Quantities that are in fp32, or in the autocast type, in every row that has them."""
     others = {row.quantity for row in rows if row.dtype != ("fp32" if in_fp32 else row.precision)}
     return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
+
+
+def print_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) -> None:
+    """Print both tables to the terminal, with what their values say."""
+    print_table(accumulation_table(sums))
+    print_table(dtype_table(dtypes))
+
+
+def print_json(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) -> None:
+    """Print every observed value, unrounded."""
+    gpu = torch.cuda.get_device_name() if any(row.device is Device.CUDA for row in dtypes) else None
+    observed = {"torch": str(torch.__version__), "gpu": gpu, "accumulation": sums, "dtypes": dtypes}
+    print(msgspec.json.format(msgspec.json.encode(observed), indent=2).decode())
+
+
+def write_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype], directory: Path) -> None:
+    """Write `accumulation` and `dtypes` to the directory, in every format."""
+    for name, table, rows in (
+        ("accumulation", accumulation_table(sums), sums),
+        ("dtypes", dtype_table(dtypes), dtypes),
+    ):
+        values = [asdict(row) for row in rows]
+        texts = {"csv": to_csv(list(values[0]), [list(row.values()) for row in values])}
+        texts |= {ending: write(table) for ending, write in WRITERS.items()}
+        for ending, text in texts.items():
+            write_atomically(directory / f"{name}.{ending}", text.encode())

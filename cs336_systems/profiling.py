@@ -34,7 +34,7 @@ _thread = _Thread()
 
 def _push_record(name: str) -> None:
     record = torch.profiler.record_function(name)
-    record.__enter__()  # type: ignore[no-untyped-call]
+    record.__enter__()
     _thread.records.append(record)
 
 
@@ -43,11 +43,11 @@ def _pop_record() -> None:
 
 
 def _push_nvtx(name: str) -> None:
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    torch.cuda.nvtx.range_push(name)
 
 
 def _pop_nvtx() -> None:
-    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    torch.cuda.nvtx.range_pop()
 
 
 class _Annotation:
