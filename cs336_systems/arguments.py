@@ -224,7 +224,8 @@ def resolve_device(device: DeviceChoice) -> Device:
     found = bool(visible_gpus())
     if device == "cuda" and not found:
         raise ValueError(
-            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; try --device cpu"
+            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; "
+            "try --device cpu"
         )
     return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
 
