@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -187,6 +188,8 @@ class RunConfig:
             raise ValueError("compile_blocks needs this project's model, got model_factory " + self.model_factory)
         if self.device is Device.CPU and self.precision is Precision.TF32:
             raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
+        if self.tokens is not None and not _is_unicode(self.tokens):
+            raise ValueError(f"tokens needs a file name that is valid UTF-8, got {self.tokens!r}; rename the file")
         if self.model_factory is not None and not _is_factory(self.model_factory):
             raise ValueError(f"model must be package.module:factory, got {self.model_factory!r}")
 
@@ -195,7 +198,9 @@ class RunConfig:
         """File name of this run's record: readable, unique among configurations, safe on every file system."""
         chosen = json.dumps([_non_defaults(self.configuration), _non_defaults(self.model)], sort_keys=True)
         digest = hashlib.sha256(chosen.encode()).hexdigest()[:10]
-        shape = f"{self.size}_ctx{self.model.context_length}_b{self.batch_size}_{self.mode}_{self.precision}"
+        # a record from elsewhere may call its size anything
+        size = re.sub(r"[^A-Za-z0-9.-]+", "-", self.size).lstrip(".-")[:32]
+        shape = f"{size}_ctx{self.model.context_length}_b{self.batch_size}_{self.mode}_{self.precision}"
         return f"{shape}_{digest}_r{self.repeat}"
 
     @property
@@ -232,6 +237,11 @@ def _non_defaults(config: "RunConfig | ModelConfig") -> dict[str, object]:
     return {
         field.name: value for field, value in values if value != field.default and not isinstance(value, ModelConfig)
     }
+
+
+def _is_unicode(text: str) -> bool:
+    """False for bytes of a file name that Python smuggled in as lone surrogates, which no JSON holds."""
+    return text.encode(errors="ignore").decode() == text
 
 
 def _is_factory(text: str) -> bool:

@@ -5,6 +5,8 @@ import functools
 import multiprocessing
 import os
 import signal
+import sysconfig
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -13,13 +15,17 @@ from time import monotonic
 
 import psutil
 
+import cs336_systems
 from cs336_systems.config import RunConfig
+from cs336_systems.process import STOP_SIGNALS
 
 LOG_TAIL_BYTES = 16 * 1024
 """How much of the end of a worker's output is kept."""
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
 """Bound on one reading, so that a worker that prints without end cannot keep the sweep from its clock."""
+_GENERATIONS = 100
+"""How often to look again: the children of an orphan become orphans when it is killed."""
 
 
 @functools.cache
@@ -31,21 +37,44 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def ensure_fork_server() -> None:
+    """Start the fork server if none is alive, deaf to signals until it ignores them.
+
+    It finds the package where this process found it: before Python 3.12.3 it is not told of `sys.path`, and without
+    its preload every worker would take seconds to start.
+    """
+    fork_server()
+    resource_tracker.ensure_running()  # first, because it unblocks signals when it starts
+    root, path = str(Path(cs336_systems.__file__).parents[1]), os.environ.get("PYTHONPATH")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    if root != sysconfig.get_path("purelib"):
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, path] if path else [root])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH", None)
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class Worker:
     """One run in its own process and process group."""
 
     def __init__(self, config: RunConfig, directory: Path, gpu_uuid: str | None) -> None:
         self.config = config
-        self.started = monotonic()
         self._tail = b""
+        self._reaped = False
         self.log_closed = False
         context = fork_server()
         self.log, log_of_child = context.Pipe(duplex=False)
         os.set_blocking(self.log.fileno(), False)
         self.process: BaseProcess = context.Process(
-            target=_run_worker, args=(config, directory, log_of_child, gpu_uuid), name=config.key
+            target=_run_worker, args=(config, directory.absolute(), log_of_child, gpu_uuid), name=config.key
         )
+        ensure_fork_server()
         self.process.start()
+        self.started = monotonic()
         log_of_child.close()
 
     @property
@@ -71,14 +100,20 @@ class Worker:
         return text or None
 
     def kill(self) -> None:
-        """End the worker and its whole process group at once."""
-        pid = self.process.pid
+        """End the worker, its whole process group and all that descends from it at once."""
+        pid = None if self._reaped else self.process.pid
         if pid is not None:
+            descendants = []
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendants = psutil.Process(pid).children(recursive=True)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 if self.process.is_alive():
                     os.kill(pid, signal.SIGKILL)
+            for descendant in descendants:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    descendant.kill()
 
     def reap(self) -> int:
         """Wait for the end, kill what the worker left behind, and return its exit code, negative for a signal."""
@@ -88,6 +123,7 @@ class Worker:
         kill_orphans()
         self.drain()
         self.log.close()
+        self._reaped = True
         self.process.close()
         return 255 if code is None else code
 
@@ -105,9 +141,18 @@ def kill_orphans() -> None:
     The fork server and the resource tracker, which multiprocessing starts, share this process's session; a
     worker's descendants do not, because a worker leads a session of its own.
     """
-    own_session = os.getsid(0)
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(child.pid) != own_session:
-                child.kill()
-                child.wait(timeout=10)
+    for _ in range(_GENERATIONS):
+        strangers = [child for child in psutil.Process().children() if _in_other_session(child)]
+        for stranger in strangers:
+            with contextlib.suppress(psutil.Error):
+                stranger.kill()
+                stranger.wait(timeout=10)
+        if not strangers:
+            return
+
+
+def _in_other_session(process: psutil.Process) -> bool:
+    try:
+        return os.getsid(process.pid) != os.getsid(0)
+    except ProcessLookupError:
+        return False

@@ -62,6 +62,7 @@ class Progress:
     warnings: list[RunWarning] = field(default_factory=list)
     skipped_steps: int = 0
     collector_on: bool | None = None
+    state_before: GpuState | None = None
 
     def warn(self, code: WarningCode, message: str) -> None:
         self.warnings.append(RunWarning(code=code, message=message))
@@ -87,23 +88,25 @@ def measure(config: RunConfig, model: nn.Module | None = None) -> RunRecord:
 def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     config = progress.config
     monitor = _find_gpu(progress)
-    apply_math_mode(config.precision)
     torch.manual_seed(config.seed)
     set_annotator(Annotator.NVTX if config.ranges and config.device is Device.CUDA else Annotator.NONE)
+    if config.device is Device.CUDA:
+        torch.cuda.reset_peak_memory_stats()
     step, clock = TrainingStep(config, model), make_clock(config)
+    apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.num_parameters = num_parameters(step.model)
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
     progress.setup_s = perf_counter() - progress.started
 
     with _collector_off(), annotate(Range.WARMUP):
-        _warm_up(step, clock, progress)
-    state_before, energy_before = _state(monitor), monitor.energy_j() if monitor else None
+        _warm_up(step, clock, progress, monitor)
+    energy_before = monitor.energy_j() if monitor else None
     counters_before = _counters(config, reset_peaks=True)
     with _collector_off(), annotate(Range.MEASURE):
         _time(step, clock, progress)
     counters = _counters(config)
-    telemetry = _telemetry(monitor, state_before, energy_before, len(progress.measured))
+    telemetry = _telemetry(monitor, progress.state_before, energy_before, len(progress.measured))
 
     measurements = _measurements(progress)
     memory = counters.memory_since(counters_before, progress.first_step_peak_bytes)
@@ -128,7 +131,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
 
 
 def _find_gpu(progress: Progress) -> GpuMonitor | None:
-    """Look at the GPU before this process has a context on it, so that whoever is there is somebody else."""
+    """Look who else is on the GPU; before this process has a context there, that is everybody."""
     if progress.config.device is Device.CPU:
         return None
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -138,21 +141,23 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
         return None
     try:
         monitor = GpuMonitor(progress.gpu.uuid)
-        others = monitor.processes()
+        others = monitor.processes() - torch.cuda.is_initialized()
     except pynvml.NVMLError as error:
         progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and company are not known")
         return None
-    if others:
+    if others > 0:
         progress.warn(
             WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
         )
     return monitor
 
 
-def _warm_up(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
     config = progress.config
     wanted = config.warmup_steps
     while len(progress.warmup) < wanted:
+        if len(progress.warmup) == wanted - 1:
+            _settle(progress, monitor)
         graphs = _compiled_graphs(config)
         progress.where = f"warm-up step {len(progress.warmup)}"
         times, loss = step(clock)
@@ -163,12 +168,20 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress) -> None:
         last = len(progress.warmup) == wanted
         if last and _compiled_graphs(config) > graphs and wanted < config.warmup_steps + MAX_EXTRA_WARMUP_STEPS:
             wanted += 1
+    if not progress.warmup:
+        _settle(progress, monitor)
     if config.mode is Mode.TRAIN and config.warmup_steps < LEAST_TRAIN_WARMUP_STEPS:
         progress.warn(
             WarningCode.FEW_WARMUP_STEPS,
             f"{config.warmup_steps} warm-up steps: the measured ones include the making of the optimizer's state; "
             f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
         )
+
+
+def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
+    """Do what makes the device wait before the last warm-up step, because the step after a pause is a slower one."""
+    gc.collect()
+    progress.state_before = monitor.state() if monitor else None
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
@@ -195,8 +208,7 @@ def _keep_loss(progress: Progress, loss: Tensor) -> None:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """Collect Python's garbage now and none inside: a collection takes tens of milliseconds at its own moment."""
-    gc.collect()
+    """No collection of Python's garbage inside: it takes tens of milliseconds at its own moment."""
     gc.disable()
     try:
         yield
@@ -239,10 +251,6 @@ def _compiled_graphs(config: RunConfig) -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-def _state(monitor: GpuMonitor | None) -> GpuState | None:
-    return monitor.state() if monitor else None
 
 
 def _telemetry(

@@ -27,7 +27,8 @@ class Gpu:
     index: int
     uuid: str
     name: str
-    memory_bytes: int
+    memory_bytes: int | None
+    """None where the GPU has no memory of its own."""
     driver: str
 
 
@@ -43,7 +44,8 @@ def _initialised() -> bool:
 def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order, by PCI bus where it gives numbers.
 
-    As in CUDA, the first entry that names no GPU ends the list. Empty on a machine without an NVIDIA driver.
+    As in CUDA, the first entry that names no GPU ends the list, and a GPU named twice empties it. Empty on a machine
+    without an NVIDIA driver.
     """
     if not _initialised():
         return ()
@@ -59,8 +61,10 @@ def select(gpus: list[Gpu], visible: str) -> tuple[Gpu, ...]:
         match = [
             gpu for gpu in gpus if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
         ]
-        if len(match) != 1 or match[0] in chosen:
+        if len(match) != 1:
             break
+        if match[0] in chosen:
+            return ()
         chosen.append(match[0])
     return tuple(chosen)
 
@@ -71,9 +75,15 @@ def _gpu(index: int) -> Gpu:
         index=index,
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
         name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=_memory_bytes(handle),
         driver=_text(pynvml.nvmlSystemGetDriverVersion()),
     )
+
+
+def _memory_bytes(handle: Any) -> int | None:
+    with contextlib.suppress(pynvml.NVMLError):
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return None
 
 
 def _text(value: str | bytes) -> str:

@@ -1,10 +1,13 @@
 """What a sweep and its workers agree on as processes. Linux alone offers what the functions do; elsewhere, nothing."""
 
 import ctypes
+import signal
 import sys
 
 RECORD_NOT_WRITTEN = 74
 """Exit status of a worker that could not write its record (EX_IOERR): the disk, not the run, has failed."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What a person, the system and a closing terminal send to end a sweep, often to its whole process group."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 

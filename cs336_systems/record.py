@@ -9,6 +9,7 @@ import statistics
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -16,6 +17,11 @@ from cs336_systems.config import Phase, RunConfig
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 64 * 2**20
+MAX_TIME_S = 1e9
+"""Thirty years: no phase lasts longer, and sums of such times stay finite."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""Bounded in files, where JSON would let any number of digits through."""
 
 
 class RecordError(ValueError):
@@ -77,8 +83,8 @@ class Failure:
     """One line for the table."""
     where: str | None = None
     """The phase and step that failed, where the worker could say so."""
-    requested_bytes: int | None = None
-    free_bytes: int | None = None
+    requested_bytes: Count | None = None
+    free_bytes: Count | None = None
     signal: str | None = None
     traceback: str | None = None
     log_tail: str | None = None
@@ -91,6 +97,10 @@ class Measurement:
 
     phase: Phase
     times_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.times_s or not all(0 <= time_s <= MAX_TIME_S for time_s in self.times_s):
+            raise ValueError(f"{self.phase} needs at least one time, each from 0 to {MAX_TIME_S:g} s")
 
     @property
     def mean_s(self) -> float:
@@ -111,21 +121,21 @@ class Measurement:
 
     @property
     def cv(self) -> float | None:
-        """Coefficient of variation, std / mean, or None for a single time."""
-        return None if self.stdev_s is None else self.stdev_s / self.mean_s
+        """Coefficient of variation, std / mean, or None for a single time or a mean of 0."""
+        return None if self.stdev_s is None or not self.mean_s else self.stdev_s / self.mean_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """What PyTorch's CUDA allocator counted. Peaks are since the reset before the first or the measured steps."""
 
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    first_step_peak_allocated_bytes: int | None = None
+    peak_allocated_bytes: Count
+    peak_reserved_bytes: Count
+    first_step_peak_allocated_bytes: Count | None = None
     """Peak of the first warm-up step, when the optimizer state does not exist until its end; None without warm-up."""
-    segments_allocated: int
+    segments_allocated: Count
     """Segments asked of the driver during the measured steps; a steady state asks for none."""
-    alloc_retries: int
+    alloc_retries: Count
     """Times during the measured steps that the cache was flushed to satisfy an allocation."""
 
 
@@ -133,19 +143,19 @@ class Memory:
 class GpuState:
     """What NVML said of the GPU at one moment."""
 
-    sm_clock_hz: int
-    max_sm_clock_hz: int
-    memory_clock_hz: int
+    sm_clock_hz: Count
+    max_sm_clock_hz: Count
+    memory_clock_hz: Count
     power_w: float
     temperature_c: int
     throttle_reasons: tuple[str, ...]
-    other_processes: int
+    other_processes: Count
     """Processes that hold a compute context on this GPU, this one not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """State of the GPU just before and just after the measured steps."""
+    """State of the GPU before the last warm-up step and just after the measured steps."""
 
     before: GpuState
     after: GpuState
@@ -170,16 +180,16 @@ class Environment:
 
     identity: Identity
     device_uuid: str | None = None
-    device_memory_bytes: int | None = None
+    device_memory_bytes: Count | None = None
     cuda: str | None = None
     cudnn: str | None = None
     python: str
     platform: str
     host: str
     cpu: str
-    cpu_count: int
+    cpu_count: Count
     load_1min: float | None = None
-    torch_threads: int
+    torch_threads: Count
     float32_matmul_precision: str
     allow_tf32_matmul: bool | None = None
     allow_tf32_cudnn: bool | None = None
@@ -216,11 +226,11 @@ class RunRecord:
     """Of each measured step, how long the host took to launch it."""
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None where it was not finite."""
-    skipped_steps: int = 0
+    skipped_steps: Count = 0
     """Steps that GradScaler skipped; they are not among the times."""
     collector_on: bool | None = None
     """Whether Python's garbage collector was on during the measured steps."""
-    num_parameters: int | None = None
+    num_parameters: Count | None = None
     memory: Memory | None = None
     telemetry: Telemetry | None = None
     environment: Environment | None = None

@@ -183,7 +183,7 @@ class _Loop:
         working: dict[Worker, Gpu | None] = {}
         try:
             while (waiting or working) and not self.interrupts.count:
-                while waiting and free:
+                while waiting and free and not self.interrupts.count:
                     gpu = free.pop(0)
                     working[self._start(waiting.popleft(), gpu)] = gpu
                 for worker in self._ended(list(working)):
@@ -191,7 +191,7 @@ class _Loop:
                     self.interrupts.workers.remove(worker)
                 self.listener.tick()
         finally:
-            for worker in working:
+            for worker in self.interrupts.workers:
                 worker.kill()
                 worker.reap()
             kill_orphans()
@@ -218,6 +218,8 @@ class _Loop:
         )
         for worker in listening:
             worker.drain()
+        if self.interrupts.count:
+            return  # whoever asks for the end may have ended the workers too: that is no failure of theirs
         for worker in working:
             timed_out = worker.elapsed_s >= self.timeout_s
             if worker.process.sentinel in ready or timed_out:
@@ -243,7 +245,7 @@ class _Loop:
                 return self._fail(
                     worker, Status.INVALID, f"the record is of another run; kept as {_quarantine(path).name}"
                 )
-            return self._with_teardown(record, exit_code) if exit_code and not timed_out else record
+            return self._with_teardown(record, exit_code, timed_out) if exit_code else record
         if timed_out:
             return self._fail(
                 worker, Status.TIMEOUT, f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer"
@@ -257,15 +259,15 @@ class _Loop:
             message = "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
             return self._fail(worker, Status.KILLED, message, "SIGKILL")
         if exit_code < 0:
-            name = signal.Signals(-exit_code).name
+            name = _signal_name(-exit_code)
             return self._fail(worker, Status.CRASHED, f"died of {name}", name)
         return self._fail(worker, Status.CRASHED, f"ended with status {exit_code} and no record")
 
-    def _with_teardown(self, record: RunRecord, exit_code: int) -> RunRecord:
-        how = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with status {exit_code}"
-        warning = RunWarning(
-            code=WarningCode.TEARDOWN_FAILED, message=f"after the record was written the worker ended {how}"
-        )
+    def _with_teardown(self, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
+        how = f"ended by {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
+        if timed_out:
+            how = f"did not end within {self.timeout_s:g} s"
+        warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=f"after the record was written the worker {how}")
         return self._write(replace(record, warnings=(*record.warnings, warning)))
 
     def _fail(self, worker: Worker, status: Status, message: str, signal_name: str | None = None) -> RunRecord:
@@ -288,6 +290,13 @@ class _Loop:
                 f"{self.runs}: {error.strerror}; free some space and run the same command again"
             ) from error
         return record
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have no name
+        return f"signal {number}"
 
 
 def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:

@@ -620,4 +620,4 @@ def test_kernels_per_layer_on_the_gpu() -> None:
             torch.cuda.synchronize()
         events = [e for e in prof.events() if e.device_type.name == "CUDA"]
         kernels.append(sum(not e.name.startswith("Mem") for e in events))
-    assert kernels[1] - kernels[0] <= 24 + 4  # cuBLAS may split a product in two
+    assert kernels[1] - kernels[0] <= 24 + 6  # cuBLAS may split a product in two

@@ -3,18 +3,22 @@
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import matplotlib
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 
 from cs336_systems.config import Phase, Precision
 from cs336_systems.report.formats import plain
 from cs336_systems.report.series import Line
+
+Colour: TypeAlias = str | tuple[float, float, float]
 
 PHASE_COLOURS = {Phase.FORWARD: "#0072B2", Phase.BACKWARD: "#E69F00", Phase.OPTIMIZER: "#009E73"}
 PRECISION_COLOURS = {
@@ -42,24 +46,27 @@ def inert(text: str, longest: int = LONGEST_TEXT) -> str:
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
-def shades(count: int) -> list[tuple[float, float, float]]:
+def shades(count: int) -> list[Colour]:
     """Colours from light to dark that also differ in grey, for things in an order."""
     colours = matplotlib.colormaps["viridis"]
     return [to_rgb(colours(0.85 - 0.85 * i / max(1, count - 1))) for i in range(count)]
 
 
-def tints(colour: str, count: int) -> list[tuple[float, float, float]]:
+def tints(colour: str, count: int) -> list[Colour]:
     """The colour from pale to full."""
     red, green, blue = to_rgb(colour)
-    weights = [1.0 if count == 1 else 0.4 + 0.6 * i / (count - 1) for i in range(count)]
+    weights = [1.0 if count == 1 else 0.45 + 0.55 * i / (count - 1) for i in range(count)]
     return [(1 - w + w * red, 1 - w + w * green, 1 - w + w * blue) for w in weights]
 
 
-def new_figure(width: float, height: float, title: str, subtitle: str) -> Figure:
-    """A figure with a title and, smaller, the settings below it."""
-    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - 0.75 / height)))
+def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
+    """A figure of so many inches with a title and, smaller, the settings below it."""
+    whole = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in plain(settings).split(", ")]
+    lines = textwrap.wrap(", ".join(whole), int(width * 15.5)) or [""]
+    header = 0.5 + 0.16 * len(lines)
+    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - header / height))
+    figure = Figure(figsize=(width, height), layout=layout)
     figure.text(0.012, 1 - 0.10 / height, inert(title), fontsize=13, fontweight="bold", va="top")
-    lines = textwrap.wrap(plain(subtitle), int(width * 15.5)) or [""]
     below = "\n".join(inert(line, len(line)) for line in lines)
     figure.text(0.012, 1 - 0.38 / height, below, fontsize=8.5, color="#555555", va="top")
     return figure
@@ -76,7 +83,7 @@ def style(axes: Axes) -> None:
 def categories(axes: Axes, names: Sequence[str]) -> None:
     """Names along the x axis, slanted when they are many or long."""
     slanted = len(names) > 6 or max(map(len, names), default=0) > 9
-    axes.set_xticks(range(len(names)), [inert(name) for name in names])
+    axes.set_xticks(range(len(names)), [inert(name, 20) for name in names])
     if slanted:
         axes.tick_params(axis="x", rotation=35)
         for label in axes.get_xticklabels():
@@ -85,37 +92,54 @@ def categories(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xlim(-0.6, len(names) - 0.4)
 
 
-def draw_line(axes: Axes, line: Line, positions: Mapping[str | int, float], **look: str) -> Artist:
+def draw_line(
+    axes: Axes, line: Line, positions: Mapping[str | int, float], colour: Colour, marker: str, joined: bool = True
+) -> ErrorbarContainer:
     """Draw the known points of a line with their standard deviations."""
     points = line.known
     x = [positions[point.x] for point in points]
+    values = [point.value or 0.0 for point in points]
     errors = [point.error or 0.0 for point in points]
-    return axes.errorbar(
-        x, [point.value or 0.0 for point in points], errors, capsize=3, linewidth=1.6, markersize=5, **look
+    drawn = axes.errorbar(x, values, errors, capsize=3, linewidth=1.6, markersize=5, color=colour, marker=marker)
+    if not joined and drawn.lines[0] is not None:
+        drawn.lines[0].set_linestyle("none")
+    return drawn
+
+
+def failure_rows(lines: Sequence[Line]) -> dict[str, list[str | int]]:
+    """Where runs failed, by what there is to say of them."""
+    rows: dict[str, list[str | int]] = {}
+    for line in lines:
+        for point in line.failed:
+            rows.setdefault(f"{line.name}: {point.failure}", []).append(point.x)
+    return rows
+
+
+def failure_band(rows: int) -> float:
+    """Height of the band of failed runs, as a fraction of the panel."""
+    return min(0.05 * rows, 0.4)
+
+
+def draw_failures(axes: Axes, rows: Mapping[str, Sequence[str | int]], positions: Mapping[str | int, float]) -> None:
+    """Crosses in a band along the bottom, a row for each line and each way to fail, its words to the right."""
+    across, band = axes.get_xaxis_transform(), failure_band(len(rows))
+    shade = Rectangle(
+        (0, 0), 1, band, transform=axes.transAxes, alpha=0.06, zorder=0.6, linewidth=0, color=FAILURE_COLOUR
     )
+    axes.add_patch(shade)
+    for index, (words, places) in enumerate(rows.items()):
+        height = band * (index + 0.5) / len(rows)
+        axes.plot([positions[place] for place in places], [height] * len(places), transform=across, **CROSS)
+        short = inert(words, 44)
+        axes.text(1.015, height, short, transform=axes.transAxes, va="center", fontsize=8, color=FAILURE_COLOUR)
 
 
-def mark_failures(axes: Axes, failures: Sequence[tuple[float, str]]) -> None:
-    """A cross on the axis for every failed run, with words to it; those at one place stand above each other."""
-    low, high = axes.get_xlim()
-    heights: dict[float, int] = {}
-    for x, words in failures:
-        height = 0.03 + 0.055 * heights.get(x, 0)
-        heights[x] = heights.get(x, 0) + 1
-        axes.plot(x, height, transform=axes.get_xaxis_transform(), **CROSS)
-        left = x > (low * high) ** 0.5 if axes.get_xscale() == "log" else x > (low + high) / 2
-        axes.annotate(
-            inert(words), (x, height), ((-8 if left else 8), 0), xycoords=axes.get_xaxis_transform(),
-            textcoords="offset points", ha="right" if left else "left", va="center", fontsize=8, color=FAILURE_COLOUR,
-        )  # fmt: skip
-
-
-def write_upright(axes: Axes, x: float, y: float, words: str) -> None:
-    """A failed run where there is little room to the sides: a cross on the axis, and words that rise from (x, y)."""
+def write_upright(axes: Axes, x: float, words: str) -> None:
+    """A failed run where there is little room to the sides: a cross on the axis, and words that rise from it."""
     axes.plot(x, 0, transform=axes.get_xaxis_transform(), clip_on=False, **CROSS)
     axes.annotate(
-        inert(words), (x, y), (0, 9), textcoords="offset points", rotation=90,
-        ha="center", va="bottom", fontsize=8, color=FAILURE_COLOUR,
+        inert(words), (x, 0), (0, 9), textcoords="offset points", rotation=90, ha="center", va="bottom",
+        fontsize=8, color=FAILURE_COLOUR, path_effects=[withStroke(linewidth=2.5, foreground="white")],
     )  # fmt: skip
 
 

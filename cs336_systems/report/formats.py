@@ -115,11 +115,11 @@ def plain(text: str) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """The value to so many significant digits, never in exponent notation, thousands separated."""
+    """The value to so many significant digits, more where it is a larger whole number; no exponent, thousands apart."""
     if not math.isfinite(value):
         return str(value)
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{float(f'{value:.{digits - 1}e}'):,.{max(0, digits - 1 - exponent)}f}"
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def mean_and_std(mean: float, std: float | None) -> str:

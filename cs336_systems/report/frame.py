@@ -74,8 +74,8 @@ def warmup_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
     counts: dict[tuple[object, ...], set[int]] = {}
     for config in (group[0].config for group in groups):
         counts.setdefault(apart_from(config, "warmup_steps"), set()).add(config.warmup_steps)
-    varied = [len(counts[apart_from(group[0].config, "warmup_steps")]) > 1 for group in groups]
-    return _frame(groups).assign(first_step_ms=first_ms)[varied]
+    keys = [apart_from(group[0].config, "warmup_steps") for group in groups]
+    return _frame(groups).assign(first_step_ms=first_ms).iloc[[i for i, key in enumerate(keys) if len(counts[key]) > 1]]
 
 
 def speed_ups(frame: pd.DataFrame) -> pd.DataFrame:
@@ -237,7 +237,7 @@ def _peaks(done: Sequence[RunRecord]) -> dict[str, object]:
 
 def _measured(records: Iterable[RunRecord], phase: Phase) -> list[Measurement]:
     found = (record.measurement(phase) for record in records if record.status is Status.OK)
-    return [measurement for measurement in found if measurement is not None and measurement.times_s]
+    return [measurement for measurement in found if measurement is not None]
 
 
 def _mean_s(measured: Sequence[Measurement]) -> float:

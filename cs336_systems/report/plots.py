@@ -1,6 +1,5 @@
 """Pictures of the results, each written only where the records support it."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from cs336_systems.config import Mode, Precision
 from cs336_systems.record import RunRecord, write_atomically
@@ -30,7 +29,8 @@ from cs336_systems.report.series import (
 )
 from cs336_systems.report.words import STEP_WORDS, describe
 
-PANELS_PER_ROW = 4
+WIDEST = 15.0
+"""Inches that a row of panels may take."""
 
 
 def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
@@ -87,9 +87,10 @@ def draw_phases(bars: list[Bar], step: str, settings: str) -> Figure:
     """Stacked bars by phase, one panel per context length; the error bar is the whole step's standard deviation."""
     contexts = list(dict.fromkeys(bar.context_length for bar in bars))
     names = list(dict.fromkeys(bar.size for bar in bars))
-    columns = min(PANELS_PER_ROW, len(contexts))
+    panel_width = max(2.4, 0.62 * len(names) + 0.6)
+    columns = max(1, min(len(contexts), int(WIDEST / panel_width)))
     rows = -(-len(contexts) // columns)
-    width = max(5.2, columns * max(2.4, 0.62 * len(names) + 0.6))
+    width = max(6.0, columns * panel_width)
     figure = drawing.new_figure(width, 3.3 * rows + 1.1, f"Time of one {step} by phase", settings)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten().tolist()
     top = max((bar.step.value or 0) + (bar.step.error or 0) for bar in bars) * 1.12
@@ -100,16 +101,24 @@ def draw_phases(bars: list[Bar], step: str, settings: str) -> Figure:
         panel.set_ylim(0, top)
         drawing.categories(panel, names)
         for bar in (bar for bar in bars if bar.context_length == context):
-            handles |= _draw_bar(panel, names.index(bar.size), bar, top)
+            handles |= _draw_bar(panel, names.index(bar.size), bar)
     for panel in panels[len(contexts) :]:
         panel.remove()
     for row in range(rows):
         panels[row * columns].set_ylabel("time (ms)", fontsize=9)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    ncols = 5 if width > 9 else 3
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=ncols,
+        frameon=False,
+        fontsize=9,
+    )
     return figure
 
 
-def _draw_bar(panel: Axes, x: int, bar: Bar, top: float) -> dict[str, Any]:
+def _draw_bar(panel: Axes, x: int, bar: Bar) -> dict[str, Any]:
     handles: dict[str, Any] = {}
     bottom = 0.0
     for phase in PHASES:
@@ -128,57 +137,59 @@ def _draw_bar(panel: Axes, x: int, bar: Bar, top: float) -> dict[str, Any]:
         value = significant(bar.step.value, 3)
         panel.annotate(value, above, (0, 3), textcoords="offset points", ha="center", fontsize=8)
     if bar.step.failure is not None:
-        drawing.write_upright(panel, x, 0 if bar.step.value is None else bar.step.value + 0.07 * top, bar.step.failure)
+        drawing.write_upright(panel, x, bar.step.failure)
     return handles
 
 
 def draw_contexts(lines: list[Line], step: str, settings: str) -> Figure:
     """Step time against context length, one line per size, both axes logarithmic."""
-    figure = drawing.new_figure(6.8, 5.2, f"Time of one {step} against context length", settings)
+    figure = drawing.new_figure(7.6, 5.2, f"Time of one {step} against context length", settings)
     panel = figure.subplots()
     drawing.style(panel)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     ticks = sorted({int(point.x) for line in lines for point in line.points})
-    for line, colour, marker in zip(lines, drawing.shades(len(lines)), cycle(drawing.MARKERS), strict=False):
-        label = drawing.inert(line.name)
-        drawing.draw_line(panel, line, {x: x for x in ticks}, color=colour, marker=marker, label=label)
+    positions: dict[str | int, float] = {tick: tick for tick in ticks}
+    handles = _draw_lines(panel, lines, positions, drawing.shades(len(lines)))
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: significant(y, 1)))
-    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
     panel.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.25)
-    failures = [(float(point.x), f"{line.name} {point.failure}") for line in lines for point in line.failed]
-    deepest = max(Counter(x for x, _ in failures).values(), default=0)
+    failures = drawing.failure_rows(lines)
     low, high = panel.get_ylim()
-    panel.set_ylim(low / (high / low) ** (0.07 * deepest), high)  # room for the failures below the lines
-    drawing.mark_failures(panel, failures)
+    band = drawing.failure_band(len(failures))
+    panel.set_ylim(low / (high / low) ** (band / (1 - band)), high)  # room for the failures below the lines
+    drawing.draw_failures(panel, failures, positions)
     panel.set_xlabel("context length (tokens)", fontsize=9)
     panel.set_ylabel("time (ms), mean ± standard deviation", fontsize=9)
-    _reversed_legend(panel)
+    _legend(panel, handles)
     return figure
 
 
 def draw_speed_ups(lines: list[Line], precision: Precision, step: str, settings: str) -> Figure:
     """Speed-up over fp32 against size, one line per context length."""
-    figure = drawing.new_figure(6.8, 4.8, f"Speed-up of one {step}, {precision} over fp32", settings)
+    figure = drawing.new_figure(7.6, 5.0, f"Speed-up of one {step}, {precision} over fp32", settings)
     panel = figure.subplots()
     drawing.style(panel)
-    names = list(dict.fromkeys(str(point.x) for line in lines for point in line.points))
+    named = [Line(name=f"context {line.name}", points=line.points) for line in lines]
+    names = list(dict.fromkeys(str(point.x) for line in named for point in line.points))
     positions: dict[str | int, float] = {name: index for index, name in enumerate(names)}
     drawing.categories(panel, names)
     panel.axhline(1, color="#888888", linewidth=1, linestyle="--", zorder=1)
-    colours = drawing.tints(drawing.PRECISION_COLOURS[precision], len(lines))
-    for line, colour, marker in zip(lines, colours, cycle(drawing.MARKERS), strict=False):
-        drawing.draw_line(panel, line, positions, color=colour, marker=marker, label=f"context {line.name}")
-    panel.set_ylim(bottom=0)
-    drawing.mark_failures(
-        panel,
-        [(positions[point.x], f"context {line.name}: {point.failure}") for line in lines for point in line.failed],
-    )
+    colours = drawing.tints(drawing.PRECISION_COLOURS[precision], len(named))
+    handles = _draw_lines(panel, named, positions, colours)
+    failures = drawing.failure_rows(named)
+    band = drawing.failure_band(len(failures))
+    least = min(point.value - (point.error or 0.0) for line in named for point in line.known if point.value is not None)
+    top = panel.get_ylim()[1]
+    room = (least - band * top) / (1 - band)  # the bottom that leaves the band below the least point
+    panel.set_ylim(min(0.0, room), top)
+    drawing.draw_failures(panel, failures, positions)
     panel.set_xlabel("size", fontsize=9)
-    panel.set_ylabel(f"time in fp32 / time in {precision}, ± standard deviation", fontsize=9)
-    _reversed_legend(panel)
+    panel.set_ylabel(f"fp32 time / {precision} time, ± standard deviation", fontsize=9)
+    _legend(panel, handles)
     return figure
 
 
@@ -186,35 +197,63 @@ def draw_warmup(sizes: list[WarmupLines], step: str, settings: str) -> Figure:
     """Above, mean, standard deviation and first measured step; below, std/mean; by number of warm-up steps."""
     width = max(5.2, 2.5 * len(sizes) + 0.6)
     figure = drawing.new_figure(width, 6.0, f"Effect of warm-up on the time of one {step}", settings)
-    panels = figure.subplots(2, len(sizes), squeeze=False, sharex="col")
+    panels = figure.subplots(2, len(sizes), squeeze=False)
     handles: dict[str, Any] = {}
     for size, upper, lower in zip(sizes, panels[0], panels[1], strict=True):
-        steps = sorted({int(point.x) for point in size.step.points})
-        positions: dict[str | int, float] = {count: index for index, count in enumerate(steps)}
-        drawing.style(upper)
-        drawing.style(lower)
         upper.set_title(drawing.inert(size.name), fontsize=10)
-        drawing.categories(lower, [str(count) for count in steps])
-        look = {"color": "black", "linestyle": "none"}
-        handles["mean ± standard deviation"] = drawing.draw_line(upper, size.step, positions, marker="o", **look)
-        hollow = {"marker": "D", "markerfacecolor": "white", "markersize": 6, "color": "#D55E00", "linestyle": "none"}
-        firsts = ([positions[point.x] for point in size.first.known], [point.value for point in size.first.known])
-        handles["first measured step"] = upper.plot(*firsts, **hollow, zorder=4)[0]
-        heights = [100 * (point.value or 0.0) for point in size.cv.known]
-        bars = lower.bar([positions[point.x] for point in size.cv.known], heights, 0.6, color="#888888")
-        lower.bar_label(bars, [significant(height, 2) for height in heights], fontsize=8, padding=2)
-        upper.set_ylim(0, upper.get_ylim()[1] * 1.05)
-        lower.set_ylim(0, max([*heights, 1e-9]) * 1.18)
-        for point in size.step.failed:
-            drawing.write_upright(upper, positions[point.x], point.value or 0, point.failure or "")
+        handles |= _draw_warmup_times(upper, size)
+        _draw_warmup_spread(lower, size)
     panels[0][0].set_ylabel("time (ms)", fontsize=9)
     panels[1][0].set_ylabel("std/mean (%)", fontsize=9)
-    figure.supxlabel("warm-up steps", fontsize=9)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
-def _reversed_legend(panel: Axes) -> None:
+def _draw_warmup_times(panel: Axes, size: WarmupLines) -> dict[str, Any]:
+    counts = _warmup_axis(panel, size)
+    left: dict[str | int, float] = {count: index - 0.14 for index, count in enumerate(counts)}
+    mean = drawing.draw_line(panel, size.step, left, "black", "o", joined=False)
+    firsts = [(counts.index(int(point.x)) + 0.14, point.value or 0.0) for point in size.first.known]
+    first = panel.plot(
+        [x for x, _ in firsts], [value for _, value in firsts], linestyle="none", marker="D", markersize=6,
+        markerfacecolor="white", color=drawing.PRECISION_COLOURS[Precision.BF16], zorder=4,
+    )[0]  # fmt: skip
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.05)
+    for point in size.step.failed:
+        drawing.write_upright(panel, counts.index(int(point.x)), point.failure or "")
+    return {"mean ± standard deviation": mean, "first measured step": first}
+
+
+def _draw_warmup_spread(panel: Axes, size: WarmupLines) -> None:
+    counts = _warmup_axis(panel, size)
+    percents = {counts.index(int(point.x)): 100 * (point.value or 0.0) for point in size.cv.known}
+    bars = panel.bar(list(percents), list(percents.values()), 0.6, color="#888888")
+    panel.bar_label(bars, [significant(percent, 2) for percent in percents.values()], fontsize=8, padding=2)
+    panel.set_ylim(0, max([*percents.values(), 1e-9]) * 1.18)
+    for point in size.step.failed:
+        drawing.write_upright(panel, counts.index(int(point.x)), point.failure or "")
+    panel.set_xlabel("warm-up steps", fontsize=9)
+
+
+def _warmup_axis(panel: Axes, size: WarmupLines) -> list[int]:
+    counts = sorted({int(point.x) for point in size.step.points})
+    drawing.style(panel)
+    drawing.categories(panel, [str(count) for count in counts])
+    return counts
+
+
+def _draw_lines(
+    panel: Axes, lines: list[Line], positions: dict[str | int, float], colours: list[drawing.Colour]
+) -> dict[str, Any]:
+    return {
+        line.name: drawing.draw_line(panel, line, positions, colour, marker)
+        for line, colour, marker in zip(lines, colours, cycle(drawing.MARKERS), strict=False)
+        if line.known
+    }
+
+
+def _legend(panel: Axes, handles: dict[str, Any]) -> None:
     """Legend to the right, in the order in which growing values stand above each other."""
-    handles, labels = panel.get_legend_handles_labels()
-    panel.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    names = [drawing.inert(name) for name in reversed(handles)]
+    shown = list(handles.values())[::-1]
+    panel.legend(shown, names, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -74,7 +74,7 @@ def steady(frame: pd.DataFrame) -> pd.DataFrame:
     keys = [apart_from(config, "warmup_steps") for config in frame.index]
     for key, steps in zip(keys, frame["warmup_steps"], strict=True):
         most[key] = max(most.get(key, 0), int(steps))
-    return frame[[most[key] == steps for key, steps in zip(keys, frame["warmup_steps"], strict=True)]]
+    return frame.iloc[[i for i, key in enumerate(keys) if most[key] == frame["warmup_steps"].iloc[i]]]
 
 
 def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
@@ -125,9 +125,7 @@ def speed_up_lines(frame: pd.DataFrame, precision: Precision) -> list[Line]:
     pairs = []
     for name, row in _named(both):
         if row["precision"] == precision and row["full_status"] is not None:
-            ends = {Precision.FP32: row["full_status"], precision: row["status"]}
-            failures = [f"{which} {STATUS_WORDS[Status(end)]}" for which, end in ends.items() if end != Status.OK]
-            failure = ", ".join(failures) or None
+            failure = _twin_failure(Status(row["full_status"]), precision, Status(row["status"]))
             point = Point(x=name, value=row["speed_up"], error=row["speed_up_std"], failure=failure)
             pairs.append((int(row["context_length"]), point))
     return _lines((f"{context}", point) for context, point in sorted(pairs, key=lambda pair: pair[0]))
@@ -162,6 +160,13 @@ def _step(row: dict[str, Any], x: str | int) -> Point:
 
 def _point(row: dict[str, Any], name: str) -> Point:
     return Point(x=int(row["warmup_steps"]), value=row[name], failure=_failure(row))
+
+
+def _twin_failure(full: Status, precision: Precision, status: Status) -> str | None:
+    if full is status:
+        return None if status is Status.OK else f"both {STATUS_WORDS[status]}"
+    ends = {Precision.FP32: full, precision: status}
+    return ", ".join(f"{which} {STATUS_WORDS[end]}" for which, end in ends.items() if end is not Status.OK)
 
 
 def _failure(row: dict[str, Any]) -> str | None:

@@ -22,13 +22,14 @@ def _console() -> Console:
 
 def print_table(table: Table) -> None:
     """One table."""
-    _console().print(to_rich(table))
+    console = _console()
+    console.print(to_rich(table, console.width))
 
 
 def print_run(record: RunRecord, path: Path) -> None:
     """The table of one run, what puts it in doubt, and where its record is."""
     console = _console()
-    console.print(to_rich(results_table(to_frame([record]))))
+    console.print(to_rich(results_table(to_frame([record])), console.width))
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
         console.print(f"[red]{record.status}[/]{escape(where)}: {escape(record.failure.message)}")
@@ -43,7 +44,7 @@ def print_sweep(records: Sequence[RunRecord], directory: Path) -> None:
     if records:
         for table in (results_table(to_frame(records)), warmup_table(records)):
             if table is not None:
-                console.print(to_rich(table))
+                console.print(to_rich(table, console.width))
     for record in records:
         if record.failure is not None:
             console.print(f"[red]{escape(record.config.label)}[/]: {escape(record.failure.message)}")

@@ -1,12 +1,320 @@
-import time
+"""Models that go wrong: each factory injects one fault into the worker that calls it.
 
+A worker's current directory is that of its sweep, so a factory leaves notes for the test there.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import psutil
+import torch
 from torch import nn
+
+NEVER_S = 600
+PAUSED, CGROUP, NOTES = Path("paused"), Path("cgroup"), Path("notes")
+RUNS = Path("runs")
 
 
 def good(vocab_size, d_model):
     return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))
 
 
-def slow(vocab_size, d_model):
-    time.sleep(30)
+class AtSecondStep(nn.Module):
+    """A good model whose second forward pass calls `fault` first."""
+
+    def __init__(self, fault, vocab_size, d_model):
+        super().__init__()
+        self.fault, self.model, self.passes = fault, good(vocab_size, d_model), 0
+
+    def forward(self, tokens):
+        self.passes += 1
+        if self.passes == 2:
+            self.fault()
+        return self.model(tokens)
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def sigkill(vocab_size, d_model):
+    return AtSecondStep(lambda: os.kill(os.getpid(), signal.SIGKILL), vocab_size, d_model)
+
+
+def sigkill_from_outside():
+    subprocess.run(["sh", "-c", "kill -KILL $PPID"])
+    time.sleep(NEVER_S)
+
+
+def sigterm_from_outside():
+    subprocess.run(["sh", "-c", "kill -TERM $PPID"])
+    time.sleep(NEVER_S)
+
+
+def nameless_signal():
+    os.kill(os.getpid(), signal.SIGRTMIN + 5)
+    time.sleep(NEVER_S)
+
+
+def host_out_of_memory():
+    """Enter the small memory cgroup that the test made, and grow until the kernel's OOM killer comes."""
+    Path(CGROUP.read_text(), "cgroup.procs").write_text(str(os.getpid()))
+    hoard = []
+    while True:
+        hoard.append(os.urandom(2**20))
+
+
+def segfault():
+    say("the last words before a segmentation fault")
+    no_core()
+    ctypes.string_at(0)
+
+
+def abort():
+    say("terminate called after throwing an instance of 'c10::Error'")
+    no_core()
+    os.abort()
+
+
+def no_core():
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def kills_the_fork_server():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(NEVER_S)
+
+
+def exits_well():
+    os._exit(0)
+
+
+def calls_exit():
+    sys.exit(0)
+
+
+def raises():
+    raise RuntimeError("no such layer \udcff\0")
+
+
+def asks_for_a_pebibyte():
+    return torch.empty(2**50, dtype=torch.uint8)
+
+
+def python_out_of_memory():
+    bytearray(2**62)
+
+
+def hangs_printing():
+    while True:
+        print("still alive", flush=True)
+
+
+def hangs_with_closed_output():
+    os.close(1)
+    os.close(2)
+    time.sleep(NEVER_S)
+
+
+def ignores_signals():
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_IGN)
+    time.sleep(NEVER_S)
+
+
+def stops_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def gigabyte_on_stderr():
+    chunk = b"x" * 2**20
+    for _ in range(2**10):
+        os.write(2, chunk)
+    say("\nthe end of the gigabyte")
+    os._exit(3)
+
+
+def start_family():
+    """Descendants that hold the worker's output: in its group, in their own, and daemons with children of their own."""
+    for apart in (False, True):
+        subprocess.Popen(["sleep", str(NEVER_S)], start_new_session=apart)
+    daemon = f"""
+import os, sys, time
+for generation in range(4):
+    if os.fork():
+        os._exit(0) if generation == 0 else time.sleep({NEVER_S})
+    os.setsid()
+open("{NOTES}", "w").close()
+time.sleep({NEVER_S})
+"""
+    subprocess.run([sys.executable, "-c", daemon], check=True)
+    while not NOTES.exists():
+        time.sleep(0.01)
+    NOTES.unlink()
+
+
+def good_with_family(vocab_size, d_model):
+    start_family()
     return good(vocab_size, d_model)
+
+
+def exits_with_family():
+    start_family()
+    os._exit(0)
+
+
+def hangs_with_family():
+    start_family()
+    time.sleep(NEVER_S)
+
+
+def own_record():
+    return RUNS / f"{multiprocessing.current_process().name}.json"
+
+
+def finished_record():
+    return min(path for path in RUNS.glob("*.json"))
+
+
+def half_a_record():
+    data = finished_record().read_bytes()
+    own_record().write_bytes(data[: len(data) // 2])
+    os._exit(0)
+
+
+def empty_record():
+    own_record().touch()
+    os._exit(0)
+
+
+def record_of_another_run():
+    shutil.copy(finished_record(), own_record())
+    os._exit(0)
+
+
+def record_of_the_future():
+    own_record().write_text('{"format_version": 999}')
+    os._exit(0)
+
+
+def record_that_is_a_directory():
+    own_record().mkdir()
+    os._exit(0)
+
+
+def aborts_at_teardown(vocab_size, d_model):
+    no_core()
+    Finalize(None, os.abort, exitpriority=0)
+    return good(vocab_size, d_model)
+
+
+def fails_at_teardown(vocab_size, d_model):
+    Finalize(None, os._exit, (3,), exitpriority=0)
+    return good(vocab_size, d_model)
+
+
+def hangs_at_teardown(vocab_size, d_model):
+    threading.Thread(target=time.sleep, args=(NEVER_S,)).start()
+    return good(vocab_size, d_model)
+
+
+def changes_directory(vocab_size, d_model):
+    os.chdir("/")
+    return good(vocab_size, d_model)
+
+
+def cannot_write_files(vocab_size, d_model):
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    return good(vocab_size, d_model)
+
+
+def fails_once(vocab_size, d_model):
+    if not NOTES.exists():
+        NOTES.touch()
+        os._exit(3)
+    return good(vocab_size, d_model)
+
+
+def pauses_once(vocab_size, d_model, context_length):
+    """Where the context is 8, wait to be interrupted; only the first time."""
+    if context_length == 8 and not PAUSED.exists():
+        PAUSED.touch()
+        time.sleep(NEVER_S)
+    return good(vocab_size, d_model)
+
+
+def pauses_with_family(vocab_size, d_model, context_length):
+    if context_length == 8 and not PAUSED.exists():
+        start_family()
+    return pauses_once(vocab_size, d_model, context_length)
+
+
+def fails_where_context_is_8(vocab_size, d_model, context_length):
+    if context_length == 8:
+        segfault()
+    return good(vocab_size, d_model)
+
+
+def fills_the_disk(vocab_size, d_model, context_length):
+    """Where the context is 8, keep a copy of the finished record, then fill the file system of the records."""
+    if context_length == 8:
+        runs = next(Path("data").glob("*/*/runs"))
+        shutil.copytree(runs, "before")
+        with contextlib.suppress(OSError), (runs.parent / "ballast").open("wb", buffering=0) as ballast:
+            while ballast.write(b"x" * 4096):
+                pass
+    return good(vocab_size, d_model)
+
+
+def clock_set_back(vocab_size, d_model):
+    """The wall clock loses an hour with every look at it."""
+    past = iter(range(10**9, 0, -3600))
+    time.time = lambda: float(next(past))
+    time.time_ns = lambda: next(past) * 10**9
+    return good(vocab_size, d_model)
+
+
+def hangs_where_context_is_8(vocab_size, d_model, context_length):
+    if context_length == 8:
+        time.sleep(NEVER_S)
+    return good(vocab_size, d_model)
+
+
+def notes_its_process(vocab_size, d_model):
+    process = psutil.Process()
+    note = (process.pid, os.getsid(0), process.ppid(), int(torch.cuda.is_initialized()), threading.active_count())
+    with NOTES.open("a") as notes:
+        notes.write(" ".join(map(str, note)) + "\n")
+    return good(vocab_size, d_model)
+
+
+class OutOfRange(nn.Module):
+    """Looks up a token that is not in the embedding: on a GPU, a device-side assert."""
+
+    def __init__(self, vocab_size, d_model):
+        super().__init__()
+        self.model = good(vocab_size, d_model)
+
+    def forward(self, tokens):
+        return self.model(tokens + 10**6)
+
+
+def out_of_range(vocab_size, d_model):
+    return OutOfRange(vocab_size, d_model)
+
+
+def asks_for_more_than_the_gpu_has(vocab_size, d_model):
+    return AtSecondStep(lambda: torch.empty(2**41, dtype=torch.uint8, device="cuda"), vocab_size, d_model)

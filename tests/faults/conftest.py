@@ -1,0 +1,43 @@
+"""Every test of a fault has a directory of its own to be in, and must leave no process there."""
+
+import multiprocessing.forkserver
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from cs336_systems.isolation import fork_server
+from tests.faults.harness import Command, eventually, processes_in
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded():
+    """The fork server loads torch in a directory that belongs to no test."""
+    fork_server()
+    multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, preloaded):
+    """The current directory, of this process and of all that the test starts."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert eventually(lambda: not processes_in(tmp_path), patience_s=10), processes_in(tmp_path)
+
+
+@pytest.fixture
+def launch(place):
+    """Start a command in `place`; whatever comes of it is ended with the test."""
+    commands = []
+
+    def start(words, **options):
+        commands.append(Command(place, words, **options))
+        return commands[-1]
+
+    yield start
+    left = processes_in(place)
+    for command in commands:
+        command.close()
+    assert not left

@@ -1,0 +1,150 @@
+"""Sweeps to go wrong: small configurations, in this process or by the command, and what is left of them."""
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.sweep import run_sweep
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
+NAME = "faulty"
+PATIENCE_S = 60
+"""Far longer than anything here takes on an idle machine: only a hang lasts so long."""
+
+
+def config(fault="good", **changes):
+    shape = replace(SHAPE, context_length=changes.pop("context_length", SHAPE.context_length))
+    small = RunConfig(size="custom", model=shape, warmup_steps=2, measured_steps=2)
+    return replace(small, model_factory=f"tests.faults.models:{fault}", **changes)
+
+
+class Witness:
+    """Remembers what a sweep told it."""
+
+    def __init__(self):
+        self.kept, self.todo, self.problems, self.runs = [], [], [], []
+
+    def planned(self, kept, todo, problems):
+        self.kept, self.todo, self.problems = list(kept), list(todo), list(problems)
+
+    def started(self, config, gpu):
+        self.runs.append(config)
+
+    def finished(self, record):
+        pass
+
+    def tick(self):
+        pass
+
+
+def sweep(directory, *configs, timeout_s=PATIENCE_S, witness=None, **options):
+    return run_sweep(configs, directory, witness or Witness(), timeout_s=timeout_s, **options)
+
+
+def path_of(config, directory):
+    return directory / "runs" / f"{config.key}.json"
+
+
+def contents(directory):
+    """Every file in `directory` by name: its bytes, and when they were written."""
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir() if path.is_file()}
+
+
+def command(fault="good", contexts=(4, 8, 16), script=ROOT / "benchmark_sweep.py"):
+    """The sweep as a user types it, in the current directory, without a report of what is beside the point."""
+    shape = {"vocab-size": 11, "d-model": 8, "d-ff": 16, "num-layers": 1, "num-heads": 2}
+    steps = {"warmup-steps": 2, "measured-steps": 2, "timeout-s": PATIENCE_S}
+    flags = {**shape, **steps, "device": "cpu", "name": NAME, "model": f"tests.faults.models:{fault}"}
+    return [
+        sys.executable, str(script), "--context-lengths", *map(str, contexts),
+        *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
+    ]  # fmt: skip
+
+
+def results(directory):
+    return directory / "data" / "e2e_benchmark" / NAME
+
+
+def runs(directory):
+    return results(directory) / "runs"
+
+
+def eventually(condition, patience_s=PATIENCE_S):
+    """Whether `condition` came true in time."""
+    deadline = time.monotonic() + patience_s
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return met
+
+
+def processes_in(directory):
+    """Processes at work in `directory`, whoever their parent is: those that a sweep there has left.
+
+    Left out: this process, and multiprocessing's own two helpers, which serve all tests.
+    """
+    own = {
+        os.getpid(),
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
+    found = psutil.process_iter(["cwd", "cmdline"])
+    return [process for process in found if process.info["cwd"] == str(directory) and process.pid not in own]
+
+
+class Command:
+    """A sweep in a process and session of its own, as in a terminal of its own."""
+
+    def __init__(self, directory, words, **options):
+        self.directory = directory
+        self._outputs = [(directory / name).open("wb") for name in ("stdout", "stderr")]
+        streams = dict(zip(("stdout", "stderr"), self._outputs, strict=True))
+        options = {"cwd": directory, "start_new_session": True, **streams, **options}
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **options)
+
+    @property
+    def stdout(self):
+        return (self.directory / "stdout").read_text()
+
+    @property
+    def stderr(self):
+        return (self.directory / "stderr").read_text()
+
+    def wait(self, patience_s=PATIENCE_S):
+        return self.process.wait(patience_s)
+
+    def wait_for(self, path):
+        """Until `path` is there, or the command ends."""
+        assert eventually(lambda: path.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.stderr
+
+    def signal(self, number):
+        """As the terminal does: to the whole process group."""
+        os.killpg(self.process.pid, number)
+
+    def close(self):
+        for process in [self.process, *processes_in(self.directory)]:
+            try:
+                process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        self.process.wait()
+        for output in self._outputs:
+            output.close()
+
+
+def is_fork_server(process):
+    return "multiprocessing.forkserver" in " ".join(process.cmdline())
+
+
+def stop(process):
+    process.send_signal(signal.SIGSTOP)

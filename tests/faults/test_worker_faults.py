@@ -1,0 +1,201 @@
+"""Whatever a worker dies of, its run is a row, the next run is none the worse, and nothing is left behind."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.isolation import LOG_TAIL_BYTES
+from cs336_systems.record import Status, WarningCode, read_record
+from tests.faults.harness import Witness, config, contents, path_of, sweep
+
+TIMEOUT_S = 2.0
+CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+CGROUP_LIMIT_BYTES = 64 * 2**20
+
+
+def survive(place, fault, **options):
+    """The record of the fault, after a good run and before another, neither of which may notice."""
+    before, faulty, after = config(seed=1), config(fault), config(seed=2)
+    sweep(place, before)
+    earlier = contents(place / "runs")
+    witness = Witness()
+    outcome = sweep(place, before, faulty, after, witness=witness, **options)
+    assert witness.runs == [faulty, after]
+    assert {name: contents(place / "runs")[name] for name in earlier} == earlier
+    by_config = {record.config: record for record in outcome.records}
+    assert [by_config[run].status for run in (before, after)] == [Status.OK, Status.OK]
+    assert not outcome.interrupted
+    record = by_config[faulty]
+    assert read_record(path_of(faulty, place)) == record
+    return record
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "signal_name"),
+    [
+        ("sigkill", Status.KILLED, "SIGKILL"),
+        ("sigkill_from_outside", Status.KILLED, "SIGKILL"),
+        ("sigterm_from_outside", Status.CRASHED, "SIGTERM"),
+        ("segfault", Status.CRASHED, "SIGSEGV"),
+        ("abort", Status.CRASHED, "SIGABRT"),
+        ("nameless_signal", Status.CRASHED, f"signal {signal.SIGRTMIN + 5}"),
+    ],
+)
+def test_death_by_a_signal_names_it(place, fault, status, signal_name):
+    record = survive(place, fault)
+    assert (record.status, record.failure.signal) == (status, signal_name)
+    assert signal_name in record.failure.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("segfault", "the last words before a segmentation fault"), ("abort", "c10::Error")]
+)
+def test_the_end_of_what_a_crashed_worker_wrote_is_kept(place, fault, words):
+    sweep(place, config(fault))
+    assert words in read_record(path_of(config(fault), place)).failure.log_tail
+
+
+@pytest.fixture
+def small_cgroup(place):
+    """A memory cgroup of 64 MiB that the worker can enter."""
+    for root in CGROUPS:
+        group = root / f"faults-{place.parent.name}-{time.monotonic_ns()}"
+        limit = group / ("memory.max" if root == CGROUPS[1] else "memory.limit_in_bytes")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            limit.write_text(str(CGROUP_LIMIT_BYTES))
+            for name in ("memory.swap.max", "memory.swappiness"):
+                if (group / name).exists():
+                    (group / name).write_text("0")
+            Path("cgroup").write_text(str(group))
+            yield group
+            return
+        except OSError:
+            continue
+        finally:
+            group.rmdir()
+    pytest.skip("memory cgroups cannot be made here")
+
+
+def test_the_kernels_out_of_memory_killer(place, small_cgroup):
+    record = survive(place, "host_out_of_memory")
+    assert record.status is Status.KILLED
+    assert "memory" in record.failure.message
+
+
+def test_death_of_the_fork_server(place):
+    assert survive(place, "kills_the_fork_server").status in (Status.CRASHED, Status.KILLED)
+
+
+@pytest.mark.parametrize(("fault", "requested_bytes"), [("asks_for_a_pebibyte", 2**50), ("python_out_of_memory", None)])
+def test_out_of_memory_is_a_result(place, fault, requested_bytes):
+    record = survive(place, fault)
+    assert record.status is Status.OOM
+    assert record.failure.requested_bytes == requested_bytes
+
+
+def test_an_exception_keeps_its_message_and_its_traceback(place):
+    record = survive(place, "raises")
+    assert record.status is Status.CRASHED
+    assert "no such layer" in (record.failure.traceback or record.failure.log_tail)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["hangs_printing", "hangs_with_closed_output", "ignores_signals", "stops_itself", "hangs_with_family"],
+)
+def test_a_hang_ends_at_the_timeout(place, fault):
+    started = time.monotonic()
+    record = survive(place, fault, timeout_s=TIMEOUT_S)
+    assert record.status is Status.TIMEOUT
+    assert "--timeout-s" in record.failure.message
+    assert TIMEOUT_S <= time.monotonic() - started < 10 * TIMEOUT_S
+    if fault == "hangs_printing":
+        assert "still alive" in record.failure.log_tail
+
+
+def test_descendants_that_outlive_a_good_run_are_ended(place):
+    assert survive(place, "good_with_family").status is Status.OK
+
+
+@pytest.mark.parametrize("fault", ["exits_well", "calls_exit", "exits_with_family"])
+def test_an_exit_without_a_record_is_no_success(place, fault):
+    record = survive(place, fault)
+    assert record.status is Status.CRASHED
+    assert "status 0" in record.failure.message
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["half_a_record", "empty_record", "record_of_another_run", "record_of_the_future", "record_that_is_a_directory"],
+)
+def test_a_wrong_record_is_invalid_and_kept(place, fault):
+    record = survive(place, fault)
+    assert record.status is Status.INVALID
+    (kept,) = (place / "runs").glob("*.invalid*")
+    assert kept.name in record.failure.message
+    assert kept.name.startswith(record.key)
+    if fault == "half_a_record":
+        whole = path_of(config(seed=1), place).read_bytes()
+        assert kept.read_bytes() == whole[: len(whole) // 2]
+
+
+@pytest.mark.parametrize("fault", ["aborts_at_teardown", "fails_at_teardown", "hangs_at_teardown"])
+def test_a_crash_after_the_record_is_a_warning(place, fault):
+    record = survive(place, fault, timeout_s=TIMEOUT_S)
+    assert record.status is Status.OK
+    assert len(record.measurements) > 0
+    (warning,) = [warning for warning in record.warnings if warning.code is WarningCode.TEARDOWN_FAILED]
+    how = {"aborts_at_teardown": "SIGABRT", "fails_at_teardown": "status 3", "hangs_at_teardown": "did not end"}
+    assert how[fault] in warning.message
+
+
+def test_a_gigabyte_on_standard_error_is_bounded(place):
+    started = time.monotonic()
+    record = survive(place, "gigabyte_on_stderr")
+    assert time.monotonic() - started < 30
+    assert record.failure.log_tail.endswith("the end of the gigabyte")
+    assert len(record.failure.log_tail) <= LOG_TAIL_BYTES
+    assert path_of(record.config, place).stat().st_size < 2 * LOG_TAIL_BYTES
+
+
+def test_a_model_that_changes_directory(place):
+    runs = Path("relative")
+    outcome = sweep(runs, config("changes_directory"))
+    assert [record.status for record in outcome.records] == [Status.OK]
+
+
+def test_the_time_allowed_does_not_include_the_making_of_the_fork_server(place):
+    outcome = sweep(place, config("kills_the_fork_server"), config(), timeout_s=1.0)
+    assert [record.status for record in outcome.measured][1:] == [Status.OK]
+
+
+def test_workers_are_fresh_and_have_not_touched_cuda(place):
+    configs = [config("notes_its_process", repeat=repeat) for repeat in range(3)]
+    sweep(place, *configs)
+    notes = [tuple(map(int, line.split())) for line in Path("notes").read_text().splitlines()]
+    pids, sessions, fork_servers, initialized, threads = zip(*notes, strict=True)
+    assert len(set(pids)) == len(configs)
+    assert sessions == pids
+    assert len(set(fork_servers)) == 1
+    assert set(initialized) == {0}
+    assert set(threads) == {1}
+
+
+def test_what_failed_is_tried_again_and_what_has_a_result_is_not(place):
+    ok, oom, failing = config(), config("asks_for_a_pebibyte"), config("fails_once")
+    first = sweep(place, ok, oom, failing)
+    assert [record.status for record in first.measured] == [Status.OK, Status.OOM, Status.CRASHED]
+    results = {path_of(run, place).name for run in (ok, oom)}
+    earlier = {name: file for name, file in contents(place / "runs").items() if name in results}
+    witness = Witness()
+    second = sweep(place, ok, oom, failing, witness=witness)
+    assert [record.config for record in witness.kept] == sorted((ok, oom), key=lambda run: run.key)
+    assert witness.runs == [failing]
+    assert [record.status for record in second.measured] == [Status.OK]
+    assert {name: file for name, file in contents(place / "runs").items() if name in results} == earlier

@@ -1,0 +1,167 @@
+import csv
+import html
+import io
+import re
+
+import pytest
+import rich.console
+
+from cs336_systems.report.formats import (
+    Column,
+    Heading,
+    Table,
+    make_table,
+    mean_and_std,
+    plain,
+    significant,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_rich,
+    to_typst,
+)
+from tests.report.making import HOSTILE
+
+PUNCTUATION = "".join(chr(code) for code in range(32, 127) if not chr(code).isalnum())
+
+
+def one_cell(text):
+    return Table(title="title", headings=(Heading("a"), Heading("b", numeric=False)), rows=((text, "end"),))
+
+
+def rendered(table, width=100):
+    console = rich.console.Console(width=width, file=io.StringIO(), force_terminal=False)
+    console.print(to_rich(table, width))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(66.312, 4, "66.31"), (0.0123456, 3, "0.0123"), (9.9996, 4, "10.00"), (1166.4, 3, "1,166"), (0, 3, "0.00"),
+     (1234567.8, 2, "1,234,568"), (-2.34, 2, "-2.3"), (float("inf"), 3, "inf")],
+)  # fmt: skip
+def test_significant_digits(value, digits, text):
+    assert significant(value, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "text"),
+    [(66.312, 0.123, "66.31 ± 0.12"), (66.312, 0.43, "66.3 ± 0.4"), (1166.4, 13.2, "1,166 ± 13"),
+     (1166.4, 132, "1,166 ± 132"), (5.0008, 0.0996, "5.00 ± 0.10"), (66.312, None, "66.31"), (66.312, 0.0, "66.31 ± 0"),
+     (5.2, 1.96, "5 ± 2"), (5.2, 1.94, "5.2 ± 1.9")],
+)  # fmt: skip
+def test_mean_is_given_as_far_as_its_deviation_reaches(mean, std, text):
+    assert mean_and_std(mean, std) == text
+
+
+def test_plain_text_has_no_control_characters():
+    assert plain("a\nb\x1b[0m\u202ec\u2028d\0\ud800e") == "a b [0m c d  e"
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t=", " =", "\r", "\n+", "\N{FULLWIDTH EQUALS SIGN}"])
+def test_csv_text_that_a_spreadsheet_would_run_is_quoted(start):
+    text = to_csv(["name"], [[f"{start}1+1"]])
+    ((_,), (cell,)) = csv.reader(io.StringIO(text, newline=""))
+    assert cell.startswith("'")
+
+
+def test_csv_comes_back_as_it_was():
+    values = ['a "quoted", text', "two\nlines", "\N{SNOWMAN}", "", "plain -1", -1.5, 0.1 + 0.2, -3, None, float("nan")]
+    (row,) = csv.reader(io.StringIO(to_csv([], [values]).partition("\n")[2], newline=""))
+    assert row == [*values[:5], "-1.5", "0.3", "-3", "", ""]
+    ((nul,),) = csv.reader(io.StringIO(to_csv(["x"], [["a\0b"]]).partition("\n")[2]))
+    assert nul == "a\N{REPLACEMENT CHARACTER}b"
+    ((lines,),) = csv.reader(io.StringIO(to_csv(["x"], [["a\r\nb\rc"]]).partition("\n")[2], newline=""))
+    assert lines == "a\nb\nc"
+
+
+def markdown_cells(line):
+    return [cell.strip() for cell in re.split(r"(?<!\\)(?:\\\\)*\|", line)[1:-1]]
+
+
+@pytest.mark.parametrize("text", [HOSTILE, PUNCTUATION, *PUNCTUATION])
+def test_markdown_cells_hold_any_text(text):
+    table = Table(title=text, headings=(Heading(text), Heading("b")), rows=((text, "end"),), notes=(text,))
+    title, _, header, rules, row, _, *_ = to_markdown(table).split("\n")
+    assert [len(markdown_cells(line)) for line in (header, rules, row)] == [2, 2, 2]
+    cell = markdown_cells(row)[0]
+    assert not re.search(r"(?<!\\)[`*_\[\]|~$]|[<>]", re.sub(r"\\\\", "", cell))
+    assert html.unescape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", cell)) == plain(text).strip()
+    assert title.startswith("### ")
+
+
+def test_markdown_note_starts_no_list():
+    assert "\n\\- x\n" in to_markdown(Table(title="t", headings=(Heading("a"),), rows=(), notes=("- x",)))
+
+
+LATEX = {
+    "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", "`": r"\textasciigrave{}", "[": "{[}", "]": "{]}", "*": "{*}",
+    "±": r"$\pm$", "\N{MULTIPLICATION SIGN}": r"$\times$",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("character", [*PUNCTUATION, "±", "\N{MULTIPLICATION SIGN}", "\n"])
+def test_latex_writes_every_character_as_itself(character):
+    row = to_latex(one_cell(f"x{character}y")).split("\n")[8]
+    assert row == f"x{LATEX.get(plain(character), plain(character))}y & end \\\\"
+
+
+def test_latex_of_hostile_text_has_no_command_in_it():
+    text = to_latex(Table(title=HOSTILE, headings=(Heading(HOSTILE),), rows=((HOSTILE,),), notes=(HOSTILE,)))
+    assert r"\input" not in text
+    assert text.count("\n") == 12
+    unescaped = re.sub(r"\\[{}&%$#_\\]", "", text)
+    assert unescaped.count("{") == unescaped.count("}")
+
+
+@pytest.mark.parametrize("character", [*PUNCTUATION, "\n", "±"])
+def test_typst_texts_are_string_literals(character):
+    row = next(line for line in to_typst(one_cell(f"x{character}y")).split("\n") if line.endswith('"end",'))
+    escaped = {'"': '\\"', "\\": "\\\\"}.get(character, plain(character))
+    assert row == f'    "x{escaped}y", "end",'
+
+
+def test_typst_has_nothing_of_a_hostile_text_outside_literals():
+    quiet, loud = (
+        to_typst(Table(title=text, headings=(Heading(text),), rows=((text,),), notes=(text,)))
+        for text in ("x", HOSTILE)
+    )
+    literal = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+    assert literal.sub("", quiet) == literal.sub("", loud)
+
+
+def test_numbers_stand_to_the_right_in_every_format():
+    table = Table(title="t", headings=(Heading("n", "ms"), Heading("s", numeric=False)), rows=(("1", "x"),))
+    assert "| ---: | :--- |" in to_markdown(table)
+    assert r"\begin{tabular}{rl}" in to_latex(table)
+    assert "align: (right, left,)," in to_typst(table)
+    assert [column.justify for column in to_rich(table).columns] == ["right", "left"]
+    assert all("n (ms)" in write(table) for write in (to_markdown, to_latex, to_typst))
+
+
+def test_rich_reads_no_markup_and_passes_no_control_characters():
+    text = rendered(one_cell("[red]x[/red] [link=y]z \x1b[31m"), 120)
+    assert "[red]x[/red] [link=y]z  [31m" in text
+    assert "\x1b" not in text
+
+
+def test_failed_rows_stand_out_on_a_terminal():
+    table = make_table("t", [Column(Heading("n"), str)], [1, 2], failed=lambda row: row == 2)
+    assert table.failed == {1}
+    assert [row.style for row in to_rich(table).rows] == [None, "dim red"]
+
+
+def test_a_narrow_terminal_loses_spare_columns_first_and_says_so():
+    headings = (Heading("kept"), Heading("less"), Heading("spare", spare=1), Heading("sparest", spare=2))
+    table = Table(title="t", headings=headings, rows=(("1" * 20, "2" * 20, "3" * 20, "4" * 20),))
+    assert all(digit * 20 in rendered(table, 90) for digit in "1234")
+    assert "Left out for want of width: sparest." in " ".join(rendered(table, 70).split())
+    assert all(digit * 20 in rendered(table, 41) for digit in "12")
+    assert max(map(len, rendered(table, 41).split("\n"))) <= 41
+
+
+def test_a_row_of_the_wrong_length_is_an_error():
+    with pytest.raises(ValueError, match="row 0 needs 2 cells, one per heading, got 1"):
+        Table(title="t", headings=(Heading("a"), Heading("b")), rows=(("1",),))

@@ -1,0 +1,225 @@
+import math
+import random
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from cs336_systems.accounting import mfu, step_flops
+from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Mode, Precision, SdpaBackend
+from cs336_systems.record import Measurement, Phase, Status, WarningCode
+from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
+from tests.report.making import CODES, make_config, make_failure, make_record
+
+CONTRACT = """size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, context_length, batch_size, mode, precision,
+attention, compile, optimizer, world_size, device_name, warmup_steps, measured_steps, status, error,
+forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_mean_ms, optimizer_std_ms,
+step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
+tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings"""
+
+
+def only_row(*records):
+    (row,) = rows_of(to_frame(records))
+    return row
+
+
+def test_columns_are_those_of_the_contract_even_without_records():
+    assert list(to_frame([]).columns) == [name.strip() for name in CONTRACT.replace("\n", " ").split(",")]
+    assert tuple(to_frame([make_record(make_config(), (0.1,))]).columns) == COLUMNS
+
+
+def test_statistics_of_one_process_agree_with_numpy_and_scipy():
+    times_s = np.array([0.101, 0.099, 0.104, 0.098, 0.1])
+    config = make_config(context_length=256, batch_size=3)
+    row = only_row(make_record(config, tuple(times_s), peak_bytes=3 * 2**29, codes=CODES))
+    low, high = scipy.stats.t.interval(0.95, 4, times_s.mean(), scipy.stats.sem(times_s))
+    expected = {
+        "forward_mean_ms": times_s.mean() / 4 * 1e3,
+        "backward_std_ms": times_s.std(ddof=1) / 2 * 1e3,
+        "optimizer_mean_ms": times_s.mean() / 8 * 1e3,
+        "step_mean_ms": times_s.mean() * 1e3,
+        "step_std_ms": times_s.std(ddof=1) * 1e3,
+        "step_cv": times_s.std(ddof=1) / times_s.mean(),
+        "step_median_ms": 100.0,
+        "step_min_ms": 98.0,
+        "step_ci95_low_ms": low * 1e3,
+        "step_ci95_high_ms": high * 1e3,
+        "tokens_per_s": 3 * 256 / times_s.mean(),
+        "model_tflops_per_s": step_flops(config) / times_s.mean() / 1e12,
+        "mfu": mfu(step_flops(config) / times_s.mean(), "NVIDIA H200", Precision.FP32),
+        "peak_allocated_gib": 1.5,
+        "peak_reserved_gib": 3.0,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert (row["status"], row["error"], row["warnings"]) == ("ok", None, "unstable;drift")
+    assert row["mfu"] is not None
+
+
+def test_repeats_are_pooled_over_processes():
+    runs = [(0.10, 0.12), (0.20, 0.22, 0.24), (0.30,)]
+    row = only_row(*(make_record(make_config(repeat=i), times) for i, times in enumerate(runs)))
+    means = [statistics.mean(times) for times in runs]
+    squares = sum((time - mean) ** 2 for times, mean in zip(runs, means, strict=True) for time in times)
+    half_width = scipy.stats.t.ppf(0.975, 2) * statistics.stdev(means) / math.sqrt(3)
+    assert row["step_mean_ms"] == pytest.approx(1e3 * statistics.mean(means))
+    assert row["step_std_ms"] == pytest.approx(1e3 * math.sqrt(squares / (1 + 2 + 0)))
+    assert row["step_median_ms"] == pytest.approx(210)
+    assert row["step_min_ms"] == pytest.approx(100)
+    assert row["step_ci95_high_ms"] - row["step_mean_ms"] == pytest.approx(1e3 * half_width)
+    assert row["step_mean_ms"] - row["step_ci95_low_ms"] == pytest.approx(1e3 * half_width)
+
+
+def test_peak_is_the_largest_of_the_repeats():
+    config = make_config()
+    records = [make_record(replace(config, repeat=i), (0.1,), peak_bytes=(i + 1) * 2**30) for i in (1, 0)]
+    assert only_row(*records)["peak_allocated_gib"] == 2
+
+
+def test_the_same_record_twice_is_one_process():
+    record = make_record(make_config(), (0.1, 0.2))
+    assert rows_of(to_frame([record, record])) == rows_of(to_frame([record]))
+
+
+def test_a_single_time_has_neither_deviation_nor_interval():
+    row = only_row(make_record(make_config(), (0.1,)))
+    unknown = ("step_std_ms", "step_cv", "step_ci95_low_ms", "step_ci95_high_ms", "forward_std_ms")
+    assert [row[name] for name in unknown] == [None] * 5
+    assert row["step_mean_ms"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
+def test_a_failed_run_has_a_row_and_no_quantity(status):
+    frame = to_frame([make_failure(make_config(), status, "why")])
+    (row,) = rows_of(frame)
+    assert (row["status"], row["error"], row["size"]) == (status.value, "why", "small")
+    quantities = COLUMNS[COLUMNS.index("forward_mean_ms") :]
+    assert [row[name] for name in (*quantities, "device_name")] == [None] * (len(quantities) + 1)
+    assert frame["step_mean_ms"].dtype == "float64"
+
+
+def test_a_failed_repeat_shows_beside_the_times_of_the_others():
+    config = make_config()
+    row = only_row(
+        make_failure(replace(config, repeat=2), Status.CRASHED, "later"),
+        make_record(config, (0.1, 0.1), codes=[WarningCode.DRIFT]),
+        make_failure(replace(config, repeat=1), Status.KILLED, "first"),
+    )
+    assert (row["status"], row["error"]) == ("killed", "first")
+    assert row["warnings"] == "drift;2-of-3-repeats-failed"
+    assert row["step_mean_ms"] == pytest.approx(100)
+
+
+def test_devices_are_not_pooled_and_a_nameless_failure_joins_the_only_one():
+    config = make_config()
+    one, two = make_record(config, (0.1,)), make_record(config, (0.3,), device_name="NVIDIA A100")
+    nameless = make_failure(replace(config, repeat=1))
+    assert to_frame([one, two])["step_mean_ms"].round(6).tolist() == [300, 100]
+    assert len(to_frame([one, nameless])) == 1
+    assert len(to_frame([one, two, nameless])) == 3
+
+
+def test_unknown_hardware_has_no_mfu_and_an_own_model_no_flops():
+    unknown = only_row(make_record(make_config(), (0.1,), device_name="Abacus"))
+    assert unknown["mfu"] is None
+    assert unknown["model_tflops_per_s"] is not None
+    own = only_row(make_record(make_config(model_factory="pkg.mod:make"), (0.1,), peak_bytes=None))
+    assert [own[name] for name in ("mfu", "model_tflops_per_s", "peak_allocated_gib")] == [None] * 3
+    assert own["arch"] == "pkg.mod:make"
+
+
+def test_modes_without_a_phase_leave_its_columns_empty_and_data_has_none():
+    row = only_row(make_record(make_config(mode=Mode.FORWARD), (0.1,)))
+    assert (row["backward_mean_ms"], row["optimizer_mean_ms"]) == (None, None)
+    record = make_record(make_config(tokens="tokens.npy"), (0.1,))
+    data = Measurement(Phase.DATA, (0.001,))
+    assert only_row(replace(record, measurements=(data, *record.measurements)))["step_mean_ms"] == pytest.approx(100)
+
+
+def test_a_record_that_is_ok_without_times_is_not_fatal():
+    record = make_record(make_config(), (0.1,))
+    assert only_row(replace(record, measurements=()))["step_mean_ms"] is None
+    assert only_row(make_record(make_config(), (0.0, 0.0)))["tokens_per_s"] is None
+
+
+def test_attention_and_compile_say_what_was_chosen():
+    flash = {"attention": Attention.SDPA, "sdpa_backend": SdpaBackend.FLASH}
+    configs = {
+        "naive none": make_config(),
+        "sdpa none": make_config(model={"attention": Attention.SDPA}),
+        "sdpa-flash default": make_config(model=flash, compile=CompileMode.DEFAULT),
+        "naive default-blocks": make_config(compile=CompileMode.DEFAULT, compile_blocks=True),
+    }
+    for expected, config in configs.items():
+        row = only_row(make_failure(config))
+        assert f"{row['attention']} {row['compile']}" == expected
+
+
+def test_rows_stand_in_the_order_of_the_presets():
+    sizes = [name for name, model in SIZES.items() if model.arch is Arch.CS336]
+    ordered = [
+        make_config(size, context, precision=precision, mode=mode, warmup_steps=warmup)
+        for size in (*sizes, "custom")
+        for context in (64, 128, 1024)
+        for precision in Precision
+        for mode in Mode
+        for warmup in (0, 5, 10)
+    ]
+    shuffled = random.Random(0).sample(ordered, len(ordered))
+    assert to_frame(map(make_failure, shuffled)).index.tolist() == ordered
+
+
+def test_speed_up_is_over_the_same_configuration_in_fp32(grid):
+    frame = to_frame(grid).assign(**speed_ups(to_frame(grid)))
+    known = frame[frame["precision"] == "bf16"]
+    assert known["speed_up"].tolist() == pytest.approx([2, 2, 2, math.nan], nan_ok=True)
+    assert known["speed_up_std"].iloc[0] == pytest.approx(2 * math.sqrt(2) * 0.1)
+    assert known["full_status"].tolist() == ["ok", "ok", "ok", "oom"]
+    assert frame[frame["precision"] == "fp32"]["speed_up"].isna().all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 1}, {"sync_phases": True}, {"warmup_steps": 4}, {"model_factory": "a:b"}, {"batch_size": 2}],
+    ids=str,
+)
+def test_speed_up_compares_no_two_runs_that_differ_in_more(other):
+    records = [make_record(make_config(**other), (0.2,)), make_record(make_config(precision=Precision.BF16), (0.1,))]
+    assert speed_ups(to_frame(records))["speed_up"].isna().all()
+
+
+def test_speed_up_compares_no_two_devices():
+    full = make_record(make_config(), (0.2,), device_name="NVIDIA A100")
+    assert (
+        speed_ups(to_frame([full, make_record(make_config(precision=Precision.BF16), (0.1,))]))["speed_up"].isna().all()
+    )
+
+
+def test_warmup_frame_keeps_only_what_varies_and_adds_the_first_step(warmup_records):
+    frame = warmup_frame([*warmup_records, make_record(make_config("medium"), (0.1,))])
+    assert frame["warmup_steps"].tolist() == [0, 1, 2, 5]
+    assert frame["first_step_ms"].tolist() == pytest.approx([1000, 200, math.nan, 100], nan_ok=True)
+    assert frame["step_mean_ms"].tolist() == pytest.approx([400, 400 / 3, math.nan, 100], nan_ok=True)
+    assert frame["status"].tolist() == ["ok", "ok", "killed", "ok"]
+    assert warmup_frame(warmup_records[:1]).empty
+
+
+def test_first_step_of_repeats_is_the_mean_of_theirs():
+    records = [make_record(make_config(warmup_steps=0, repeat=i), (first, 0.1)) for i, first in enumerate((1.0, 3.0))]
+    frame = warmup_frame([*records, make_record(make_config(), (0.1, 0.1))])
+    assert frame["first_step_ms"].tolist() == pytest.approx([2000, 100])
+
+
+def test_rows_say_none_for_the_unknown():
+    assert not any(isinstance(v, float) and math.isnan(v) for v in only_row(make_failure(make_config())).values())
+    assert isinstance(to_frame([]), pd.DataFrame)
+    assert rows_of(to_frame([])) == []
+
+
+def test_the_report_layer_imports_no_torch():
+    code = "import sys, cs336_systems.report.tables, cs336_systems.report.plots; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,154 @@
+import csv
+import io
+import re
+from dataclasses import replace
+
+import pytest
+import rich.console
+
+from cs336_systems.config import Mode, Precision
+from cs336_systems.record import Status, WarningCode
+from cs336_systems.report.frame import COLUMNS, to_frame
+from cs336_systems.report.tables import results_table, terminal_table, warmup_table, write_tables
+from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
+from tests.report.making import HOSTILE, make_config, make_failure, make_record
+
+
+def names(table):
+    return [heading.name for heading in table.headings]
+
+
+def column(table, name):
+    return [row[names(table).index(name)] for row in table.rows]
+
+
+def rendered(records, width):
+    console = rich.console.Console(width=width, file=io.StringIO())
+    console.print(terminal_table(to_frame(records), width))
+    return console.file.getvalue()
+
+
+def test_csv_has_every_row_and_every_column(grid, tmp_path):
+    write_tables(grid, tmp_path)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == list(COLUMNS)
+    assert len(rows) == 8
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    failed = next(row for row in table if row["status"] == "oom")
+    assert (failed["size"], failed["context_length"], failed["error"]) == ("xl", "512", "no memory")
+    assert not any(failed[name] for name in COLUMNS[COLUMNS.index("forward_mean_ms") :])
+    first = table[0]
+    assert float(first["step_mean_ms"]) == pytest.approx(100)
+    assert float(first["step_std_ms"]) == pytest.approx(10)
+    assert float(first["tokens_per_s"]) == pytest.approx(4 * 128 / 0.1)
+
+
+def test_files_are_written_whole_and_again(grid, tmp_path):
+    directory = tmp_path / "made" / "here"
+    paths = write_tables(grid, directory)
+    assert [path.name for path in paths] == ["results.csv", "results.md", "results.tex", "results.typ"]
+    before = [path.read_bytes() for path in paths]
+    write_tables(grid[::-1], directory)
+    assert [path.read_bytes() for path in paths] == before
+    assert sorted(directory.iterdir()) == sorted(paths)
+
+
+def test_selection_shows_what_varies_and_says_the_rest_once(grid):
+    table = results_table(to_frame(grid))
+    assert names(table) == [
+        "size", "context", "precision", "forward", "backward", "optimizer", "step",
+        "std/mean", "tokens/s", "MFU", "peak", "speed-up", "status",
+    ]  # fmt: skip
+    assert "NVIDIA H200, cs336 architecture, batch 4, train, naive attention, adamw optimizer" in table.notes[0]
+    assert table.rows[0][:7] == ("small", "128", "fp32", "25 ± 3", "50 ± 5", table.rows[0][5], "100 ± 10")
+    assert table.rows[0][5].startswith("12.5 ± 1.")
+    assert column(table, "std/mean")[0] == "10"
+    assert column(table, "speed-up") == ["", "2.00", "", "2.00", "", "2.00", "", ""]
+
+
+def test_failed_rows_say_so_in_words_and_have_no_numbers(grid):
+    table = results_table(to_frame(grid))
+    (index,) = table.failed
+    assert table.rows[index] == ("xl", "512", "fp32", *[""] * 9, "out of memory")
+
+
+def test_settings_that_vary_get_columns_and_unambiguous_shapes():
+    configs = [
+        make_config("custom", model={"num_layers": 3}),
+        make_config("custom", model={"num_layers": 5}, mode=Mode.FORWARD),
+        make_config("custom", batch_size=2),
+    ]
+    table = results_table(to_frame(make_record(config, (0.1, 0.1)) for config in configs))
+    assert names(table)[:6] == ["size", "num_layers", "context", "precision", "batch", "mode"]
+    assert "status" not in names(table)
+    assert "speed-up" not in names(table)
+
+
+def test_warnings_are_counted_below(grid):
+    codes = (WarningCode.DRIFT, WarningCode.UNSTABLE)
+    other = make_record(make_config("medium"), (0.1,), codes=codes[:1])
+    table = results_table(to_frame([make_record(make_config(), (0.1,), codes=codes), other]))
+    assert table.notes[-1] == "Warnings, named by row in the CSV: drift in 2 of 2 rows, unstable in 1 of 2 rows."
+
+
+def test_warmup_table(warmup_records, tmp_path):
+    table = warmup_table(warmup_records)
+    assert names(table) == [
+        "size",
+        "context",
+        "precision",
+        "warm-up",
+        "step",
+        "std/mean",
+        "first measured step",
+        "status",
+    ]
+    assert column(table, "first measured step") == ["1,000", "200.0", "", "100.0"]
+    assert column(table, "status") == ["ok", "ok", "killed", "ok"]
+    assert column(table, "std/mean") == ["130", "43", "", "0.0"]
+    assert warmup_table(warmup_records[:1]) is None
+    write_tables(warmup_records, tmp_path)
+    for ending, mark in (("md", "### Time of a step by warm-up"), ("tex", r"\end{table}"), ("typ", "#figure(")):
+        assert (tmp_path / f"results.{ending}").read_text().count(mark) == (1 if ending == "md" else 2)
+
+
+def test_terminal_table_keeps_sizes_times_and_failures_in_100_columns(grid):
+    text = rendered(grid, 100)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum(line.startswith(("small", "xl")) for line in lines) == 8
+    assert "100 ± 10" in text
+    assert re.search(r"xl +512 +fp32 +out of", text)
+
+
+def test_hostile_texts_stay_in_their_cells(tmp_path):
+    config = make_config(HOSTILE, model_factory="pkg.mod:make")
+    failure = make_failure(replace(config, seed=1), Status.CRASHED, HOSTILE)
+    write_tables([make_record(config, (0.1, 0.2), device_name=HOSTILE), failure], tmp_path)
+    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["size"][:4] for row in rows] == ["'=HY", "'=HY"]
+    assert rows[1]["error"].startswith("'=HY")
+    assert all(len(row) == len(COLUMNS) and None not in row for row in rows)
+    assert "<img" not in (tmp_path / "results.md").read_text()
+    assert r"\input" not in (tmp_path / "results.tex").read_text()
+    assert "img src" in rendered([make_record(config, (0.1,))], 200)
+
+
+@pytest.mark.parametrize("records", [[], [make_failure(make_config())]], ids=["none", "failed"])
+def test_tables_without_any_time(records, tmp_path):
+    assert len(write_tables(records, tmp_path)) == 4
+    assert warmup_table(records) is None
+
+
+def test_every_status_and_mode_has_words():
+    assert set(STATUS_WORDS) == set(Status)
+    assert set(STEP_WORDS) == set(Mode)
+
+
+def test_settings_that_say_nothing_are_left_out():
+    said = describe(to_frame([make_record(make_config(mode=Mode.FORWARD, precision=Precision.BF16), (0.1,))]))
+    assert said == (
+        "NVIDIA H200, cs336 architecture, batch 4, forward, bf16, naive attention, 5 warm-up steps, 10 measured steps"
+    )
