@@ -85,13 +85,18 @@ def environment(device: Device, gpu: Gpu | None) -> Environment:
 
 @functools.cache
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that the package runs from and whether files differ from it; None outside one."""
-    git = ["git", "-C", str(PACKAGE)]
+    """Commit of the checkout that the package runs from and whether files differ from it; None outside one.
+
+    A virtual environment inside somebody else's checkout is outside: git tracks none of the files there.
+    """
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
-        status = subprocess.run(
-            [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=True, timeout=10
-        )
+        _git("ls-files", "--error-unmatch", ".")
+        return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "."))
     except (OSError, subprocess.SubprocessError):
         return None, None
-    return commit.stdout.strip(), bool(status.stdout.strip())
+
+
+def _git(*arguments: str) -> str:
+    """What git says of the package; it takes no lock, which a commit at the same moment would trip over."""
+    git = ["git", "--no-optional-locks", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -18,7 +18,7 @@ class LockedError(RuntimeError):
 @contextlib.contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path` for the time of the context; raise LockedError, naming the holder, if it is taken."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = _open(path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,6 +30,20 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """A descriptor of the lock file, which all users may lock: a directory can be shared, and a GPU is.
+
+    Linux lets nobody open another user's file in a shared directory such as /tmp "to create it if need be".
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+        os.fchmod(descriptor, 0o666)
+        return descriptor
 
 
 def gpu_lock_path(uuid: str) -> Path:

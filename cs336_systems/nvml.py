@@ -80,7 +80,7 @@ def _gpu(index: int) -> Gpu:
     )
 
 
-def _memory_bytes(handle: Any) -> int | None:
+def _memory_bytes(handle: object) -> int | None:
     with contextlib.suppress(pynvml.NVMLError):
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
     return None

@@ -6,8 +6,10 @@ crashed, hung or was killed is, because nothing says that it would again.
 
 import contextlib
 import datetime
+import math
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from cs336_systems.environment import identity
 from cs336_systems.isolation import Worker, kill_orphans
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, visible_gpus
-from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
+from cs336_systems.process import RECORD_NOT_WRITTEN, STOP_SIGNALS, adopt_orphans, drop_closed_outputs
 from cs336_systems.record import (
     Failure,
     Identity,
@@ -41,6 +43,11 @@ from cs336_systems.record import (
 
 _TICK_S = 1.0
 """How often the sweep wakes while nothing happens: seldom, because it shares the host with what it times."""
+
+_ONE_REQUEST_S = 0.3
+"""Signals this close together are one request: `timeout` and a terminal that closes send theirs twice."""
+_PROBE_BYTES = 2**16
+"""Room for a record, so that a full disk is found out too."""
 
 
 class SweepError(RuntimeError):
@@ -137,29 +144,38 @@ def run_sweep(
 
 
 class Interrupts:
-    """Counts SIGINT, SIGTERM and SIGHUP and wakes the loop; the second ends the process at once."""
+    """Counts SIGINT, SIGTERM and SIGHUP and wakes the loop; the second ends the process at once.
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    A signal that was ignored from the start, as under nohup, still is.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._last = -math.inf
         self.workers: list[Worker] = []
         self.wakeup, self._write = os.pipe()
 
     def __enter__(self) -> "Interrupts":
         os.set_blocking(self._write, False)
-        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in heard}
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_: object) -> None:
+        time.sleep(max(0.0, self._last + _ONE_REQUEST_S - monotonic()))
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         os.close(self.wakeup)
         os.close(self._write)
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            drop_closed_outputs()
+        if monotonic() - self._last < _ONE_REQUEST_S:
+            return
+        self._last = monotonic()
         self.count += 1
         if self.count > 1:
             for worker in self.workers:
@@ -199,7 +215,10 @@ class _Loop:
 
     def _start(self, config: RunConfig, gpu: Gpu | None) -> Worker:
         (self.runs / f"{config.key}.json").unlink(missing_ok=True)
-        worker = Worker(config, self.runs, gpu.uuid if gpu else None)
+        try:
+            worker = Worker(config, self.runs, gpu.uuid if gpu else None)
+        except (EOFError, ConnectionError) as error:
+            raise SweepError("the process that starts the workers died; run the same command again") from error
         self.interrupts.workers.append(worker)
         self.listener.started(config, gpu)
         return worker
@@ -311,7 +330,7 @@ def make_writable(runs: Path) -> Path:
     probe = runs / f".probe.{os.getpid()}.tmp"
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        write_atomically(probe, b"")
+        write_atomically(probe, bytes(_PROBE_BYTES))
         probe.unlink()
     except OSError as error:
         raise SweepError(f"{runs}: cannot write there ({error.strerror}); choose another --output") from error

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-import rich.table
 
 from cs336_systems.record import RunRecord, Status, write_atomically
 from cs336_systems.report.formats import (
@@ -17,7 +16,6 @@ from cs336_systems.report.formats import (
     mean_and_std,
     significant,
     to_csv,
-    to_rich,
 )
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
@@ -58,11 +56,6 @@ def warmup_table(records: Iterable[RunRecord]) -> Table | None:
         *_status(frame),
     ]
     return make_table("Time of a step by warm-up", columns, rows_of(frame), _sentences(describe(frame)), _failed)
-
-
-def terminal_table(frame: pd.DataFrame, width: int = 100) -> rich.table.Table:
-    """The selection of `results_table`, fit for a terminal of `width` columns."""
-    return to_rich(results_table(frame), width)
 
 
 def write_tables(records: Iterable[RunRecord], directory: Path) -> list[Path]:

@@ -8,8 +8,9 @@ import rich.console
 
 from cs336_systems.config import Mode, Precision
 from cs336_systems.record import Status, WarningCode
+from cs336_systems.report.formats import to_rich
 from cs336_systems.report.frame import COLUMNS, to_frame
-from cs336_systems.report.tables import results_table, terminal_table, warmup_table, write_tables
+from cs336_systems.report.tables import results_table, warmup_table, write_tables
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 
@@ -24,7 +25,7 @@ def column(table, name):
 
 def rendered(records, width):
     console = rich.console.Console(width=width, file=io.StringIO())
-    console.print(terminal_table(to_frame(records), width))
+    console.print(to_rich(results_table(to_frame(records)), width))
     return console.file.getvalue()
 
 
