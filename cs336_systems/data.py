@@ -34,8 +34,9 @@ def open_tokens(path: Path, context_length: int) -> np.ndarray:
         raise ValueError(f"{path}: no such file; --tokens needs a .npy file of uint16 or int32 tokens")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError, SyntaxError) as error:
-        raise ValueError(f"{path}: not a .npy file of numbers ({error}); write it with numpy.save") from error
+    except Exception as error:  # a damaged header makes numpy's parser, its zip reader and mmap raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise ValueError(f"{path}: not a .npy file of numbers ({reason}); write it with numpy.save") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype not in TOKEN_TYPES:
         found = f"{tokens.ndim} axes of {tokens.dtype}" if isinstance(tokens, np.ndarray) else "an archive of arrays"
         raise ValueError(f"{path}: needed one axis of uint16 or int32 tokens, found {found}")

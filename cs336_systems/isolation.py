@@ -64,7 +64,7 @@ class Worker:
     def __init__(self, config: RunConfig, directory: Path, gpu_uuid: str | None) -> None:
         self.config = config
         self._tail = b""
-        self._reaped = False
+        self._exit_code: int | None = None
         self.log_closed = False
         context = fork_server()
         self.log, log_of_child = context.Pipe(duplex=False)
@@ -101,7 +101,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the worker, its whole process group and all that descends from it at once."""
-        pid = None if self._reaped else self.process.pid
+        pid = self.process.pid if self._exit_code is None else None
         if pid is not None:
             descendants = []
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -117,15 +117,17 @@ class Worker:
 
     def reap(self) -> int:
         """Wait for the end, kill what the worker left behind, and return its exit code, negative for a signal."""
+        if self._exit_code is not None:
+            return self._exit_code
         self.process.join()
         code = self.process.exitcode
         self.kill()
         kill_orphans()
         self.drain()
         self.log.close()
-        self._reaped = True
+        self._exit_code = 255 if code is None else code
         self.process.close()
-        return 255 if code is None else code
+        return self._exit_code
 
 
 def _run_worker(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | None) -> None:

@@ -90,7 +90,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     monitor = _find_gpu(progress)
     torch.manual_seed(config.seed)
     set_annotator(Annotator.NVTX if config.ranges and config.device is Device.CUDA else Annotator.NONE)
-    if config.device is Device.CUDA:
+    if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     step, clock = TrainingStep(config, model), make_clock(config)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported

@@ -13,7 +13,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 import torch._dynamo  # noqa: E402, F401  (the first zero_grad imports it otherwise, 0.7 s in every run)
 
 import cs336_systems.cli  # noqa: E402
-import cs336_systems.worker  # noqa: F401
+import cs336_systems.worker  # noqa: E402, F401
 
 gc.collect()
 gc.freeze()

@@ -1,5 +1,8 @@
 """Models as users bring them, good and bad: `--model tests.own_models:BasicsTransformerLM`."""
 
+import sys
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -80,6 +83,26 @@ class ReturnsATuple(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
         return self.table(tokens), None
+
+
+class PrefersTf32(nn.Module):
+    """Sets a mode of its own, as scripts do, and notes which one is in force when it runs."""
+
+    in_force: ClassVar[set[str]] = set()
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        torch.set_float32_matmul_precision("high")
+        self.table = nn.Embedding(vocab_size, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.in_force.add(torch.get_float32_matmul_precision())
+        return self.table(tokens)
+
+
+def ends_the_process(vocab_size: int) -> nn.Module:
+    """As a module does that parses its own arguments when it is imported."""
+    sys.exit(0)
 
 
 not_callable = 3

@@ -43,6 +43,7 @@ def test_the_gpus_meant_are_those_that_torch_would_see(visible: str, monkeypatch
 
 # Run in a process of its own, where CUDA has not looked at the environment yet.
 COUNT_DEVICES = """
+import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
 count = ctypes.c_int(0)
 print(0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value)

@@ -1,6 +1,5 @@
 """Every test of a fault has a directory of its own to be in, and must leave no process there."""
 
-import multiprocessing.forkserver
 import sys
 from pathlib import Path
 
@@ -8,15 +7,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cs336_systems.isolation import fork_server
+from cs336_systems.isolation import ensure_fork_server
 from tests.faults.harness import Command, eventually, processes_in
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def preloaded():
-    """The fork server loads torch in a directory that belongs to no test."""
-    fork_server()
-    multiprocessing.forkserver.ensure_running()
+    """The fork server starts in a directory that belongs to no test, and its workers need not import pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(sys.modules["__main__"], "__file__", raising=False)
+        ensure_fork_server()
+        yield
 
 
 @pytest.fixture
@@ -37,7 +38,8 @@ def launch(place):
         return commands[-1]
 
     yield start
+    ended = eventually(lambda: not processes_in(place), patience_s=10)
     left = processes_in(place)
     for command in commands:
         command.close()
-    assert not left
+    assert ended, left

@@ -3,7 +3,6 @@
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -140,11 +139,3 @@ class Command:
         self.process.wait()
         for output in self._outputs:
             output.close()
-
-
-def is_fork_server(process):
-    return "multiprocessing.forkserver" in " ".join(process.cmdline())
-
-
-def stop(process):
-    process.send_signal(signal.SIGSTOP)

@@ -105,7 +105,7 @@ def calls_exit():
 
 
 def raises():
-    raise RuntimeError("no such layer \udcff\0")
+    raise RuntimeError("no such layer \0")
 
 
 def asks_for_a_pebibyte():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336_systems.analysis.compare import Verdict, compare, process_means
 from cs336_systems.clock import EventClock
@@ -83,7 +84,7 @@ def sleeping_record(phase: Phase | None, sync_phases: bool) -> RunRecord:
     if phase is Phase.BACKWARD:
         # The embedding's gradient is the last one made.
         model.token_embeddings.weight.register_post_accumulate_grad_hook(lambda _: torch.cuda._sleep(SLEEP_CYCLES))
-    hook = torch.optim.optimizer.register_optimizer_step_post_hook(
+    hook = register_optimizer_step_post_hook(
         lambda *_: torch.cuda._sleep(SLEEP_CYCLES) if phase is Phase.OPTIMIZER else None
     )
     try:
@@ -149,11 +150,10 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
 
 
 def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
-    """Parameters and gradients and activations, but no AdamW moments (8 bytes a parameter) until the first update."""
-    record = measure(config_of("small", 128))
+    """With many activations the peak is in backward, where the first step has no AdamW moments (8 bytes a parameter)."""
+    record = measure(config_of("small", 512))
     steady, first = record.memory.peak_allocated_bytes, record.memory.first_step_peak_allocated_bytes
-    assert steady - first == pytest.approx(8 * record.num_parameters, rel=0.35)
-    assert record.memory.peak_allocated_bytes > 16 * record.num_parameters
+    assert steady - first == pytest.approx(8 * record.num_parameters, rel=0.02)
 
 
 def test_an_inference_step_keeps_no_graph() -> None:

@@ -1,0 +1,281 @@
+"""Records survive whatever happens while they are written: death at any moment, a full disk, damage."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from cs336_systems.record import load_records, read_record, write_record
+from cs336_systems.sweep import SweepError
+from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, runs, sweep
+
+WRITE = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from cs336_systems.record import read_record, write_record
+from dataclasses import replace
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+record = read_record(Path(sys.argv[1]))
+{injection}
+write_record(replace(record, started_at="later"), Path(sys.argv[1]).parent)
+"""
+STAGES = {
+    "before the first byte": "Path.open = die",
+    "between two bytes": """
+import io
+def open_half(self, *arguments):
+    file = io.open(self, *arguments, buffering=0)
+    class Half:
+        def __enter__(self): return self
+        def __exit__(self, *_): pass
+        def write(self, data): file.write(data[: len(data) // 2]); die()
+    return Half()
+Path.open = open_half
+""",
+    "before the bytes are on the disk": "os.fsync = die",
+    "before the rename": "Path.replace = die",
+    "after the rename": "replace_ = Path.replace; Path.replace = lambda *paths: (replace_(*paths), die())",
+    "before the rename is on the disk": "os.fsync = lambda file: setattr(os, 'fsync', die)",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_death_at_a_stage_of_writing_leaves_the_old_record_or_the_new(place, stage):
+    overwritten, untouched = config(), config(seed=1)
+    sweep(place, overwritten, untouched)
+    earlier = contents(place / "runs")
+    old = read_record(path_of(overwritten, place))
+    script = WRITE.format(root=str(ROOT), injection=STAGES[stage])
+    ended = subprocess.run([sys.executable, "-c", script, path_of(overwritten, place)])
+    assert ended.returncode == -signal.SIGKILL
+    records, problems = load_records(place / "runs")
+    assert problems == []
+    assert [record.config for record in records] == sorted((overwritten, untouched), key=lambda run: run.key)
+    found = read_record(path_of(overwritten, place))
+    assert found.started_at == ("later" if "rename is" in stage or "after" in stage else old.started_at)
+    assert contents(place / "runs")[path_of(untouched, place).name] == earlier[path_of(untouched, place).name]
+    sweep(place, overwritten, untouched)
+    assert set(contents(place / "runs")) == set(earlier)  # what the dead writer left is swept up
+
+
+HAMMER = """
+import os, random, signal, sys, time
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from cs336_systems.record import load_records, read_record, write_record
+
+path = Path(sys.argv[1])
+record = read_record(path)
+chance = random.Random(0)
+seen = set()
+for life in range(200):
+    writer = os.fork()
+    if writer == 0:
+        for turn in range(1_000_000):
+            write_record(replace(record, started_at=f"{{life}}-{{turn}}"), path.parent)
+    time.sleep(chance.uniform(0, 0.005))
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    records, problems = load_records(path.parent)
+    assert not problems, problems
+    assert [r.config for r in records] == [record.config]
+    seen.add(records[0].started_at)
+print(len(seen))
+"""
+
+
+def test_death_at_200_random_moments_of_writing(place):
+    sweep(place, config())
+    script = HAMMER.format(root=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", script, path_of(config(), place)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 50  # most lives were long enough to write something
+
+
+def halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def nest(path):
+    path.write_bytes(b"[" * 10**6)
+
+
+def become_a_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def become_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_endless(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def lose_its_target(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+DAMAGES = (halve, zero, nest, become_a_directory, become_a_pipe, become_endless, lose_its_target)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_record_is_set_aside_reported_and_measured_again(place, damage):
+    whole, damaged = config(seed=1), config(seed=2)
+    sweep(place, whole, damaged)
+    name = path_of(whole, place).name
+    earlier = contents(place / "runs")[name]
+    path = path_of(damaged, place)
+    damage(path)
+    bytes_left = path.read_bytes() if path.is_file() and not path.is_symlink() else None
+    witness = Witness()
+    outcome = sweep(place, whole, damaged, witness=witness)
+    assert [problem.path for problem in witness.problems] == [path]
+    assert witness.runs == [damaged]
+    assert len(outcome.records) == 2
+    assert contents(place / "runs")[name] == earlier
+    aside = path.with_name(f"{path.name}.invalid")
+    assert os.path.lexists(aside)
+    assert bytes_left is None or aside.read_bytes() == bytes_left
+
+
+def test_damage_twice_keeps_both(place):
+    sweep(place, config())
+    for text in ("first", "second"):
+        path_of(config(), place).write_text(text)
+        sweep(place, config())
+    kept = [path.read_text() for path in sorted((place / "runs").glob("*.invalid*"))]
+    assert kept == ["first", "second"]
+
+
+def test_leftovers_of_a_dead_writer_are_removed_and_other_files_are_not(place):
+    (place / "runs").mkdir()
+    leftover, foreign = place / "runs" / ".some.json.123.tmp", place / "runs" / "notes.txt"
+    leftover.write_text('{"half": ')
+    foreign.write_text("mine")
+    sweep(place, config())
+    assert not leftover.exists()
+    assert foreign.read_text() == "mine"
+
+
+def in_a_small_file_system(words):
+    """`words`, run where ./data is a file system of 256 KiB of its own, copied to ./after at the end."""
+    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+    mount = "mkdir data && mount -t tmpfs -o size=256k none data || exit 99"
+    script = f'{mount}; "$@"; status=$?; cp -r data after; exit $status'
+    return [*namespace, "sh", "-c", script, "sh", *words]
+
+
+@pytest.fixture
+def small_file_system(place):
+    probe = in_a_small_file_system(["true"])
+    if not shutil.which(probe[0]) or subprocess.run(probe, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("no file system can be mounted here")
+    for made in ("data", "after"):
+        shutil.rmtree(made)
+
+
+def test_a_full_disk_stops_the_sweep_and_keeps_what_there_is(launch, place, small_file_system):
+    again = " ".join(f"'{word}'" for word in command("fills_the_disk"))
+    both = ["sh", "-c", f"{again} 2>first; echo $? >status; {again}"]
+    sweep = launch(in_a_small_file_system(both))
+    assert sweep.wait() == 1
+    first = (place / "first").read_text()
+    assert (place / "status").read_text().strip() == "1"
+    assert "error: the record of custom_ctx8_" in first
+    assert "No space left on device" in first
+    assert "the same command again" in first
+    assert "Traceback" not in first
+    # The second time there is no room from the start: said before any run.
+    assert "cannot write there (No space left on device)" in sweep.stderr
+    assert "Traceback" not in sweep.stderr
+    (before,) = (place / "before").iterdir()
+    after = place / "after" / runs(place).relative_to(place / "data")
+    assert [path.name for path in after.iterdir()] == [before.name]
+    assert (after / before.name).read_bytes() == before.read_bytes()
+
+
+@contextmanager
+def files_of_at_most(size_bytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_worker_that_cannot_write_stops_the_sweep(place):
+    sweep(place, config())
+    earlier = contents(place / "runs")
+    witness = Witness()
+    with pytest.raises(SweepError, match=r"could not be written.*File too large.*same command again"):
+        sweep(place, config(), config("cannot_write_files"), config(seed=1), witness=witness)
+    assert witness.runs == [config("cannot_write_files")]
+    assert contents(place / "runs") == earlier
+
+
+def test_a_sweep_that_cannot_write_stops(place):
+    sweep(place, config())
+    earlier = contents(place / "runs")
+    limits = []
+
+    class Limit(Witness):
+        def started(self, config, gpu):
+            limits.append(files_of_at_most(100))
+            limits[-1].__enter__()
+
+    try:
+        with pytest.raises(SweepError, match=r"runs: File too large.*same command again"):
+            sweep(place, config(), config("sigkill"), config(seed=1), witness=Limit())
+    finally:
+        for limit in limits:
+            limit.__exit__(None, None, None)
+    assert len(limits) == 1
+    assert contents(place / "runs") == earlier
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text("a file"), lambda path: path.symlink_to("/proc")])
+def test_an_output_that_cannot_be_written_is_said_before_the_first_run(launch, place, make):
+    make(place / "data")
+    started = time.monotonic()
+    refused = launch(command())
+    assert refused.wait() == 1
+    assert time.monotonic() - started < 5
+    assert "cannot write there" in refused.stderr
+    assert "choose another --output" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_a_record_names_no_model_that_loading_would_import(place):
+    sweep(place, config())
+    record = read_record(path_of(config(), place))
+    data = json.loads(path_of(config(), place).read_bytes())
+    data["config"]["model_factory"] = "antigravity:fly"
+    path_of(config(), place).write_text(json.dumps(data))
+    loaded, problems = load_records(place / "runs")
+    assert problems == []
+    assert loaded[0].config.model_factory == "antigravity:fly"
+    assert "antigravity" not in sys.modules
+    write_record(record, place / "runs")

@@ -1,0 +1,94 @@
+"""Faults of and on a GPU: it runs out of memory, its context dies, somebody else computes on it."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from cs336_systems import measurement
+from cs336_systems.config import Device
+from cs336_systems.measurement import Progress
+from cs336_systems.nvml import Gpu
+from cs336_systems.record import Status, WarningCode
+from tests.faults.harness import Witness, config, contents, sweep
+
+GPU = Gpu(index=0, uuid="GPU-0", name="Voodoo2", memory_bytes=12 * 2**20, driver="3.02")
+COMPUTE = """
+import sys, torch
+torch.zeros(1, device="cuda").item()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def on_gpu(fault="good", **changes):
+    return config(fault, device=Device.CUDA, **changes)
+
+
+def survive(place, fault):
+    """The record of the fault, after a good run on the GPU and before another."""
+    before, faulty, after = on_gpu(seed=1), on_gpu(fault), on_gpu(seed=2)
+    sweep(place, before)
+    earlier = contents(place / "runs")
+    witness = Witness()
+    outcome = sweep(place, before, faulty, after, witness=witness)
+    assert witness.runs == [faulty, after]
+    assert contents(place / "runs").items() >= earlier.items()
+    by_config = {record.config: record for record in outcome.records}
+    assert by_config[after].status is Status.OK
+    return by_config[faulty]
+
+
+@pytest.mark.gpu
+def test_gpu_out_of_memory_says_what_was_asked_and_what_was_free(place):
+    record = survive(place, "asks_for_more_than_the_gpu_has")
+    assert record.status is Status.OOM
+    assert record.failure.requested_bytes == 2**41
+    assert 0 < record.failure.free_bytes < 2**41
+    assert record.environment.device_uuid is not None
+
+
+@pytest.mark.gpu
+def test_a_device_side_assert_is_a_cuda_error_of_one_run(place):
+    record = survive(place, "out_of_range")
+    assert record.status is Status.CUDA_ERROR
+    assert "CUDA error" in record.failure.message  # of the assert, or of whichever call was the next to hear of it
+
+
+@pytest.mark.gpu
+def test_workers_have_not_touched_cuda_before_they_measure(place):
+    runs = [on_gpu("notes_its_process", repeat=repeat) for repeat in range(2)]
+    sweep(place, *runs)
+    notes = [line.split() for line in (place / "notes").read_text().splitlines()]
+    assert len({pid for pid, *_ in notes}) == len(runs)
+    assert [initialized for *_, initialized, _ in notes] == ["0", "0"]
+
+
+@pytest.mark.gpu
+def test_company_on_the_gpu_is_a_warning(place):
+    other = subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "ready\n"
+        pynvml.nvmlInit()
+        if not pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0)):
+            pytest.skip("the driver shows no processes here")
+        (record,) = sweep(place, on_gpu()).records
+    finally:
+        other.communicate()
+    assert record.status is Status.OK
+    assert WarningCode.GPU_SHARED in {warning.code for warning in record.warnings}
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_company_that_the_driver_tells_of_is_a_warning(monkeypatch, others):
+    processes = [SimpleNamespace(pid=pid) for pid in range(others)]
+    monkeypatch.setattr(measurement, "visible_gpus", lambda: (GPU,))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: processes)
+    progress = Progress(config=on_gpu(), started_at="", started=0.0)
+    measurement._find_gpu(progress)
+    assert [warning.code for warning in progress.warnings] == [WarningCode.GPU_SHARED] * bool(others)
+    assert all(warning.message.startswith(f"{others} other") for warning in progress.warnings)

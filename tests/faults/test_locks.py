@@ -1,0 +1,111 @@
+"""One sweep at a time in a directory and on a GPU, whoever started it and however the last one ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from cs336_systems.locks import LockedError, exclusive, gpu_lock_path
+from cs336_systems.record import Status
+from tests.faults.harness import ROOT, command, config, contents, results, runs, sweep
+from tests.faults.models import PAUSED
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from cs336_systems.locks import LockedError, exclusive
+if len(sys.argv) > 2:
+    os.setgroups([])
+    os.setuid(int(sys.argv[2]))
+try:
+    with exclusive(Path(sys.argv[1]), "the GPU"):
+        print("held", flush=True)
+        sys.stdin.read()
+except LockedError as error:
+    print(error, flush=True)
+"""
+
+
+class Holder:
+    """Another process, maybe of another user, that takes the lock and keeps it until told to let go."""
+
+    def __init__(self, path, *user):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(path), *map(str, user)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.said = self.process.stdout.readline().strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.communicate()
+
+
+def test_a_second_sweep_in_one_directory_names_the_first(launch, place):
+    first = launch(command("pauses_once"))
+    first.wait_for(PAUSED)
+    earlier = contents(runs(place))
+    with pytest.raises(LockedError) as refused:
+        sweep(results(place), config())
+    assert f"process {first.process.pid} on " in str(refused.value)
+    assert "benchmark_sweep.py" in str(refused.value)
+    second = subprocess.run(command("pauses_once"), cwd=place, capture_output=True, text=True)
+    assert second.returncode == 1
+    assert f"is in use by process {first.process.pid} on " in second.stderr
+    assert "Traceback" not in second.stderr
+    assert first.process.poll() is None
+    assert contents(runs(place)) == earlier
+    first.process.send_signal(signal.SIGKILL)
+    first.wait()
+    outcome = sweep(results(place), config())  # the lock file is there still, its holder is not
+    assert [record.status for record in outcome.measured] == [Status.OK]
+
+
+@pytest.fixture
+def gpu_lock():
+    path = gpu_lock_path(f"GPU-{uuid.uuid4()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_a_gpu_is_for_one_sweep_and_the_second_names_the_first(gpu_lock):
+    with Holder(gpu_lock) as holder:
+        assert holder.said == "held"
+        with (
+            pytest.raises(LockedError, match=f"the GPU is in use by process {holder.process.pid} on .*; wait"),
+            exclusive(gpu_lock, "the GPU"),
+        ):
+            pass
+
+
+def test_the_lock_of_a_killed_holder_is_free(gpu_lock):
+    with Holder(gpu_lock) as holder:
+        holder.process.kill()
+    assert str(holder.process.pid) in gpu_lock.read_text()
+    with exclusive(gpu_lock, "the GPU"):
+        assert str(os.getpid()) in gpu_lock.read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
+def test_a_gpu_lock_serves_all_users(gpu_lock):
+    with Holder(gpu_lock, 65533), Holder(gpu_lock, 65534) as refused:
+        assert "is in use by process" in refused.said
+    with Holder(gpu_lock, 65534) as second:
+        assert second.said == "held"
+        assert str(second.process.pid) in gpu_lock.read_text()
+        with pytest.raises(LockedError, match=str(second.process.pid)), exclusive(gpu_lock, "the GPU"):
+            pass
+
+
+def test_a_lock_is_no_way_to_write_through_a_link(place, gpu_lock):
+    target = place / "target"
+    target.write_text("precious")
+    gpu_lock.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"), exclusive(gpu_lock, "the GPU"):
+        pass
+    assert target.read_text() == "precious"

@@ -1,0 +1,532 @@
+"""A record holds what was measured, says what puts it in doubt, and is made whatever a run dies of."""
+
+import copy
+import datetime
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter, sleep
+
+import numpy as np
+import pynvml
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems import measurement
+from cs336_systems.config import (
+    SIZES,
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Phase,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.data import FileBatches
+from cs336_systems.measurement import MAX_EXTRA_WARMUP_STEPS, Progress, classify, measure, requested_bytes
+from cs336_systems.nvml import Gpu
+from cs336_systems.record import RunRecord, Status, WarningCode, encode_record, read_record, write_record
+from tests.own_models import PrefersTf32
+
+MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
+CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3, warmup_steps=2, measured_steps=3)
+
+
+class Table(nn.Module):
+    """The smallest model, which does `act` in every forward pass, told the number of the step."""
+
+    def __init__(self, act: Callable[[int], object] = lambda step: None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.act = act
+        self.step = -1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.step += 1
+        made = self.act(self.step)
+        logits = self.table(tokens)
+        return logits * made if isinstance(made, float) else logits
+
+
+def codes(record: RunRecord) -> set[WarningCode]:
+    """Warnings, less those on the times, which a busy machine may call forth."""
+    assert record.status is Status.OK, record.failure
+    noise = {WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT}
+    return {warning.code for warning in record.warnings} - noise
+
+
+def message(record: RunRecord, code: WarningCode) -> str:
+    return next(warning.message for warning in record.warnings if warning.code is code)
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
+def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precision, tmp_path: Path) -> None:
+    config = replace(CONFIG, mode=mode, precision=precision)
+    before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    start = perf_counter()
+    record = measure(config)
+    elapsed = perf_counter() - start
+    assert record.status is Status.OK
+    assert record.failure is None
+    assert record.config == config
+    assert before <= datetime.datetime.fromisoformat(record.started_at) <= datetime.datetime.now(datetime.UTC)
+    assert [m.phase for m in record.measurements] == [*config.phases, Phase.STEP]
+    assert all(len(m.times_s) == 3 for m in record.measurements)
+    for i, step_s in enumerate(record.measurement(Phase.STEP).times_s):
+        phases_s = [record.measurement(phase).times_s[i] for phase in config.phases]
+        assert all(time_s > 0 for time_s in phases_s)
+        assert sum(phases_s) <= record.host_times_s[i] + 1e-9 <= step_s + 2e-9
+    assert len(record.warmup_times_s) == 2
+    assert len(record.losses) == 5
+    assert record.skipped_steps == 0
+    assert record.memory is None, "there is no allocator to ask on a CPU"
+    assert record.telemetry is None
+    durations = record.durations
+    assert durations.warmup_s == pytest.approx(sum(record.warmup_times_s))
+    assert durations.measured_s == pytest.approx(sum(record.measurement(Phase.STEP).times_s))
+    assert durations.setup_s + durations.warmup_s + durations.measured_s < durations.total_s < elapsed
+    assert record.environment.identity.torch == torch.__version__
+    assert read_record(write_record(record, tmp_path)) == record
+
+
+def test_the_number_of_parameters_is_the_formula_s() -> None:
+    """Embedding and head; per block q, k, v, output, w1, w2, w3 and two norms; the final norm."""
+    by_hand = 2 * 11 * 8 + 2 * (4 * 8 * 8 + 3 * 8 * 12 + 2 * 8) + 8
+    assert measure(CONFIG).num_parameters == by_hand
+
+
+def test_losses_follow_the_seed() -> None:
+    first, again, other = measure(CONFIG), measure(CONFIG), measure(replace(CONFIG, seed=1))
+    assert first.losses == again.losses
+    assert set(first.losses).isdisjoint(other.losses)
+    assert first.losses[0] == pytest.approx(np.log(11), rel=0.5), "near that of a guess"
+
+
+def test_losses_do_not_depend_on_what_ran_before_in_the_process() -> None:
+    expected = measure(CONFIG).losses
+    torch.rand(1000)
+    measure(replace(CONFIG, precision=Precision.BF16, optimizer=OptimizerKind.FUSED))
+    assert measure(CONFIG).losses == expected
+
+
+def test_a_loss_that_is_not_finite_is_a_warning_and_no_number(tmp_path: Path) -> None:
+    record = measure(CONFIG, Table(lambda step: float("nan") if step == 3 else 1.0))
+    assert [loss is None for loss in record.losses] == [False, False, False, True, True], "NaN gradients spread"
+    assert codes(record) == {WarningCode.NOT_FINITE}
+    assert message(record, WarningCode.NOT_FINITE) == "the loss was not finite in 2 step(s)"
+    assert read_record(write_record(record, tmp_path)).losses == record.losses
+
+
+@pytest.mark.parametrize(("mode", "warmup_steps", "warned"), [
+    (Mode.TRAIN, 0, True), (Mode.TRAIN, 1, True), (Mode.TRAIN, 2, False), (Mode.FORWARD_BACKWARD, 0, False),
+])  # fmt: skip
+def test_training_needs_two_warm_up_steps(mode: Mode, warmup_steps: int, warned: bool) -> None:
+    record = measure(replace(CONFIG, mode=mode, warmup_steps=warmup_steps), Table())
+    assert codes(record) == ({WarningCode.FEW_WARMUP_STEPS} if warned else set())
+    assert len(record.warmup_times_s) == warmup_steps
+    assert len(record.measurement(Phase.STEP).times_s) == 3
+
+
+@pytest.mark.parametrize("slow", ["warm-up", "measured"])
+def test_a_slow_step_is_in_the_list_it_belongs_to(slow: str) -> None:
+    record = measure(CONFIG, Table(lambda step: sleep(0.05) if step == {"warm-up": 1, "measured": 3}[slow] else None))
+    forward = record.measurement(Phase.FORWARD).times_s
+    if slow == "warm-up":
+        assert record.warmup_times_s[1] >= 0.05
+        assert min(forward) < 0.05
+    else:
+        assert forward[1] >= 0.05
+        assert record.warmup_times_s[1] < 0.05
+
+
+# The garbage collector
+
+
+def test_the_collector_is_off_while_timing_and_on_afterwards() -> None:
+    seen: list[bool] = []
+    record = measure(CONFIG, Table(lambda step: seen.append(gc.isenabled())))
+    assert seen == [False] * 5
+    assert record.collector_on is False, "and the record says so"
+    assert gc.isenabled()
+    assert measure(CONFIG, Table(lambda step: 1 / 0)).status is Status.CRASHED
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_before_the_measured_steps() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    references: list[weakref.ref[Cycle]] = []
+    alive: list[bool] = []
+
+    def act(step: int) -> None:
+        if step == 0:
+            references.append(weakref.ref(Cycle()))
+        alive.append(references[0]() is not None)
+
+    measure(replace(CONFIG, warmup_steps=3), Table(act))
+    assert alive[:2] == [True, True], "nothing collects it earlier"
+    assert not any(alive[3:])
+
+
+# Loss scaling
+
+
+def with_infinite_gradients(steps: Callable[[int], bool]) -> Table:
+    model = Table()
+    model.table.weight.register_hook(lambda gradient: gradient * torch.inf if steps(model.step) else gradient)
+    return model
+
+
+def test_a_skipped_step_is_counted_and_not_timed() -> None:
+    model = with_infinite_gradients(lambda step: step in (3, 4))
+    weights: list[Tensor] = []
+    model.act = lambda step: weights.append(model.table.weight.detach().clone())
+    record = measure(replace(CONFIG, precision=Precision.FP16), model)
+    assert record.skipped_steps == 2
+    assert codes(record) == {WarningCode.SKIPPED_STEPS}
+    assert message(record, WarningCode.SKIPPED_STEPS) == "GradScaler skipped 2 step(s); they are not timed"
+    assert all(len(m.times_s) == 3 for m in record.measurements)
+    assert len(record.host_times_s) == 3
+    assert len(record.losses) == 2 + 3 + 2
+    changed = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
+    assert changed == [True, True, True, False, False, True], "which steps changed the weights"
+
+
+def test_a_run_that_skips_every_step_ends() -> None:
+    record = measure(replace(CONFIG, precision=Precision.FP16), with_infinite_gradients(lambda step: True))
+    assert record.status is Status.CRASHED
+    assert "GradScaler skipped 24 steps" in record.failure.message
+
+
+def test_without_loss_scaling_nothing_is_skipped() -> None:
+    record = measure(replace(CONFIG, precision=Precision.BF16), with_infinite_gradients(lambda step: step == 3))
+    assert record.skipped_steps == 0
+    assert codes(record) == {WarningCode.NOT_FINITE}
+
+
+# Compilation
+
+
+class Specialised(nn.Module):
+    """Compiled anew whenever `kind` has another value."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.kind, self.last = 0, last
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.kind = min(self.kind + 1, self.last)
+        return self.table(tokens) * self.kind
+
+
+@pytest.fixture
+def compiled_eagerly(monkeypatch: pytest.MonkeyPatch):
+    """torch.compile without its slow last stage: what is compiled, and when, stays the same."""
+    compile_model = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compile_model(model, backend="eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+COMPILED = replace(CONFIG, compile=CompileMode.DEFAULT)
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_the_warm_up_goes_on_while_anything_is_still_compiled() -> None:
+    """Compiled in steps 0 to 4: the warm-up of 2 goes on until a step has compiled nothing."""
+    record = measure(COMPILED, Specialised(last=4))
+    assert len(record.warmup_times_s) == 6
+    assert len(record.measurement(Phase.STEP).times_s) == 3
+    assert not codes(record)
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_a_warm_up_that_is_long_enough_is_not_extended() -> None:
+    assert len(measure(replace(COMPILED, warmup_steps=4), Specialised(last=2)).warmup_times_s) == 4
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_what_is_compiled_while_timing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "MAX_EXTRA_WARMUP_STEPS", 1)
+    record = measure(COMPILED, Specialised(last=5))
+    assert len(record.warmup_times_s) == 3
+    assert codes(record) == {WarningCode.RECOMPILED}
+    assert message(record, WarningCode.RECOMPILED).startswith("torch.compile made 3 graph(s) while timing")
+    assert MAX_EXTRA_WARMUP_STEPS == 20
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_eager_runs_take_no_notice_of_the_compiler() -> None:
+    assert not codes(measure(CONFIG, Specialised(last=9)))
+
+
+def test_a_step_is_compiled_for_real() -> None:
+    """With the C++ compiler, the losses are those of the eager step."""
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
+    twin = copy.deepcopy(model)
+    compiled, eager = measure(replace(COMPILED, seed=7), model), measure(replace(CONFIG, seed=7), twin)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert not codes(compiled)
+
+
+# Tokens from a file
+
+
+def test_reading_batches_is_a_phase_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "x.npy", np.arange(10_000, dtype=np.uint16) % 11)
+    config = replace(CONFIG, tokens=str(tmp_path / "x.npy"))
+    record = measure(config)
+    assert [m.phase for m in record.measurements] == [Phase.DATA, *CONFIG.phases, Phase.STEP]
+    next_batch = FileBatches.__call__
+    monkeypatch.setattr(FileBatches, "__call__", lambda self: (sleep(0.05), next_batch(self))[1])
+    slow = measure(config)
+    assert slow.measurement(Phase.DATA).min_s >= 0.05
+    assert slow.measurement(Phase.FORWARD).min_s < 0.05
+    assert slow.losses == record.losses
+
+
+def test_a_token_outside_the_vocabulary_ends_the_run_with_a_word_on_why(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.full(100, 11, dtype=np.uint16))
+    record = measure(replace(CONFIG, tokens=str(tmp_path / "x.npy")))
+    assert record.status is Status.CRASHED
+    assert record.failure.message.startswith(f"ValueError: {tmp_path / 'x.npy'}: tokens must be from 0 to")
+    assert record.failure.where == "warm-up step 0"
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("step", "where"), [(0, "warm-up step 0"), (1, "warm-up step 1"), (2, "measured step 0"), (4, "measured step 2")]
+)
+def test_an_exception_of_the_model_is_a_crash_with_its_place(step: int, where: str, tmp_path: Path) -> None:
+    def explode(now: int) -> None:
+        if now == step:
+            raise RuntimeError("boom\nmore")
+
+    record = measure(CONFIG, Table(explode))
+    assert record.status is Status.CRASHED
+    assert record.failure.message == "RuntimeError: boom"
+    assert record.failure.where == where
+    assert record.failure.requested_bytes is None
+    assert "in explode" in record.failure.traceback
+    assert "more" in record.failure.traceback
+    assert record.measurements == ()
+    assert len(record.losses) == step
+    assert len(record.warmup_times_s) == min(step, 2)
+    assert record.environment is not None
+    assert record.num_parameters == 121
+    assert read_record(write_record(record, tmp_path)) == record
+
+
+def test_running_out_of_memory_is_a_result_that_says_how_much_was_asked_for() -> None:
+    record = measure(CONFIG, Table(lambda step: torch.empty(2**50, dtype=torch.uint8) if step == 3 else None))
+    assert record.status is Status.OOM
+    assert record.failure.requested_bytes == 2**50
+    assert record.failure.where == "measured step 1"
+    assert "allocate memory" in record.failure.message
+    assert record.measurements == ()
+
+
+def test_python_s_own_lack_of_memory_is_one_too() -> None:
+    record = measure(CONFIG, Table(lambda step: bytearray(2**60)))
+    assert record.status is Status.OOM
+    assert record.failure.message == "MemoryError"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "nul \0", "bytes \udcff of a file name", "x" * 10**6, "\x1b[2J"])
+def test_any_message_makes_a_record_that_can_be_kept(text: str, tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        raise KeyError(text) if step % 2 else OSError(text)
+
+    record = measure(CONFIG, Table(fail))
+    assert record.status is Status.CRASHED
+    assert "\n" not in record.failure.message
+    assert read_record(write_record(record, tmp_path)).failure.message.startswith("OSError: ")
+
+
+def test_a_model_that_ends_the_process_does_not_end_it() -> None:
+    record = measure(replace(CONFIG, model_factory="tests.own_models:ends_the_process"))
+    assert record.status is Status.CRASHED
+    assert "status 0" in record.failure.message
+    assert record.failure.where == "set-up"
+
+
+def test_an_interrupt_is_no_failure_of_the_run() -> None:
+    def interrupt(step: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(CONFIG, Table(interrupt))
+    assert gc.isenabled()
+
+
+CUDA_OOM = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is free."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "asked"),
+    [
+        (torch.OutOfMemoryError(CUDA_OOM), Status.OOM, 1.5 * 2**30),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), Status.OOM, 20 * 2**20),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 bytes."), Status.OOM, 512),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), Status.OOM, None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Status.OOM, None),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), Status.OOM, None),
+        (MemoryError(), Status.OOM, None),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
+        (RuntimeError("CUDA error: device-side assert triggered"), Status.CUDA_ERROR, None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), Status.CUDA_ERROR, None),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), Status.CUDA_ERROR, None),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
+        (torch.AcceleratorError("unspecified launch failure"), Status.CUDA_ERROR, None),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), Status.CRASHED, None),
+        (ValueError("out of memory of what I came for"), Status.CRASHED, None),
+    ],
+)
+def test_what_a_run_died_of_is_read_from_its_exception(error: Exception, status: Status, asked: float | None) -> None:
+    assert classify(error) is status
+    assert requested_bytes(str(error)) == asked
+
+
+# A user's own model
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("factory", ["BasicsTransformerLM", "bigram"])
+def test_a_model_of_the_user_s_own_is_measured_like_ours(mode: Mode, factory: str) -> None:
+    record = measure(replace(CONFIG, mode=mode, model_factory=f"tests.own_models:{factory}"))
+    assert not codes(record)
+    assert [m.phase for m in record.measurements] == [*record.config.phases, Phase.STEP]
+    block = 4 * (8 * 8 + 8) + (8 * 12 + 12) + (12 * 8 + 8) + 4 * 8  # attention, two linear layers, two norms; biases
+    assert record.num_parameters == {"bigram": 11 * 11, "BasicsTransformerLM": 2 * 11 * 8 + 2 * block}[factory]
+    if mode is Mode.TRAIN:
+        assert record.losses[-1] < record.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("absent", "has no attribute 'absent'"),
+        ("needs_dropout", "the model factory needs dropout, experts"),
+        ("not_a_module", "must return a torch.nn.Module, got list"),
+        ("one_logit_too_many", "must return logits of shape (3, 8, 11), got (3, 8, 12)"),
+        ("ReturnsATuple", "must return logits of shape (3, 8, 11), got tuple"),
+        ("not_callable", "needed a callable"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_a_crash_that_says_what_was_needed(factory: str, problem: str) -> None:
+    record = measure(replace(CONFIG, model_factory=f"tests.own_models:{factory}"))
+    assert record.status is Status.CRASHED
+    assert record.failure.message.startswith("ValueError: ")
+    assert problem in record.failure.message
+
+
+def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() -> None:
+    record = measure(replace(CONFIG, model_factory="tests.own_models:PrefersTf32"))
+    assert not codes(record)
+    assert PrefersTf32.in_force == {"highest"}
+    assert record.environment.float32_matmul_precision == "highest"
+
+
+def test_gpt2_of_transformers_is_measured() -> None:
+    """Its number of parameters is the formula's for GPT-2, from another hand."""
+    pytest.importorskip("transformers")
+    record = measure(replace(CONFIG, model_factory="tests.own_models:gpt2"))
+    assert not codes(record)
+    block = (3 * 8 * 8 + 3 * 8) + (8 * 8 + 8) + (8 * 12 + 12) + (12 * 8 + 8) + 4 * 8
+    assert record.num_parameters == 11 * 8 + 8 * 8 + 2 * block + 2 * 8
+    assert record.losses[-1] < record.losses[0]
+
+
+@pytest.mark.gpu
+def test_gpt2_of_transformers_and_ours_take_the_same_memory() -> None:
+    pytest.importorskip("transformers")
+    config = RunConfig(size="gpt2", model=replace(SIZES["gpt2"], context_length=256), device=Device.CUDA)
+    ours, theirs = measure(config), measure(replace(config, model_factory="tests.own_models:gpt2"))
+    assert theirs.num_parameters == ours.num_parameters
+    assert theirs.memory.peak_allocated_bytes == pytest.approx(ours.memory.peak_allocated_bytes, rel=0.5)
+    assert theirs.losses[0] == pytest.approx(ours.losses[0], rel=0.05), "both start near a guess"
+
+
+# The GPU's own word
+
+
+GPU = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100", memory_bytes=2**36, driver="580.1")
+
+
+class Monitor:
+    """A GPU on which some others compute and that answers only some questions."""
+
+    others, unsupported = 0, False
+
+    def __init__(self, uuid: str) -> None:
+        assert uuid == GPU.uuid
+
+    def processes(self) -> int:
+        return self.others
+
+    def state(self) -> None:
+        if self.unsupported:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "others", "unsupported", "code"),
+    [
+        ((), 0, False, WarningCode.NO_TELEMETRY),
+        ((GPU,), 0, True, WarningCode.NO_TELEMETRY),
+        ((GPU,), 2, False, WarningCode.GPU_SHARED),
+        ((GPU,), 0, False, None),
+    ],
+)
+def test_a_gpu_that_says_little_is_measured_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...], others: int, unsupported: bool, code: WarningCode | None
+) -> None:
+    monkeypatch.setattr(measurement, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(measurement, "GpuMonitor", Monitor)
+    monkeypatch.setattr(Monitor, "others", others)
+    monkeypatch.setattr(Monitor, "unsupported", unsupported)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    progress = Progress(config=replace(CONFIG, device=Device.CUDA), started_at="", started=0.0)
+    monitor = measurement._find_gpu(progress)
+    assert [warning.code for warning in progress.warnings] == ([code] if code else [])
+    assert (monitor is None) == (code is WarningCode.NO_TELEMETRY)
+    if others:
+        assert "2 other process(es)" in progress.warnings[0].message
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_a_power_reading_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", unsupported)
+    record = measure(replace(CONFIG, device=Device.CUDA))
+    assert WarningCode.NO_TELEMETRY in codes(record)
+    assert record.telemetry is None
+    assert record.memory is not None
+
+
+@pytest.mark.gpu
+def test_what_the_allocator_does_while_timing_is_a_warning() -> None:
+    kept: list[Tensor] = []
+    model = Table(lambda step: kept.append(torch.empty(64 * 2**20, device="cuda")) if step >= 2 else None).cuda()
+    record = measure(replace(CONFIG, device=Device.CUDA), model)
+    assert WarningCode.ALLOCATOR_GREW in codes(record)
+    assert record.memory.segments_allocated == 3
+    assert record.memory.peak_allocated_bytes >= 3 * 256 * 2**20
+    assert len(encode_record(record)) < 20_000
