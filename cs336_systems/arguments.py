@@ -129,7 +129,7 @@ class BenchmarkArguments:
         device = resolve_device(self.step.device)
         return make_config(
             self.model, self.step, device,
-            size=self.size or (GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0],
+            size=(GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0] if self.size is None else self.size,
             context_length=self.context_length,
             mode=self.mode,
             precision=_one_precision(self.precision, self.mixed_precision),
@@ -182,10 +182,7 @@ class SweepArguments:
         for name in ("sizes", "context_lengths", "modes", "precisions", "warmup_steps"):
             if getattr(self, name) == ():
                 raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"--timeout-s must be positive and finite, got {self.timeout_s}")
-        if not 1 <= self.repeats <= 1000:
-            raise ValueError(f"--repeats must be from 1 to 1000, got {self.repeats}")
+        _check_limits(self, least_repeats=1)
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:
@@ -217,6 +214,13 @@ class SweepArguments:
     def directory(self) -> Path:
         """Where this sweep's results go; raise ValueError for a name that is no plain directory name."""
         return self.output / "e2e_benchmark" / (default_name(self) if self.name is None else checked_name(self.name))
+
+
+def _check_limits(arguments: "SweepArguments | CompareArguments", least_repeats: int) -> None:
+    if not 0 < arguments.timeout_s < float("inf"):
+        raise ValueError(f"--timeout-s must be positive and finite, got {arguments.timeout_s}")
+    if not least_repeats <= arguments.repeats <= 1000:
+        raise ValueError(f"--repeats must be from {least_repeats} to 1000, got {arguments.repeats}")
 
 
 def resolve_device(device: DeviceChoice) -> Device:
@@ -371,6 +375,9 @@ class CompareArguments:
     """Measure everything again; earlier records are kept beside."""
     allow_mixed: Switch = False
     """Compare records from different hardware or software."""
+
+    def __post_init__(self) -> None:
+        _check_limits(self, least_repeats=2)  # one process tells nothing of the spread
 
 
 Command = (

@@ -193,12 +193,12 @@ def _compare(arguments: CompareArguments) -> int:
     from cs336_systems.report.terminal import print_table
 
     directory: Path | None = None
-    if Path(arguments.a).exists() and Path(arguments.b).exists():
+    if _exists(arguments.a) and _exists(arguments.b):
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
         _refuse_unlike(sides, arguments.allow_mixed)
     else:
         pair = [
-            _checked(_parse(BenchmarkArguments, "benchmark.py", shlex.split(s)).config)
+            _checked(_parse(BenchmarkArguments, "benchmark.py", _checked(functools.partial(shlex.split, s))).config)
             for s in (arguments.a, arguments.b)
         ]
         # Even repeats are A and odd ones B, so that A can be compared with A.
@@ -224,6 +224,13 @@ def _refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> N
         raise UsageError("the records come from different hardware or software; compare them with --allow-mixed")
     if any(len({record.config.configuration for record in side}) != 1 for side in sides):
         raise UsageError("each side must hold repeats of one configuration; give the paths of its records")
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except OSError:  # flags may be longer than any file name
+        return False
 
 
 def _records_at(path: Path) -> list[RunRecord]:

@@ -185,7 +185,7 @@ class RunConfig:
         if self.compile_blocks and self.compile is CompileMode.NONE:
             raise ValueError("compile_blocks needs a compile mode, got compile none")
         if self.compile_blocks and self.model_factory is not None:
-            raise ValueError("compile_blocks needs this project's model, got model_factory " + self.model_factory)
+            raise ValueError(f"compile_blocks needs this project's model, got model_factory {self.model_factory!r}")
         if self.device is Device.CPU and self.precision is Precision.TF32:
             raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
         if self.tokens is not None and not _is_unicode(self.tokens):

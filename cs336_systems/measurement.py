@@ -42,6 +42,13 @@ MAX_EXTRA_WARMUP_STEPS = 20
 """Steps added to the warm-up while torch.compile still compiles, at most."""
 LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer's state appears at the end of the first step, so the second is the first of the steady state."""
+MAX_MESSAGE_LENGTH = 500
+
+_CUDA_ERROR = r"CUDA error|Triton Error \[CUDA\]|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error"
+_OUT_OF_MEMORY = (
+    r"DefaultCPUAllocator: (can't|not enough)|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"(CUDA error|Triton Error \[CUDA\]): out of memory"
+)
 
 
 @dataclass(slots=True)
@@ -81,6 +88,8 @@ def measure(config: RunConfig, model: nn.Module | None = None) -> RunRecord:
     )
     try:
         return _measure(progress, model)
+    except SystemExit as error:  # of a model's module that parses arguments of its own, say
+        return _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
     except Exception as error:
         return _failed(progress, error)
 
@@ -142,6 +151,7 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
     try:
         monitor = GpuMonitor(progress.gpu.uuid)
         others = monitor.processes() - torch.cuda.is_initialized()
+        monitor.state()  # some GPUs answer to their name and yet have no power reading
     except pynvml.NVMLError as error:
         progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and company are not known")
         return None
@@ -332,19 +342,15 @@ def _failed(progress: Progress, error: Exception) -> RunRecord:
 def classify(error: BaseException) -> Status:
     """What an exception of a run means for its row."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or re.search(
-        r"DefaultCPUAllocator: (can't|not enough)|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory", text
-    ):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or re.search(_OUT_OF_MEMORY, text):
         return Status.OOM
-    if isinstance(error, torch.AcceleratorError) or re.search(
-        r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error", text
-    ):
+    if isinstance(error, torch.AcceleratorError) or re.search(_CUDA_ERROR, text):
         return Status.CUDA_ERROR
     return Status.CRASHED
 
 
 def _failure(progress: Progress, error: Exception, status: Status) -> Failure:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first_line = _storable((str(error).strip().splitlines() or [type(error).__name__])[0])[:MAX_MESSAGE_LENGTH]
     free: int | None = None
     if status is Status.OOM and progress.config.device is Device.CUDA:
         with contextlib.suppress(RuntimeError):
@@ -354,8 +360,13 @@ def _failure(progress: Progress, error: Exception, status: Status) -> Failure:
         where=progress.where,
         requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
         free_bytes=free,
-        traceback="".join(traceback.format_exception(error, limit=-20)),
+        traceback=_storable("".join(traceback.format_exception(error, limit=-20))),
     )
+
+
+def _storable(text: str) -> str:
+    """The text without lone surrogates, which stand for bytes of file names and which no JSON holds."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def requested_bytes(message: str) -> int | None:

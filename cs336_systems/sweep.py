@@ -197,6 +197,7 @@ class _Loop:
     def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
         waiting, free = deque(todo), list(self.gpus)
         working: dict[Worker, Gpu | None] = {}
+        ticked = monotonic()
         try:
             while (waiting or working) and not self.interrupts.count:
                 while waiting and free and not self.interrupts.count:
@@ -205,7 +206,9 @@ class _Loop:
                 for worker in self._ended(list(working)):
                     free.append(working.pop(worker))
                     self.interrupts.workers.remove(worker)
-                self.listener.tick()
+                if monotonic() - ticked >= _TICK_S:  # a worker that prints wakes the loop far more often
+                    ticked = monotonic()
+                    self.listener.tick()
         finally:
             for worker in self.interrupts.workers:
                 worker.kill()

@@ -108,7 +108,7 @@ def test_only_rope_needs_an_even_head() -> None:
         ({"compile_blocks": True}, "compile_blocks needs a compile mode, got compile none"),
         (
             {"compile_blocks": True, "compile": CompileMode.DEFAULT, "model_factory": "a:b"},
-            "compile_blocks needs this project's model, got model_factory a:b",
+            "compile_blocks needs this project's model, got model_factory 'a:b'",
         ),
         ({"precision": Precision.TF32}, "precision tf32 is a mode of NVIDIA GPUs, got device cpu"),
         ({"tokens": "/data/\udcff.npy"}, "tokens"),

@@ -4,7 +4,7 @@ import copy
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +22,15 @@ from cs336_systems.step import TrainingStep, call_factory, check_logits, compile
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more, and lose much of it where other programs are at work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run(config: RunConfig, model: nn.Module | None = None, steps: int = 1) -> tuple[TrainingStep, list[float]]:

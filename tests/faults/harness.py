@@ -31,7 +31,7 @@ class Witness:
     """Remembers what a sweep told it."""
 
     def __init__(self):
-        self.kept, self.todo, self.problems, self.runs = [], [], [], []
+        self.kept, self.todo, self.problems, self.runs, self.ticks = [], [], [], [], 0
 
     def planned(self, kept, todo, problems):
         self.kept, self.todo, self.problems = list(kept), list(todo), list(problems)
@@ -43,7 +43,7 @@ class Witness:
         pass
 
     def tick(self):
-        pass
+        self.ticks += 1
 
 
 def sweep(directory, *configs, timeout_s=PATIENCE_S, witness=None, **options):

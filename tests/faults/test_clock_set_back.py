@@ -52,7 +52,7 @@ def test_a_system_whose_clock_goes_backwards(launch, place):
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     started = time.monotonic()
     preload = {"LD_PRELOAD": str(library)}
-    words = [*command("hangs_where_context_is_8", contexts=(4, 8)), "--timeout-s", "2"]
+    words = [*command("hangs_where_context_is_8", contexts=(4, 8)), "--timeout-s", "1"]
     slow = launch(["env", *(f"{name}={value}" for name, value in preload.items()), *words])
     assert slow.wait() == 1, slow.stderr
     wall_s = time.monotonic() - started

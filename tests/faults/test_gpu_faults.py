@@ -83,11 +83,9 @@ def test_company_on_the_gpu_is_a_warning(place):
 
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_company_that_the_driver_tells_of_is_a_warning(monkeypatch, others):
-    processes = [SimpleNamespace(pid=pid) for pid in range(others)]
+    monitor = SimpleNamespace(processes=lambda: others, state=lambda: None)
     monkeypatch.setattr(measurement, "visible_gpus", lambda: (GPU,))
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: processes)
+    monkeypatch.setattr(measurement, "GpuMonitor", lambda uuid: monitor)
     progress = Progress(config=on_gpu(), started_at="", started=0.0)
     measurement._find_gpu(progress)
     assert [warning.code for warning in progress.warnings] == [WarningCode.GPU_SHARED] * bool(others)

@@ -165,6 +165,12 @@ def test_a_gigabyte_on_standard_error_is_bounded(place):
     assert path_of(record.config, place).stat().st_size < 2 * LOG_TAIL_BYTES
 
 
+def test_a_worker_that_prints_does_not_make_the_terminal_busy(place):
+    witness = Witness()
+    sweep(place, config("hangs_printing"), timeout_s=TIMEOUT_S, witness=witness)
+    assert witness.ticks <= TIMEOUT_S
+
+
 def test_a_model_that_changes_directory(place):
     runs = Path("relative")
     outcome = sweep(runs, config("changes_directory"))

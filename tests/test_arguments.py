@@ -1,0 +1,283 @@
+"""What the flags mean on a machine with a GPU and without, what they cannot mean, and where results go."""
+
+import re
+import shlex
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import tyro
+
+from cs336_systems import arguments
+from cs336_systems.arguments import (
+    MAX_NAME_LENGTH,
+    BenchmarkArguments,
+    CompareArguments,
+    ModelArguments,
+    StepArguments,
+    SweepArguments,
+    checked_name,
+    default_name,
+)
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    OptimizerKind,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.nvml import Gpu
+
+H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: ())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: (H100,))
+
+
+def parse(kind: type, flags: str) -> object:
+    return tyro.cli(kind, args=shlex.split(flags), config=(tyro.conf.EnumChoicesFromValues,))
+
+
+def one(flags: str = "") -> RunConfig:
+    return parse(BenchmarkArguments, flags).config()
+
+
+def grid(flags: str = "") -> list[RunConfig]:
+    return parse(SweepArguments, flags).configs()
+
+
+def name(flags: str = "") -> str:
+    return default_name(parse(SweepArguments, flags))
+
+
+def test_without_flags_a_cpu_trains_tiny() -> None:
+    assert one() == RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=128), device=Device.CPU)
+    assert (one().mode, one().precision, one().batch_size) == (Mode.TRAIN, Precision.FP32, 4)
+    assert (one().warmup_steps, one().measured_steps) == (5, 10)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_flags_a_gpu_trains_small() -> None:
+    assert one() == RunConfig(size="small", model=replace(SIZES["small"], context_length=512), device=Device.CUDA)
+    assert one("--device cpu") == RunConfig(
+        size="tiny", model=replace(SIZES["tiny"], context_length=128), device=Device.CPU
+    )
+    assert one("--device cuda") == one()
+
+
+def test_without_flags_a_cpu_sweeps_tiny() -> None:
+    assert [(c.size, c.model.context_length, c.device) for c in grid()] == [
+        ("tiny", 64, Device.CPU), ("tiny", 128, Device.CPU), ("tiny", 256, Device.CPU),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_flags_a_gpu_sweeps_the_assignment_s_grid() -> None:
+    expected = [(size, length) for size in ("small", "medium", "large", "xl", "2.7B") for length in (128, 256, 512)]
+    assert [(c.size, c.model.context_length) for c in grid()] == expected
+    assert {(c.device, c.mode, c.precision) for c in grid()} == {(Device.CUDA, Mode.TRAIN, Precision.FP32)}
+
+
+def test_a_gpu_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(ValueError, match=r"--device cuda needs an NVIDIA GPU .* found none"):
+        one("--device cuda")
+
+
+EVERY_FLAG = (
+    "--size medium --context-length 100 --mode forward --precision bf16 --warmup-steps 1 --measured-steps 2 "
+    "--vocab-size 99 --d-model 40 --d-ff 41 --num-layers 3 --num-heads 5 --rope-theta 7.5 --attention sdpa "
+    "--sdpa-backend math --batch-size 6 --optimizer fused --compile reduce-overhead --sync-phases --no-ranges "
+    "--tokens t.npy --device cpu --seed 8 --model a.b:c"
+)
+
+
+def test_every_flag_reaches_the_configuration() -> None:
+    config = one(EVERY_FLAG)
+    assert config == RunConfig(
+        size="custom",
+        model=replace(
+            SIZES["medium"], context_length=100, vocab_size=99, d_model=40, d_ff=41, num_layers=3, num_heads=5,
+            rope_theta=7.5, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH,
+        ),
+        batch_size=6, mode=Mode.FORWARD, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+        compile=CompileMode.REDUCE_OVERHEAD, device=Device.CPU, warmup_steps=1, measured_steps=2, seed=8,
+        sync_phases=True, ranges=False, tokens="t.npy", model_factory="a.b:c",
+    )  # fmt: skip
+    assert one("--compile default --compile-blocks").compile_blocks
+    unlike = {f.name for f in fields(RunConfig) if getattr(config, f.name) != getattr(one(), f.name)}
+    assert unlike == {f.name for f in fields(RunConfig)} - {"device", "compile_blocks", "repeat"}
+
+
+def test_a_preset_s_other_vocabulary_is_still_the_preset_and_another_shape_is_not() -> None:
+    assert one("--size small --vocab-size 50257 --rope-theta 5e5 --attention sdpa").size == "small"
+    for flag in ("--d-model 1536", "--d-ff 2048", "--num-layers 6", "--num-heads 6"):
+        assert one(f"--size small {flag}").size == "custom"
+    assert one("--size small --d-model 768 --num-layers 12").size == "small", "said again, it is the same"
+
+
+@pytest.mark.parametrize("with_gpu", [False, True])
+def test_gpt2_has_its_own_context_unless_another_is_asked_for(with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: (H100,) if with_gpu else ())
+    assert one("--size gpt2").model == SIZES["gpt2"]
+    assert one("--size gpt2").model.context_length == 1024
+    assert one("--size gpt2 --context-length 64").model.context_length == 64
+    assert one("--size small").model.context_length == (512 if with_gpu else 128)
+
+
+def test_mixed_precision_is_bf16() -> None:
+    assert one("--mixed-precision") == one("--precision bf16")
+    assert one("--mixed-precision --precision bf16").precision is Precision.BF16
+    assert grid("--mixed-precision") == grid("--precisions bf16")
+    for flags in ("--mixed-precision --precision fp16", "--mixed-precision --precision tf32"):
+        with pytest.raises(
+            ValueError, match=r"--mixed-precision means bf16, but the precision asked for is (fp16|tf32)"
+        ):
+            one(flags)
+    with pytest.raises(ValueError, match="the precision asked for is fp16"):
+        grid("--mixed-precision --precisions fp32 fp16")
+
+
+@pytest.mark.parametrize(
+    ("size", "close"), [("smal", "small"), ("Small", "small"), ("gpt-2", "gpt2"), ("2.7b", "2.7B")]
+)
+def test_an_unknown_size_is_met_with_the_nearest_one(size: str, close: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"unknown size '{size}'; did you mean {close}\? Sizes: tiny, small, .*gpt2-xl"
+    ):
+        one(f"--size {size}")
+
+
+def test_a_size_like_no_other_gets_the_list() -> None:
+    with pytest.raises(ValueError, match=r"^unknown size '\.\./\.\./x'\W+Sizes: tiny, ") as caught:
+        grid("--sizes tiny ../../x")
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_grid_is_every_combination_once_sizes_first() -> None:
+    configs = grid("--sizes small medium --context-lengths 16 32 --modes forward train --precisions fp32 bf16 "
+                   "--warmup-steps 0 5")  # fmt: skip
+    seen = [(c.size, c.model.context_length, c.mode.value, c.precision.value, c.warmup_steps) for c in configs]
+    by_hand = [
+        (size, length, mode, precision, warmup)
+        for size in ("small", "medium") for length in (16, 32) for mode in ("forward", "train")
+        for precision in ("fp32", "bf16") for warmup in (0, 5)
+    ]  # fmt: skip
+    assert seen == by_hand
+
+
+def test_what_is_asked_for_twice_runs_once() -> None:
+    flags = "--sizes tiny tiny --context-lengths 64 64 --modes train train --precisions bf16 bf16 --warmup-steps 5 5"
+    assert grid(flags) == grid("--sizes tiny --context-lengths 64 --precisions bf16")
+    assert len(grid("--mixed-precision --precisions fp32 bf16 --context-lengths 64")) == 1
+    same_shape = "--d-model 8 --d-ff 8 --num-layers 1 --num-heads 1 --context-lengths 64"
+    assert len(grid(f"--sizes small medium {same_shape}")) == 1, "two presets, made into one shape"
+    assert len(grid("--sizes small medium --d-model 960 --num-heads 4 --context-lengths 64")) == 2
+
+
+def test_repeats_go_forth_and_back() -> None:
+    configs = grid("--context-lengths 8 16 --repeats 3")
+    order = [(c.model.context_length, c.repeat) for c in configs]
+    assert order == [(8, 0), (16, 0), (16, 1), (8, 1), (8, 2), (16, 2)]
+    assert len({c.key for c in configs}) == 6
+
+
+@pytest.mark.parametrize("flag", ["--sizes", "--context-lengths", "--modes", "--precisions", "--warmup-steps"])
+def test_an_axis_needs_a_value(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        grid(flag)
+    assert caught.value.code == 2
+    assert f"{flag} needs at least one value" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("kind", [SweepArguments, CompareArguments])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_is_a_time(kind: type, value: float) -> None:
+    sides = {"a": "", "b": ""} if kind is CompareArguments else {}
+    with pytest.raises(ValueError, match=f"--timeout-s must be positive and finite, got {value}"):
+        kind(timeout_s=value, **sides)
+
+
+@pytest.mark.parametrize(("kind", "bad"), [(SweepArguments, (0, -1, 10**18)), (CompareArguments, (1, 0, -1, 10**18))])
+def test_repeats_are_a_number_of_processes(kind: type, bad: tuple[int, ...]) -> None:
+    sides = {"a": "", "b": ""} if kind is CompareArguments else {}
+    least = 2 if sides else 1
+    for repeats in bad:
+        with pytest.raises(ValueError, match=f"--repeats must be from {least} to 1000, got {repeats}"):
+            kind(repeats=repeats, **sides)
+    assert kind(repeats=1000, **sides).repeats == 1000
+    assert kind(repeats=least, **sides).repeats == least
+
+
+# Names
+
+
+PLAIN = ["x", "X-1", "_", "run_2.0+a", "0", "a..b", "x" * MAX_NAME_LENGTH]
+HOSTILE = [
+    "", ".", "..", "../x", "../../x", "/etc/x", "a/b", "a\\b", "-rf", "--fresh", ".hidden", "~", "~root", "a b", " a",
+    "a\n", "a\0b", "a;b", "$(id)", "`id`", "a|b", "a*", "C:", "a:b", "x" * 101, "x" * 300, "é", "a\u202eb", "\udcff",
+    "<b>", "%2e",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_a_plain_name_is_a_directory_below_the_output(text: str) -> None:
+    sweep = SweepArguments(name=text, output=Path("out"))
+    assert checked_name(text) == text
+    assert sweep.directory() == Path("out/e2e_benchmark") / text
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_name_that_is_not_plain_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^--name must be 1 to 100 letters, digits, .*; got '") as caught:
+        SweepArguments(name=text).directory()
+    assert "\n" not in str(caught.value)
+    assert "\0" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_default_name_says_mode_precision_what_differs_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert name() == "train_fp32_cpu"
+    assert name("--modes forward train --precisions fp32 bf16") == "forward-train_fp32-bf16_cpu"
+    assert name("--mixed-precision") == "train_bf16_cpu"
+    assert name("--sizes small medium --repeats 3") == "train_fp32_sizes-small-medium_repeats-3_cpu"
+    assert name("--attention sdpa --no-ranges --d-ff 64") == "train_fp32_d-ff-64_attention-sdpa_ranges-False_cpu"
+    assert name("--output elsewhere --fresh --timeout-s 5 --allow-mixed --dry-run --device cpu") == "train_fp32_cpu"
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: (H100,))
+    assert name() == "train_fp32_NVIDIA-H100-80GB-HBM3"
+    assert name("--device cpu") == "train_fp32_cpu"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--tokens ../../x/y.npy", "--tokens '/a b/\n.npy'", "--model a.b:c", "--rope-theta 1e-7", "--tokens=-rf",
+     "--context-lengths " + " ".join(map(str, range(1, 200))), "--tokens /" + "x" * 500],
+)  # fmt: skip
+def test_a_default_name_is_always_a_plain_one(flags: str) -> None:
+    assert checked_name(name(flags)) == name(flags)
+
+
+def test_long_default_names_differ_where_the_flags_do() -> None:
+    long = [name(f"--tokens {'x' * 200}{end}") for end in "ab"]
+    assert long[0] != long[1]
+    assert all(len(each) == MAX_NAME_LENGTH for each in long)
+    assert long[0].startswith("train_fp32_tokens-xxx")
+    assert re.search(r"_[0-9a-f]{8}$", long[0])
+
+
+def test_no_two_flags_share_a_name() -> None:
+    """Groups are flat, so that their fields meet."""
+    own = [{f.name for f in fields(kind)} for kind in (BenchmarkArguments, SweepArguments)]
+    groups = {f.name for f in fields(ModelArguments)} | {f.name for f in fields(StepArguments)}
+    assert not {f.name for f in fields(ModelArguments)} & {f.name for f in fields(StepArguments)}
+    assert all(groups & names == {"model"} for names in own), "model is the group there, and a flag within it"

@@ -1,0 +1,427 @@
+"""Hostile and mistaken command lines end at once, in one clear line; the others do what they say and no more."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from cs336_systems import cli
+from cs336_systems.config import SIZES, RunConfig
+from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
+
+ROOT = Path(__file__).parents[1]
+SMALL = [
+    "--device", "cpu", "--vocab-size", "11", "--d-model", "8", "--d-ff", "12", "--num-layers", "1", "--num-heads", "2",
+    "--batch-size", "1", "--measured-steps", "2",
+]  # fmt: skip
+ONE = [*SMALL, "--context-length", "8", "--warmup-steps", "2"]
+GRID = [*SMALL, "--context-lengths", "8", "--warmup-steps", "2"]
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands run, so that whatever they make is seen."""
+    directory = tmp_path / "here"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return directory
+
+
+def status_of(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """What a shell would see: the parser exits by itself."""
+    try:
+        return command(argv)
+    except SystemExit as error:
+        return int(str(error.code))
+
+
+def run(*arguments: object, timeout: float = 100, **options: object) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=timeout, **options)
+
+
+# What cannot be meant
+
+
+INTEGERS = (
+    "--batch-size", "--measured-steps", "--vocab-size", "--d-model", "--d-ff", "--num-layers", "--num-heads", "--seed",
+)  # fmt: skip
+MEANT = {("--seed", "0"), ("--seed", str(10**18)), ("--warmup-steps", "0")}
+BAD_BENCHMARK = [
+    [flag, value] for flag in (*INTEGERS, "--context-length", "--warmup-steps") for value in ("0", "-1", str(10**18))
+    if (flag, value) not in MEANT
+] + [
+    ["--seed", str(2**63)],
+    ["--size", "../../x"],
+    ["--size", ""],
+    ["--size", "tiny\n\x1b[2J"],
+    ["--num-heads", "3"],
+    ["--size", "small", "--d-model", "12"],
+    ["--rope-theta", "nan"],
+    ["--rope-theta", "-inf"],
+    ["--sdpa-backend", "flash"],
+    ["--compile-blocks"],
+    ["--compile", "default", "--compile-blocks", "--model", "a:b\n"],
+    ["--precision", "tf32", "--device", "cpu"],
+    ["--mixed-precision", "--precision", "fp16"],
+    ["--model", "os.system('true')"],
+    ["--model", "../x:y"],
+    ["--tokens", "caf\udce9.npy"],
+]  # fmt: skip
+BAD_NAMES = ["../../x", "/tmp/x", "x" * 300, "nul\0", "-rf", "", ".", "..", "a/b", "a b", "a\n", "caf\udce9"]
+BAD_SWEEP = [
+    [flag, value] for flag in (*INTEGERS, "--context-lengths", "--warmup-steps", "--repeats")
+    for value in ("0", "-1", str(10**18)) if (flag, value) not in MEANT
+] + [
+    *(["--name=" + name] for name in BAD_NAMES),
+    ["--sizes", "tiny", "smal"],
+    ["--context-lengths", "64", "0"],
+    ["--modes", "train", "--precisions", "tf32", "--device", "cpu"],
+    ["--mixed-precision", "--precisions", "fp16"],
+    ["--timeout-s", "0"],
+    ["--timeout-s", "nan"],
+    ["--sizes"],
+]  # fmt: skip
+BAD_COMPARE = [
+    ["compare", "--size 'tiny", "--size tiny"],
+    ["compare", "--size tiny", "--size ../../x"],
+    ["compare", "--size tiny", "--d-model 0"],
+    ["compare", "--size tiny", "--batch-size " + str(10**18)],
+    ["compare", "--size tiny", "--no-such-flag 1"],
+    ["compare", "--size tiny", "not/a/path"],
+    ["compare", "--size tiny " * 100, "--size ../../x"],
+    ["compare", "--size tiny", "--size tiny", "--repeats", "0"],
+    ["compare", "--size tiny", "--size tiny", "--repeats", "1"],
+    ["compare", "--size tiny", "--size tiny", "--repeats", str(10**18)],
+    ["compare", "--size tiny", "--size tiny", "--timeout-s", "-1"],
+    *(["compare", "--size tiny", "--size tiny", "--name=" + name] for name in BAD_NAMES),
+]
+BAD_REPORT = [
+    ["report"],
+    ["report", "nothing here"],
+    ["report", "nul\0"],
+    ["report", ".", ".."],
+    ["no-such-command"],
+    [],
+]
+BAD_SYNTAX = [
+    ["--batch-size", "abc"], ["--batch-size", "1.5"], ["--batch-size", "1e3"], ["--batch-size", "9" * 5000],
+    ["--batch-size"], ["--mode", "sideways"], ["--precision", "fp64"], ["--no-such-flag"], ["--siz", "tiny"], ["tiny"],
+    ["--rope-theta", "pi"],
+]  # fmt: skip
+
+
+def refused(
+    command: Callable[[Sequence[str]], int], argv: Sequence[str], capsys: pytest.CaptureFixture[str], here: Path
+) -> str:
+    """What was said to `argv`, after making sure that nothing else was done."""
+    assert status_of(command, argv) == 2, argv
+    said = capsys.readouterr()
+    assert said.out == "", argv
+    assert said.err.strip(), argv
+    assert "Traceback" not in said.err, argv
+    assert not list(here.iterdir()), argv
+    return said.err
+
+
+@pytest.mark.parametrize("argv", BAD_BENCHMARK, ids=repr)
+def test_a_benchmark_that_cannot_be_is_refused_in_one_line(
+    argv: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    line = refused(cli.benchmark, argv, capsys, empty_directory)
+    assert re.fullmatch(r"error: [^\n\x1b]{10,300}\n", line), line
+
+
+@pytest.mark.parametrize("argv", BAD_SWEEP, ids=repr)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry-run"])
+def test_a_sweep_that_cannot_be_is_refused(
+    argv: list[str], dry: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    text = refused(cli.sweep, [*argv, *dry], capsys, empty_directory)
+    by_parser = argv[0] in ("--sizes", "--repeats", "--timeout-s") and "smal" not in argv
+    if not by_parser:  # which draws a box around one line
+        assert re.fullmatch(r"error: [^\n\x1b\0]{10,300}\n", text), text
+
+
+@pytest.mark.parametrize("argv", BAD_COMPARE + BAD_REPORT, ids=lambda argv: repr(argv)[:60])
+def test_a_comparison_or_report_that_cannot_be_is_refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    refused(cli.main, argv, capsys, empty_directory)
+
+
+@pytest.mark.parametrize("argv", BAD_SYNTAX, ids=lambda argv: repr(argv)[:60])
+def test_what_does_not_parse_is_refused_by_name(
+    argv: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    text = " ".join(refused(cli.benchmark, argv, capsys, empty_directory).split())
+    assert argv[0] in text
+
+
+def test_an_unknown_size_is_met_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(cli.benchmark, ["--size", "smal"]) == 2
+    assert "did you mean small?" in capsys.readouterr().err
+
+
+def test_wrong_values_are_refused_before_torch_is_imported_or_a_process_started(empty_directory: Path) -> None:
+    """All of them in one fresh process, by the time the shell prompt should be back."""
+    lines = [["benchmark", argv] for argv in BAD_BENCHMARK + BAD_SYNTAX]
+    lines += [["sweep", argv] for argv in BAD_SWEEP] + [["main", argv] for argv in BAD_COMPARE + BAD_REPORT]
+    code = """
+import json, sys
+from cs336_systems import cli
+for command, argv in json.load(sys.stdin):
+    try:
+        status = getattr(cli, command)(argv)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2, (command, argv)
+assert "torch" not in sys.modules
+import psutil
+assert not psutil.Process().children()
+"""
+    done = run("-c", code, input=json.dumps(lines))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not list(empty_directory.iterdir())
+
+
+@pytest.mark.parametrize("command", [cli.benchmark, cli.sweep, cli.precision, cli.main])
+def test_help_is_for_people(command: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(command, ["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: ")
+    assert "None" not in text
+    assert "cs336_systems" not in text
+
+
+# Dry runs
+
+
+def test_a_dry_run_says_what_would_run_and_does_nothing(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    flags = ["--sizes", "tiny", "small", "--context-lengths", "64", "128", "--device", "cpu", "--dry-run"]
+    assert cli.sweep(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("tiny_ctx64_b4_train_fp32_")
+    assert lines[0].endswith(": tiny ctx 64 train fp32, 5 + 10 steps")
+    assert lines[4] == "4 runs into data/e2e_benchmark/train_fp32_sizes-tiny-small_context-lengths-64-128_cpu"
+    assert not list(empty_directory.iterdir())
+
+
+@pytest.mark.parametrize("value", ["0", str(10**18)])
+def test_any_seed_is_meant(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.sweep(["--seed", value, "--device", "cpu", "--dry-run"]) == 0
+    assert "3 runs into" in capsys.readouterr().out
+
+
+# One run
+
+
+def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    assert cli.benchmark([*ONE, "--json"]) == 0
+    text = capsys.readouterr().out
+    record = msgspec.json.decode(text, type=RunRecord)
+    assert record.status is Status.OK
+    [path] = empty_directory.rglob("*.json")
+    assert path == empty_directory / "data/e2e_benchmark/single/runs" / f"{record.key}.json"
+    assert path.read_text() == text
+
+
+def test_without_json_a_table_says_where_the_record_is(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    assert cli.benchmark([*ONE, "--output", "elsewhere"]) == 0
+    [path] = empty_directory.rglob("*.json")
+    data = json.loads(path.read_text())
+    [step] = [m["times_s"] for m in data["measurements"] if m["phase"] == "step"]
+    text = capsys.readouterr().out
+    assert f"record: {path.relative_to(empty_directory)}" in text
+    assert f"{np.mean(step) * 1e3:.3g}"[:3] in text
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("factory", "status", "record_status"),
+    [("bigram", 0, "ok"), ("out_of_memory", 0, "oom"), ("not_a_module", 1, "crashed"),
+     ("ends_the_process", 1, "crashed"), ("interrupted", 130, None)],
+)  # fmt: skip
+def test_the_exit_status_says_how_it_ended(
+    factory: str, status: int, record_status: str | None, empty_directory: Path
+) -> None:
+    assert cli.benchmark([*ONE, "--model", f"tests.own_models:{factory}"]) == status
+    statuses = [json.loads(path.read_text())["status"] for path in empty_directory.rglob("*.json")]
+    assert statuses == ([record_status] if record_status else [])
+
+
+def test_a_directory_that_cannot_be_written_is_said_at_once(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    (empty_directory / "file").touch()
+    for command, flags in (
+        (cli.benchmark, ONE),
+        (cli.sweep, GRID),
+        (cli.main, ["compare", "--size tiny", "--size tiny"]),
+    ):
+        assert command([*flags, "--output", "file"]) == 1
+        said = capsys.readouterr()
+        assert re.fullmatch(
+            r"error: file/e2e_benchmark/.*cannot write there .*choose another --output", said.err.strip()
+        )
+        assert said.out == ""
+    assert [path.name for path in empty_directory.rglob("*")] == ["file"]
+
+
+# Finished records
+
+
+IDENTITY = Identity(device_name="a CPU", driver=None, torch="2.13.0", code="0123456789abcdef")
+ENVIRONMENT = Environment(
+    identity=IDENTITY, python="3.11", platform="Linux", host="h", cpu="a CPU", cpu_count=2, torch_threads=1,
+    float32_matmul_precision="highest", package_version="0",
+)  # fmt: skip
+
+
+def record(step_s: float, repeat: int = 0, **changes: object) -> RunRecord:
+    config = RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=128), repeat=repeat, **changes)
+    return RunRecord(
+        config=config, status=Status.OK, started_at="2026-01-01T00:00:00+00:00", environment=ENVIRONMENT,
+        measurements=(Measurement(config.phases[0], (step_s / 2,) * 3), Measurement("step", (step_s,) * 3)),
+        losses=(9.0,), num_parameters=1, durations=Durations(setup_s=0, warmup_s=0, measured_s=1, total_s=1),
+    )  # fmt: skip
+
+
+def directory_of(path: Path, records: Sequence[RunRecord]) -> Path:
+    (path / "runs").mkdir(parents=True)
+    for each in records:
+        write_record(each, path / "runs")
+    return path
+
+
+def test_a_report_needs_no_torch_and_imports_no_model_that_a_record_names(empty_directory: Path) -> None:
+    (empty_directory / "trap.py").write_text("open('sprung', 'w')\ndef model(vocab_size): pass\n")
+    failed = replace(
+        record(1.0, seed=1), status=Status.OOM, measurements=(), failure=Failure(message="no memory", where="step 1")
+    )
+    sweep = directory_of(
+        empty_directory / "sweep",
+        [record(0.125), replace(failed, environment=None), record(0.5, model_factory="trap:model")],
+    )
+    (sweep / "runs" / "broken.json").write_text("{")
+    code = """
+import sys
+class WithoutTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError(name)
+sys.meta_path.insert(0, WithoutTorch())
+from cs336_systems.cli import main
+sys.exit(main())
+"""
+    done = run("-c", code, "report", "sweep")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"warning: sweep/runs/broken\.json: not a record of a run: .*\n", done.stderr)
+    with (sweep / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    means = sorted((row["status"], row["step_mean_ms"] and float(row["step_mean_ms"])) for row in rows)
+    assert means == [("ok", 125), ("ok", 500), ("oom", "")]
+    assert {path.suffix for path in sweep.glob("results.*")} == {".csv", ".md", ".tex", ".typ"}
+    assert not (empty_directory / "sprung").exists()
+    assert (sweep / "runs" / "broken.json").read_text() == "{", "a report leaves the records alone"
+
+
+def compare(*argv: object) -> int:
+    return cli.main(["compare", *map(str, argv)])
+
+
+def test_two_directories_of_records_are_compared(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    fast = directory_of(empty_directory / "fast", [record(0.100 + i / 1e4, i) for i in range(5)])
+    slow = directory_of(empty_directory / "slow", [record(0.200 + i / 1e4, i) for i in range(5)])
+    before = sorted(empty_directory.rglob("*"))
+    for a, b, verdict in (
+        (fast, slow, "B is slower than A"),
+        (slow, fast, "B is faster than A"),
+        (fast, fast, "Cannot tell"),
+    ):
+        assert compare(a, b) == 0
+        assert verdict in " ".join(capsys.readouterr().out.split())
+    assert compare(fast / "runs", slow) == 0
+    assert sorted(empty_directory.rglob("*")) == before, "nothing is written"
+
+
+def test_two_single_records_are_too_few_to_tell(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    paths = [write_record(record(step_s, i), empty_directory) for i, step_s in enumerate((0.1, 0.2))]
+    assert compare(*paths) == 2
+    assert re.fullmatch(r"error: .*at least 2 process means of A, got 1: run more repeats.*\n", capsys.readouterr().err)
+
+
+def test_unlike_records_are_not_compared_unless_told(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    other = replace(ENVIRONMENT, identity=replace(IDENTITY, torch="2.12.0"))
+    a = directory_of(empty_directory / "a", [record(0.1, i) for i in range(2)])
+    b = directory_of(empty_directory / "b", [replace(record(0.1, i), environment=other) for i in range(2)])
+    assert compare(a, b) == 2
+    assert "--allow-mixed" in capsys.readouterr().err
+    assert compare(a, b, "--allow-mixed") == 0
+    mixed = directory_of(empty_directory / "mixed", [record(0.1, 0), record(0.1, 0, seed=1)])
+    assert compare(a, mixed, "--allow-mixed") == 2
+    assert "repeats of one configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "\0", "null"])
+def test_a_broken_record_is_no_side(capsys: pytest.CaptureFixture[str], empty_directory: Path, content: str) -> None:
+    (empty_directory / "x.json").write_text(content)
+    assert compare("x.json", "x.json") == 1
+    assert re.fullmatch(r"error: x\.json: not a record of a run: [^\n]*\n", capsys.readouterr().err)
+
+
+# Real processes
+
+
+def test_a_against_a_runs_every_process_and_writes_the_verdict(empty_directory: Path) -> None:
+    """What the verdict is depends on the machine; that it stands on four processes of one configuration does not."""
+    code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
+    flags = " ".join(ONE)
+    done = run("-c", code, "compare", flags, flags, "--repeats", "2")
+    assert done.returncode == 0, done.stderr
+    base = empty_directory / "data/e2e_benchmark/compare"
+    records = [json.loads(path.read_text()) for path in sorted((base / "runs").iterdir())]
+    assert sorted(r["config"]["repeat"] for r in records) == [0, 1, 2, 3]
+    assert len({json.dumps(r["config"] | {"repeat": 0}) for r in records}) == 1
+    by_start = {r["config"]["repeat"]: r for r in records}
+    step_ms = {
+        repeat: 1e3 * np.mean(next(m["times_s"] for m in r["measurements"] if m["phase"] == "step"))
+        for repeat, r in by_start.items()
+    }
+    text = (base / "comparison.md").read_text()
+    for side in (0, 1):
+        assert f"{step_ms[side]:.3f}, {step_ms[side + 2]:.3f}" in text, "even repeats are A, odd ones B"
+    assert re.search(r"(B is (faster|slower) than A|Cannot tell B from A).*2 and 2 processes", text)
+    assert "A against B" in done.stdout
+
+
+def test_a_sweep_measures_what_its_dry_run_promised(empty_directory: Path) -> None:
+    flags = [*GRID, "--modes", "train", "inference", "--name", "mine"]
+    promised = run(ROOT / "benchmark_sweep.py", *flags, "--dry-run").stdout.splitlines()
+    done = run(ROOT / "benchmark_sweep.py", *flags)
+    assert done.returncode == 0, done.stderr
+    base = empty_directory / "data/e2e_benchmark/mine"
+    keys = [line.partition(":")[0] for line in promised[:-1]]
+    assert promised[-1] == "2 runs into data/e2e_benchmark/mine"
+    assert sorted(path.stem for path in (base / "runs").iterdir()) == sorted(keys)
+    with (base / "results.csv").open(newline="") as file:
+        assert sorted(row["mode"] for row in csv.DictReader(file)) == ["inference", "train"]
+    assert json.loads((base / "environment.json").read_text())["identity"]["driver"] is None
+    assert "2 runs in" in done.stdout
