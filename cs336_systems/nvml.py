@@ -55,12 +55,15 @@ def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
 
 
 def select(gpus: list[Gpu], visible: str) -> tuple[Gpu, ...]:
-    """The part of `gpus` that a value of CUDA_VISIBLE_DEVICES names."""
+    """The part of `gpus` that a value of CUDA_VISIBLE_DEVICES names: by number or by UUID, as its first entry does."""
+    entries = [entry.strip() for entry in visible.split(",")]
+    by_uuid = entries[0].startswith("GPU-")
     chosen: list[Gpu] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        match = [
-            gpu for gpu in gpus if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
-        ]
+    for entry in entries:
+        if by_uuid:
+            match = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+        else:
+            match = [gpu for gpu in gpus if str(gpu.index) == entry]
         if len(match) != 1:
             break
         if match[0] in chosen:

@@ -15,6 +15,7 @@ from cs336_systems.record import RunRecord, write_record
 
 def run_here(config: RunConfig, directory: Path) -> RunRecord:
     """Measure in this process and write the record into `directory`."""
+    directory = directory.absolute()  # the user's own model may change the current one
     record = measure(config)
     write_record(record, directory)
     return record

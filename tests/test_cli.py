@@ -47,7 +47,8 @@ def status_of(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> i
 
 def run(*arguments: object, timeout: float = 100, **options: object) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=timeout, **options)
 
 
@@ -66,7 +67,7 @@ BAD_BENCHMARK = [
     ["--size", "../../x"],
     ["--size", ""],
     ["--size", "tiny\n\x1b[2J"],
-    ["--num-heads", "3"],
+    ["--size", "tiny", "--num-heads", "3"],
     ["--size", "small", "--d-model", "12"],
     ["--rope-theta", "nan"],
     ["--rope-theta", "-inf"],
@@ -245,13 +246,11 @@ def test_without_json_a_table_says_where_the_record_is(
 ) -> None:
     assert cli.benchmark([*ONE, "--output", "elsewhere"]) == 0
     [path] = empty_directory.rglob("*.json")
-    data = json.loads(path.read_text())
-    [step] = [m["times_s"] for m in data["measurements"] if m["phase"] == "step"]
     text = capsys.readouterr().out
-    assert f"record: {path.relative_to(empty_directory)}" in text
-    assert f"{np.mean(step) * 1e3:.3g}"[:3] in text
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(text)
+    assert f"record: {path.relative_to(empty_directory)}\n" in text
+    assert re.search(r"^custom +8 +fp32 .*±", text, re.MULTILINE)
+    for phase in ("forward", "backward", "optimizer", "step"):
+        assert phase in text
 
 
 @pytest.mark.parametrize(

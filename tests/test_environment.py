@@ -51,7 +51,8 @@ def test_the_identity_of_a_gpu_run_is_the_gpu_s_and_of_a_cpu_run_the_cpu_s() -> 
     on_gpu, on_cpu = identity(Device.CUDA, GPU), identity(Device.CPU)
     assert (on_gpu.device_name, on_gpu.driver) == ("NVIDIA H100 80GB HBM3", "580.1")
     assert (on_cpu.device_name, on_cpu.driver) == (cpu_name(), None)
-    assert on_gpu.torch == on_cpu.torch == torch.__version__
+    assert on_gpu.torch == on_cpu.torch
+    assert torch.__version__.startswith(on_cpu.torch), "which may add what it was built for"
     assert identity(Device.CPU, GPU) == on_cpu, "a GPU that is there but not used plays no part"
 
 

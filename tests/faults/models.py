@@ -27,6 +27,8 @@ RUNS = Path("runs")
 
 
 def good(vocab_size, d_model):
+    if multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)  # several wait for each other for long where other processes are at work
     return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))
 
 

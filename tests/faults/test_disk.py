@@ -79,8 +79,9 @@ from cs336_systems.record import load_records, read_record, write_record
 path = Path(sys.argv[1])
 record = read_record(path)
 chance = random.Random(0)
-seen = set()
-for life in range(200):
+seen, life = set(), 0
+while life < 200 or len(seen) < 50:
+    life += 1
     writer = os.fork()
     if writer == 0:
         for turn in range(1_000_000):
@@ -92,16 +93,14 @@ for life in range(200):
     assert not problems, problems
     assert [r.config for r in records] == [record.config]
     seen.add(records[0].started_at)
-print(len(seen))
 """
 
 
-def test_death_at_200_random_moments_of_writing(place):
+def test_death_at_random_moments_of_writing(place):
     sweep(place, config())
     script = HAMMER.format(root=str(ROOT))
     done = subprocess.run([sys.executable, "-c", script, path_of(config(), place)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 50  # most lives were long enough to write something
 
 
 def halve(path):
@@ -255,7 +254,11 @@ def test_a_sweep_that_cannot_write_stops(place):
     assert contents(place / "runs") == earlier
 
 
-@pytest.mark.parametrize("make", [lambda path: path.write_text("a file"), lambda path: path.symlink_to("/proc")])
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.write_text("a file"), lambda path: path.symlink_to("/proc")],
+    ids=["a path under a file", "a file system that takes no files"],
+)
 def test_an_output_that_cannot_be_written_is_said_before_the_first_run(launch, place, make):
     make(place / "data")
     started = time.monotonic()
