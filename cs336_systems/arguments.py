@@ -253,6 +253,8 @@ def make_config(
     preset = SIZES[size]
     if context_length is None and preset.arch is Arch.CS336:
         context_length = 512 if device is Device.CUDA else 128
+    if step.tokens is not None and not Path(step.tokens).is_file():
+        raise ValueError(f"--tokens needs a .npy file of uint16 or int32 tokens, and {step.tokens!r} is no file")
     overrides = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "model"}
     shape = replace(
         preset,
@@ -302,8 +304,8 @@ def default_name(sweep: SweepArguments) -> str:
     axes = _differences(sweep, skip=("modes", "precisions", "mixed_precision", "model", "step", "name", "output",
                                      "timeout_s", "fresh", "allow_mixed", "dry_run"))  # fmt: skip
     parts = [
-        "-".join(sweep.modes),
-        "-".join(sweep.chosen_precisions),
+        "-".join(dict.fromkeys(sweep.modes)),
+        "-".join(dict.fromkeys(sweep.chosen_precisions)),
         *(f"{name}-{value}" for name, value in axes),
         *different,
         visible_gpus()[0].name if device is Device.CUDA else "cpu",
@@ -344,7 +346,7 @@ class PrecisionArguments:
 class ReportArguments:
     """Make the tables and plots of finished runs again, from one sweep's directory or several together."""
 
-    directories: tyro.conf.Positional[tuple[Path, ...]]
+    directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR ...]")]
     """Directories of sweeps (each with runs/ in it)."""
     output: Annotated[Path | None, _unset("DIR", "the directory itself, if there is one only")] = None
     """Where to write."""
@@ -356,12 +358,12 @@ class CompareArguments:
 
     A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
     interleaved A B B A, every one a fresh process, and the verdict rests on the means of the processes. Or they
-    are paths of finished records.
+    are directories of finished sweeps.
     """
 
-    a: tyro.conf.Positional[str]
-    """Flags in quotes, or a path: a record, or a directory of records."""
-    b: tyro.conf.Positional[str]
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
+    """Flags in quotes, or the directory of a sweep that holds repeats of one configuration."""
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """What to compare it with."""
     repeats: int = 5
     """Fresh processes of each."""

@@ -4,6 +4,7 @@
 2: wrong usage; 130: interrupted.
 """
 
+import contextlib
 import functools
 import shlex
 import sys
@@ -24,7 +25,7 @@ from cs336_systems.arguments import (
     SweepArguments,
     checked_name,
 )
-from cs336_systems.config import RunConfig
+from cs336_systems.config import Device, RunConfig
 from cs336_systems.locks import LockedError, exclusive, gpu_lock_path
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import RecordError, RunRecord, encode_record, load_records, read_record
@@ -37,9 +38,9 @@ class UsageError(ValueError):
     """The command line asks for something that cannot be."""
 
 
-def _parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None) -> T:
+def _parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
     try:
-        return tyro.cli(kind, prog=prog, args=argv, config=(tyro.conf.EnumChoicesFromValues,))
+        return tyro.cli(kind, prog=prog, args=argv, description=description, config=(tyro.conf.EnumChoicesFromValues,))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -76,10 +77,11 @@ def benchmark(argv: Sequence[str] | None = None) -> int:
     from cs336_systems.worker import run_here
 
     gpu = next(iter(visible_gpus()), None)
-    if config.device == "cuda" and gpu is not None:
-        with exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"):
-            record = run_here(config, runs)
-    else:
+    with contextlib.ExitStack() as stack:
+        if config.device is Device.CUDA and gpu is not None:
+            stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        if arguments.json:  # standard output is for the record, whatever a user's own model prints
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         record = run_here(config, runs)
     if arguments.json:
         sys.stdout.write(encode_record(record).decode())
@@ -120,17 +122,14 @@ def precision(argv: Sequence[str] | None = None) -> int:
     return OK
 
 
+@_exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """The `cs336` command."""
-    return _main(argv)
-
-
-@_exit_status
-def _main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # Flags in quotes are a value, which the parser would take for a flag: a space before them tells the two apart.
     words = [f" {word}" if word.startswith("-") and " " in word else word for word in words]
-    arguments: CompareArguments | ReportArguments = _parse(Command, "cs336", words)  # type: ignore[arg-type]
+    question = "Where do the time and the memory of a Transformer training step go?"
+    arguments: CompareArguments | ReportArguments = _parse(Command, "cs336", words, question)  # type: ignore[arg-type]
     return _report(arguments) if isinstance(arguments, ReportArguments) else _compare(arguments)
 
 

@@ -36,6 +36,12 @@ class BasicsTransformerLM(nn.Module):
         return self.lm_head(self.layers(x, mask=future, is_causal=True))
 
 
+def talkative(vocab_size: int, d_model: int) -> nn.Module:
+    """Prints while it is made."""
+    print("hello from the factory")
+    return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))
+
+
 class _Logits(nn.Module):
     """A model of transformers, less what its output holds besides the logits."""
 

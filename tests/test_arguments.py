@@ -89,6 +89,11 @@ def test_without_flags_a_gpu_sweeps_the_assignment_s_grid() -> None:
     assert {(c.device, c.mode, c.precision) for c in grid()} == {(Device.CUDA, Mode.TRAIN, Precision.FP32)}
 
 
+def test_a_token_file_that_is_not_there_is_said_before_any_run() -> None:
+    with pytest.raises(ValueError, match=r"--tokens needs a .npy file .* 'nowhere.npy' is no file"):
+        one("--tokens nowhere.npy")
+
+
 def test_a_gpu_that_is_not_there_is_said_to_be_missing() -> None:
     with pytest.raises(ValueError, match=r"--device cuda needs an NVIDIA GPU .* found none"):
         one("--device cuda")
@@ -102,7 +107,9 @@ EVERY_FLAG = (
 )
 
 
-def test_every_flag_reaches_the_configuration() -> None:
+def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.npy").touch()
     config = one(EVERY_FLAG)
     assert config == RunConfig(
         size="custom",

@@ -241,6 +241,13 @@ def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str],
     assert path.read_text() == text
 
 
+def test_json_is_alone_though_the_model_prints(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    assert cli.benchmark([*ONE, "--json", "--model", "tests.own_models:talkative"]) == 0
+    printed = capsys.readouterr()
+    assert msgspec.json.decode(printed.out, type=RunRecord).status is Status.OK
+    assert "hello from the factory" in printed.err
+
+
 def test_without_json_a_table_says_where_the_record_is(
     capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:

@@ -29,7 +29,7 @@ LEVELS = (
     ("sweep",),
     ("arguments",),
     ("cli",),
-    ("preload",),
+    ("preload", "__main__"),
 )
 
 NEEDS_TORCH = {

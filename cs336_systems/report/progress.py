@@ -41,7 +41,6 @@ class TerminalListener:
         self._running: dict[str, str] = {}
 
     def __enter__(self) -> "TerminalListener":
-        self._progress.start()
         return self
 
     def __exit__(
@@ -51,6 +50,7 @@ class TerminalListener:
 
     def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
         """Say what is done, what runs and what was set aside."""
+        self._progress.start()
         for problem in problems:
             self.console.print(f"[yellow]set aside[/] {escape(str(problem))}", highlight=False)
         if kept:

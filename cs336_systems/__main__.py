@@ -1,0 +1,8 @@
+"""The `cs336` command where the package is not installed: python -m cs336_systems."""
+
+import sys
+
+from cs336_systems.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
