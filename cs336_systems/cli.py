@@ -50,7 +50,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        from cs336_systems.sweep import SweepError
+        from cs336_systems.store import SweepError
 
         try:
             return main(argv)
@@ -71,7 +71,7 @@ def benchmark(argv: Sequence[str] | None = None) -> int:
     """Measure one configuration in this process: it is fresh already, and nsys sees it."""
     arguments = _parse(BenchmarkArguments, "benchmark.py", argv)
     config = _checked(arguments.config)
-    from cs336_systems.sweep import make_writable
+    from cs336_systems.store import make_writable
 
     runs = make_writable(arguments.output / "e2e_benchmark" / "single" / "runs")
     from cs336_systems.worker import run_here

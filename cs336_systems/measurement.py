@@ -5,8 +5,6 @@ import datetime
 import gc
 import math
 import os
-import re
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from cs336_systems.clock import Clock, StepTimes, make_clock
 from cs336_systems.config import CompileMode, Device, Mode, Phase, RunConfig
 from cs336_systems.environment import environment
+from cs336_systems.failure import classify, describe
 from cs336_systems.model import num_parameters
 from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.precision import apply_math_mode
@@ -26,7 +25,6 @@ from cs336_systems.quality import timing_warnings
 from cs336_systems.ranges import Range
 from cs336_systems.record import (
     Durations,
-    Failure,
     GpuState,
     Measurement,
     Memory,
@@ -42,13 +40,6 @@ MAX_EXTRA_WARMUP_STEPS = 20
 """Steps added to the warm-up while torch.compile still compiles, at most."""
 LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer's state appears at the end of the first step, so the second is the first of the steady state."""
-MAX_MESSAGE_LENGTH = 500
-
-_CUDA_ERROR = r"CUDA error|Triton Error \[CUDA\]|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error"
-_OUT_OF_MEMORY = (
-    r"DefaultCPUAllocator: (can't|not enough)|CUBLAS_STATUS_ALLOC_FAILED|"
-    r"(CUDA error|Triton Error \[CUDA\]): out of memory"
-)
 
 
 @dataclass(slots=True)
@@ -59,6 +50,7 @@ class Progress:
     started_at: str
     started: float
     where: str = "set-up"
+    step: TrainingStep | None = None
     num_parameters: int | None = None
     gpu: Gpu | None = None
     setup_s: float = 0.0
@@ -103,6 +95,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         torch.cuda.reset_peak_memory_stats()
     step, clock = TrainingStep(config, model), make_clock(config)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
+    progress.step = step
     progress.num_parameters = num_parameters(step.model)
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
@@ -323,13 +316,17 @@ def _durations(progress: Progress) -> Durations:
     )
 
 
+def _where(progress: Progress) -> str:
+    return progress.where if progress.step is None else f"{progress.step.phase} of {progress.where}"
+
+
 def _failed(progress: Progress, error: Exception) -> RunRecord:
     status = classify(error)
     record = RunRecord(
         config=progress.config,
         status=status,
         started_at=progress.started_at,
-        failure=_failure(progress, error, status),
+        failure=describe(error, status, _where(progress), progress.config.device),
         warmup_times_s=tuple(times.step_s for times in progress.warmup),
         losses=tuple(progress.losses),
         num_parameters=progress.num_parameters,
@@ -337,40 +334,3 @@ def _failed(progress: Progress, error: Exception) -> RunRecord:
         warnings=tuple(progress.warnings),
     )
     return replace(record, environment=environment(progress.config.device, progress.gpu))
-
-
-def classify(error: BaseException) -> Status:
-    """What an exception of a run means for its row."""
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or re.search(_OUT_OF_MEMORY, text):
-        return Status.OOM
-    if isinstance(error, torch.AcceleratorError) or re.search(_CUDA_ERROR, text):
-        return Status.CUDA_ERROR
-    return Status.CRASHED
-
-
-def _failure(progress: Progress, error: Exception, status: Status) -> Failure:
-    first_line = _storable((str(error).strip().splitlines() or [type(error).__name__])[0])[:MAX_MESSAGE_LENGTH]
-    free: int | None = None
-    if status is Status.OOM and progress.config.device is Device.CUDA:
-        with contextlib.suppress(RuntimeError):
-            free = torch.cuda.mem_get_info()[0]
-    return Failure(
-        message=first_line if status is not Status.CRASHED else f"{type(error).__name__}: {first_line}",
-        where=progress.where,
-        requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
-        free_bytes=free,
-        traceback=_storable("".join(traceback.format_exception(error, limit=-20))),
-    )
-
-
-def _storable(text: str) -> str:
-    """The text without lone surrogates, which stand for bytes of file names and which no JSON holds."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def requested_bytes(message: str) -> int | None:
-    """The size of the allocation that failed, as PyTorch's message rounds it."""
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", message)
-    return round(float(match[1]) * units[match[2]]) if match else None

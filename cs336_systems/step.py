@@ -85,7 +85,8 @@ class TrainingStep:
         self.optimizer = (
             make_optimizer(config.optimizer, self.model.parameters()) if config.mode is Mode.TRAIN else None
         )
-        self.skipped_steps = 0
+        self.phase = Phase.DATA
+        """What the step is at, for whoever has to say where it failed."""
         self._forward = compile_model(self.model, config)
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
 
@@ -95,16 +96,20 @@ class TrainingStep:
         if self.config.compile is CompileMode.REDUCE_OVERHEAD:
             torch.compiler.cudagraph_mark_step_begin()
         with annotate(Range.STEP):
+            self.phase = Phase.DATA
             clock.start()
             batch = self.batches()
             if self.config.tokens is not None:
                 clock.lap(Phase.DATA)
+            self.phase = Phase.FORWARD
             loss = self.forward(batch)
             clock.lap(Phase.FORWARD)
             if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+                self.phase = Phase.BACKWARD
                 self.backward(loss)
                 clock.lap(Phase.BACKWARD)
             if mode is Mode.TRAIN:
+                self.phase = Phase.OPTIMIZER
                 self.update()
                 clock.lap(Phase.OPTIMIZER)
             times = clock.stop()

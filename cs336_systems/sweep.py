@@ -6,30 +6,24 @@ crashed, hung or was killed is, because nothing says that it would again.
 
 import contextlib
 import datetime
-import math
-import os
 import signal
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 from typing import Protocol
-
-import msgspec
 
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.environment import identity
+from cs336_systems.interrupts import Interrupts
 from cs336_systems.isolation import Worker, kill_orphans
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, visible_gpus
-from cs336_systems.process import RECORD_NOT_WRITTEN, STOP_SIGNALS, adopt_orphans, drop_closed_outputs
+from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.record import (
     Failure,
-    Identity,
     RecordError,
     RunRecord,
     RunWarning,
@@ -37,21 +31,20 @@ from cs336_systems.record import (
     WarningCode,
     load_records,
     read_record,
-    write_atomically,
     write_record,
+)
+from cs336_systems.store import (
+    SweepError,
+    make_writable,
+    quarantine,
+    refuse_to_mix,
+    set_aside,
+    sweep_up,
+    write_environment,
 )
 
 _TICK_S = 1.0
 """How often the sweep wakes while nothing happens: seldom, because it shares the host with what it times."""
-
-_ONE_REQUEST_S = 0.3
-"""Signals this close together are one request: `timeout` and a terminal that closes send theirs twice."""
-_PROBE_BYTES = 2**16
-"""Room for a record, so that a full disk is found out too."""
-
-
-class SweepError(RuntimeError):
-    """The sweep cannot start or go on; the message says why and what to do. Finished records are kept."""
 
 
 class Listener(Protocol):
@@ -111,21 +104,21 @@ def run_sweep(
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
-        if fresh:
-            _set_aside(runs)
-        _sweep_up(runs)
-        records, problems = load_records(runs)
-        for problem in problems:
-            _quarantine(problem.path)
         gpus = _gpus(configs)
         for gpu in gpus:
             if gpu is not None:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        if fresh:
+            set_aside(runs)
+        sweep_up(runs)
+        records, problems = load_records(runs)
+        for problem in problems:
+            quarantine(problem.path)
         wanted = {config.key for config in configs}
         kept = [r for r in records if r.key not in wanted or r.status.is_result]
         present = identity(configs[0].device, gpus[0]) if configs else None
         if present and not allow_mixed:
-            _refuse_to_mix(kept, present, directory)
+            refuse_to_mix(kept, present, directory)
         done = {record.key for record in kept}
         todo = [config for config in configs if config.key not in done]
         listener.planned(kept, todo, problems)
@@ -133,7 +126,7 @@ def run_sweep(
         loop = _Loop(runs, listener, gpus, timeout_s, interrupts)
         measured = loop.run(todo)
         every, _ = load_records(runs)
-        _write_environment(every, directory)
+        write_environment(every, directory)
         return Outcome(
             records=tuple(every),
             measured=tuple(measured),
@@ -141,46 +134,6 @@ def run_sweep(
             wall_s=monotonic() - started,
             slots=len(gpus),
         )
-
-
-class Interrupts:
-    """Counts SIGINT, SIGTERM and SIGHUP and wakes the loop; the second ends the process at once.
-
-    A signal that was ignored from the start, as under nohup, still is.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._last = -math.inf
-        self.workers: list[Worker] = []
-        self.wakeup, self._write = os.pipe()
-
-    def __enter__(self) -> "Interrupts":
-        os.set_blocking(self._write, False)
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._handle) for number in heard}
-        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        time.sleep(max(0.0, self._last + _ONE_REQUEST_S - monotonic()))
-        signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.close(self.wakeup)
-        os.close(self._write)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            drop_closed_outputs()
-        if monotonic() - self._last < _ONE_REQUEST_S:
-            return
-        self._last = monotonic()
-        self.count += 1
-        if self.count > 1:
-            for worker in self.workers:
-                worker.kill()
-            os._exit(130)
 
 
 @dataclass(slots=True)
@@ -261,11 +214,11 @@ class _Loop:
                 record = read_record(path)
             except RecordError as error:
                 return self._fail(
-                    worker, Status.INVALID, f"the record was not readable; kept as {_quarantine(path).name}: {error}"
+                    worker, Status.INVALID, f"the record was not readable; kept as {quarantine(path).name}: {error}"
                 )
             if record.config != worker.config:
                 return self._fail(
-                    worker, Status.INVALID, f"the record is of another run; kept as {_quarantine(path).name}"
+                    worker, Status.INVALID, f"the record is of another run; kept as {quarantine(path).name}"
                 )
             return self._with_teardown(record, exit_code, timed_out) if exit_code else record
         if timed_out:
@@ -326,60 +279,3 @@ def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:
     if not any(config.device is Device.CUDA for config in configs):
         return (None,)
     return visible_gpus() or (None,)
-
-
-def make_writable(runs: Path) -> Path:
-    """Make the directory and try it, so that a sweep does not find out after its first run."""
-    probe = runs / f".probe.{os.getpid()}.tmp"
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        write_atomically(probe, bytes(_PROBE_BYTES))
-        probe.unlink()
-    except OSError as error:
-        raise SweepError(f"{runs}: cannot write there ({error.strerror}); choose another --output") from error
-    return runs
-
-
-def _set_aside(runs: Path) -> None:
-    """Move all records to a directory of their own beside, named after the time, and start with none."""
-    if any(runs.iterdir()):
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-        runs.rename(runs.with_name(f"runs-before-{stamp}"))
-        runs.mkdir()
-
-
-def _sweep_up(runs: Path) -> None:
-    """Remove what writers that died left half-written under temporary names."""
-    for leftover in runs.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
-
-
-def _quarantine(path: Path) -> Path:
-    """Rename an unreadable record so that it is out of the way and still there."""
-    number = 0
-    while (target := path.with_name(f"{path.name}.invalid{number or ''}")).exists():
-        number += 1
-    return path.rename(target)
-
-
-def _refuse_to_mix(records: Sequence[RunRecord], present: Identity, directory: Path) -> None:
-    for record in records:
-        if record.environment is None or record.environment.identity == present:
-            continue
-        past = msgspec.to_builtins(record.environment.identity)
-        now = msgspec.to_builtins(present)
-        changed = "; ".join(f"{name} was {past[name]}, is {now[name]}" for name in now if past[name] != now[name])
-        raise SweepError(
-            f"{directory} holds records made under other conditions ({changed}). "
-            "Choose another --name, start over with --fresh (the old records are kept beside), "
-            "or mix them with --allow-mixed"
-        )
-
-
-def _write_environment(records: Sequence[RunRecord], directory: Path) -> None:
-    """environment.json: where the latest record that knows it was measured."""
-    known = [record for record in records if record.environment is not None]
-    if known:
-        latest = max(known, key=lambda record: record.started_at)
-        data = msgspec.json.format(msgspec.json.encode(latest.environment), indent=2) + b"\n"
-        write_atomically(directory / "environment.json", data)

@@ -19,13 +19,14 @@ LEVELS = (
     ("", "analysis", "report"),
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
     ("hardware", "record"),
-    ("accounting", "nvml", "quality", "analysis.*"),
-    ("profiling", "precision", "optimizer", "clock", "data"),
+    ("accounting", "nvml", "quality", "store", "analysis.*"),
+    ("profiling", "precision", "optimizer", "clock", "data", "failure"),
     ("model", "environment"),
     ("step", "precision_study", "report.*"),
     ("measurement", "precision_tables"),
     ("worker",),
     ("isolation",),
+    ("interrupts",),
     ("sweep",),
     ("arguments",),
     ("cli",),
@@ -33,8 +34,8 @@ LEVELS = (
 )
 
 NEEDS_TORCH = {
-    "profiling", "precision", "optimizer", "clock", "data", "model", "step", "measurement", "worker", "preload",
-    "precision_study", "precision_tables",
+    "profiling", "precision", "optimizer", "clock", "data", "failure", "model", "step", "measurement", "worker",
+    "preload", "precision_study", "precision_tables",
 }  # fmt: skip
 
 
@@ -155,5 +156,14 @@ def test_what_is_measured_with_is_part_of_the_identity() -> None:
     reached = {"measurement"}
     while more := set().union(*(imported(name, at_top=False) for name in reached)) - reached:
         reached |= more
-    around = {"", "record", "nvml", "environment", "quality", "statistics", "ranges"}  # they see a step from outside
+    around = {
+        "",
+        "record",
+        "nvml",
+        "environment",
+        "quality",
+        "statistics",
+        "ranges",
+        "failure",
+    }  # they see a step from outside
     assert {f"{name}.py" for name in reached - around} == set(MEASURING_FILES)

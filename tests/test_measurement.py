@@ -16,6 +16,7 @@ import pynvml
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems import measurement
 from cs336_systems.config import (
@@ -30,7 +31,8 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.data import FileBatches
-from cs336_systems.measurement import MAX_EXTRA_WARMUP_STEPS, Progress, classify, measure, requested_bytes
+from cs336_systems.failure import classify, requested_bytes
+from cs336_systems.measurement import MAX_EXTRA_WARMUP_STEPS, Progress, measure
 from cs336_systems.nvml import Gpu
 from cs336_systems.record import RunRecord, Status, WarningCode, encode_record, read_record, write_record
 from tests.own_models import PrefersTf32
@@ -312,7 +314,7 @@ def test_a_token_outside_the_vocabulary_ends_the_run_with_a_word_on_why(tmp_path
     record = measure(replace(CONFIG, tokens=str(tmp_path / "x.npy")))
     assert record.status is Status.CRASHED
     assert record.failure.message.startswith(f"ValueError: {tmp_path / 'x.npy'}: tokens must be from 0 to")
-    assert record.failure.where == "warm-up step 0"
+    assert record.failure.where == "data of warm-up step 0"
 
 
 # Failures
@@ -329,7 +331,7 @@ def test_an_exception_of_the_model_is_a_crash_with_its_place(step: int, where: s
     record = measure(CONFIG, Table(explode))
     assert record.status is Status.CRASHED
     assert record.failure.message == "RuntimeError: boom"
-    assert record.failure.where == where
+    assert record.failure.where == f"forward of {where}"
     assert record.failure.requested_bytes is None
     assert "in explode" in record.failure.traceback
     assert "more" in record.failure.traceback
@@ -345,7 +347,7 @@ def test_running_out_of_memory_is_a_result_that_says_how_much_was_asked_for() ->
     record = measure(CONFIG, Table(lambda step: torch.empty(2**50, dtype=torch.uint8) if step == 3 else None))
     assert record.status is Status.OOM
     assert record.failure.requested_bytes == 2**50
-    assert record.failure.where == "measured step 1"
+    assert record.failure.where == "forward of measured step 1"
     assert "allocate memory" in record.failure.message
     assert record.measurements == ()
 
@@ -543,3 +545,20 @@ def test_what_the_allocator_does_while_timing_is_a_warning() -> None:
     assert record.memory.segments_allocated == 3
     assert record.memory.peak_allocated_bytes >= 3 * 256 * 2**20
     assert len(encode_record(record)) < 20_000
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_the_phase_that_fails_is_named(phase: str) -> None:
+    def boom(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    model = Table(boom if phase == "forward" else lambda step: None)
+    if phase == "backward":
+        model.table.weight.register_hook(boom)
+    hook = register_optimizer_step_pre_hook(lambda *_: boom() if phase == "optimizer" else None)
+    try:
+        record = measure(CONFIG, model)
+    finally:
+        hook.remove()
+    assert record.status is Status.CRASHED
+    assert record.failure.where == f"{phase} of warm-up step 0"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from cs336_systems.record import load_records, read_record, write_record
-from cs336_systems.sweep import SweepError
+from cs336_systems.store import SweepError
 from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, runs, sweep
 
 WRITE = """

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from cs336_systems.record import load_records
-from cs336_systems.sweep import SweepError
+from cs336_systems.store import SweepError
 from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, results, runs, sweep
 
 

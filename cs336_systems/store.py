@@ -1,0 +1,75 @@
+"""The directory of a sweep's results: tried, tidied, and kept from mixing what cannot be compared."""
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from cs336_systems.record import Identity, RunRecord, write_atomically
+
+_PROBE_BYTES = 2**16
+"""Room for a record, so that a full disk is found out too."""
+
+
+class SweepError(RuntimeError):
+    """The sweep cannot start or go on; the message says why and what to do. Finished records are kept."""
+
+
+def make_writable(runs: Path) -> Path:
+    """Make the directory and try it, so that a sweep does not find out after its first run."""
+    probe = runs / f".probe.{os.getpid()}.tmp"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        write_atomically(probe, bytes(_PROBE_BYTES))
+        probe.unlink()
+    except OSError as error:
+        raise SweepError(f"{runs}: cannot write there ({error.strerror}); choose another --output") from error
+    return runs
+
+
+def set_aside(runs: Path) -> None:
+    """Move all records to a directory of their own beside, named after the time, and start with none."""
+    if any(runs.iterdir()):
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        runs.rename(runs.with_name(f"runs-before-{stamp}"))
+        runs.mkdir()
+
+
+def sweep_up(runs: Path) -> None:
+    """Remove what writers that died left half-written under temporary names."""
+    for leftover in runs.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def quarantine(path: Path) -> Path:
+    """Rename an unreadable record so that it is out of the way and still there."""
+    number = 0
+    while (target := path.with_name(f"{path.name}.invalid{number or ''}")).exists():
+        number += 1
+    return path.rename(target)
+
+
+def refuse_to_mix(records: Sequence[RunRecord], present: Identity, directory: Path) -> None:
+    """Raise SweepError, naming what differs, unless all records were made under the `present` conditions."""
+    for record in records:
+        if record.environment is None or record.environment.identity == present:
+            continue
+        past = msgspec.to_builtins(record.environment.identity)
+        now = msgspec.to_builtins(present)
+        changed = "; ".join(f"{name} was {past[name]}, is {now[name]}" for name in now if past[name] != now[name])
+        raise SweepError(
+            f"{directory} holds records made under other conditions ({changed}). "
+            "Choose another --name, start over with --fresh (the old records are kept beside), "
+            "or mix them with --allow-mixed"
+        )
+
+
+def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
+    """environment.json: where the latest record that knows it was measured."""
+    known = [record for record in records if record.environment is not None]
+    if known:
+        latest = max(known, key=lambda record: record.started_at)
+        data = msgspec.json.format(msgspec.json.encode(latest.environment), indent=2) + b"\n"
+        write_atomically(directory / "environment.json", data)
