@@ -1,0 +1,263 @@
+"""What a kernel does, told by its name alone, and a name short enough for a table."""
+
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import lru_cache
+
+MAX_NAME = 8192
+"""Characters of a name that are read. Real names stay below a few thousand and say early what they are."""
+MAX_WORDS = 64
+"""Words of a template's arguments that `short_name` considers."""
+
+
+class KernelClass(StrEnum):
+    """What a kernel does."""
+
+    MATRIX_PRODUCT = "matrix product"
+    """With its helpers, such as the sum over split-K parts. Convolutions too."""
+    ATTENTION = "fused attention"
+    """Scores, softmax and values in one kernel, with its helpers. Attention written out is products and a softmax."""
+    SOFTMAX = "softmax"
+    """Log-softmax and cross-entropy too, with the gather and mean (nll_loss) that PyTorch makes a kernel of its own."""
+    NORMALISATION = "normalisation"
+    ELEMENT_WISE = "element-wise"
+    """Dropout, masks and random numbers too."""
+    REDUCTION = "reduction"
+    """Sums that land on chosen rows too: scatter-add, and the gradient of an embedding."""
+    OPTIMIZER = "optimizer"
+    """Kernels of fused and foreach optimizers. One written out in tensor operations runs element-wise kernels."""
+    COPY_AND_FILL = "copy and fill"
+    """Values moved, gathered by index (the embedding), cast or set, but not computed."""
+    COMMUNICATION = "communication"
+    OTHER = "other"
+    """What no rule knows; sorting, which has no class."""
+
+
+# The first pattern found anywhere in the name decides, so a narrow rule stands before a wide one. Patterns ignore case.
+# They are alternatives of plain words, and repeat nothing without a bound: linear in the name, whatever the name.
+RULES: tuple[tuple[str, KernelClass], ...] = (
+    # NCCL and RCCL (ncclDevKernel_AllReduce_Sum_f32_RING_LL), NVSHMEM, Transformer Engine
+    (r"nccl|nvshmem|userbuffers|^c10d::|record_param_comms", KernelClass.COMMUNICATION),
+    # PyTorch's symmetric memory, vLLM and SGLang (cross_device_reduce_1stage)
+    (r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce", KernelClass.COMMUNICATION),
+    # FlashAttention 2 and 3, PyTorch's copy of it (pytorch_flash::), course work that is called the same
+    (r"flash_(?:fwd|bwd)|flash::|flash_?attn", KernelClass.ATTENTION),
+    # xFormers and PyTorch's efficient backend (fmha_cutlassF_...), cuDNN (cudnn_generated_fort_native_sdpa_...)
+    (r"fmha|sdpa|scaled_dot_product", KernelClass.ATTENTION),
+    # Triton's tutorial and what grew from it (_attn_fwd), FlashInfer, vLLM
+    (r"attention|(?<![a-z])attn(?![a-z])", KernelClass.ATTENTION),
+    # the CUDA driver: "Memcpy DtoH (Device -> Pageable)" in Kineto, "[CUDA memset]" in nsys
+    (r"memcpy|memset", KernelClass.COPY_AND_FILL),
+    # PyTorch's foreach copy and zero, before the other foreach kernels
+    (r"multi_tensor_apply_kernel.{0,200}?(?:CopyFunctor|ZeroFunctor|<copy>|<zero>)", KernelClass.COPY_AND_FILL),
+    # PyTorch: fused and foreach optimizers, GradScaler, gradient clipping; Apex and Transformer Engine say the same
+    (r"multi_tensor_apply|_foreach_|lpnorm_cleanup|amp_update_scale|adam(?!ard)|^Optimizer\.", KernelClass.OPTIMIZER),
+    # PyTorch: copies and casts are element-wise kernels around a copy functor, fills around FillFunctor
+    (r"direct_copy|float(?:16|8\w{0,12})_copy|FillFunctor|<fill>|(?<!masked_)fill_kernel", KernelClass.COPY_AND_FILL),
+    # PyTorch: cat, split, index, gather, embedding
+    (r"CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy|copy_device_to_device", KernelClass.COPY_AND_FILL),
+    (r"indexSelect|vectorized_gather|index_elementwise|TensorAssign|roll_cuda|flip_cuda", KernelClass.COPY_AND_FILL),
+    # PyTorch (cunn_SoftMaxForward, softmax_warp_backward), Apex, cuDNN; the loss: PyTorch, Liger
+    (r"softmax|logsumexp|nll_loss|cross_?entropy", KernelClass.SOFTMAX),
+    # PyTorch, Apex (cuApplyLayerNorm), Transformer Engine (ln_fwd_tuned_kernel), Liger, vLLM, cuDNN (bn_fw_tr_...)
+    (r"(?:layer|rms|batch|group|instance|weight)_?norm|(?<![a-z])(?:ln|bn)_[fb]wd?_", KernelClass.NORMALISATION),
+    # PyTorch's layer norm and group norm, kernel by kernel
+    (r"RowwiseMoments|GammaBetaBackward|ComputeInternalGradients|Compute\w{0,9}FusedParams", KernelClass.NORMALISATION),
+    (r"ComputeGradOutputCoeff|cuCompute(?:GradInput|(?:Part)?GradGammaBeta)", KernelClass.NORMALISATION),
+    # cuBLAS and cuBLASLt: ampere_sgemm_128x64_tn, sm80_xmma_gemm_..., nvjet_tst_... from Hopper on, gemvNSP_kernel,
+    # splitKreduce_kernel; CUTLASS: Kernel2<cutlass_80_simt_sgemm_...>, device_kernel<...gemm...>
+    (r"gemm|gemv|nvjet|xmma|splitKreduce|cublas|cutlass_\d|cutlass::Kernel|^Kernel2$", KernelClass.MATRIX_PRODUCT),
+    # cuDNN's convolutions; AMD's Tensile (Cijk_Ailk_Bljk_...)
+    (r"convol|(?<![a-z])conv[123]d|[dw]grad_|implicit_con|^Cijk_", KernelClass.MATRIX_PRODUCT),
+    # Triton kernels of people and of Inductor's templates (matmul_kernel_persistent, bmm, decompose_k_mm)
+    (r"matmul|(?<![a-z])(?:add|badd)?b?mm(?![a-z])|linear_(?:fwd|bwd|forward|backward)", KernelClass.MATRIX_PRODUCT),
+    # PyTorch's operators, where a trace of a CPU has no kernels
+    (r"^aten::(?:addm[mv]_?|mv|dot|vdot|matmul|linear|linear_backward|einsum|addbmm_?)$", KernelClass.MATRIX_PRODUCT),
+    # PyTorch: sums by TensorIterator, scans, scatter-add, index-add
+    (r"reduce_kernel|scan_(?:innermost|outer)|ReduceAdd|scatter_add|index_?add", KernelClass.REDUCTION),
+    # PyTorch: the gradients of indexing and of embeddings
+    (r"indexing_backward|embedding_(?:dense_)?backward", KernelClass.REDUCTION),
+    (r"compute_grad_weight|sum_and_scatter|krn_partial", KernelClass.REDUCTION),
+    # CUB, and people's own
+    (r"DeviceScan|reduce|reduction|cumsum|cumprod", KernelClass.REDUCTION),
+    (
+        r"^aten::(?:sum|mean|a?max|a?min|argmax|argmin|prod|var|var_mean|std|norm|linalg_vector_norm|any|all)$",
+        KernelClass.REDUCTION,
+    ),
+    # PyTorch: TensorIterator's kernels, around any functor that no rule above knows; masks
+    (r"elementwise|pointwise|triu_tril", KernelClass.ELEMENT_WISE),
+    # PyTorch (fused_dropout_kernel_vec), Liger, vLLM and people's own Triton kernels
+    (r"swiglu|geglu|gelu|silu|relu|sigmoid|act_and_mul|dropout", KernelClass.ELEMENT_WISE),
+    (r"rotary|(?<![a-z])rope(?![a-z])", KernelClass.ELEMENT_WISE),
+    (
+        r"^aten::(?:add|sub|rsub|mul|div|neg|exp|log|sqrt|rsqrt|pow|abs|sin|cos|tanh|tanh_backward|where|masked_fill|lerp"
+        r"|addcmul|addcdiv|clamp|clamp_min|maximum|minimum|reciprocal|eq|ne|lt|le|gt|ge|bitwise_\w{1,9}|logical_\w{1,9}"
+        r"|tril|triu|square)_?$",
+        KernelClass.ELEMENT_WISE,
+    ),
+    # layout changes of cuBLAS, cuDNN and Transformer Engine (transpose_readWrite_alignment_kernel, nchwToNhwcKernel)
+    (r"transpose_|_transpose|nchwToNhwc|nhwcToNchw|copy_kernel|_copy_", KernelClass.COPY_AND_FILL),
+    (
+        r"^aten::(?:copy|clone|contiguous|to|_to_copy|cat|stack|fill|zero|zeros|ones|full|zeros_like|ones_like|full_like"
+        r"|arange|index|index_select|index_put|_index_put_impl|gather|scatter|embedding|repeat|roll|flip)_?$",
+        KernelClass.COPY_AND_FILL,
+    ),
+)  # fmt: skip
+_RULES = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern, kind in RULES)
+
+# Inductor (torch.compile) names a Triton kernel after its kind and the operators it fuses, in alphabetical order:
+# triton_per_fused__softmax_add_2. Kinds: poi(ntwise), red(uction), per(sistent reduction), tem(plate), for(each),
+# spl(it scan), coo(perative reduction), mix (order reduction), unk(nown); cpp_fused_... is C++, of any kind.
+_INDUCTOR = re.compile(r"(?:^|_)(?:triton_(?P<kind>[a-z]{3})|cpp)_fused(?P<ops>\w*)")
+_REDUCING_KINDS = frozenset({"red", "per", "coo", "mix", "spl"})
+
+_PRODUCT_OPS = re.compile(r"_(?:(?:add|badd|_scaled_|_grouped_)?b?mm|mv|dot|convolution\w{0,9})(?=_|$)")
+_FLEX_OPS = re.compile(r"flex_(?:attention|decoding)")
+_SOFTMAX_OPS = re.compile(r"softmax|logsumexp")
+_NORM_OPS = re.compile(r"_(?:layer|rms|batch|group|instance)_norm|_rsqrt(?=_|$)")
+_EXP_OP = re.compile(r"_exp(?=_|$)")
+_MAX_OP = re.compile(r"_a?max(?=_|$)")
+_REDUCING_OPS = re.compile(
+    r"_(?:sum|mean|a?max|a?min|argmax|argmin|prod|var|std|norm|linalg_vector_norm|any|all|cumsum)(?=_|$)"
+)
+_EMBEDDING_OPS = re.compile(r"_embedding_dense_backward(?=_|$)")
+_LOSS_OPS = re.compile(r"_nll_loss\w{0,2}?(?:_forward|_backward)?(?=_|$)")
+_MOVING_OPS = re.compile(
+    r"_(?:b?mm|mv|_scaled_dot_product_(?:flash|efficient|cudnn)_attention(?:_backward)?|_to_copy|_unsafe_view|_unsafe_index|alias|arange|as_strided|cat|clone|constant_pad_nd|contiguous|copy_?"
+    r"|detach|embedding|empty(?:_like)?|expand|fill|flip|full(?:_like)?|gather|index|index_put|index_select"
+    r"|lift_fresh|new_(?:empty|full|ones|zeros)|ones(?:_like)?|permute|repeat|reshape|roll|scalar_tensor"
+    r"|select(?:_backward|_scatter)?|slice(?:_backward|_scatter)?|split(?:_with_sizes)?|squeeze|stack|t|transpose"
+    r"|unbind|unsqueeze|view(?:_as_complex|_as_real)?|zeros(?:_like)?|\d{1,9})(?=_|$)"
+)
+
+
+def _inductor_class(kind: str | None, ops: str) -> KernelClass:
+    """Class of a kernel that torch.compile generated: the heaviest of the operators that it fuses.
+
+    Softmax, then normalisation, reduction, element-wise, copy. What a name holds is where its values come from, so
+    - a product outside a template is mostly only the source (or the bias) of what is computed; it is the kernel's own
+      work where the kernel reduces and no other operator of the name would,
+    - the loss and the embedding's gradient lend their constants to others: they decide only where they stand alone.
+    """
+    if kind == "for":  # foreach: the operators of a compiled optimizer
+        return KernelClass.OPTIMIZER
+    if kind == "tem":
+        if _FLEX_OPS.search(ops):
+            return KernelClass.ATTENTION
+        return KernelClass.MATRIX_PRODUCT if _PRODUCT_OPS.search(ops) else KernelClass.OTHER
+    reduces = kind in _REDUCING_KINDS or (kind != "poi" and _REDUCING_OPS.search(ops) is not None)
+    # written out: exp(x - max) over its sum
+    if _SOFTMAX_OPS.search(ops) or (reduces and _EXP_OP.search(ops) and _MAX_OP.search(ops)):
+        return KernelClass.SOFTMAX
+    # written out: nothing else in a Transformer takes 1 / sqrt
+    if _NORM_OPS.search(ops):
+        return KernelClass.NORMALISATION
+    own = _LOSS_OPS.sub("", _EMBEDDING_OPS.sub("", ops))
+    computing = _MOVING_OPS.sub("", own)
+    if own != ops and not computing:
+        return KernelClass.REDUCTION if _EMBEDDING_OPS.search(ops) else KernelClass.SOFTMAX
+    if reduces:
+        product = _PRODUCT_OPS.search(ops) and not _REDUCING_OPS.search(ops)
+        return KernelClass.MATRIX_PRODUCT if product else KernelClass.REDUCTION
+    if kind == "unk":
+        return KernelClass.OTHER
+    named = ops.strip("_0123456789")
+    return KernelClass.COPY_AND_FILL if named and not computing else KernelClass.ELEMENT_WISE
+
+
+def classify_kernel(name: str) -> KernelClass:
+    """What the kernel of this name does: CUDA's demangled, short or mangled names, Triton's, a CPU's operators.
+
+    A class is told from the name alone: `other` if no rule knows it.
+    """
+    return _classify(name[:MAX_NAME])
+
+
+@lru_cache(maxsize=4096)
+def _classify(name: str) -> KernelClass:
+    if found := _INDUCTOR.search(name):
+        return _inductor_class(found["kind"], found["ops"])
+    return next((kind for pattern, kind in _RULES if pattern.search(name)), KernelClass.OTHER)
+
+
+_UNNAMED = re.compile(r"\(anonymous namespace\)::|<unnamed>::|\(anonymous\)::")
+_FUNCTION = re.compile(r"[\w:]+[<(]")
+_SHORT = re.compile(r"[\w:]+(?:<\w+>)?")
+# functions that run any operator: their template's arguments say which
+_ANY_OPERATOR = re.compile(r"elementwise|reduce_kernel|multi_tensor_apply|^Kernel2?$|device_kernel|distribution_")
+_WRAPPER = re.compile(
+    r"(?:[AB]?Unary|Binary|(?:Unary|Binary|Pointwise|Ternary)Op\w{0,40})Functor|(?:opmath_)?gpu_\w{0,40}"
+    r"|_cuda_scatter_gather_internal_kernel|distribution_\w{0,40}|elementwise_kernel_helper"
+)
+_OPERATOR = re.compile(
+    r"(?:CUDAFunctor(?:OnSelf)?_|launch_)(?P<named>\w+)"
+    r"|(?P<ended>\w+?)(?:_kernel_cuda|_kernel_impl|_kernel|_cuda_out|_cuda_|(?:CUDA)?KernelImpl"
+    r"|(?:Math)?Functor(?:MP)?|_functor|Ops)"
+    r"|(?P<whole>ReduceAdd|TensorAssign|plus|minus|multiplies|divides|cutlass_\d\w*|Flash\w+|Gemm\w+)"
+)
+
+
+def short_name(name: str) -> str:
+    """The kernel's name for a table: the function, and the operator where the function runs any.
+
+    `void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, ...>(...)` becomes
+    `vectorized_elementwise_kernel<add>`. The class of the short name is that of the whole name, so no two kernels of
+    different classes share one. Kernels that differ in type or shape alone may.
+    """
+    return _shorten(name[:MAX_NAME])
+
+
+@lru_cache(maxsize=4096)
+def _shorten(name: str) -> str:
+    wanted = _classify(name)
+    # the last candidate is the name itself
+    return next(candidate for candidate in _candidates(name) if _classify(candidate) is wanted)
+
+
+def _candidates(name: str) -> Iterator[str]:
+    """Names to use for `name`, the most readable first."""
+    function, arguments = _split(name)
+    if function:
+        words = list(dict.fromkeys(match.group() for match in re.finditer(r"\w+", arguments)))[:MAX_WORDS]
+        operators = [word for word in map(_operator, words) if word] if _ANY_OPERATOR.search(function) else []
+        for word in operators:
+            yield word if word.startswith("cutlass_") else f"{function}<{word}>"
+        yield function
+        yield from (f"{function}<{word}>" for word in words)
+    yield name
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Function and the rest of a demangled C++ name, both without namespaces that say nothing; or nothing."""
+    # the name of a copy or an operator has no brackets, or only after a space: Memcpy HtoD (Pageable -> Device)
+    is_typed = ("<" in name or "(" in name) and (name.startswith("void ") or "::" in name)
+    if _SHORT.fullmatch(name) or not (is_typed or _FUNCTION.match(name)):
+        return "", ""
+    name = _UNNAMED.sub("", name)
+    outside: list[str] = []
+    depth = 0
+    for character in name:
+        if character == "(" and not depth:
+            break
+        if character in "<([{":
+            depth += 1
+        elif character in ">)]}":
+            depth = max(depth - 1, 0)
+        elif not depth:
+            outside.append(character)
+    # what a function returns stands before it: `void f`, `std::enable_if<...>::type f`
+    path = "".join(outside).split()[-1:]
+    parts = path[0].split("::") if path else [""]
+    function = parts[-1]
+    if function in ("kernel", "Kernel") and len(parts) > 1:  # internal::gemvx::kernel
+        function = f"{parts[-2]}::{function}"
+    return function, name.partition(function)[2] if function else ""
+
+
+def _operator(word: str) -> str | None:
+    """`mul` of `MulFunctor`, `sqrt` of `sqrt_kernel_cuda`; None for a word that names no operator."""
+    if _WRAPPER.fullmatch(word) or not (found := _OPERATOR.fullmatch(word)):
+        return None
+    operator = found["named"] or found["ended"] or found["whole"]
+    return operator.lower() if re.fullmatch(r"[A-Z][a-z]+", operator) else operator
