@@ -248,7 +248,7 @@ def make_config(
     """One configuration from flags; raise ValueError where a value cannot be meant."""
     if size not in SIZES:
         close = difflib.get_close_matches(size, SIZES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
     preset = SIZES[size]
     if context_length is None and preset.arch is Arch.CS336:

@@ -9,7 +9,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -126,11 +126,18 @@ def precision(argv: Sequence[str] | None = None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `cs336` command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Flags in quotes are a value, which the parser would take for a flag: a space before them tells the two apart.
-    words = [f" {word}" if word.startswith("-") and " " in word else word for word in words]
+    # A side of a comparison is a value, which the parser would take for a flag: a space before it tells the two apart.
+    words = [f" {word}" if _is_side(word, words) else word for word in words]
     question = "Where do the time and the memory of a Transformer training step go?"
     arguments: CompareArguments | ReportArguments = _parse(Command, "cs336", words, question)  # type: ignore[arg-type]
     return _report(arguments) if isinstance(arguments, ReportArguments) else _compare(arguments)
+
+
+def _is_side(word: str, words: Sequence[str]) -> bool:
+    """Whether the word is flags of benchmark.py: several in quotes, or a single one that `compare` itself has not."""
+    own = {"--help", *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
+    alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
+    return word.startswith("-") and (" " in word or alone)
 
 
 def _run(configs: Sequence[RunConfig], directory: Path, arguments: SweepArguments | CompareArguments) -> int:
@@ -172,12 +179,14 @@ def _report(arguments: ReportArguments) -> int:
         raise UsageError("report needs a directory; with several, also --output for what they give together")
     records: list[RunRecord] = []
     for directory in arguments.directories:
-        found, problems = load_records(directory / "runs")
-        for problem in problems:
-            print(f"warning: {problem}", file=sys.stderr)
+        found = _load(directory / "runs")
         if not found:
             raise UsageError(f"{directory}: no records in {directory / 'runs'}; needed the directory of a sweep")
         records += found
+    identities = {record.environment.identity for record in records if record.environment}
+    if len(identities) > len({identity.device_name for identity in identities}):
+        said = "the records come from different drivers, torch or code, to which differences may be due"
+        print(f"warning: {said}", file=sys.stderr)
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
     _write_report(records, output)
@@ -190,9 +199,11 @@ def _report(arguments: ReportArguments) -> int:
 def _compare(arguments: CompareArguments) -> int:
     from cs336_systems.report.comparison import comparison_table, write_comparison
     from cs336_systems.report.terminal import print_table
+    from cs336_systems.report.words import STATUS_WORDS
+    from cs336_systems.store import SweepError
 
     directory: Path | None = None
-    if _exists(arguments.a) and _exists(arguments.b):
+    if _both_on_disk(arguments.a, arguments.b):
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
         _refuse_unlike(sides, arguments.allow_mixed)
     else:
@@ -209,6 +220,10 @@ def _compare(arguments: CompareArguments) -> int:
         by_key = {record.key: record for record in load_records(directory / "runs")[0]}
         sides = [[by_key[c.key] for c in configs if c.repeat % 2 == side] for side in (0, 1)]
     means = [process_means(side) for side in sides]
+    for name, records, known in zip("AB", sides, means, strict=True):
+        if records and not known:
+            ended = STATUS_WORDS[records[0].status]
+            raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
     comparison = _checked(functools.partial(compare, *means))
     table = comparison_table((arguments.a.strip(), arguments.b.strip()), means, comparison)
     if directory is not None:
@@ -225,9 +240,20 @@ def _refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> N
         raise UsageError("each side must hold repeats of one configuration; give the paths of its records")
 
 
+def _both_on_disk(a: str, b: str) -> bool:
+    """Whether the sides are records, not flags; raise UsageError for a side that is neither, and for one of each."""
+    exist = [_exists(side) for side in (a, b)]
+    for side, exists in zip((a, b), exist, strict=True):
+        if not exists and side.strip() and not side.strip().startswith("-"):
+            raise UsageError(f"{side}: no such directory or record; needed one, or flags of benchmark.py in quotes")
+    if exist[0] != exist[1]:
+        raise UsageError("A and B must both be directories of finished sweeps, or both flags of benchmark.py in quotes")
+    return exist[0]
+
+
 def _exists(text: str) -> bool:
     try:
-        return Path(text).exists()
+        return bool(text.strip()) and Path(text).exists()  # no flags at all are flags too, not the current directory
     except OSError:  # flags may be longer than any file name
         return False
 
@@ -236,7 +262,15 @@ def _records_at(path: Path) -> list[RunRecord]:
     if path.is_file():
         return [read_record(path)]
     runs = path / "runs" if (path / "runs").is_dir() else path
-    return load_records(runs)[0]
+    return _load(runs)
+
+
+def _load(runs: Path) -> list[RunRecord]:
+    """The records in `runs`; what is unreadable is said and left out."""
+    records, problems = load_records(runs)
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    return records
 
 
 def _checked(make: Callable[[], T]) -> T:

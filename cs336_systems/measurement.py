@@ -108,7 +108,8 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     with _collector_off(), annotate(Range.MEASURE):
         _time(step, clock, progress)
     counters = _counters(config)
-    telemetry = _telemetry(monitor, progress.state_before, energy_before, len(progress.measured))
+    timed = len(progress.measured) + progress.skipped_steps
+    telemetry = _telemetry(monitor, progress.state_before, energy_before, timed)
 
     measurements = _measurements(progress)
     memory = counters.memory_since(counters_before, progress.first_step_peak_bytes)
@@ -174,9 +175,12 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
     if not progress.warmup:
         _settle(progress, monitor)
     if config.mode is Mode.TRAIN and config.warmup_steps < LEAST_TRAIN_WARMUP_STEPS:
+        first = (
+            "the making of the optimizer's state" if not config.warmup_steps else "the first with the optimizer's state"
+        )
         progress.warn(
             WarningCode.FEW_WARMUP_STEPS,
-            f"{config.warmup_steps} warm-up steps: the measured ones include the making of the optimizer's state; "
+            f"{config.warmup_steps} warm-up step(s): the measured ones include {first}; "
             f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
         )
 

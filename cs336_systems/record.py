@@ -160,7 +160,11 @@ class Telemetry:
     before: GpuState
     after: GpuState
     energy_per_step_j: float | None = None
-    """Energy the whole card took over the measured steps, by its own counter, divided by their number."""
+    """Energy the whole card took over the measured steps (skipped ones too), by its own counter, per step.
+
+    The counter moves in jumps, of the order of 0.1 s on an H200: where all steps together take less than a second,
+    this says little.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

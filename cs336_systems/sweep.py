@@ -77,9 +77,9 @@ class Outcome:
 
     @property
     def overhead_s(self) -> float | None:
-        """Time per run that was neither a warm-up nor a measured step, failures left out; None without a run."""
+        """Time per run that was neither a warm-up nor a measured step; None without a run, and where one failed."""
         durations = [record.durations for record in self.measured if record.status is Status.OK and record.durations]
-        if not durations or len(durations) < len(self.measured):
+        if not durations or len(durations) < len(self.measured):  # how long the steps of a failed run took is not known
             return None
         steps = sum(duration.warmup_s + duration.measured_s for duration in durations)
         return (self.wall_s * self.slots - steps) / len(durations)

@@ -101,6 +101,9 @@ BAD_COMPARE = [
     ["compare", "--size tiny", "--batch-size " + str(10**18)],
     ["compare", "--size tiny", "--no-such-flag 1"],
     ["compare", "--size tiny", "not/a/path"],
+    ["compare", "--size tiny", "/"],
+    ["compare", "not/a/path", "/"],
+    ["compare", "--no-such-flag", "--ranges"],
     ["compare", "--size tiny " * 100, "--size ../../x"],
     ["compare", "--size tiny", "--size tiny", "--repeats", "0"],
     ["compare", "--size tiny", "--size tiny", "--repeats", "1"],
@@ -172,7 +175,9 @@ def test_what_does_not_parse_is_refused_by_name(
 
 def test_an_unknown_size_is_met_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(cli.benchmark, ["--size", "smal"]) == 2
-    assert "did you mean small?" in capsys.readouterr().err
+    assert "did you mean small? Sizes: " in capsys.readouterr().err
+    assert status_of(cli.benchmark, ["--size", "zzz"]) == 2
+    assert "'zzz'. Sizes: " in capsys.readouterr().err
 
 
 def test_wrong_values_are_refused_before_torch_is_imported_or_a_process_started(empty_directory: Path) -> None:
@@ -366,6 +371,61 @@ def test_two_directories_of_records_are_compared(capsys: pytest.CaptureFixture[s
         assert verdict in " ".join(capsys.readouterr().out.split())
     assert compare(fast / "runs", slow) == 0
     assert sorted(empty_directory.rglob("*")) == before, "nothing is written"
+
+
+def test_a_side_that_is_no_directory_is_named(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    directory_of(empty_directory / "there", [record(0.1, i) for i in range(2)])
+    assert compare("there", "their") == 2
+    assert capsys.readouterr().err.startswith("error: their: no such directory or record")
+    assert compare("there", "--size tiny") == 2
+    assert "both be directories" in capsys.readouterr().err
+
+
+def test_a_broken_record_among_others_is_said(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    directory_of(empty_directory / "side", [record(0.1, i) for i in range(2)])
+    (empty_directory / "side" / "runs" / "broken.json").write_text("{")
+    assert compare("side", "side") == 0
+    assert capsys.readouterr().err.count("warning: side/runs/broken.json: not a record of a run") == 2
+
+
+def test_a_side_without_any_time_is_said_to_have_none(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    fine = directory_of(empty_directory / "fine", [record(0.1, i) for i in range(2)])
+    failed = [
+        replace(record(0.1, i), status=Status.OOM, measurements=(), failure=Failure(message="no memory"))
+        for i in range(2)
+    ]
+    assert compare(fine, directory_of(empty_directory / "failed", failed)) == 1
+    assert capsys.readouterr().err == "error: B cannot be compared: out of memory in 2 of 2 processes\n"
+
+
+@pytest.mark.parametrize("sides", [("", "--no-ranges"), ("--sync-phases", ""), ("--precision=bf16", "--size tiny")])
+def test_a_side_may_be_one_flag_or_none(
+    sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch, empty_directory: Path
+) -> None:
+    asked: list[RunConfig] = []
+    monkeypatch.setattr(cli, "_run", lambda configs, *_: asked.extend(configs) or cli.FAILED)
+    assert compare(*sides, "--repeats=2") == 1
+    a, b = (next(config for config in asked if config.repeat % 2 == side) for side in (0, 1))
+    assert len(asked) == 4
+    assert ("--no-ranges" in sides) == (a.ranges and not b.ranges)
+    assert ("--sync-phases" in sides) == (a.sync_phases and not b.sync_phases)
+    assert ("--precision=bf16" in sides) == (a.precision == "bf16" and b.precision == "fp32")
+
+
+def test_a_report_of_records_made_under_other_conditions_says_so(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    other = replace(ENVIRONMENT, identity=replace(IDENTITY, torch="2.12.0"))
+    elsewhere = replace(ENVIRONMENT, identity=replace(IDENTITY, device_name="another CPU"))
+    directory_of(empty_directory / "a", [record(0.1)])
+    directory_of(empty_directory / "b", [replace(record(0.1, precision="bf16"), environment=other)])
+    directory_of(empty_directory / "c", [replace(record(0.1), environment=elsewhere)])
+    assert cli.main(["report", "a", "b", "--output", "ab"]) == 0
+    assert "warning: the records come from different drivers, torch or code" in capsys.readouterr().err
+    assert cli.main(["report", "a", "c", "--output", "ac"]) == 0
+    assert capsys.readouterr().err == "", "a device has rows of its own"
 
 
 def test_two_single_records_are_too_few_to_tell(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:

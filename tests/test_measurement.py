@@ -146,6 +146,20 @@ def test_training_needs_two_warm_up_steps(mode: Mode, warmup_steps: int, warned:
     assert len(record.measurement(Phase.STEP).times_s) == 3
 
 
+def test_too_little_warm_up_says_what_the_measured_steps_hold() -> None:
+    """The optimizer's state is made at the end of the first step of all, measured or not."""
+    states: list[int] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: states.append(len(optimizer.state)))
+    try:
+        records = [measure(replace(CONFIG, warmup_steps=steps, measured_steps=2), Table()) for steps in (0, 1)]
+    finally:
+        hook.remove()
+    assert states == [0, 1, 0, 1, 1]
+    said = [message(record, WarningCode.FEW_WARMUP_STEPS) for record in records]
+    assert "include the making of the optimizer's state" in said[0]
+    assert "include the first with the optimizer's state" in said[1]
+
+
 @pytest.mark.parametrize("slow", ["warm-up", "measured"])
 def test_a_slow_step_is_in_the_list_it_belongs_to(slow: str) -> None:
     record = measure(CONFIG, Table(lambda step: sleep(0.05) if step == {"warm-up": 1, "measured": 3}[slow] else None))

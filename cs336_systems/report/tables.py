@@ -1,11 +1,12 @@
 """What of the results people read: one selection for every format, and the files of a results directory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
 
+from cs336_systems.config import RunConfig
 from cs336_systems.record import RunRecord, Status, write_atomically
 from cs336_systems.report.formats import (
     WRITERS,
@@ -24,6 +25,15 @@ SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 
 RowDict: TypeAlias = dict[str, Any]
 
+UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
+    "phases": lambda config: "synchronised" if config.sync_phases else "by events",
+    "ranges": lambda config: "on" if config.ranges else "off",
+    "tokens": lambda config: config.tokens or "random",
+    "seed": lambda config: str(config.seed),
+    "rope_theta": lambda config: f"{config.model.rope_theta:g}",
+}
+"""Settings that results.csv has no column for: where they vary, rows would look alike without."""
+
 
 def results_table(frame: pd.DataFrame) -> Table:
     """The times of every configuration, its failures in words; settings that all share are said once, below."""
@@ -37,7 +47,7 @@ def results_table(frame: pd.DataFrame) -> Table:
     ]
     notes = [
         *_sentences(describe(frame)),
-        "Times are mean ± standard deviation over the measured steps.",
+        "Times are mean ± standard deviation over the measured steps of a process.",
         *_warnings(frame),
     ]
     return make_table("Time of a step", columns, rows_of(frame), notes, _failed)
@@ -84,6 +94,10 @@ def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
     return [
         Column(Heading(names.get(name, name), numeric=name in numbers), _text(name))
         for name in ("size", *told, "context_length", "precision", *varying)
+    ] + [
+        Column(Heading(name, numeric=False), _setting(setting))
+        for name, setting in UNLISTED.items()
+        if len({setting(config) for config in frame.index}) > 1
     ]
 
 
@@ -118,6 +132,10 @@ def _quantity(name: str, source: str, unit: str, scale: float, digits: int, spar
 
 def _text(name: str) -> Callable[[RowDict], str]:
     return lambda row: "" if row[name] is None else str(row[name])
+
+
+def _setting(setting: Callable[[RunConfig], str]) -> Callable[[RowDict], str]:
+    return lambda row: setting(row["config"])
 
 
 def _known(frame: pd.DataFrame, name: str) -> bool:

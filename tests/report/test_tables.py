@@ -86,6 +86,24 @@ def test_settings_that_vary_get_columns_and_unambiguous_shapes():
     assert "speed-up" not in names(table)
 
 
+def test_rows_that_differ_in_what_the_csv_does_not_list_are_told_apart():
+    changes = [
+        {},
+        {"ranges": False},
+        {"sync_phases": True},
+        {"seed": 1},
+        {"tokens": "t.npy"},
+        {"model": {"rope_theta": 1e6}},
+    ]
+    records = [make_record(make_config(**change), (0.1, 0.1)) for change in changes]
+    table = results_table(to_frame(records))
+    added = ("phases", "ranges", "tokens", "seed", "rope_theta")
+    assert len({tuple(column(table, name)[i] for name in added) for i in range(6)}) == 6
+    assert sorted(column(table, "ranges")) == ["off", *["on"] * 5]
+    assert column(table, "rope_theta").count("1e+06") == 1
+    assert not set(added) & set(names(results_table(to_frame(records[:1]))))
+
+
 def test_warnings_are_counted_below(grid):
     codes = (WarningCode.DRIFT, WarningCode.UNSTABLE)
     other = make_record(make_config("medium"), (0.1,), codes=codes[:1])
