@@ -107,6 +107,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     counters_before = _counters(config, reset_peaks=True)
     with _collector_off(), annotate(Range.MEASURE):
         _time(step, clock, progress)
+    progress.where = "the readings after the steps"
     counters = _counters(config)
     timed = len(progress.measured) + progress.skipped_steps
     telemetry = _telemetry(monitor, progress.state_before, energy_before, timed)
@@ -321,7 +322,10 @@ def _durations(progress: Progress) -> Durations:
 
 
 def _where(progress: Progress) -> str:
-    return progress.where if progress.step is None else f"{progress.step.phase} of {progress.where}"
+    """The phase and step, or what went on outside of the steps."""
+    if progress.step is None or " step " not in progress.where:
+        return progress.where
+    return f"{progress.step.phase} of {progress.where}"
 
 
 def _failed(progress: Progress, error: Exception) -> RunRecord:

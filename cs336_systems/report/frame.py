@@ -54,9 +54,10 @@ def to_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
 
     Repeats are pooled: a mean is the mean over the processes' means; a standard deviation is that of a step within its
     process (the processes' variances, weighted by their degrees of freedom); median and minimum are over all steps; the
-    confidence interval is over the processes' means, or over the steps where only one process finished. Peaks are the
-    largest of all processes. Where some repeats failed, the times are those of the others, `status` and `error` tell of
-    the first failure, and `warnings` counts them. Repeats on different devices are different rows.
+    confidence interval is over the processes' means, and unknown where only one finished: steps of one process resemble
+    each other too much for an interval over them to hold. Peaks are the largest of all processes. Where some repeats
+    failed, the times are those of the others, `status` and `error` tell of the first failure, and `warnings` counts
+    them. Repeats on different devices are different rows.
     """
     return _frame(_groups(records))
 
@@ -202,7 +203,7 @@ def _step(done: Sequence[RunRecord], config: RunConfig, device_name: str | None)
         return {}
     times_s = [time for measurement in measured for time in measurement.times_s]
     mean_s, stdev_s = _mean_s(measured), _stdev_s(measured)
-    interval = mean_interval([m.mean_s for m in measured] if len(measured) > 1 else times_s)
+    interval = mean_interval([m.mean_s for m in measured])
     low_s, high_s = (None, None) if interval is None else interval
     columns: dict[str, object] = {
         "step_mean_ms": _ms(mean_s),

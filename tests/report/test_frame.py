@@ -37,7 +37,6 @@ def test_statistics_of_one_process_agree_with_numpy_and_scipy():
     times_s = np.array([0.101, 0.099, 0.104, 0.098, 0.1])
     config = make_config(context_length=256, batch_size=3)
     row = only_row(make_record(config, tuple(times_s), peak_bytes=3 * 2**29, codes=CODES))
-    low, high = scipy.stats.t.interval(0.95, 4, times_s.mean(), scipy.stats.sem(times_s))
     expected = {
         "forward_mean_ms": times_s.mean() / 4 * 1e3,
         "backward_std_ms": times_s.std(ddof=1) / 2 * 1e3,
@@ -47,8 +46,6 @@ def test_statistics_of_one_process_agree_with_numpy_and_scipy():
         "step_cv": times_s.std(ddof=1) / times_s.mean(),
         "step_median_ms": 100.0,
         "step_min_ms": 98.0,
-        "step_ci95_low_ms": low * 1e3,
-        "step_ci95_high_ms": high * 1e3,
         "tokens_per_s": 3 * 256 / times_s.mean(),
         "model_tflops_per_s": step_flops(config) / times_s.mean() / 1e12,
         "mfu": mfu(step_flops(config) / times_s.mean(), "NVIDIA H200", Precision.FP32),
@@ -58,6 +55,7 @@ def test_statistics_of_one_process_agree_with_numpy_and_scipy():
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert (row["status"], row["error"], row["warnings"]) == ("ok", None, "unstable;drift")
     assert row["mfu"] is not None
+    assert (row["step_ci95_low_ms"], row["step_ci95_high_ms"]) == (None, None)  # it takes several processes
 
 
 def test_repeats_are_pooled_over_processes():
