@@ -98,6 +98,10 @@ class Trace:
     copies: DeviceWork
     ranges: Ranges
     api_calls: ApiCalls
+    device_names: tuple[str, ...] = ()
+    """Of the devices that the profiler knows, each name once; empty where it does not say."""
+    is_of_host: bool = False
+    """No device was traced: the `kernels` are operators of the host, each with the time it spent in no other one."""
     notes: tuple[str, ...] = ()
     """What the file cannot tell, in sentences."""
 
