@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cs336_systems import cli
+from cs336_systems.commands import compare as compare_command
 from cs336_systems.config import SIZES, RunConfig
 from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
 
@@ -405,7 +406,7 @@ def test_a_side_may_be_one_flag_or_none(
     sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch, empty_directory: Path
 ) -> None:
     asked: list[RunConfig] = []
-    monkeypatch.setattr(cli, "_run", lambda configs, *_: asked.extend(configs) or cli.FAILED)
+    monkeypatch.setattr(compare_command, "measure_all", lambda configs, *_, **__: asked.extend(configs) or cli.FAILED)
     assert compare(*sides, "--repeats=2") == 1
     a, b = (next(config for config in asked if config.repeat % 2 == side) for side in (0, 1))
     assert len(asked) == 4

@@ -16,7 +16,7 @@ PACKAGE = "cs336_systems"
 # From the bottom up: a module imports, at its top or inside a function, from lower levels only.
 # "analysis.*" stands for all modules of that folder that are not named elsewhere; they may import each other.
 LEVELS = (
-    ("", "analysis", "report"),
+    ("", "analysis", "commands", "report"),
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
     ("hardware", "record"),
     ("accounting", "nvml", "quality", "store", "analysis.*"),
@@ -28,7 +28,9 @@ LEVELS = (
     ("isolation",),
     ("interrupts",),
     ("sweep",),
-    ("arguments",),
+    ("commands.outcome",),
+    ("commands.flags",),
+    ("commands.*",),
     ("cli",),
     ("preload", "__main__"),
 )

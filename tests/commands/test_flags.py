@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 import tyro
 
-from cs336_systems import arguments
-from cs336_systems.arguments import (
-    MAX_NAME_LENGTH,
-    BenchmarkArguments,
-    CompareArguments,
-    ModelArguments,
-    StepArguments,
-    SweepArguments,
-    checked_name,
-    default_name,
-)
+from cs336_systems.commands import flags as flags_module
+from cs336_systems.commands import sweep as sweep_module
+from cs336_systems.commands.benchmark import BenchmarkArguments
+from cs336_systems.commands.compare import CompareArguments
+from cs336_systems.commands.flags import MAX_NAME_LENGTH, ModelArguments, StepArguments, checked_name
+from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.config import (
     SIZES,
     Attention,
@@ -35,14 +30,19 @@ from cs336_systems.nvml import Gpu
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
 
 
+def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
+    for module in (flags_module, sweep_module):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+
+
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "visible_gpus", lambda: ())
+    see(monkeypatch)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    monkeypatch.setattr(arguments, "visible_gpus", lambda: (H100,))
+    see(monkeypatch, H100)
 
 
 def parse(kind: type, flags: str) -> object:
@@ -135,7 +135,7 @@ def test_a_preset_s_other_vocabulary_is_still_the_preset_and_another_shape_is_no
 
 @pytest.mark.parametrize("with_gpu", [False, True])
 def test_gpt2_has_its_own_context_unless_another_is_asked_for(with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "visible_gpus", lambda: (H100,) if with_gpu else ())
+    see(monkeypatch, *([H100] if with_gpu else []))
     assert one("--size gpt2").model == SIZES["gpt2"]
     assert one("--size gpt2").model.context_length == 1024
     assert one("--size gpt2 --context-length 64").model.context_length == 64
@@ -260,7 +260,7 @@ def test_a_default_name_says_mode_precision_what_differs_and_the_device(monkeypa
     assert name("--sizes small medium --repeats 3") == "train_fp32_sizes-small-medium_repeats-3_cpu"
     assert name("--attention sdpa --no-ranges --d-ff 64") == "train_fp32_d-ff-64_attention-sdpa_ranges-False_cpu"
     assert name("--output elsewhere --fresh --timeout-s 5 --allow-mixed --dry-run --device cpu") == "train_fp32_cpu"
-    monkeypatch.setattr(arguments, "visible_gpus", lambda: (H100,))
+    see(monkeypatch, H100)
     assert name() == "train_fp32_NVIDIA-H100-80GB-HBM3"
     assert name("--device cpu") == "train_fp32_cpu"
 

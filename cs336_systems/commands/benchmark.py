@@ -1,0 +1,89 @@
+"""`benchmark.py`: one configuration, measured in this process: it is fresh already, and nsys sees it."""
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from cs336_systems.commands.flags import (
+    CPU_SIZES,
+    GPU_SIZES,
+    Flat,
+    ModelArguments,
+    StepArguments,
+    Switch,
+    make_config,
+    one_precision,
+    resolve_device,
+    unset,
+)
+from cs336_systems.commands.outcome import checked, status_of
+from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.locks import exclusive, gpu_lock_path
+from cs336_systems.nvml import visible_gpus
+from cs336_systems.record import encode_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkArguments:
+    """Time one step of training: forward, backward and optimizer, with warm-up and synchronisation.
+
+    The record, with every raw time, goes to OUTPUT/e2e_benchmark/single/runs/. Under `nsys profile` the same
+    command makes a report with named ranges.
+    """
+
+    size: Annotated[str | None, unset("NAME", "small on a GPU, tiny on a CPU")] = None
+    """Preset: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    context_length: Annotated[int | None, unset("INT", "512 on a GPU, 128 on a CPU, 1024 for gpt2")] = None
+    """Tokens in a sequence."""
+    mode: Mode = Mode.TRAIN
+    """How much of a step: inference (no graph), forward (with the graph), forward-backward, train."""
+    precision: Precision = Precision.FP32
+    """fp32 (true fp32), tf32, bf16 or fp16 (autocast around forward and loss)."""
+    mixed_precision: Switch = False
+    """Short for --precision bf16."""
+    warmup_steps: int = 5
+    """Steps before the timed ones."""
+    model: Flat[ModelArguments] = field(default_factory=ModelArguments)
+    step: Flat[StepArguments] = field(default_factory=StepArguments)
+    output: Path = Path("data")
+    """Directory for results."""
+    json: Switch = False
+    """Print the record as JSON instead of a table."""
+
+    def config(self) -> RunConfig:
+        """The run that these flags mean; raise ValueError where they mean none."""
+        device = resolve_device(self.step.device)
+        return make_config(
+            self.model, self.step, device,
+            size=(GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0] if self.size is None else self.size,
+            context_length=self.context_length,
+            mode=self.mode,
+            precision=one_precision(self.precision, self.mixed_precision),
+            warmup_steps=self.warmup_steps,
+        )  # fmt: skip
+
+
+def run(arguments: BenchmarkArguments) -> int:
+    """Measure, keep the record, print it."""
+    config = checked(arguments.config)
+    from cs336_systems.store import make_writable
+
+    runs = make_writable(arguments.output / "e2e_benchmark" / "single" / "runs")
+    from cs336_systems.worker import run_here
+
+    gpu = next(iter(visible_gpus()), None)
+    with contextlib.ExitStack() as stack:
+        if config.device is Device.CUDA and gpu is not None:
+            stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        if arguments.json:  # standard output is for the record, whatever a user's own model prints
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        record = run_here(config, runs)
+    if arguments.json:
+        sys.stdout.write(encode_record(record).decode())
+    else:
+        from cs336_systems.report.terminal import print_run
+
+        print_run(record, runs / f"{record.key}.json")
+    return status_of([record])

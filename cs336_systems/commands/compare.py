@@ -1,0 +1,132 @@
+"""`cs336 compare`: which of two configurations is faster."""
+
+import functools
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cs336_systems.analysis.compare import compare, interleave, process_means
+from cs336_systems.commands.benchmark import BenchmarkArguments
+from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse
+from cs336_systems.commands.outcome import OK, UsageError, checked
+from cs336_systems.commands.report import load_or_say
+from cs336_systems.commands.sweep import measure_all
+from cs336_systems.config import RunConfig
+from cs336_systems.record import RunRecord, load_records, read_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareArguments:
+    """Say which of two configurations is faster, slower, or that one cannot tell.
+
+    A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
+    interleaved A B B A, every one a fresh process, and the verdict rests on the means of the processes. Or they
+    are directories of finished sweeps.
+    """
+
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
+    """Flags in quotes, or the directory of a sweep that holds repeats of one configuration."""
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
+    """What to compare it with."""
+    repeats: int = 5
+    """Fresh processes of each."""
+    name: str = "compare"
+    """Name of the directory under OUTPUT/e2e_benchmark/ for the records."""
+    output: Path = Path("data")
+    """Directory for results."""
+    timeout_s: float = 600.0
+    """Longest time for one run (seconds)."""
+    fresh: Switch = False
+    """Measure everything again; earlier records are kept beside."""
+    allow_mixed: Switch = False
+    """Compare records from different hardware or software."""
+
+    def __post_init__(self) -> None:
+        check_limits(self.timeout_s, self.repeats, least_repeats=2)  # one process tells nothing of the spread
+
+
+def run(arguments: CompareArguments) -> int:
+    """Measure both sides alternately, or read them, and say which is faster."""
+    from cs336_systems.report.comparison import comparison_table, write_comparison
+    from cs336_systems.report.terminal import print_table
+    from cs336_systems.report.words import STATUS_WORDS
+    from cs336_systems.store import SweepError
+
+    directory: Path | None = None
+    if _both_on_disk(arguments.a, arguments.b):
+        sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
+        _refuse_unlike(sides, arguments.allow_mixed)
+    else:
+        pair = [
+            checked(parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, s))).config)
+            for s in (arguments.a, arguments.b)
+        ]
+        # Even repeats are A and odd ones B, so that A can be compared with A.
+        order = [(side, 2 * repeat + side) for side, repeat in interleave(2, arguments.repeats)]
+        configs = [replace(pair[side], repeat=repeat) for side, repeat in order]
+        directory = arguments.output / "e2e_benchmark" / checked(functools.partial(checked_name, arguments.name))
+        if (status := _measure(configs, directory, arguments)) != OK:
+            return status
+        by_key = {record.key: record for record in load_records(directory / "runs")[0]}
+        sides = [[by_key[c.key] for c in configs if c.repeat % 2 == side] for side in (0, 1)]
+    means = [process_means(side) for side in sides]
+    for name, records, known in zip("AB", sides, means, strict=True):
+        if records and not known:
+            ended = STATUS_WORDS[records[0].status]
+            raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
+    comparison = checked(functools.partial(compare, *means))
+    table = comparison_table((arguments.a.strip(), arguments.b.strip()), means, comparison)
+    if directory is not None:
+        write_comparison(table, directory)
+    print_table(table)
+    return OK
+
+
+def _measure(configs: Sequence[RunConfig], directory: Path, arguments: CompareArguments) -> int:
+    return measure_all(
+        configs, directory, timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed
+    )
+
+
+def _refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> None:
+    identities = {record.environment.identity for side in sides for record in side if record.environment}
+    if len(identities) > 1 and not allow_mixed:
+        raise UsageError("the records come from different hardware or software; compare them with --allow-mixed")
+    if any(len({record.config.configuration for record in side}) != 1 for side in sides):
+        raise UsageError("each side must hold repeats of one configuration; give the paths of its records")
+
+
+def _both_on_disk(a: str, b: str) -> bool:
+    """Whether the sides are records, not flags; raise UsageError for a side that is neither, and for one of each."""
+    exist = [_exists(side) for side in (a, b)]
+    for side, exists in zip((a, b), exist, strict=True):
+        if not exists and side.strip() and not side.strip().startswith("-"):
+            raise UsageError(f"{side}: no such directory or record; needed one, or flags of benchmark.py in quotes")
+    if exist[0] != exist[1]:
+        raise UsageError("A and B must both be directories of finished sweeps, or both flags of benchmark.py in quotes")
+    return exist[0]
+
+
+def _exists(text: str) -> bool:
+    try:
+        return bool(text.strip()) and Path(text).exists()  # no flags at all are flags too, not the current directory
+    except OSError:  # flags may be longer than any file name
+        return False
+
+
+def _records_at(path: Path) -> list[RunRecord]:
+    if path.is_file():
+        return [read_record(path)]
+    runs = path / "runs" if (path / "runs").is_dir() else path
+    return load_or_say(runs)
+
+
+def is_side(word: str, words: Sequence[str]) -> bool:
+    """Whether the word is flags of benchmark.py: several in quotes, or a single one that `compare` itself has not."""
+    own = {"--help", *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
+    alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
+    return word.startswith("-") and (" " in word or alone)

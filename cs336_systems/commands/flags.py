@@ -1,0 +1,183 @@
+"""Flags that several commands share, as dataclasses, and the configuration that they mean."""
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import tyro
+
+from cs336_systems.commands.outcome import UsageError
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.nvml import visible_gpus
+
+GPU_SIZES = ("small", "medium", "large", "xl", "2.7B")
+GPU_CONTEXT_LENGTHS = (128, 256, 512)
+CPU_SIZES = ("tiny",)
+CPU_CONTEXT_LENGTHS = (64, 128, 256)
+MAX_NAME_LENGTH = 100
+
+T = TypeVar("T")
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+"""A flag that is off unless it is given."""
+Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
+"""A group of flags, under its own heading in the help and without a prefix."""
+
+
+def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
+    """The arguments in `argv`; raise UsageError where a value contradicts another, exit where it does not parse."""
+    try:
+        return tyro.cli(kind, prog=prog, args=argv, description=description, config=(tyro.conf.EnumChoicesFromValues,))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def unset(metavar: str, default: str) -> object:
+    """How the help shows a flag whose default is not a value but a rule."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """What differs from the preset."""
+
+    vocab_size: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Entries of the vocabulary (tokens)."""
+    d_model: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Width of the residual stream (elements)."""
+    d_ff: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Width of the feed-forward layer (elements)."""
+    num_layers: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Blocks, one after the other."""
+    num_heads: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Attention heads; must divide d_model."""
+    rope_theta: Annotated[float | None, unset("FLOAT", "10000.0")] = None
+    """Base of the rotary position embedding's wavelengths."""
+    attention: Attention = Attention.NAIVE
+    """naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention."""
+    sdpa_backend: SdpaBackend = SdpaBackend.AUTO
+    """Which kernel sdpa may use; auto lets PyTorch choose."""
+    model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model")] = None
+    """Your own model as package.module:factory. The factory is called with those of vocab_size, context_length,
+    d_model, d_ff, num_layers, num_heads, rope_theta that its signature names; the model it returns maps int64
+    (batch, sequence) to logits (batch, sequence, vocabulary)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepArguments:
+    """What one step does."""
+
+    batch_size: int = 4
+    """Sequences in a batch."""
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    """adamw: written out, one tensor at a time. foreach, fused: PyTorch's."""
+    compile: CompileMode = CompileMode.NONE
+    """Mode of torch.compile; none is eager."""
+    compile_blocks: Switch = False
+    """Compile block by block: seconds instead of tens of seconds to wait."""
+    measured_steps: int = 10
+    """Steps that are timed, after the warm-up."""
+    sync_phases: Switch = False
+    """Synchronise after every phase, the textbook way, instead of recording events on the stream."""
+    ranges: bool = True
+    """Annotate the step with NVTX ranges."""
+    tokens: Annotated[str | None, unset("FILE", "random tokens")] = None
+    """Token file to read batches from (.npy, one axis, uint16 or int32)."""
+    device: DeviceChoice = "auto"
+    """Where to run; auto is the GPU if there is one."""
+    seed: int = 0
+    """Seed of the weights and the tokens."""
+
+
+def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
+    """Raise ValueError for a time or a number of processes that nobody can mean."""
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"--timeout-s must be positive and finite, got {timeout_s}")
+    if not least_repeats <= repeats <= 1000:
+        raise ValueError(f"--repeats must be from {least_repeats} to 1000, got {repeats}")
+
+
+def resolve_device(device: DeviceChoice) -> Device:
+    """The device meant; raise ValueError for cuda on a machine without."""
+    found = bool(visible_gpus())
+    if device == "cuda" and not found:
+        raise ValueError(
+            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; "
+            "try --device cpu"
+        )
+    return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
+
+
+def make_config(
+    model: ModelArguments,
+    step: StepArguments,
+    device: Device,
+    *,
+    size: str,
+    context_length: int | None,
+    mode: Mode,
+    precision: Precision,
+    warmup_steps: int,
+) -> RunConfig:
+    """One configuration from flags; raise ValueError where a value cannot be meant."""
+    if size not in SIZES:
+        close = difflib.get_close_matches(size, SIZES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
+    preset = SIZES[size]
+    if context_length is None and preset.arch is Arch.CS336:
+        context_length = 512 if device is Device.CUDA else 128
+    if step.tokens is not None and not Path(step.tokens).is_file():
+        raise ValueError(f"--tokens needs a .npy file of uint16 or int32 tokens, and {step.tokens!r} is no file")
+    overrides = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "model"}
+    shape = replace(
+        preset,
+        **{name: value for name, value in overrides.items() if value is not None},
+        context_length=preset.context_length if context_length is None else context_length,
+    )
+    return RunConfig(
+        size=size if _same_shape(shape, preset) else "custom",
+        model=shape,
+        mode=mode,
+        precision=precision,
+        device=device,
+        warmup_steps=warmup_steps,
+        model_factory=model.model,
+        **{f.name: getattr(step, f.name) for f in fields(step) if f.name != "device"},
+    )
+
+
+def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
+    return all(getattr(a, name) == getattr(b, name) for name in ("d_model", "d_ff", "num_layers", "num_heads"))
+
+
+def one_precision(precision: Precision, mixed_precision: bool) -> Precision:
+    """The precision meant; raise ValueError where --mixed-precision contradicts it."""
+    if mixed_precision and precision not in (Precision.FP32, Precision.BF16):
+        raise ValueError(f"--mixed-precision means bf16, but the precision asked for is {precision}")
+    return Precision.BF16 if mixed_precision else precision
+
+
+def checked_name(name: str) -> str:
+    """The name itself; raise ValueError unless it is a plain, portable directory name."""
+    if not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_NAME_LENGTH - 1}}}", name):
+        raise ValueError(
+            f"--name must be 1 to {MAX_NAME_LENGTH} letters, digits, '_', '.', '+' or '-', beginning with a letter, "
+            f"digit or '_'; got {name[:120]!r}"
+        )
+    return name

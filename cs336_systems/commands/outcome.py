@@ -1,0 +1,30 @@
+"""How a command ends: its exit status, and the errors that mean wrong usage.
+
+0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed;
+2: wrong usage; 130: interrupted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from cs336_systems.record import RunRecord
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+T = TypeVar("T")
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be."""
+
+
+def checked(make: Callable[[], T]) -> T:
+    """What `make` returns; its ValueError is the user's mistake."""
+    try:
+        return make()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def status_of(records: Sequence[RunRecord]) -> int:
+    """The exit status that these results call for."""
+    return OK if all(record.status.is_result for record in records) else FAILED

@@ -1,0 +1,43 @@
+"""`precision.py`: what accumulation and autocast do to precision."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cs336_systems.commands.flags import DeviceChoice, Switch, resolve_device
+from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.config import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionArguments:
+    """Show what accumulation and autocast do to precision, as observed on this machine."""
+
+    device: DeviceChoice = "auto"
+    """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory to write both tables to, as CSV, Markdown, LaTeX and Typst."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
+        chosen = resolve_device(self.device)
+        return (Device.CPU, Device.CUDA) if self.device == "auto" and chosen is Device.CUDA else (chosen,)
+
+
+def run(arguments: PrecisionArguments) -> int:
+    """Print, and where asked write, what precision does to sums and types."""
+    devices = checked(arguments.devices)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    from cs336_systems.precision_study import accumulation_study, dtype_study
+    from cs336_systems.precision_tables import print_json, print_tables, write_tables
+
+    sums, dtypes = accumulation_study(), dtype_study(devices)
+    if arguments.output is not None:
+        write_tables(sums, dtypes, arguments.output)
+    print_json(sums, dtypes) if arguments.json else print_tables(sums, dtypes)
+    return OK

@@ -1,0 +1,192 @@
+"""`benchmark_sweep.py`: a grid of configurations, each in a fresh process, and its tables and plots."""
+
+import hashlib
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+from cs336_systems.analysis.compare import interleave
+from cs336_systems.commands.flags import (
+    CPU_CONTEXT_LENGTHS,
+    CPU_SIZES,
+    GPU_CONTEXT_LENGTHS,
+    GPU_SIZES,
+    MAX_NAME_LENGTH,
+    Flat,
+    ModelArguments,
+    StepArguments,
+    Switch,
+    check_limits,
+    checked_name,
+    make_config,
+    one_precision,
+    resolve_device,
+    unset,
+)
+from cs336_systems.commands.outcome import INTERRUPTED, OK, checked, status_of
+from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.nvml import visible_gpus
+from cs336_systems.record import RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepArguments:
+    """Time a grid of sizes, context lengths, modes and precisions, each run in a fresh process, and write tables.
+
+    Records, tables (CSV, Markdown, LaTeX, Typst) and plots go to OUTPUT/e2e_benchmark/NAME/. The same command
+    again goes on where an interrupted sweep stopped; what ran out of memory or failed has a row of its own.
+    """
+
+    sizes: Annotated[
+        tuple[str, ...] | None, unset("NAME [NAME ...]", "small medium large xl 2.7B on a GPU, tiny on a CPU")
+    ] = None
+    """Presets: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    context_lengths: Annotated[
+        tuple[int, ...] | None, unset("INT [INT ...]", "128 256 512 on a GPU, 64 128 256 on a CPU")
+    ] = None
+    """Tokens in a sequence."""
+    modes: tuple[Mode, ...] = (Mode.TRAIN,)
+    """How much of a step: inference, forward, forward-backward, train."""
+    precisions: tuple[Precision, ...] = (Precision.FP32,)
+    """fp32, tf32, bf16, fp16; with fp32 and another, the tables get a speed-up column."""
+    mixed_precision: Switch = False
+    """Short for --precisions bf16."""
+    warmup_steps: tuple[int, ...] = (5,)
+    """Steps before the timed ones; several make a warm-up study."""
+    repeats: int = 1
+    """Fresh processes per configuration, interleaved; the confidence interval is then over process means."""
+    model: Flat[ModelArguments] = field(default_factory=ModelArguments)
+    step: Flat[StepArguments] = field(default_factory=StepArguments)
+    name: Annotated[str | None, unset("NAME", "mode, precision, what differs from the defaults, device")] = None
+    """Name of the directory."""
+    output: Path = Path("data")
+    """Directory for results."""
+    timeout_s: float = 600.0
+    """Longest time for one run (seconds)."""
+    fresh: Switch = False
+    """Measure everything again; earlier records are kept beside."""
+    allow_mixed: Switch = False
+    """Go on in a directory whose records come from another GPU, driver, torch or code."""
+    dry_run: Switch = False
+    """Print what would run, and stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "context_lengths", "modes", "precisions", "warmup_steps"):
+            if getattr(self, name) == ():
+                raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
+        check_limits(self.timeout_s, self.repeats, least_repeats=1)
+
+    @property
+    def chosen_precisions(self) -> tuple[Precision, ...]:
+        if not self.mixed_precision:
+            return self.precisions
+        return tuple(one_precision(precision, True) for precision in self.precisions)
+
+    def configs(self) -> list[RunConfig]:
+        """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
+        device = resolve_device(self.step.device)
+        on_gpu = device is Device.CUDA
+        grid = itertools.product(
+            self.sizes or (GPU_SIZES if on_gpu else CPU_SIZES),
+            self.context_lengths or (GPU_CONTEXT_LENGTHS if on_gpu else CPU_CONTEXT_LENGTHS),
+            self.modes,
+            self.chosen_precisions,
+            self.warmup_steps,
+        )
+        once = [
+            make_config(
+                self.model, self.step, device,
+                size=size, context_length=context_length, mode=mode, precision=precision, warmup_steps=warmup_steps,
+            )
+            for size, context_length, mode, precision, warmup_steps in grid
+        ]  # fmt: skip
+        configs = list(dict.fromkeys(once))
+        return [replace(configs[index], repeat=repeat) for index, repeat in interleave(len(configs), self.repeats)]
+
+    def directory(self) -> Path:
+        """Where this sweep's results go; raise ValueError for a name that is no plain directory name."""
+        return self.output / "e2e_benchmark" / (default_name(self) if self.name is None else checked_name(self.name))
+
+
+def default_name(sweep: SweepArguments) -> str:
+    """Modes, precisions, what differs from the defaults, and the device, so that machines do not collide."""
+    device = resolve_device(sweep.step.device)
+    different = [
+        f"{name}-{value}"
+        for arguments in (sweep.model, sweep.step)
+        for name, value in _differences(arguments, skip=("device",))
+    ]
+    axes = _differences(sweep, skip=("modes", "precisions", "mixed_precision", "model", "step", "name", "output",
+                                     "timeout_s", "fresh", "allow_mixed", "dry_run"))  # fmt: skip
+    parts = [
+        "-".join(dict.fromkeys(sweep.modes)),
+        "-".join(dict.fromkeys(sweep.chosen_precisions)),
+        *(f"{name}-{value}" for name, value in axes),
+        *different,
+        visible_gpus()[0].name if device is Device.CUDA else "cpu",
+    ]
+    name = "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-") for part in parts)
+    if len(name) > MAX_NAME_LENGTH:
+        name = f"{name[: MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
+
+
+def _differences(arguments: object, skip: tuple[str, ...]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for f in fields(arguments):  # type: ignore[arg-type]
+        value = getattr(arguments, f.name)
+        if f.name not in skip and value != f.default:
+            found.append((f.name, "-".join(map(str, value)) if isinstance(value, tuple) else str(value)))
+    return found
+
+
+def run(arguments: SweepArguments) -> int:
+    """Measure a grid and write its tables and plots."""
+    configs, directory = checked(arguments.configs), checked(arguments.directory)
+    if arguments.dry_run:
+        for config in configs:
+            print(f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps")
+        print(f"{len(configs)} runs into {directory}")
+        return OK
+    return measure_all(
+        configs, directory, timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed
+    )
+
+
+def measure_all(
+    configs: Sequence[RunConfig], directory: Path, *, timeout_s: float, fresh: bool, allow_mixed: bool
+) -> int:
+    """Run the configurations that have no result yet, write the tables and plots, print them."""
+    from cs336_systems.report.progress import TerminalListener
+    from cs336_systems.sweep import run_sweep
+
+    with TerminalListener() as listener:
+        outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
+    write_report(outcome.records, directory)
+    from cs336_systems.report.terminal import print_sweep
+
+    print_sweep(outcome.records, directory)
+    if outcome.overhead_s is not None:
+        print(
+            f"{len(outcome.measured)} runs in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s per run "
+            "were neither warm-up nor measured steps"
+        )
+    if outcome.interrupted:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    wanted = {config.key for config in configs}
+    return status_of([record for record in outcome.records if record.key in wanted])
+
+
+def write_report(records: Sequence[RunRecord], directory: Path) -> None:
+    """The tables and plots that the records support."""
+    from cs336_systems.report.plots import write_plots
+    from cs336_systems.report.tables import write_tables
+
+    if records:
+        write_tables(records, directory)
+        write_plots(records, directory)
