@@ -1,5 +1,7 @@
 """Parameters, FLOPs and MFU in closed form, from the configuration alone."""
 
+from dataclasses import dataclass
+
 from cs336_systems.config import Arch, Mode, ModelConfig, Precision, RunConfig
 from cs336_systems.hardware import find_device
 
@@ -37,6 +39,39 @@ def forward_matmul_flops(model: ModelConfig, batch_size: int) -> int:
     linears = model.num_layers * _matrix_parameters_per_block(model) + model.vocab_size * model.d_model
     scores_and_values = model.num_layers * 2 * model.context_length * model.d_model
     return 2 * tokens * (linears + scores_and_values)
+
+
+SOFTMAX_FORWARD_FLOPS = 5
+"""For each score: compare with the largest of its row, subtract that, exponentiate, add to the sum, divide by it."""
+SOFTMAX_BACKWARD_FLOPS = 4
+"""For each weight: times its gradient, add to the row's sum, subtract that from the gradient, times the weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFlops:
+    """FLOPs of the parts of attention, in all layers of one pass."""
+
+    scores: int
+    softmax: int
+    values: int
+
+
+def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
+    """FLOPs of attention in one forward pass, written out, without the linear layers around it.
+
+    A multiply-add counts as 2 FLOPs, every operation of the softmax as one. Causal attention counts as full, as in
+    forward_matmul_flops; scaling and masking the scores are left out.
+    """
+    weights = model.num_layers * batch_size * model.num_heads * model.context_length**2
+    product = 2 * weights * model.d_head
+    return AttentionFlops(scores=product, softmax=SOFTMAX_FORWARD_FLOPS * weights, values=product)
+
+
+def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
+    """FLOPs of attention in one backward pass, counted as in attention_forward_flops: the products twice."""
+    forward = attention_forward_flops(model, batch_size)
+    softmax = forward.softmax // SOFTMAX_FORWARD_FLOPS * SOFTMAX_BACKWARD_FLOPS
+    return AttentionFlops(scores=2 * forward.scores, softmax=softmax, values=2 * forward.values)
 
 
 def step_flops(config: RunConfig) -> int | None:

@@ -83,6 +83,14 @@ class CompileMode(StrEnum):
     MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
 
 
+class Profiler(StrEnum):
+    """Who watches the measured steps: nobody, Nsight Systems (from outside), or torch.profiler (Kineto)."""
+
+    NONE = "none"
+    NSYS = "nsys"
+    KINETO = "kineto"
+
+
 class Device(StrEnum):
     """Where the step runs."""
 
@@ -160,6 +168,8 @@ class RunConfig:
     """Token file (.npy, one axis, uint16 or int32) to read batches from; None means random tokens."""
     model_factory: str | None = None
     """`package.module:factory` of the user's own model; None means this project's TransformerLM."""
+    profiler: Profiler = Profiler.NONE
+    """A profiled run is slower, so it is a run of its own, and its times are never published."""
     repeat: int = 0
     """Which of several fresh processes of the same configuration this is, from 0."""
 
@@ -188,6 +198,8 @@ class RunConfig:
             raise ValueError(f"compile_blocks needs this project's model, got model_factory {self.model_factory!r}")
         if self.device is Device.CPU and self.precision is Precision.TF32:
             raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
+        if self.device is Device.CPU and self.profiler is Profiler.NSYS:
+            raise ValueError("nsys sees the kernels of NVIDIA GPUs, got device cpu: use torch.profiler (--profile)")
         if self.tokens is not None and not _is_unicode(self.tokens):
             raise ValueError(f"tokens needs a file name that is valid UTF-8, got {self.tokens!r}; rename the file")
         if self.model_factory is not None and not _is_factory(self.model_factory):
@@ -209,6 +221,11 @@ class RunConfig:
         return replace(self, repeat=0)
 
     @property
+    def unprofiled(self) -> "RunConfig":
+        """The same run without a profiler."""
+        return replace(self, profiler=Profiler.NONE)
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases that this run times, in order, without the whole step."""
         phases = {
@@ -224,7 +241,7 @@ class RunConfig:
         """A few words for people: what runs now, with what differs from the defaults."""
         words = [self.size, f"ctx {self.model.context_length}", self.mode, self.precision]
         others = {**_non_defaults(self.model), **_non_defaults(self.configuration)}
-        for name in ("attention", "sdpa_backend", "optimizer", "compile", "model_factory"):
+        for name in ("attention", "sdpa_backend", "optimizer", "compile", "model_factory", "profiler"):
             words += [str(others[name])] if name in others else []
         words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []
         words += [f"#{self.repeat}"] if self.repeat else []

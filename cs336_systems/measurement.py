@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
 
 import pynvml
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.clock import Clock, StepTimes, make_clock
-from cs336_systems.config import CompileMode, Device, Mode, Phase, RunConfig
+from cs336_systems.config import CompileMode, Device, Mode, Phase, Profiler, RunConfig
 from cs336_systems.environment import environment
 from cs336_systems.failure import classify, describe
 from cs336_systems.model import num_parameters
 from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.precision import apply_math_mode
-from cs336_systems.profiling import Annotator, annotate, set_annotator
+from cs336_systems.profiling import Annotator, annotate, backward_ranges, kineto_trace, set_annotator
 from cs336_systems.quality import timing_warnings
 from cs336_systems.ranges import Range
 from cs336_systems.record import (
@@ -62,21 +63,24 @@ class Progress:
     skipped_steps: int = 0
     collector_on: bool | None = None
     state_before: GpuState | None = None
+    trace: Path | None = None
 
     def warn(self, code: WarningCode, message: str) -> None:
         self.warnings.append(RunWarning(code=code, message=message))
 
 
-def measure(config: RunConfig, model: nn.Module | None = None) -> RunRecord:
+def measure(config: RunConfig, model: nn.Module | None = None, trace: Path | None = None) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
     Never raises for what a run can die of: running out of memory, a CUDA error and an exception of the model are
-    records too. `model` (on the right device) takes the place of the one the configuration names.
+    records too. `model` (on the right device) takes the place of the one the configuration names. `trace` is where
+    torch.profiler writes, if it is the profiler; nsys is told from outside.
     """
     progress = Progress(
         config=config,
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         started=perf_counter(),
+        trace=trace,
     )
     try:
         return _measure(progress, model)
@@ -90,7 +94,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     config = progress.config
     monitor = _find_gpu(progress)
     torch.manual_seed(config.seed)
-    set_annotator(Annotator.NVTX if config.ranges and config.device is Device.CUDA else Annotator.NONE)
+    set_annotator(_annotator(config))
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     step, clock = TrainingStep(config, model), make_clock(config)
@@ -101,12 +105,14 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         torch.cuda.synchronize()
     progress.setup_s = perf_counter() - progress.started
 
-    with _collector_off(), annotate(Range.WARMUP):
-        _warm_up(step, clock, progress, monitor)
-    energy_before = monitor.energy_j() if monitor else None
-    counters_before = _counters(config, reset_peaks=True)
-    with _collector_off(), annotate(Range.MEASURE):
-        _time(step, clock, progress)
+    with _ranges_in_backward(step):
+        with _collector_off(), annotate(Range.WARMUP):
+            _warm_up(step, clock, progress, monitor)
+        with _collector_off(), _traced(step, clock, progress):
+            energy_before = monitor.energy_j() if monitor else None
+            counters_before = _counters(config, reset_peaks=True)
+            with annotate(Range.MEASURE):
+                _time(step, clock, progress)
     progress.where = "the readings after the steps"
     counters = _counters(config)
     timed = len(progress.measured) + progress.skipped_steps
@@ -132,6 +138,37 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         durations=_durations(progress),
         warnings=tuple(progress.warnings),
     )
+
+
+def _annotator(config: RunConfig) -> Annotator:
+    if not config.ranges:
+        return Annotator.NONE
+    if config.profiler is Profiler.KINETO:
+        return Annotator.RECORD_FUNCTION
+    return Annotator.NVTX if config.device is Device.CUDA else Annotator.NONE
+
+
+def _ranges_in_backward(step: TrainingStep) -> contextlib.AbstractContextManager[None]:
+    """Ranges of modules in backward, for a profiler: their hooks cost the host time, which a plain run must not pay."""
+    config = step.config
+    watched = config.ranges and config.profiler is not Profiler.NONE
+    return backward_ranges(step.model) if watched and config.compile is CompileMode.NONE else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _traced(step: TrainingStep, clock: Clock, progress: Progress) -> Iterator[None]:
+    """torch.profiler, where it is to watch: one more step of warm-up is in the trace, for the profiler's own sake."""
+    if progress.config.profiler is not Profiler.KINETO or progress.trace is None:
+        yield
+        return
+    progress.where = "the start of torch.profiler"
+    with kineto_trace(progress.trace, progress.config.device is Device.CUDA):
+        with annotate(Range.WARMUP):
+            times, loss = step(clock)
+        progress.warmup.append(times)
+        _keep_loss(progress, loss)
+        yield
+        progress.where = "the export of torch.profiler's trace"
 
 
 def _find_gpu(progress: Progress) -> GpuMonitor | None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,16 +18,31 @@ from torch.autograd.graph import Node
 
 
 class Annotator(StrEnum):
-    """Who is told of the ranges: nobody, Nsight Systems, or torch.profiler (which works on a CPU too)."""
+    """Who is told of the ranges: nobody, Nsight Systems, torch.profiler (on a CPU too), or `current_path`."""
 
     NONE = "none"
     NVTX = "nvtx"
     RECORD_FUNCTION = "record-function"
+    PATH = "path"
+
+
+@contextmanager
+def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
+    """torch.profiler around what is inside; its trace, gzipped JSON, is at `path` once that has ended well."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if with_cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield
+    temporary = path.with_name(f".{path.name}.tmp.gz")  # torch compresses where the name ends so
+    profiler.export_chrome_trace(str(temporary))
+    temporary.replace(path)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.records: list[torch.profiler.record_function] = []
+        self.path: list[str] = []
 
 
 _thread = _Thread()
@@ -40,6 +56,19 @@ def _push_record(name: str) -> None:
 
 def _pop_record() -> None:
     _thread.records.pop().__exit__(None, None, None)
+
+
+def _push_path(name: str) -> None:
+    _thread.path.append(name)
+
+
+def _pop_path() -> None:
+    _thread.path.pop()
+
+
+def current_path() -> tuple[str, ...]:
+    """Names of the ranges that are open on this thread, the outermost first; none unless the annotator is PATH."""
+    return tuple(_thread.path)
 
 
 def _push_nvtx(name: str) -> None:
@@ -81,6 +110,7 @@ _NOTHING = nullcontext()
 _PUSH_POP: dict[Annotator, tuple[Callable[[str], None], Callable[[], None]]] = {
     Annotator.NVTX: (_push_nvtx, _pop_nvtx),
     Annotator.RECORD_FUNCTION: (_push_record, _pop_record),
+    Annotator.PATH: (_push_path, _pop_path),
 }
 _annotations: _Annotations | None = None
 

@@ -7,10 +7,20 @@ from pathlib import Path
 
 import msgspec
 
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import Identity, RunRecord, write_atomically
 
 _PROBE_BYTES = 2**16
 """Room for a record, so that a full disk is found out too."""
+
+
+PROFILE_DIRECTORIES = {
+    Profiler.NONE: "e2e_benchmark",
+    Profiler.NSYS: "nsys_profiles",
+    Profiler.KINETO: "kineto_profiles",
+}
+"""Where results go, below the output directory."""
+_RAW_PROFILES = {Profiler.NSYS: ("reports", ".nsys-rep"), Profiler.KINETO: ("traces", ".json.gz")}
 
 
 class SweepError(RuntimeError):
@@ -27,6 +37,17 @@ def make_writable(runs: Path) -> Path:
     except OSError as error:
         raise SweepError(f"{runs}: cannot write there ({error.strerror}); choose another --output") from error
     return runs
+
+
+def raw_profile_path(config: RunConfig, runs: Path) -> Path:
+    """Where the profiler of this run leaves what it recorded; `runs` is the directory of records."""
+    folder, ending = _RAW_PROFILES[config.profiler]
+    return runs.with_name(folder) / f"{config.key}{ending}"
+
+
+def kernel_profile_path(config: RunConfig, runs: Path) -> Path:
+    """Where the explanation of that recording is kept, a `StepProfile`."""
+    return runs.with_name("kernels") / f"{config.key}.json"
 
 
 def set_aside(runs: Path) -> None:

@@ -1,24 +1,67 @@
-"""One run in one process: measure, write the record, end."""
+"""One run in one process: measure, under a profiler if the run has one, write the record, end."""
 
+import datetime
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from cs336_systems.config import RunConfig
+import msgspec
+
+from cs336_systems.analysis.explain import explain
+from cs336_systems.analysis.step_profile import write_profile
+from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.failure import describe
 from cs336_systems.measurement import measure
+from cs336_systems.nsys_run import NsysError, is_under_nsys, run_under_nsys
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with_forker
-from cs336_systems.record import RunRecord, write_record
+from cs336_systems.record import RunRecord, Status, read_record, write_record
+from cs336_systems.store import kernel_profile_path, raw_profile_path
 
 
 def run_here(config: RunConfig, directory: Path) -> RunRecord:
-    """Measure in this process and write the record into `directory`."""
+    """Measure in this process, or one that nsys watches, and write the record into `directory`."""
     directory = directory.absolute()  # the user's own model may change the current one
-    record = measure(config)
+    record = _run(config, directory)
     write_record(record, directory)
     return record
+
+
+def _run(config: RunConfig, runs: Path) -> RunRecord:
+    if config.profiler is Profiler.KINETO:
+        return _explained(config, runs, lambda raw: measure(config, trace=raw))
+    if config.profiler is Profiler.NSYS and not is_under_nsys():
+        return _explained(config, runs, lambda raw: _record_with_nsys(config, raw))
+    return measure(config)
+
+
+def _explained(config: RunConfig, runs: Path, record_to: Callable[[Path], RunRecord]) -> RunRecord:
+    """The record of a profiled run, once what the profiler recorded has been explained; without that, a failed run."""
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    raw, profile = raw_profile_path(config, runs), kernel_profile_path(config, runs)
+    for path in (raw, profile):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    try:
+        record = record_to(raw)
+        if record.status is Status.OK:
+            if not raw.is_file():
+                raise NsysError(f"the run ended well and {config.profiler} left no {raw.name}: see what it printed")
+            write_profile(explain(raw, config), profile)
+        return record
+    except Exception as error:  # whatever it is: the times are in the record of the unprofiled run
+        failure = describe(error, Status.CRASHED, "profiling", config.device)
+        return RunRecord(config=config, status=Status.CRASHED, started_at=started_at, failure=failure)
+
+
+def _record_with_nsys(config: RunConfig, report: Path) -> RunRecord:
+    with TemporaryDirectory(prefix="cs336-") as scratch:
+        run_under_nsys(config, report, Path(scratch))
+        return read_record(Path(scratch) / f"{config.key}.json")
 
 
 def main(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | None) -> None:
@@ -34,7 +77,7 @@ def main(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | No
         signal.signal(number, signal.SIG_DFL)
     if gpu_uuid is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_uuid
-    record = measure(config)
+    record = _run(config, directory)
     try:
         write_record(record, directory)
     except OSError as error:
@@ -48,3 +91,8 @@ def die_with_parent() -> None:
     sweep = multiprocessing.parent_process()
     if sweep is not None and not sweep.is_alive():
         os._exit(1)
+
+
+if __name__ == "__main__":  # under nsys: the configuration as JSON, and the directory for the record
+    die_with_forker(signal.SIGKILL)
+    run_here(msgspec.json.decode(sys.argv[1], type=RunConfig), Path(sys.argv[2]))

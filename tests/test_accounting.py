@@ -1,10 +1,18 @@
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.accounting import count_parameters, forward_matmul_flops, mfu, step_flops
+from cs336_systems.accounting import (
+    attention_backward_flops,
+    attention_forward_flops,
+    count_parameters,
+    forward_matmul_flops,
+    mfu,
+    step_flops,
+)
 from cs336_systems.config import SIZES, Arch, Mode, ModelConfig, Precision, RunConfig
 from cs336_systems.model import TransformerLM
 
@@ -37,6 +45,82 @@ def test_flops_are_those_that_torch_dispatches(arch, shape, batch_size) -> None:
     whole = forward.get_total_flops() + backward.get_total_flops()
     for mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         assert step_flops(run_config(config, batch_size=batch_size, mode=mode)) == whole
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("shape", UNEQUAL, ids=lambda shape: f"d{shape.d_model}")
+def test_products_of_attention_are_those_that_torch_dispatches(arch, shape) -> None:
+    """Scores and values are the only products of batches of matrices (bmm): linear layers flatten the batch (mm)."""
+    config, batch_size = replace(shape, arch=arch), 3
+    model = TransformerLM(config)
+    with FlopCounterMode(display=False) as forward:
+        logits = model(torch.zeros(batch_size, config.context_length, dtype=torch.long))
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    for counter, flops in (
+        (forward, attention_forward_flops(config, batch_size)),
+        (backward, attention_backward_flops(config, batch_size)),
+    ):
+        assert flops.scores == flops.values
+        assert flops.scores + flops.values == counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+
+
+class Counted(float):
+    """A number that counts the operations on it and its kind."""
+
+    count = 0
+
+    def _counted(self, value: float) -> "Counted":
+        Counted.count += 1
+        return Counted(value)
+
+    def __add__(self, other):
+        return self._counted(float(self) + float(other))
+
+    def __sub__(self, other):
+        return self._counted(float(self) - float(other))
+
+    def __mul__(self, other):
+        return self._counted(float(self) * float(other))
+
+    def __truediv__(self, other):
+        return self._counted(float(self) / float(other))
+
+    def larger(self, other):
+        return self._counted(max(float(self), float(other)))
+
+    def exp(self):
+        return self._counted(math.exp(self))
+
+
+def test_softmax_counts_each_operation_of_its_definition() -> None:
+    """A row at a time, as it is told, and the numbers are torch's."""
+    model = UNEQUAL[1]
+    rows = 3 * model.num_layers * model.num_heads * model.context_length
+    scores = torch.randn(model.context_length, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(model.context_length, dtype=torch.float64)
+
+    Counted.count = 0
+    row, largest, total = [Counted(x) for x in scores.tolist()], Counted(-math.inf), Counted(0)
+    for x in row:
+        largest = largest.larger(x)
+    powers = [(x - largest).exp() for x in row]
+    for x in powers:
+        total = total + x
+    weights = [x / total for x in powers]
+    assert attention_forward_flops(model, 3).softmax == rows * Counted.count
+
+    Counted.count = 0
+    dot = Counted(0)
+    for x, g in zip(weights, gradient.tolist(), strict=True):
+        dot = dot + x * g
+    found = [(Counted(g) - dot) * x for x, g in zip(weights, gradient.tolist(), strict=True)]
+    assert attention_backward_flops(model, 3).softmax == rows * Counted.count
+
+    expected = scores.softmax(dim=0)
+    expected.backward(gradient)
+    torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), expected.detach())
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), scores.grad)
 
 
 @pytest.mark.parametrize("config", [*SIZES.values(), *UNEQUAL, *(replace(shape, arch=Arch.GPT2) for shape in UNEQUAL)])

@@ -18,8 +18,9 @@ PACKAGE = "cs336_systems"
 LEVELS = (
     ("", "analysis", "commands", "report"),
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
-    ("hardware", "record"),
-    ("accounting", "nvml", "quality", "store", "analysis.*"),
+    ("hardware", "record", "nsys_run"),
+    ("accounting", "nvml", "quality", "store"),
+    ("analysis.*",),
     ("profiling", "precision", "optimizer", "clock", "data", "failure"),
     ("model", "environment"),
     ("step", "precision_study", "report.*"),

@@ -5,7 +5,6 @@ asked first, nothing but tables is read, whole, without a join, and no more rows
 """
 
 import sqlite3
-import stat
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -17,16 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.trace import (
-    ApiCalls,
-    DeviceWork,
-    Ints,
-    Mask,
-    ProfileError,
-    Ranges,
-    Trace,
-    durations,
-)
+from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.lookup import Launches, Strings
+from cs336_systems.analysis.trace import ApiCalls, DeviceWork, Ints, ProfileError, Ranges, Trace, durations
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -35,7 +27,6 @@ COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
 RANGES = "NVTX_EVENTS"
 
-MAGIC = b"SQLite format 3\0"
 HEADER_BYTES = 100
 LEAST_ROW_BYTES = 4
 """No row of a table is smaller in a file, so a table that yields more is damaged or a trap."""
@@ -44,16 +35,12 @@ THREAD_BITS = 24
 PUSH_POP, START_END = 59, 60
 """Kinds of ranges, in files too old to name their kinds."""
 NO_STRING = -1
+NEEDED = "the SQLite export of an nsys report"
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RECORD = (
     "record with `nsys profile --trace=cuda,nvtx`, then export with `nsys export --type=sqlite REPORT.nsys-rep`"
 )
-_OTHER_FILES = {
-    b"\xfd7zXZ\0": "it is compressed with xz: decompress it first, with `xz -dk`",
-    b"\x1f\x8b": "it is compressed with gzip: decompress it first, with `gzip -dk`",
-    b"\x28\xb5\x2f\xfd": "it is compressed with zstd: decompress it first, with `zstd -dk`",
-}
 
 
 def read_nsys(path: Path) -> Trace:
@@ -67,25 +54,12 @@ def read_nsys(path: Path) -> Trace:
 
 
 def _check_file(path: Path) -> None:
-    try:
-        mode, size = path.stat().st_mode, path.stat().st_size
-        if not stat.S_ISREG(mode):
-            kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
-            raise ProfileError(path, f"needed the SQLite export of an nsys report, got {kind}")
-        with path.open("rb") as file:
-            header = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a NUL in the name
-        raise error if isinstance(error, ProfileError) else ProfileError(path, f"no name of a file: {error}") from error
-    if not header.startswith(MAGIC):
-        other = [problem for magic, problem in _OTHER_FILES.items() if header.startswith(magic)]
-        found = other[0] if other else "it is something else" if header else "it is empty"
-        if path.suffix == ".nsys-rep":
-            found = f"it is the report itself: export it with `nsys export --type=sqlite {path.name}`"
-        raise ProfileError(path, f"needed the SQLite export of an nsys report, but {found}")
+
+    header = read_head(path, HEADER_BYTES, NEEDED)
+    if not header.startswith(SQLITE_MAGIC):
+        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, header)}")
     page_bytes, num_pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
-    expected = num_pages * (65536 if page_bytes == 1 else page_bytes)
+    expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
     if len(header) < HEADER_BYTES or size < expected:
         raise ProfileError(path, f"truncated: needed {expected} bytes, got {size}; copy it again or export it again")
 
@@ -98,54 +72,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-class _Strings:
-    """The trace's own table of strings, filled as they are met."""
-
-    def __init__(self, known: dict[int, str]) -> None:
-        self._known = known
-        self._ids: dict[str, int] = {}
-
-    def id(self, text: str) -> int:
-        return self._ids.setdefault(text, len(self._ids))
-
-    def column(self, keys: Ints, known: Mapping[int, str] | None = None, unknown: str = "") -> Ints:
-        """Our ids of the file's ids, which are those of its strings unless `known` says otherwise."""
-        known = self._known if known is None else known
-        unique, inverse = np.unique(keys, return_inverse=True)
-        mine = np.array([self.id(known.get(key, unknown)) for key in unique.tolist()], dtype=np.int64)
-        return mine[inverse]
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return tuple(self._ids)
-
-
-class _Calls:
-    """Launches to look up by process and correlation id, each found once however often it is in the file."""
-
-    def __init__(self, calls: ApiCalls) -> None:
-        self._processes = np.unique(calls.process)
-        key = self._key(calls.process, calls.correlation)
-        order = np.lexsort((calls.start_ns, key))
-        self._key_sorted, self._order, self._calls = key[order], order, calls
-
-    def _key(self, process: Ints, correlation: Ints) -> Ints:
-        """One number for both; -1 where there is nothing to look up. CUPTI counts from 1 in 32 bits."""
-        at = np.searchsorted(self._processes, process)
-        known = np.append(self._processes, -1)[at] == process
-        return np.where(known & (correlation > 0) & (correlation < 2**32), (at << 32) | correlation, -1)
-
-    def find(self, process: Ints, correlation: Ints) -> tuple[Mask, Ints, Ints]:
-        """Whether each was found, and the time and the thread of its call."""
-        key = self._key(process, correlation)
-        at = np.searchsorted(self._key_sorted, key)
-        found = (np.append(self._key_sorted, -1)[at] == key) & (key >= 0)
-        row = self._order[at[found]]
-        time, thread = np.zeros_like(key), np.zeros_like(key)
-        time[found], thread[found] = self._calls.start_ns[row], self._calls.thread[row]
-        return found, time, thread
-
-
 class _Export:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
@@ -156,13 +82,13 @@ class _Export:
             "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' LIMIT 10000"
         )
         self._tables = {name for (name,) in tables.fetchall()}
-        self._strings = _Strings(self._names("StringIds", "value"))
+        self._strings = Strings(self._names("StringIds", "value"))
 
     def trace(self) -> Trace:
         if not {KERNELS, GRAPHS} & self._tables:
             raise ProfileError(self.path, f"no table {KERNELS}, so no CUDA kernel was traced: {HOW_TO_RECORD}")
         api_calls = self._api_calls()
-        calls = _Calls(api_calls)
+        calls = Launches(api_calls)
         kernels, graphs, copies, fills = (self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS))
         return Trace(
             kernels=_join(kernels, graphs),
@@ -170,6 +96,7 @@ class _Export:
             ranges=self._ranges(last_ns=_last(kernels, graphs, copies, fills, api_calls)),
             api_calls=api_calls,
             strings=self._strings.all,
+            device_names=tuple(dict.fromkeys(self._names("TARGET_INFO_GPU", "name").values())),
             notes=tuple(self._notes(len(graphs))),
         )
 
@@ -197,7 +124,7 @@ class _Export:
             correlation=correlation,
         )
 
-    def _work(self, table: str, calls: _Calls) -> DeviceWork:
+    def _work(self, table: str, calls: Launches) -> DeviceWork:
         kind = {KERNELS: "demangledName", COPIES: "copyKind", GRAPHS: "graphId", FILLS: "bytes"}[table]
         start, end, device, stream, process, correlation, kinds, graph, num_bytes = self._ints(
             table,
@@ -214,7 +141,7 @@ class _Export:
             name = self._strings.column(kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy")
         else:
             name = np.full(len(start), self._strings.id("memset" if table == FILLS else "CUDA graph"), dtype=np.int64)
-        is_launched, launch, thread = calls.find(process, correlation)
+        is_launched, launch, thread = calls.columns(calls.find(process, correlation))
         return DeviceWork(
             name=name,
             process=process,

@@ -35,10 +35,14 @@ class PhaseTimes:
     kernel_s: tuple[float, ...]
     """Durations of the kernels, added up over streams."""
     busy_s: tuple[float, ...]
-    """Time in which at least one kernel or copy launched in any phase ran on the device, within the wall time."""
+    """Time in which at least one kernel or copy launched in any phase ran on the device, within the wall time.
+
+    The mean over the devices that the step used.
+    """
     wall_s: tuple[float, ...]
     """On the device, from the end of the phase before to its own end, as CUDA events between the phases would see it:
-    a phase ends when the last of its kernels has, or when the host leaves it, if that is later."""
+    a phase ends when the last of its kernels has, or when the host leaves it, if that is later. For `unattributed` what
+    follows the last phase: work launched between two phases is in the wall time of the later one."""
     host_s: tuple[float, ...]
     """How long the host was in the phase, launching."""
     recomputed_s: tuple[float, ...]
@@ -148,7 +152,10 @@ class IdleCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleTimes:
-    """Idle time of the device over the steps, by phase (of the kernel that ended the wait) and cause."""
+    """Idle time of the device over the steps, by phase (of the kernel that ended the wait) and cause.
+
+    At the end of a step, the phase is its last. The time is the mean over the devices that a step used.
+    """
 
     phase: LaunchPhase
     cause: IdleCause
@@ -178,7 +185,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls:
-    """Calls of one function of the CUDA runtime or driver over the steps, in one phase."""
+    """Calls of one function of the CUDA runtime or driver over the steps, in one phase; those that wait apart."""
 
     name: str
     phase: LaunchPhase
@@ -203,7 +210,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernels of one class and phase that followed each other closely on one stream of the pictured step."""
+    """Kernels of one class and phase that followed each other closely on one stream of the pictured step.
+
+    Where there are too many to draw, those in a sliver too thin to see, with the class that ran longest.
+    """
 
     stream: int
     phase: LaunchPhase

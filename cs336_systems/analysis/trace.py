@@ -52,7 +52,8 @@ class DeviceWork(Columns):
     launch_ns: Ints
     thread: Ints
     is_in_graph: Mask
-    """Launched by a CUDA graph: `graph` is the node, or the graph where the profiler saw only the whole of it."""
+    """Launched by a CUDA graph: `graph` is the node, or the graph where the profiler saw only the whole of it,
+    or 0 where it says neither (torch.profiler)."""
     graph: Ints
     num_bytes: Ints
     """Bytes copied or filled; 0 for kernels."""

@@ -19,8 +19,9 @@ from cs336_systems.commands.flags import (
     unset,
 )
 from cs336_systems.commands.outcome import checked, status_of
-from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.locks import exclusive, gpu_lock_path
+from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import encode_record
 
@@ -47,6 +48,9 @@ class BenchmarkArguments:
     """Steps before the timed ones."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
+    profile: Switch = False
+    """Record the measured steps with torch.profiler, and say where the time went, kernel by kernel (on a CPU, operator
+    by operator). The run is slower for it, and its times are not for publication."""
     output: Path = Path("data")
     """Directory for results."""
     json: Switch = False
@@ -62,15 +66,23 @@ class BenchmarkArguments:
             mode=self.mode,
             precision=one_precision(self.precision, self.mixed_precision),
             warmup_steps=self.warmup_steps,
+            profiler=self._profiler(),
         )  # fmt: skip
+
+    def _profiler(self) -> Profiler:
+        if self.profile and is_under_nsys():
+            raise ValueError("--profile under nsys: two profilers cannot watch one process; leave one of them out")
+        if is_under_nsys() and resolve_device(self.step.device) is Device.CUDA:
+            return Profiler.NSYS
+        return Profiler.KINETO if self.profile else Profiler.NONE
 
 
 def run(arguments: BenchmarkArguments) -> int:
     """Measure, keep the record, print it."""
     config = checked(arguments.config)
-    from cs336_systems.store import make_writable
+    from cs336_systems.store import PROFILE_DIRECTORIES, make_writable
 
-    runs = make_writable(arguments.output / "e2e_benchmark" / "single" / "runs")
+    runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
     from cs336_systems.worker import run_here
 
     gpu = next(iter(visible_gpus()), None)

@@ -20,6 +20,7 @@ from cs336_systems.config import (
     ModelConfig,
     OptimizerKind,
     Precision,
+    Profiler,
     RunConfig,
     SdpaBackend,
 )
@@ -133,6 +134,7 @@ def make_config(
     mode: Mode,
     precision: Precision,
     warmup_steps: int,
+    profiler: Profiler = Profiler.NONE,
 ) -> RunConfig:
     """One configuration from flags; raise ValueError where a value cannot be meant."""
     if size not in SIZES:
@@ -157,6 +159,7 @@ def make_config(
         precision=precision,
         device=device,
         warmup_steps=warmup_steps,
+        profiler=profiler,
         model_factory=model.model,
         **{f.name: getattr(step, f.name) for f in fields(step) if f.name != "device"},
     )

@@ -27,10 +27,12 @@ from cs336_systems.commands.flags import (
     resolve_device,
     unset,
 )
-from cs336_systems.commands.outcome import INTERRUPTED, OK, checked, status_of
-from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, checked, status_of
+from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.nsys_run import NsysError, find_nsys
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import RunRecord
+from cs336_systems.store import PROFILE_DIRECTORIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,12 @@ class SweepArguments:
     """Fresh processes per configuration, interleaved; the confidence interval is then over process means."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
+    nsys: Switch = False
+    """Run every configuration once more under Nsight Systems, and say where its time went, kernel by kernel. Results go
+    to OUTPUT/nsys_profiles/NAME/, the reports (.nsys-rep) too."""
+    profile: Switch = False
+    """The same with torch.profiler, which needs no nsys and works on a CPU too (operator by operator); into
+    OUTPUT/kineto_profiles/NAME/."""
     name: Annotated[str | None, unset("NAME", "mode, precision, what differs from the defaults, device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -105,11 +113,28 @@ class SweepArguments:
             for size, context_length, mode, precision, warmup_steps in grid
         ]  # fmt: skip
         configs = list(dict.fromkeys(once))
-        return [replace(configs[index], repeat=repeat) for index, repeat in interleave(len(configs), self.repeats)]
+        repeats = [replace(configs[index], repeat=repeat) for index, repeat in interleave(len(configs), self.repeats)]
+        if self.profiler is Profiler.NONE:
+            return repeats
+        return [c for plain in repeats for c in ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,))]
+
+    @property
+    def profiler(self) -> Profiler:
+        """Who watches the second run of each configuration; raise ValueError for two at once."""
+        if self.nsys and self.profile:
+            raise ValueError("--nsys and --profile are two ways to do the same: choose one")
+        return Profiler.NSYS if self.nsys else Profiler.KINETO if self.profile else Profiler.NONE
+
+    def _profiled(self, plain: RunConfig) -> RunConfig:
+        return replace(plain, profiler=self.profiler)
 
     def directory(self) -> Path:
         """Where this sweep's results go; raise ValueError for a name that is no plain directory name."""
-        return self.output / "e2e_benchmark" / (default_name(self) if self.name is None else checked_name(self.name))
+        return (
+            self.output
+            / PROFILE_DIRECTORIES[self.profiler]
+            / (default_name(self) if self.name is None else checked_name(self.name))
+        )
 
 
 def default_name(sweep: SweepArguments) -> str:
@@ -121,7 +146,7 @@ def default_name(sweep: SweepArguments) -> str:
         for name, value in _differences(arguments, skip=("device",))
     ]
     axes = _differences(sweep, skip=("modes", "precisions", "mixed_precision", "model", "step", "name", "output",
-                                     "timeout_s", "fresh", "allow_mixed", "dry_run"))  # fmt: skip
+                                     "timeout_s", "fresh", "allow_mixed", "dry_run", "nsys", "profile"))  # fmt: skip
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
         "-".join(dict.fromkeys(sweep.chosen_precisions)),
@@ -152,9 +177,24 @@ def run(arguments: SweepArguments) -> int:
             print(f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps")
         print(f"{len(configs)} runs into {directory}")
         return OK
-    return measure_all(
+    missing = _why_no_profile(arguments)
+    if missing is not None:
+        print(f"error: no profile: {missing}. The times are measured all the same.", file=sys.stderr)
+        configs = [config for config in configs if config.profiler is Profiler.NONE]
+    status = measure_all(
         configs, directory, timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed
     )
+    return FAILED if missing is not None and status == OK else status
+
+
+def _why_no_profile(arguments: SweepArguments) -> str | None:
+    """Why the profiler asked for cannot be had, or None."""
+    try:
+        if arguments.profiler is Profiler.NSYS:
+            find_nsys()
+    except NsysError as error:
+        return str(error)
+    return None
 
 
 def measure_all(
@@ -170,7 +210,7 @@ def measure_all(
     from cs336_systems.report.terminal import print_sweep
 
     print_sweep(outcome.records, directory)
-    if outcome.overhead_s is not None:
+    if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
         print(
             f"{len(outcome.measured)} runs in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s per run "
             "were neither warm-up nor measured steps"

@@ -106,6 +106,15 @@ def test_no_correlation_is_no_launch(tmp_path: Path) -> None:
     assert read_nsys(path).kernels.is_launched.tolist() == [False, False, True]
 
 
+def test_each_kind_of_gpu_is_named_once(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    assert read_nsys(path).device_names == ()
+    change(path, "CREATE TABLE TARGET_INFO_GPU (vmId INT, id INT, name TEXT)")
+    for number, name in enumerate(["NVIDIA H200", "NVIDIA H200", "NVIDIA A100"]):
+        change(path, f"INSERT INTO TARGET_INFO_GPU VALUES (1, {number}, '{name}')")
+    assert read_nsys(path).device_names == ("NVIDIA H200", "NVIDIA A100")
+
+
 def test_copies_fills_and_whole_graphs(tmp_path: Path) -> None:
     common = "start INT, end INT, deviceId INT, streamId INT, globalPid INT, correlationId INT"
     path = change(

@@ -3,7 +3,7 @@
 import random
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ class Kernel:
     duration_ns: int = 10
     stream: int = 7
     graph: int = 0
+    device: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,24 @@ class Span:
     is_nested: bool = True
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of the CUDA runtime; it launched what has its start as launch, on its thread."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int = MAIN
+
+
 @dataclass
 class Recording:
-    """What happened, row by row."""
+    """What happened, row by row. Calls and copies are for `make_trace` alone."""
 
     kernels: list[Kernel] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    copies: list[Kernel] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
     def launch(self, name: str, launch_ns: int, thread: int = MAIN, duration_ns: int = 10) -> None:
         # long after its range, as on a device that lags behind
@@ -60,14 +73,41 @@ def ints(values: Sequence[int]) -> np.ndarray:
 
 def make_trace(recording: Recording) -> Trace:
     """The recording as a reader would give it."""
-    kernels, spans = recording.kernels, recording.spans
-    strings = tuple(dict.fromkeys([k.name for k in kernels] + [s.name for s in spans]))
+    kernels, spans, calls = recording.kernels, recording.spans, recording.calls
+    strings = tuple(
+        dict.fromkeys(event.name for events in (kernels, spans, recording.copies, calls) for event in events)
+    )
     last = max([k.start_ns + k.duration_ns for k in kernels] + [0])
+    return Trace(
+        strings=strings,
+        kernels=make_work(kernels, strings),
+        copies=make_work(recording.copies, strings),
+        ranges=Ranges(
+            name=ints([strings.index(s.name) for s in spans]),
+            process=ints([process_of(s.thread) for s in spans]),
+            thread=ints([s.thread for s in spans]),
+            start_ns=ints([s.start_ns for s in spans]),
+            end_ns=ints([max(last, s.start_ns) if s.end_ns is None else s.end_ns for s in spans]),
+            is_open=np.array([s.end_ns is None for s in spans], dtype=np.bool_),
+            is_nested=np.array([s.is_nested for s in spans], dtype=np.bool_),
+        ),
+        api_calls=ApiCalls(
+            name=ints([strings.index(c.name) for c in calls]),
+            process=ints([process_of(c.thread) for c in calls]),
+            thread=ints([c.thread for c in calls]),
+            start_ns=ints([c.start_ns for c in calls]),
+            duration_ns=ints([c.end_ns - c.start_ns for c in calls]),
+            correlation=ints(range(1, len(calls) + 1)),
+        ),
+    )
+
+
+def make_work(kernels: Sequence[Kernel], strings: Sequence[str]) -> DeviceWork:
     zeros = ints([0] * len(kernels))
-    work = DeviceWork(
+    return DeviceWork(
         name=ints([strings.index(k.name) for k in kernels]),
         process=ints([process_of(k.thread) for k in kernels]),
-        device=zeros,
+        device=ints([k.device for k in kernels]),
         stream=ints([k.stream for k in kernels]),
         start_ns=ints([k.start_ns for k in kernels]),
         duration_ns=ints([k.duration_ns for k in kernels]),
@@ -78,23 +118,6 @@ def make_trace(recording: Recording) -> Trace:
         is_in_graph=np.array([k.graph != 0 for k in kernels], dtype=np.bool_),
         graph=ints([k.graph for k in kernels]),
         num_bytes=zeros,
-    )
-    none = ints([])
-    nobody = np.zeros(0, dtype=np.bool_)
-    return Trace(
-        strings=strings,
-        kernels=work,
-        copies=replace(work, **{n: nobody if n.startswith("is_") else none for n in DeviceWork.__dataclass_fields__}),
-        ranges=Ranges(
-            name=ints([strings.index(s.name) for s in spans]),
-            process=ints([process_of(s.thread) for s in spans]),
-            thread=ints([s.thread for s in spans]),
-            start_ns=ints([s.start_ns for s in spans]),
-            end_ns=ints([max(last, s.start_ns) if s.end_ns is None else s.end_ns for s in spans]),
-            is_open=np.array([s.end_ns is None for s in spans], dtype=np.bool_),
-            is_nested=np.array([s.is_nested for s in spans], dtype=np.bool_),
-        ),
-        api_calls=ApiCalls(name=none, process=none, thread=none, start_ns=none, duration_ns=none, correlation=none),
     )
 
 

@@ -22,6 +22,7 @@ from cs336_systems.config import (
     Mode,
     OptimizerKind,
     Precision,
+    Profiler,
     RunConfig,
     SdpaBackend,
 )
@@ -103,7 +104,7 @@ EVERY_FLAG = (
     "--size medium --context-length 100 --mode forward --precision bf16 --warmup-steps 1 --measured-steps 2 "
     "--vocab-size 99 --d-model 40 --d-ff 41 --num-layers 3 --num-heads 5 --rope-theta 7.5 --attention sdpa "
     "--sdpa-backend math --batch-size 6 --optimizer fused --compile reduce-overhead --sync-phases --no-ranges "
-    "--tokens t.npy --device cpu --seed 8 --model a.b:c"
+    "--tokens t.npy --device cpu --seed 8 --model a.b:c --profile"
 )
 
 
@@ -119,11 +120,44 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
         ),
         batch_size=6, mode=Mode.FORWARD, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
         compile=CompileMode.REDUCE_OVERHEAD, device=Device.CPU, warmup_steps=1, measured_steps=2, seed=8,
-        sync_phases=True, ranges=False, tokens="t.npy", model_factory="a.b:c",
+        sync_phases=True, ranges=False, tokens="t.npy", model_factory="a.b:c", profiler=Profiler.KINETO,
     )  # fmt: skip
     assert one("--compile default --compile-blocks").compile_blocks
     unlike = {f.name for f in fields(RunConfig) if getattr(config, f.name) != getattr(one(), f.name)}
     assert unlike == {f.name for f in fields(RunConfig)} - {"device", "compile_blocks", "repeat"}
+
+
+UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
+
+
+def test_a_run_that_nsys_started_is_a_profiled_one(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one().profiler is Profiler.NONE
+    monkeypatch.setenv(UNDER_NSYS, "1")
+    assert one().profiler is Profiler.NSYS
+    assert one("--device cpu").profiler is Profiler.NONE, "nsys sees no kernels there, and slows next to nothing"
+    with pytest.raises(ValueError, match="two profilers"):
+        one("--profile")
+
+
+def test_a_profiled_sweep_runs_each_configuration_without_the_profiler_too(gpu: None) -> None:
+    for flag, profiler, folder in (
+        ("--nsys", Profiler.NSYS, "nsys_profiles"),
+        ("--profile", Profiler.KINETO, "kineto_profiles"),
+    ):
+        configs = grid(f"--sizes small xl --context-lengths 128 {flag} --repeats 2")
+        plain = [config for config in configs if config.profiler is Profiler.NONE]
+        assert plain == grid("--sizes small xl --context-lengths 128 --repeats 2")
+        profiled = [config for config in configs if config.profiler is profiler]
+        assert [config.unprofiled for config in profiled] == [config for config in plain if config.repeat == 0]
+        assert len(configs) == len(plain) + len(profiled)
+        assert parse(SweepArguments, flag).directory().parent == Path("data") / folder
+    with pytest.raises(ValueError, match="choose one"):
+        grid("--nsys --profile")
+
+
+def test_nsys_without_a_gpu_is_refused_with_what_to_use() -> None:
+    with pytest.raises(ValueError, match="--profile"):
+        grid("--nsys")
 
 
 def test_a_preset_s_other_vocabulary_is_still_the_preset_and_another_shape_is_not() -> None:

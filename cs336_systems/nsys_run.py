@@ -1,0 +1,89 @@
+"""One run under Nsight Systems: a process of its own, inside nsys, with the measured steps captured."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import msgspec
+
+import cs336_systems
+from cs336_systems.config import RunConfig
+from cs336_systems.process import die_with_forker
+from cs336_systems.ranges import Range
+
+HOW_TO_INSTALL = (
+    "nsys (NVIDIA Nsight Systems) is not on the PATH: install it (package nsight-systems-cli of NVIDIA's CUDA "
+    "repository, or developer.nvidia.com/nsight-systems), or use --profile, which needs nothing but PyTorch"
+)
+CAPTURE = (
+    "--trace=cuda,nvtx",
+    "--sample=none",  # sampling the CPU would slow it, and fill the disk
+    "--cpuctxsw=none",
+    "--cuda-graph-trace=node",  # else a graph is one event, without its kernels
+    "--capture-range=nvtx",
+    f"--nvtx-capture={Range.MEASURE}",
+    "--capture-range-end=stop",
+    "--force-overwrite=true",
+)
+_PLAIN_STRINGS = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
+"""torch.cuda.nvtx registers no strings, and nsys would wait for a registered `measure`."""
+
+
+class NsysError(RuntimeError):
+    """nsys is not there, or left no report; the message says what to do."""
+
+
+def is_under_nsys() -> bool:
+    """Whether nsys started this process."""
+    return "NSYS_PROFILING_SESSION_ID" in os.environ
+
+
+def find_nsys() -> str:
+    """Path of nsys; raise NsysError where there is none."""
+    if (nsys := shutil.which("nsys")) is None:
+        raise NsysError(HOW_TO_INSTALL)
+    return nsys
+
+
+def run_under_nsys(config: RunConfig, report: Path, runs: Path) -> None:
+    """Measure `config` in a process under nsys: its record goes into `runs`, what nsys recorded to `report`.
+
+    Raises NsysError where there is no record. A run that fails before its measured steps leaves one, and no report.
+    """
+    nsys = find_nsys()
+    report.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(nsys, "profile", *CAPTURE, f"--output={report.with_suffix('')}"),
+        *(sys.executable, "-m", "cs336_systems.worker", msgspec.json.encode(config).decode(), str(runs)),
+    ]
+    done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    if not (runs / f"{config.key}.json").is_file():
+        raise NsysError(f"nsys ended with status {done.returncode}, and the run left no record")
+
+
+def export(report: Path, directory: Path) -> Path:
+    """The report as SQLite, in `directory`; raise NsysError where nsys makes none of it."""
+    database = directory / f"{report.stem}.sqlite"
+    command = [find_nsys(), "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode or not database.is_file():
+        said = " ".join((done.stderr or done.stdout).split())[-500:]
+        raise NsysError(f"{report}: nsys export ended with status {done.returncode}: {said}")
+    return database
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the package where this process found it."""
+    environment = {**os.environ, **_PLAIN_STRINGS}
+    root = str(Path(cs336_systems.__file__).parents[1])
+    if root != sysconfig.get_path("purelib"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return environment
+
+
+def _die_with_parent() -> None:
+    die_with_forker(signal.SIGKILL)
