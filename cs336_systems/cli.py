@@ -7,8 +7,11 @@ from typing import Annotated
 
 import tyro
 
+from cs336_systems.commands import attention as _attention
 from cs336_systems.commands import benchmark as _benchmark
 from cs336_systems.commands import compare as _compare
+from cs336_systems.commands import fusion as _fusion
+from cs336_systems.commands import kernels as _kernels
 from cs336_systems.commands import precision as _precision
 from cs336_systems.commands import report as _report
 from cs336_systems.commands import sweep as _sweep
@@ -18,7 +21,10 @@ from cs336_systems.locks import LockedError
 from cs336_systems.record import RecordError
 
 Command = (
-    Annotated[_compare.CompareArguments, tyro.conf.subcommand("compare")]
+    Annotated[_kernels.KernelsArguments, tyro.conf.subcommand("kernels")]
+    | Annotated[_fusion.FusionArguments, tyro.conf.subcommand("fusion")]
+    | Annotated[_attention.AttentionArguments, tyro.conf.subcommand("attention")]
+    | Annotated[_compare.CompareArguments, tyro.conf.subcommand("compare")]
     | Annotated[_report.ReportArguments, tyro.conf.subcommand("report")]
 )
 """What follows `cs336`."""
@@ -75,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _COMMANDS: dict[type, Callable[..., int]] = {
+    _kernels.KernelsArguments: _kernels.run,
+    _fusion.FusionArguments: _fusion.run,
+    _attention.AttentionArguments: _attention.run,
     _compare.CompareArguments: _compare.run,
     _report.ReportArguments: _report.run,
 }

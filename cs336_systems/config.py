@@ -84,11 +84,13 @@ class CompileMode(StrEnum):
 
 
 class Profiler(StrEnum):
-    """Who watches the measured steps: nobody, Nsight Systems (from outside), or torch.profiler (Kineto)."""
+    """Who watches the measured steps: nobody, Nsight Systems (from outside), torch.profiler (Kineto), or the
+    allocator's own history."""
 
     NONE = "none"
     NSYS = "nsys"
     KINETO = "kineto"
+    MEMORY = "memory"
 
 
 class Device(StrEnum):
@@ -200,6 +202,8 @@ class RunConfig:
             raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
         if self.device is Device.CPU and self.profiler is Profiler.NSYS:
             raise ValueError("nsys sees the kernels of NVIDIA GPUs, got device cpu: use torch.profiler (--profile)")
+        if self.device is Device.CPU and self.profiler is Profiler.MEMORY:
+            raise ValueError("the history of memory is that of PyTorch's CUDA allocator, got device cpu")
         if self.tokens is not None and not _is_unicode(self.tokens):
             raise ValueError(f"tokens needs a file name that is valid UTF-8, got {self.tokens!r}; rename the file")
         if self.model_factory is not None and not _is_factory(self.model_factory):

@@ -16,8 +16,8 @@ from cs336_systems.record import Environment, Identity
 
 PACKAGE = Path(cs336_systems.__file__).parent
 MEASURING_FILES = (
-    "clock.py", "config.py", "data.py", "measurement.py", "model.py", "optimizer.py", "precision.py", "profiling.py",
-    "step.py",
+    "clock.py", "config.py", "counters.py", "data.py", "measurement.py", "model.py", "optimizer.py", "precision.py",
+    "profiling.py", "step.py", "watching.py",
 )  # fmt: skip
 """The source files whose change can change a time; a change of a plot need not start a sweep afresh."""
 

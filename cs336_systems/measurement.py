@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import gc
 import math
 import os
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.clock import Clock, StepTimes, make_clock
-from cs336_systems.config import CompileMode, Device, Mode, Phase, Profiler, RunConfig
+from cs336_systems.config import Device, Mode, Phase, RunConfig
+from cs336_systems.counters import compiled_graphs, read_counters
 from cs336_systems.environment import environment
 from cs336_systems.failure import classify, describe
 from cs336_systems.model import num_parameters
 from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.precision import apply_math_mode
-from cs336_systems.profiling import Annotator, annotate, backward_ranges, kineto_trace, set_annotator
+from cs336_systems.profiling import annotate, set_annotator
 from cs336_systems.quality import timing_warnings
 from cs336_systems.ranges import Range
 from cs336_systems.record import (
@@ -36,6 +38,7 @@ from cs336_systems.record import (
     WarningCode,
 )
 from cs336_systems.step import TrainingStep
+from cs336_systems.watching import Watch, annotator_of, make_watch
 
 MAX_EXTRA_WARMUP_STEPS = 20
 """Steps added to the warm-up while torch.compile still compiles, at most."""
@@ -63,24 +66,25 @@ class Progress:
     skipped_steps: int = 0
     collector_on: bool | None = None
     state_before: GpuState | None = None
-    trace: Path | None = None
+    profile: Path | None = None
+    watch: Watch = field(default_factory=Watch)
 
     def warn(self, code: WarningCode, message: str) -> None:
         self.warnings.append(RunWarning(code=code, message=message))
 
 
-def measure(config: RunConfig, model: nn.Module | None = None, trace: Path | None = None) -> RunRecord:
+def measure(config: RunConfig, model: nn.Module | None = None, profile: Path | None = None) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
     Never raises for what a run can die of: running out of memory, a CUDA error and an exception of the model are
-    records too. `model` (on the right device) takes the place of the one the configuration names. `trace` is where
-    torch.profiler writes, if it is the profiler; nsys is told from outside.
+    records too. `model` (on the right device) takes the place of the one the configuration names. `profile` is where
+    the run's profiler writes, unless it is nsys, which is told from outside.
     """
     progress = Progress(
         config=config,
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         started=perf_counter(),
-        trace=trace,
+        profile=profile,
     )
     try:
         return _measure(progress, model)
@@ -94,27 +98,30 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     config = progress.config
     monitor = _find_gpu(progress)
     torch.manual_seed(config.seed)
-    set_annotator(_annotator(config))
+    set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    step, clock = TrainingStep(config, model), make_clock(config)
+    step = TrainingStep(config, model)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
-    progress.step = step
+    progress.step, progress.watch = step, make_watch(step, progress.profile)
+    clock = progress.watch.clock(make_clock(config))
     progress.num_parameters = num_parameters(step.model)
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
     progress.setup_s = perf_counter() - progress.started
 
-    with _ranges_in_backward(step):
+    with progress.watch.whole_run():
         with _collector_off(), annotate(Range.WARMUP):
             _warm_up(step, clock, progress, monitor)
-        with _collector_off(), _traced(step, clock, progress):
+        one_step = functools.partial(_one_more, step, clock, progress)
+        with _collector_off(), progress.watch.measured_steps(one_step):
             energy_before = monitor.energy_j() if monitor else None
-            counters_before = _counters(config, reset_peaks=True)
+            counters_before = read_counters(config, reset_peaks=True)
             with annotate(Range.MEASURE):
                 _time(step, clock, progress)
+            progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
-    counters = _counters(config)
+    counters = read_counters(config)
     timed = len(progress.measured) + progress.skipped_steps
     telemetry = _telemetry(monitor, progress.state_before, energy_before, timed)
 
@@ -138,37 +145,6 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         durations=_durations(progress),
         warnings=tuple(progress.warnings),
     )
-
-
-def _annotator(config: RunConfig) -> Annotator:
-    if not config.ranges:
-        return Annotator.NONE
-    if config.profiler is Profiler.KINETO:
-        return Annotator.RECORD_FUNCTION
-    return Annotator.NVTX if config.device is Device.CUDA else Annotator.NONE
-
-
-def _ranges_in_backward(step: TrainingStep) -> contextlib.AbstractContextManager[None]:
-    """Ranges of modules in backward, for a profiler: their hooks cost the host time, which a plain run must not pay."""
-    config = step.config
-    watched = config.ranges and config.profiler is not Profiler.NONE
-    return backward_ranges(step.model) if watched and config.compile is CompileMode.NONE else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _traced(step: TrainingStep, clock: Clock, progress: Progress) -> Iterator[None]:
-    """torch.profiler, where it is to watch: one more step of warm-up is in the trace, for the profiler's own sake."""
-    if progress.config.profiler is not Profiler.KINETO or progress.trace is None:
-        yield
-        return
-    progress.where = "the start of torch.profiler"
-    with kineto_trace(progress.trace, progress.config.device is Device.CUDA):
-        with annotate(Range.WARMUP):
-            times, loss = step(clock)
-        progress.warmup.append(times)
-        _keep_loss(progress, loss)
-        yield
-        progress.where = "the export of torch.profiler's trace"
 
 
 def _find_gpu(progress: Progress) -> GpuMonitor | None:
@@ -200,7 +176,7 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
     while len(progress.warmup) < wanted:
         if len(progress.warmup) == wanted - 1:
             _settle(progress, monitor)
-        graphs = _compiled_graphs(config)
+        graphs = compiled_graphs(config)
         progress.where = f"warm-up step {len(progress.warmup)}"
         times, loss = step(clock)
         progress.warmup.append(times)
@@ -208,7 +184,7 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
         if len(progress.warmup) == 1 and config.device is Device.CUDA:
             progress.first_step_peak_bytes = torch.cuda.max_memory_allocated()
         last = len(progress.warmup) == wanted
-        if last and _compiled_graphs(config) > graphs and wanted < config.warmup_steps + MAX_EXTRA_WARMUP_STEPS:
+        if last and compiled_graphs(config) > graphs and wanted < config.warmup_steps + MAX_EXTRA_WARMUP_STEPS:
             wanted += 1
     if not progress.warmup:
         _settle(progress, monitor)
@@ -227,6 +203,14 @@ def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
     """Do what makes the device wait before the last warm-up step, because the step after a pause is a slower one."""
     gc.collect()
     progress.state_before = monitor.state() if monitor else None
+
+
+def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+    """A step of warm-up for the profiler's own sake."""
+    progress.where = "the first step under the profiler"
+    times, loss = step(clock)
+    progress.warmup.append(times)
+    _keep_loss(progress, loss)
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
@@ -259,43 +243,6 @@ def _collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
-    """Counters of the allocator (None on a CPU) and of the compiler, read outside of the timed steps."""
-
-    allocator: dict[str, int] | None
-    graphs: int
-
-    def memory_since(self, before: "Counters", first_step_peak_bytes: int | None) -> Memory | None:
-        """What the allocator did since `before`, whose reading reset the peaks."""
-        if self.allocator is None or before.allocator is None:
-            return None
-        return Memory(
-            peak_allocated_bytes=self.allocator["allocated_bytes.all.peak"],
-            peak_reserved_bytes=self.allocator["reserved_bytes.all.peak"],
-            first_step_peak_allocated_bytes=first_step_peak_bytes,
-            segments_allocated=self.allocator["segment.all.allocated"] - before.allocator["segment.all.allocated"],
-            alloc_retries=self.allocator["num_alloc_retries"] - before.allocator["num_alloc_retries"],
-        )
-
-
-def _counters(config: RunConfig, reset_peaks: bool = False) -> Counters:
-    if config.device is Device.CPU:
-        return Counters(allocator=None, graphs=_compiled_graphs(config))
-    if reset_peaks:
-        torch.cuda.reset_peak_memory_stats()
-    return Counters(allocator=torch.cuda.memory_stats(), graphs=_compiled_graphs(config))
-
-
-def _compiled_graphs(config: RunConfig) -> int:
-    """Graphs that torch.compile has made so far; each recompilation makes one more."""
-    if config.compile is CompileMode.NONE:
-        return 0
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def _telemetry(
@@ -367,6 +314,7 @@ def _where(progress: Progress) -> str:
 
 def _failed(progress: Progress, error: Exception) -> RunRecord:
     status = classify(error)
+    progress.watch.failed()
     record = RunRecord(
         config=progress.config,
         status=status,

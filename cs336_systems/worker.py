@@ -33,7 +33,7 @@ def run_here(config: RunConfig, directory: Path) -> RunRecord:
 
 def _run(config: RunConfig, runs: Path) -> RunRecord:
     if config.profiler is Profiler.KINETO:
-        return _explained(config, runs, lambda raw: measure(config, trace=raw))
+        return _explained(config, runs, lambda raw: measure(config, profile=raw))
     if config.profiler is Profiler.NSYS and not is_under_nsys():
         return _explained(config, runs, lambda raw: _record_with_nsys(config, raw))
     return measure(config)

@@ -16,18 +16,21 @@ PACKAGE = "cs336_systems"
 # From the bottom up: a module imports, at its top or inside a function, from lower levels only.
 # "analysis.*" stands for all modules of that folder that are not named elsewhere; they may import each other.
 LEVELS = (
-    ("", "analysis", "commands", "report"),
+    ("", "analysis", "commands", "report", "studies"),
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
     ("hardware", "record", "nsys_run"),
-    ("accounting", "nvml", "quality", "store"),
+    ("accounting", "nvml", "quality", "store", "studies.attention_records", "studies.fusion_records"),
     ("analysis.*",),
-    ("profiling", "precision", "optimizer", "clock", "data", "failure"),
+    ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters"),
     ("model", "environment"),
-    ("step", "precision_study", "report.*"),
-    ("measurement", "precision_tables"),
-    ("worker",),
+    ("step", "report.*"),
+    ("memory_recording",),
+    ("watching",),
+    ("measurement", "studies.precision", "studies.fusion_ops"),
+    ("worker", "studies.precision_tables", "studies.fusion_study"),
     ("isolation",),
-    ("interrupts",),
+    ("studies.attention_cell",),
+    ("interrupts", "studies.attention_study"),
     ("sweep",),
     ("commands.outcome",),
     ("commands.flags",),
@@ -37,8 +40,9 @@ LEVELS = (
 )
 
 NEEDS_TORCH = {
-    "profiling", "precision", "optimizer", "clock", "data", "failure", "model", "step", "measurement", "worker",
-    "preload", "precision_study", "precision_tables",
+    "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "model", "step", "memory_recording",
+    "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",
+    "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
 }  # fmt: skip
 
 
@@ -168,5 +172,8 @@ def test_what_is_measured_with_is_part_of_the_identity() -> None:
         "statistics",
         "ranges",
         "failure",
-    }  # they see a step from outside
+        "memory_recording",
+        "analysis.memory_notes",
+        "analysis.trace",
+    }  # they see a step from outside, or are there in profiled runs alone, whose times are not published
     assert {f"{name}.py" for name in reached - around} == set(MEASURING_FILES)

@@ -35,7 +35,7 @@ def ranges(trace: Path) -> Counter[str]:
 
 
 def test_the_trace_holds_the_measured_steps_and_one_of_warm_up(tmp_path: Path) -> None:
-    record = measure(CONFIG, trace=tmp_path / "t.json.gz")
+    record = measure(CONFIG, profile=tmp_path / "t.json.gz")
     assert record.status is Status.OK
     assert len(record.warmup_times_s) == CONFIG.warmup_steps + 1
     assert len(record.measurements[-1].times_s) == CONFIG.measured_steps
@@ -66,7 +66,7 @@ def test_ranges_of_modules_vanish_where_they_are_compiled_and_phases_stay(
 ) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode: real(model, backend="aot_eager"))
-    record = measure(replace(CONFIG, compile=compiled), Annotated(), trace=tmp_path / "t.json.gz")
+    record = measure(replace(CONFIG, compile=compiled), Annotated(), profile=tmp_path / "t.json.gz")
     assert record.status is Status.OK, record.failure
     found = ranges(tmp_path / "t.json.gz")
     assert found["backward"] == found["step"] == 4
@@ -74,7 +74,7 @@ def test_ranges_of_modules_vanish_where_they_are_compiled_and_phases_stay(
 
 
 def test_without_ranges_nothing_is_annotated(tmp_path: Path) -> None:
-    assert measure(replace(CONFIG, ranges=False), trace=tmp_path / "t.json.gz").status is Status.OK
+    assert measure(replace(CONFIG, ranges=False), profile=tmp_path / "t.json.gz").status is Status.OK
     ours = {"step", "forward", "backward", "attention", "measure"}
     assert not ours & set(ranges(tmp_path / "t.json.gz"))
 

@@ -23,7 +23,9 @@ from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
-from cs336_systems.record import encode_record
+from cs336_systems.record import Status, encode_record
+
+TOP_KERNELS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,4 +100,15 @@ def run(arguments: BenchmarkArguments) -> int:
         from cs336_systems.report.terminal import print_run
 
         print_run(record, runs / f"{record.key}.json")
+        if config.profiler is Profiler.KINETO and record.status is Status.OK:
+            _print_kernels(config, runs)
     return status_of([record])
+
+
+def _print_kernels(config: RunConfig, runs: Path) -> None:
+    """Where the time went, and what the profiler cost if the same run is known without it."""
+    from cs336_systems.analysis.step_profile import decode_profile
+    from cs336_systems.report.terminal import print_profile
+    from cs336_systems.store import kernel_profile_path
+
+    print_profile(decode_profile(kernel_profile_path(config, runs).read_bytes()), TOP_KERNELS)

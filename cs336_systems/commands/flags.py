@@ -184,3 +184,17 @@ def checked_name(name: str) -> str:
             f"digit or '_'; got {name[:120]!r}"
         )
     return name
+
+
+def value_or(value: T | None, default: T) -> T:
+    """The value, or the default where the flag was not given."""
+    return default if value is None else value
+
+
+def study_name(name: str | None, precisions: Sequence[Precision], device: DeviceChoice) -> str:
+    """The name given, or precisions and device, so that machines that share a directory do not collide."""
+    if name is not None:
+        return checked_name(name)
+    place = visible_gpus()[0].name if resolve_device(device) is Device.CUDA else "cpu"
+    parts = ("-".join(dict.fromkeys(precisions)), place)
+    return "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-") for part in parts)

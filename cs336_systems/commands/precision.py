@@ -33,8 +33,8 @@ def run(arguments: PrecisionArguments) -> int:
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
-    from cs336_systems.precision_study import accumulation_study, dtype_study
-    from cs336_systems.precision_tables import print_json, print_tables, write_tables
+    from cs336_systems.studies.precision import accumulation_study, dtype_study
+    from cs336_systems.studies.precision_tables import print_json, print_tables, write_tables
 
     sums, dtypes = accumulation_study(), dtype_study(devices)
     if arguments.output is not None:

@@ -9,7 +9,7 @@ import tyro
 
 from cs336_systems.commands.flags import unset
 from cs336_systems.commands.outcome import OK, UsageError
-from cs336_systems.commands.sweep import write_report
+from cs336_systems.commands.sweep import report
 from cs336_systems.record import RunRecord, load_records
 
 
@@ -27,22 +27,17 @@ def run(arguments: ReportArguments) -> int:
     """Write and print what the records of the directories give together."""
     if not arguments.directories or (arguments.output is None and len(arguments.directories) > 1):
         raise UsageError("report needs a directory; with several, also --output for what they give together")
-    records: list[RunRecord] = []
-    for directory in arguments.directories:
-        found = load_or_say(directory / "runs")
-        if not found:
+    found = {directory: load_or_say(directory / "runs") for directory in arguments.directories}
+    for directory, own in found.items():
+        if not own:
             raise UsageError(f"{directory}: no records in {directory / 'runs'}; needed the directory of a sweep")
-        records += found
-    identities = {record.environment.identity for record in records if record.environment}
+    identities = {record.environment.identity for own in found.values() for record in own if record.environment}
     if len(identities) > len({identity.device_name for identity in identities}):
         said = "the records come from different drivers, torch or code, to which differences may be due"
         print(f"warning: {said}", file=sys.stderr)
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
-    write_report(records, output)
-    from cs336_systems.report.terminal import print_sweep
-
-    print_sweep(records, output)
+    report(found, output)
     return OK
 
 

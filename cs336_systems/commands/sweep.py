@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -206,10 +206,7 @@ def measure_all(
 
     with TerminalListener() as listener:
         outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
-    write_report(outcome.records, directory)
-    from cs336_systems.report.terminal import print_sweep
-
-    print_sweep(outcome.records, directory)
+    report({directory: outcome.records}, directory)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
         print(
             f"{len(outcome.measured)} runs in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s per run "
@@ -222,11 +219,24 @@ def measure_all(
     return status_of([record for record in outcome.records if record.key in wanted])
 
 
-def write_report(records: Sequence[RunRecord], directory: Path) -> None:
-    """The tables and plots that the records support."""
+def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
+    """Write and print what the records, by the sweep's directory, support together.
+
+    The times of profiled runs are in the tables of profiles alone.
+    """
+    from cs336_systems.report.kernel_sweep import load_profiled, sweep_tables, write_kernel_sweep
     from cs336_systems.report.plots import write_plots
     from cs336_systems.report.tables import write_tables
+    from cs336_systems.report.terminal import print_sweep, print_table
 
-    if records:
-        write_tables(records, directory)
-        write_plots(records, directory)
+    records = [record for directory in found.values() for record in directory]
+    published = [record for record in records if record.config.profiler is Profiler.NONE]
+    if published:
+        write_tables(published, output)
+        write_plots(published, output)
+    profiled = [entry for directory, own in found.items() for entry in load_profiled(own, directory)]
+    if profiled:
+        write_kernel_sweep(profiled, output)
+    print_sweep(records, output)
+    for table in sweep_tables(profiled) if profiled else ():
+        print_table(table)

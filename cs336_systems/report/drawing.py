@@ -11,9 +11,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
+from cs336_systems.analysis.classes import KernelClass
 from cs336_systems.config import Phase, Precision
 from cs336_systems.report.formats import plain
 from cs336_systems.report.series import Line
@@ -28,6 +29,19 @@ PRECISION_COLOURS = {
     Precision.FP16: "#56B4E9",
 }
 """The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
+CLASS_COLOURS = {
+    KernelClass.MATRIX_PRODUCT: "#0072B2",
+    KernelClass.ATTENTION: "#56B4E9",
+    KernelClass.SOFTMAX: "#D55E00",
+    KernelClass.ELEMENT_WISE: "#E69F00",
+    KernelClass.NORMALISATION: "#701C70",
+    KernelClass.REDUCTION: "#009E73",
+    KernelClass.OPTIMIZER: "#F0E442",
+    KernelClass.COPY_AND_FILL: "#6A6A6A",
+    KernelClass.COMMUNICATION: "#222222",
+    KernelClass.OTHER: "#CC79A7",
+}
+"""In the order of drawing, in which neighbours differ in grey too."""
 REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
 CROSS: Final[dict[str, Any]] = {
@@ -57,6 +71,13 @@ def tints(colour: str, count: int) -> list[Colour]:
     red, green, blue = to_rgb(colour)
     weights = [1.0 if count == 1 else 0.45 + 0.55 * i / (count - 1) for i in range(count)]
     return [(1 - w + w * red, 1 - w + w * green, 1 - w + w * blue) for w in weights]
+
+
+def ink(colour: Colour) -> str:
+    """Black or white, whichever is easier to read on the colour (relative luminance of WCAG 2)."""
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    luminance = sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
 
 
 def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
@@ -90,6 +111,14 @@ def categories(axes: Axes, names: Sequence[str]) -> None:
             label.set_horizontalalignment("right")
             label.set_rotation_mode("anchor")
     axes.set_xlim(-0.6, len(names) - 0.4)
+
+
+def legend_below(figure: Figure, handles: Sequence[Patch], num_columns: int) -> None:
+    """A legend below the picture that reads row by row; matplotlib fills one column by column."""
+    missing = -len(handles) % num_columns if len(handles) > num_columns else 0
+    whole = [*handles, *(Patch(alpha=0.0, label="") for _ in range(missing))]
+    by_column = [handle for column in range(num_columns) for handle in whole[column::num_columns]]
+    figure.legend(handles=by_column, loc="outside lower center", ncols=num_columns, frameon=False, fontsize=8.5)
 
 
 def draw_line(

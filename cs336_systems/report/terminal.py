@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from cs336_systems.analysis.step_profile import StepProfile
+from cs336_systems.config import Profiler
 from cs336_systems.record import RunRecord
 from cs336_systems.report.formats import Table, to_rich
 from cs336_systems.report.frame import to_frame
@@ -26,6 +28,21 @@ def print_table(table: Table) -> None:
     console.print(to_rich(table, console.width))
 
 
+def say(text: str) -> None:
+    """One line, however long."""
+    _console().print(escape(text), soft_wrap=True)
+
+
+def print_profile(profile: StepProfile, top: int) -> None:
+    """What was found in a kernel trace, then its tables."""
+    from cs336_systems.report.kernel_files import profile_tables  # matplotlib, half a second that most prints can spare
+
+    console = _console()
+    for table in profile_tables(profile, top):
+        console.print(to_rich(table, console.width))
+        console.print()
+
+
 def print_run(record: RunRecord, path: Path) -> None:
     """The table of one run, what puts it in doubt, and where its record is."""
     console = _console()
@@ -41,8 +58,9 @@ def print_run(record: RunRecord, path: Path) -> None:
 def print_sweep(records: Sequence[RunRecord], directory: Path) -> None:
     """The tables of a sweep, and where its files are."""
     console = _console()
-    if records:
-        for table in (results_table(to_frame(records)), warmup_table(records)):
+    published = [record for record in records if record.config.profiler is Profiler.NONE]
+    if published:
+        for table in (results_table(to_frame(published)), warmup_table(published)):
             if table is not None:
                 console.print(to_rich(table, console.width))
     for record in records:

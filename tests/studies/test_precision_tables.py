@@ -12,8 +12,13 @@ import torch
 
 from cs336_systems.cli import precision as main
 from cs336_systems.config import Device, Precision
-from cs336_systems.precision_study import NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype, accumulation_study
-from cs336_systems.precision_tables import accumulation_table, dtype_table, interpret_accumulation, interpret_dtypes
+from cs336_systems.studies.precision import NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype, accumulation_study
+from cs336_systems.studies.precision_tables import (
+    accumulation_table,
+    dtype_table,
+    interpret_accumulation,
+    interpret_dtypes,
+)
 
 FORMATS = ("csv", "md", "tex", "typ")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from cs336_systems.config import Device, Precision
-from cs336_systems.precision_study import (
+from cs336_systems.studies.precision import (
     TOY_OUTPUTS,
     TRANSFORMER_OUTPUTS,
     Accumulation,

@@ -1,0 +1,114 @@
+"""`cs336 kernels`: where the time of profiled steps went, from a file of nsys or torch.profiler."""
+
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from cs336_systems.commands.flags import Flat, Switch, unset
+from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.record import RunRecord, read_record
+
+if TYPE_CHECKING:
+    from cs336_systems.analysis.parts import AttentionNames
+    from cs336_systems.analysis.phases import PhaseNames
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeArguments:
+    """How the file calls its ranges, where it is not a file of this project."""
+
+    forward: str = "forward"
+    """Range around forward. Without ranges of phases, backward is what autograd's own thread launched."""
+    loss: str = "loss"
+    """Range around the loss, if it stands beside forward."""
+    backward: str = "backward"
+    """Range around backward."""
+    optimizer: str = "optimizer"
+    """Range around the optimizer."""
+    data: str = "data"
+    """Range around the making of the batch."""
+    step: str = "step"
+    """Range around a step."""
+    warmup: str = "warmup"
+    """Range around warm-up steps; they are left out."""
+    measure: str = "measure"
+    """Range around the steps to look at."""
+    scores: Annotated[str | None, unset("RANGE", "the usual names")] = None
+    """Range around attention's scores."""
+    softmax: Annotated[str | None, unset("RANGE", "the usual names")] = None
+    """Range around attention's softmax."""
+    values: Annotated[str | None, unset("RANGE", "the usual names")] = None
+    """Range around attention's weighted values."""
+
+    def phases(self) -> "PhaseNames":
+        """Names of the phases; raise ValueError for a name that is given to two of them."""
+        from cs336_systems.analysis.phases import PhaseNames
+
+        return PhaseNames(**{f.name: getattr(self, f.name) for f in fields(PhaseNames)})
+
+    def attention(self) -> "AttentionNames":
+        """Names of the parts of attention; raise ValueError for a name that is given to two of them."""
+        from cs336_systems.analysis.parts import AttentionNames
+
+        given = {f.name: getattr(self, f.name) for f in fields(AttentionNames)}
+        return AttentionNames(**{name: (value,) for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsArguments:
+    """Say where the time of profiled steps went: by phase, kind of work, module and kernel, and when the GPU was idle.
+
+    FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, or a trace of torch.profiler (.json, .json.gz).
+    A kernel belongs to the phase in which it was launched, by whatever thread. A trace of a CPU has operators in the
+    place of kernels.
+    """
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """What the profiler wrote."""
+    top: int = 10
+    """Kernels to list, for the step and for each phase."""
+    record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
+    """Record of the profiled run; it gives attention its FLOPs, and the slowdown by the profiler."""
+    ranges: Flat[RangeArguments] = field(default_factory=RangeArguments)
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+
+    def __post_init__(self) -> None:
+        if self.top < 1:
+            raise ValueError(f"--top must be at least 1, got {self.top}")
+
+
+def run(arguments: KernelsArguments) -> int:
+    """Read, explain, print, and write where asked."""
+    phases, attention = checked(arguments.ranges.phases), checked(arguments.ranges.attention)
+    record = _record_of(arguments)
+    from cs336_systems.analysis.explain import explain
+    from cs336_systems.analysis.step_profile import encode_profile
+
+    profile = explain(arguments.file, record.config if record else None, phases, attention)
+    if arguments.output is not None:
+        from cs336_systems.report.kernel_files import write_profile
+
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        write_profile(profile, arguments.output, arguments.top)
+    if arguments.json:
+        sys.stdout.write(encode_profile(profile).decode())
+    else:
+        from cs336_systems.report.terminal import print_profile
+
+        print_profile(profile, arguments.top)
+    return OK
+
+
+def _record_of(arguments: KernelsArguments) -> RunRecord | None:
+    """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
+    if arguments.record is not None:
+        return read_record(arguments.record)
+    stem = arguments.file.name.removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
+    beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
+    return read_record(beside) if beside.is_file() else None

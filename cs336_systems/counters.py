@@ -1,0 +1,46 @@
+"""What the allocator and the compiler count, read outside of the timed steps."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cs336_systems.config import CompileMode, Device, RunConfig
+from cs336_systems.record import Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Counters of the allocator (None on a CPU) and of the compiler."""
+
+    allocator: dict[str, int] | None
+    graphs: int
+
+    def memory_since(self, before: "Counters", first_step_peak_bytes: int | None) -> Memory | None:
+        """What the allocator did since `before`, whose reading reset the peaks."""
+        if self.allocator is None or before.allocator is None:
+            return None
+        return Memory(
+            peak_allocated_bytes=self.allocator["allocated_bytes.all.peak"],
+            peak_reserved_bytes=self.allocator["reserved_bytes.all.peak"],
+            first_step_peak_allocated_bytes=first_step_peak_bytes,
+            segments_allocated=self.allocator["segment.all.allocated"] - before.allocator["segment.all.allocated"],
+            alloc_retries=self.allocator["num_alloc_retries"] - before.allocator["num_alloc_retries"],
+        )
+
+
+def read_counters(config: RunConfig, reset_peaks: bool = False) -> Counters:
+    """The counters now; `reset_peaks` makes the allocator's peaks start afresh."""
+    if config.device is Device.CPU:
+        return Counters(allocator=None, graphs=compiled_graphs(config))
+    if reset_peaks:
+        torch.cuda.reset_peak_memory_stats()
+    return Counters(allocator=torch.cuda.memory_stats(), graphs=compiled_graphs(config))
+
+
+def compiled_graphs(config: RunConfig) -> int:
+    """Graphs that torch.compile has made so far; each recompilation makes one more."""
+    if config.compile is CompileMode.NONE:
+        return 0
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

@@ -1,0 +1,219 @@
+"""One cell of the attention grid: forward and backward timed, memory read; and the process that measures cells."""
+
+import gc
+import os
+import re
+import signal
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import cast
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cs336_systems.clock import Clock, EventClock, HostClock
+from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.environment import environment
+from cs336_systems.failure import classify, describe
+from cs336_systems.model import naive_attention
+from cs336_systems.nvml import visible_gpus
+from cs336_systems.precision import apply_math_mode
+from cs336_systems.process import STOP_SIGNALS, adopt_orphans
+from cs336_systems.record import Failure, Measurement
+from cs336_systems.studies.attention_records import (
+    AttentionCell,
+    AttentionGrid,
+    CellMemory,
+    CellResult,
+    CellStatus,
+    Implementation,
+)
+from cs336_systems.worker import die_with_parent
+
+Rows = Float[Tensor, "batch seq d_head"]
+AttentionFunction = Callable[[Rows, Rows, Rows], Rows]
+Measure = Callable[[AttentionGrid, AttentionCell], CellResult]
+
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.TF32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+_BACKENDS = {
+    Implementation.FLASH: SDPBackend.FLASH_ATTENTION,
+    Implementation.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    Implementation.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    Implementation.MATH: SDPBackend.MATH,
+}
+_NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans"
+"""How PyTorch and cuDNN say that none of the allowed kernels takes such inputs."""
+
+
+def full_attention(q: Rows, k: Rows, v: Rows) -> Rows:
+    """Written-out attention to all keys, as naive_attention computes it where some are hidden."""
+    scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    return scores.softmax(dim=-1) @ v
+
+
+def make_attention(grid: AttentionGrid, cell: AttentionCell) -> AttentionFunction:
+    """The function that the cell's implementation names; it compiles when it is first called."""
+    if cell.implementation not in (Implementation.NAIVE, Implementation.COMPILED):
+        return partial(_sdpa, _BACKENDS.get(cell.implementation), grid.causal)
+    function: AttentionFunction = full_attention
+    if grid.causal:
+        length = cell.context_length
+        future = torch.ones(length, length, dtype=torch.bool, device=grid.device.value).triu(1)
+        function = partial(naive_attention, hidden=future)
+    if cell.implementation is Implementation.NAIVE:
+        return function
+    torch._dynamo.reset()  # else it refuses the ninth shape of one function
+    return cast("AttentionFunction", torch.compile(function, dynamic=False, fullgraph=True))
+
+
+def _sdpa(backend: SDPBackend | None, causal: bool, q: Rows, k: Rows, v: Rows) -> Rows:
+    """PyTorch's attention; with an axis of one head, because its fused kernels take four axes only."""
+    choice: AbstractContextManager[object] = nullcontext() if backend is None else sdpa_kernel(backend)
+    q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    with choice:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).squeeze(1)
+
+
+def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionFunction | None = None) -> CellResult:
+    """Warm up, time `grid.passes` passes, then look at the memory of one more.
+
+    `attention` takes the place of the function that the cell names. Raises whatever running it raises.
+    """
+    apply_math_mode(cell.precision)
+    inputs = _make_inputs(grid, cell)
+    passes = _Passes(attention or make_attention(grid, cell), inputs, _make_clock(grid.device))
+    started = perf_counter()
+    if reason := _why_unavailable(passes):
+        return CellResult(cell=cell, status=CellStatus.UNAVAILABLE, failure=Failure(message=reason))
+    first_pass_s = perf_counter() - started
+    for _ in range(grid.warmup_passes - 1):
+        passes.run()
+    times = [passes.run() for _ in range(grid.passes)]
+    return CellResult(
+        cell=cell,
+        status=CellStatus.OK,
+        measurements=tuple(
+            Measurement(phase, tuple(time[phase] for time in times)) for phase in (Phase.FORWARD, Phase.BACKWARD)
+        ),
+        first_pass_s=first_pass_s,
+        memory=passes.memory() if grid.device is Device.CUDA else None,
+    )
+
+
+def _make_inputs(grid: AttentionGrid, cell: AttentionCell) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the output: normal, the same for every implementation."""
+    generator = torch.Generator(grid.device.value).manual_seed(grid.seed)
+    shape = (grid.batch_size, cell.context_length, cell.d_head)
+    dtype = DTYPES[cell.precision]
+    return [
+        torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype, requires_grad=number < 3)
+        for number in range(4)
+    ]
+
+
+def _make_clock(device: Device) -> Clock:
+    return EventClock() if device is Device.CUDA else HostClock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """One forward and one backward pass, as often as asked. Gradients are returned, not accumulated, and dropped."""
+
+    attention: AttentionFunction
+    inputs: list[Tensor]
+    clock: Clock
+
+    def run(self) -> dict[Phase, float]:
+        """Seconds of forward and of backward; the device is waited for before and after."""
+        *inputs, upstream = self.inputs
+        self.clock.start()
+        output = self.attention(*inputs)
+        self.clock.lap(Phase.FORWARD)
+        torch.autograd.grad(output, inputs, upstream)
+        self.clock.lap(Phase.BACKWARD)
+        return self.clock.stop().phases_s
+
+    def memory(self) -> CellMemory:
+        """What the allocator holds before forward, before backward, and at most."""
+        *inputs, upstream = self.inputs
+        torch.cuda.reset_peak_memory_stats()
+        before_forward = torch.cuda.memory_allocated()
+        output = self.attention(*inputs)
+        before_backward = torch.cuda.memory_allocated()
+        torch.autograd.grad(output, inputs, upstream)
+        return CellMemory(
+            before_forward_bytes=before_forward,
+            before_backward_bytes=before_backward,
+            peak_bytes=torch.cuda.max_memory_allocated(),
+        )
+
+
+def _why_unavailable(passes: _Passes) -> str | None:
+    """Run the first pass; return PyTorch's reasons where it has no kernel for such inputs, else None."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            passes.run()
+        except RuntimeError as error:
+            if not re.search(_NO_KERNEL, str(error)):
+                raise
+            said = [str(warning.message).partition(" (Triggered internally")[0].strip() for warning in caught]
+            reasons = [text for text in said if not text.endswith("because:") and "runtime disabled" not in text]
+            return " ".join(dict.fromkeys(reasons)) or str(error).splitlines()[0]
+    return None
+
+
+def run_cell(grid: AttentionGrid, cell: AttentionCell, measure: Measure) -> CellResult:
+    """What `measure` returns, or the failure that its exception means."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what a smaller cell left in the cache is in the way of a larger one
+    try:
+        return measure(grid, cell)
+    except Exception as error:
+        status = classify(error)
+        return CellResult(
+            cell=cell,
+            status=CellStatus(status),
+            failure=describe(error, status, cell.implementation, grid.device),
+        )
+
+
+def serve(connection: Connection, log: str, grid: AttentionGrid, gpu_uuid: str | None, measure: Measure | None) -> None:
+    """Entry of a forked worker: measure the cells that come over the connection, one by one, until it is closed.
+
+    It leads its own session, writes its output into the file `log`, and dies as soon as the study does.
+    """
+    os.setsid()
+    die_with_parent()
+    adopt_orphans()
+    null, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND)
+    for source, target in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if gpu_uuid is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_uuid
+    gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
+    gc.disable()  # its collections would fall into the times
+    while True:
+        try:
+            cell = connection.recv()
+        except EOFError:
+            return
+        result = run_cell(grid, cell, measure or measure_cell)
+        connection.send((result, environment(grid.device, gpu)))

@@ -1,0 +1,246 @@
+"""Attention alone, as a grid: what to run, what came of it, and what the written-out form must cost in closed form.
+
+Attention is without heads, as in the course's exercise: queries, keys and values are each (batch, context, d_head).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
+from cs336_systems.record import (
+    MAX_RECORD_BYTES,
+    Count,
+    Environment,
+    Failure,
+    Measurement,
+    RecordError,
+)
+
+FORMAT_VERSION = 1
+ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
+"""Bytes of one element of the inputs: they are in the precision itself, there is no autocast."""
+
+
+class Implementation(StrEnum):
+    """How attention is computed: op by op, that compiled, PyTorch's own choice, or one of its kernels."""
+
+    NAIVE = "naive"
+    COMPILED = "compiled"
+    SDPA = "sdpa"
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    CUDNN = "cudnn"
+    MATH = "math"
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether backward finds the T x T weights in memory; the fused kernels compute them a second time."""
+        return self in (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
+
+
+class CellStatus(StrEnum):
+    """How a cell ended: `unavailable` is no failure, but a kernel that there is not for the type or the device."""
+
+    OK = "ok"
+    UNAVAILABLE = "unavailable"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    KILLED = "killed"
+    CUDA_ERROR = "cuda_error"
+    INVALID = "invalid"
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the cell would be expected to end the same way again."""
+        return self in (CellStatus.OK, CellStatus.UNAVAILABLE, CellStatus.OOM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCell:
+    """One place of the grid."""
+
+    implementation: Implementation
+    precision: Precision
+    d_head: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGrid:
+    """What to run: every implementation at every precision, head dimension and context length."""
+
+    device: Device
+    batch_size: int = 8
+    d_heads: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    implementations: tuple[Implementation, ...]
+    precisions: tuple[Precision, ...] = (Precision.FP32,)
+    causal: bool = False
+    passes: int = 100
+    """Timed passes of each cell, each one forward and one backward."""
+    warmup_passes: int = 10
+    timeout_s: float = 600.0
+    """Longest time for one cell."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        axes = ("d_heads", "context_lengths", "implementations", "precisions")
+        if empty := [name for name in axes if not getattr(self, name)]:
+            raise ValueError(f"{empty[0]} needs at least one value")
+        counts = (self.batch_size, self.passes, self.warmup_passes, *self.d_heads, *self.context_lengths)
+        if min(counts) < 1:
+            raise ValueError(
+                "batch_size, passes, warmup_passes, d_heads and context_lengths must be at least 1, "
+                f"got one of {min(counts)}"
+            )
+        longest = max(self.context_lengths)
+        if self.batch_size * longest * max(longest, *self.d_heads) > MAX_ELEMENTS:
+            raise ValueError(
+                f"batch_size {self.batch_size} and context_length {longest} make more than {MAX_ELEMENTS:.0e} "
+                "attention scores; use smaller ones"
+            )
+        if not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
+
+    def cells(self, implementation: Implementation, precision: Precision) -> list[AttentionCell]:
+        """The cells of one implementation and precision, the smallest first, so that the surest results come first."""
+        return [
+            AttentionCell(
+                implementation=implementation, precision=precision, d_head=d_head, context_length=context_length
+            )
+            for context_length in sorted(set(self.context_lengths))
+            for d_head in sorted(set(self.d_heads))
+        ]
+
+    @property
+    def groups(self) -> list[list[AttentionCell]]:
+        """All cells: those of a group share a process as long as none of them fails."""
+        return [
+            self.cells(implementation, precision)
+            for precision in dict.fromkeys(self.precisions)
+            for implementation in dict.fromkeys(self.implementations)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellMemory:
+    """What PyTorch's CUDA allocator held in one pass after the warm-up."""
+
+    before_forward_bytes: Count
+    """With the inputs, the upstream gradient and workspaces of libraries in place."""
+    before_backward_bytes: Count
+    peak_bytes: Count
+
+    @property
+    def saved_bytes(self) -> int:
+        """What forward left for backward, its own output included."""
+        return self.before_backward_bytes - self.before_forward_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """What came of one cell: raw times, or how it failed."""
+
+    cell: AttentionCell
+    status: CellStatus
+    failure: Failure | None = None
+    measurements: tuple[Measurement, ...] = ()
+    """Times of forward and of backward; empty unless status is ok."""
+    first_pass_s: float | None = None
+    """First forward and backward, by the host's clock: compiling, loading libraries and autotuning are in it."""
+    memory: CellMemory | None = None
+    """None where there is no CUDA allocator to ask."""
+
+    def measurement(self, phase: Phase) -> Measurement | None:
+        """Times of forward or backward, or None where the cell has none."""
+        return next((m for m in self.measurements if m.phase is phase), None)
+
+    @property
+    def compile_s(self) -> float | None:
+        """What the first pass took where it compiles; None elsewhere."""
+        return self.first_pass_s if self.cell.implementation is Implementation.COMPILED else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionStudy:
+    """Everything kept of a grid; tables and pictures are made from it alone."""
+
+    grid: AttentionGrid
+    results: tuple[CellResult, ...] = ()
+    """In the order in which they were measured."""
+    environment: Environment | None = None
+    """Where the cells were measured; None until one of them has said so."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """Precisions of the results so far."""
+        return list(dict.fromkeys(result.cell.precision for result in self.results))
+
+    def results_of(self, precision: Precision, implementation: Implementation | None = None) -> list[CellResult]:
+        """Results at the precision, of one implementation or of all, the smallest cells first."""
+        chosen = (
+            result
+            for result in self.results
+            if result.cell.precision is precision and implementation in (None, result.cell.implementation)
+        )
+        return sorted(chosen, key=lambda result: (result.cell.context_length, result.cell.d_head))
+
+    def available(self, precision: Precision) -> list[Implementation]:
+        """Implementations that have a kernel for at least one of the cells, in the order of the grid."""
+        found = {r.cell.implementation for r in self.results_of(precision) if r.status is not CellStatus.UNAVAILABLE}
+        return [name for name in dict.fromkeys(self.grid.implementations) if name in found]
+
+
+def matmul_flops(grid: AttentionGrid, cell: AttentionCell, phase: Phase) -> int:
+    """FLOPs of the matrix products of forward (scores and values) or of backward (the gradients of their factors).
+
+    A multiply-add counts as 2; causal attention counts as full. Backward is 2 x forward where the weights were kept and
+    2.5 x where the kernel computes the scores again (Dao 2023); softmax is left out.
+    """
+    product = 2 * grid.batch_size * cell.context_length**2 * cell.d_head
+    return product * (2 if phase is Phase.FORWARD else 4 if cell.implementation.keeps_weights else 5)
+
+
+def weights_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
+    """Size of one batch x T x T matrix: the scores, the weights, the gradient of either."""
+    return grid.batch_size * cell.context_length**2 * ELEMENT_BYTES[cell.precision]
+
+
+def rows_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
+    """Size of one batch x T x d matrix: the queries, the keys, the values, the output."""
+    return grid.batch_size * cell.context_length * cell.d_head * ELEMENT_BYTES[cell.precision]
+
+
+def naive_saved_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
+    """What written-out attention holds from forward to backward beside its inputs.
+
+    The weights, which softmax and the product with the values share; the scaled queries; and the output.
+    """
+    return weights_bytes(grid, cell) + 2 * rows_bytes(grid, cell)
+
+
+def encode_study(study: AttentionStudy) -> bytes:
+    """The study as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(study), indent=2) + b"\n"
+
+
+def read_study(path: Path) -> AttentionStudy:
+    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
+    if not path.is_file():
+        raise RecordError(path, "not a file; needed the JSON that `cs336 attention` writes")
+    if (size := path.stat().st_size) > MAX_RECORD_BYTES:
+        raise RecordError(path, f"{size} bytes are more than a study ever has ({MAX_RECORD_BYTES})")
+    try:
+        study = msgspec.json.decode(path.read_bytes(), type=AttentionStudy)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RecordError(path, f"not a study of attention: {error}") from error
+    if study.format_version > FORMAT_VERSION:
+        raise RecordError(
+            path, f"format version {study.format_version} is newer than this program's {FORMAT_VERSION}; update it"
+        )
+    return study

@@ -1,0 +1,148 @@
+"""The operations of the fusion study: each written out, and as PyTorch's own, with the bytes that it must move.
+
+`Watcher` sees operations as they are launched, which tells what the written-out forms move without a formula.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.config import Phase
+from cs336_systems.studies.fusion_records import FusionGrid, Op
+
+EPS = 1e-5
+_NO_NEW_VALUES = ("aten.empty", "aten.new_empty", "aten._unsafe_view")
+"""Allocations, and a view whose schema does not say that it is one: nothing is read or written."""
+
+OpFunction = Callable[..., Tensor]
+
+
+def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The tanh form of GELU (Hendrycks and Gimpel 2016), one operation after the other."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+    """Softmax along the last axis: maximum, difference, exponential, sum, quotient."""
+    exponentials = (x - x.amax(dim=-1, keepdim=True)).exp()
+    return exponentials / exponentials.sum(dim=-1, keepdim=True)
+
+
+def rms_norm(x: Float[Tensor, "*rows width"], weight: Float[Tensor, " width"]) -> Float[Tensor, "*rows width"]:
+    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
+    return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS) * weight
+
+
+def attention(
+    q: Float[Tensor, "batch heads queries d_head"],
+    k: Float[Tensor, "batch heads keys d_head"],
+    v: Float[Tensor, "batch heads keys d_head"],
+) -> Float[Tensor, "batch heads queries d_head"]:
+    """Attention to all keys: scores, softmax, values (Vaswani et al. 2017, eq. 1)."""
+    scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    return scores.softmax(dim=-1) @ v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """One operation: written out, fused, and the shapes of what goes in. All but weights have a batch axis first."""
+
+    written_out: OpFunction
+    fused: OpFunction
+    input_shapes: Callable[[FusionGrid], list[tuple[int, ...]]]
+    """The first is also the shape of what comes out."""
+    matmul_flops: Callable[[FusionGrid], int] = lambda _grid: 0
+    """Of forward; backward has twice as many."""
+
+
+def _rows(grid: FusionGrid) -> tuple[int, int, int]:
+    return (grid.batch_size, grid.context_length, grid.width)
+
+
+def _heads(grid: FusionGrid) -> tuple[int, int, int, int]:
+    return (grid.batch_size, grid.num_heads, grid.context_length, grid.d_head)
+
+
+OPS: Mapping[Op, OpSpec] = MappingProxyType(
+    {
+        Op.GELU: OpSpec(
+            written_out=gelu,
+            fused=lambda x: F.gelu(x, approximate="tanh"),
+            input_shapes=lambda grid: [_rows(grid)],
+        ),
+        Op.SOFTMAX: OpSpec(
+            written_out=softmax,
+            fused=lambda x: F.softmax(x, dim=-1),
+            input_shapes=lambda grid: [_rows(grid)],
+        ),
+        Op.RMS_NORM: OpSpec(
+            written_out=rms_norm,
+            fused=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+            input_shapes=lambda grid: [_rows(grid), (grid.width,)],
+        ),
+        Op.ATTENTION: OpSpec(
+            written_out=attention,
+            fused=F.scaled_dot_product_attention,
+            input_shapes=lambda grid: [_heads(grid)] * 3,
+            matmul_flops=lambda grid: 4 * math.prod(_heads(grid)) * grid.context_length,
+        ),
+    }
+)
+
+
+def must_move_bytes(spec: OpSpec, grid: FusionGrid, phase: Phase, element_bytes: int) -> int:
+    """Bytes of forward (inputs in, output out) or backward (inputs and upstream gradient in, gradients out)."""
+    shapes = spec.input_shapes(grid)
+    inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
+    return element_bytes * (inputs + output if phase is Phase.FORWARD else 2 * inputs + output)
+
+
+def matmul_flops(spec: OpSpec, grid: FusionGrid, phase: Phase) -> int:
+    """FLOPs of the products of forward, or of backward: one product for the gradient of each factor."""
+    return spec.matmul_flops(grid) * (1 if phase is Phase.FORWARD else 2)
+
+
+@dataclass(slots=True)
+class Moved:
+    """Operations that were launched and made new values, and the bytes of their operands and results."""
+
+    operations: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class Watcher(TorchDispatchMode):
+    """Notes in `moved` every operation that makes new values, below autograd and autocast, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moved = Moved()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run the operation, and add up what it reads and writes."""
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view and not str(func).startswith(_NO_NEW_VALUES):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+            self.moved.operations.append(str(func))
+            self.moved.num_bytes += sum(map(distinct_bytes, tensors))
+        return output
+
+
+def distinct_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor, those that a broadcast repeats counted once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()

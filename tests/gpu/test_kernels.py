@@ -1,0 +1,203 @@
+"""Kernels booked to the right phase on a real GPU, by both profilers, and known causes found by name."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from cs336_systems.analysis.explain import explain
+from cs336_systems.analysis.phases import LaunchPhase
+from cs336_systems.analysis.step_profile import PhaseTimes, StepProfile, decode_profile
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, Phase, Profiler, RunConfig
+from cs336_systems.measurement import measure
+from cs336_systems.model import TransformerLM
+from cs336_systems.record import RunRecord, Status, load_records
+from cs336_systems.report.kernel_findings import findings
+from cs336_systems.store import kernel_profile_path
+from cs336_systems.sweep import run_sweep
+from cs336_systems.worker import run_here
+from tests.faults.harness import Witness
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+TIMED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+def config_of(size: str, context_length: int = 512, **changes: object) -> RunConfig:
+    model = replace(SIZES[size], context_length=context_length)
+    return RunConfig(size=size, model=model, device=Device.CUDA, measured_steps=5, **changes)
+
+
+def phase(profile: StepProfile, name: str) -> PhaseTimes:
+    return next(times for times in profile.phases if times.phase == name)
+
+
+def num_unattributed(profile: StepProfile) -> int:
+    return sum(sum(times.launches) for times in profile.phases if times.phase is LaunchPhase.UNATTRIBUTED)
+
+
+def mean_s(times_s: tuple[float, ...]) -> float:
+    return sum(times_s) / len(times_s)
+
+
+def profiled(config: RunConfig, tmp_path: Path, model: nn.Module | None = None) -> tuple[RunRecord, StepProfile]:
+    """The run in this process under torch.profiler."""
+    watched = replace(config, profiler=Profiler.KINETO)
+    record = measure(watched, model, profile=tmp_path / "trace.json.gz")
+    assert record.status is Status.OK, record.failure
+    return record, explain(tmp_path / "trace.json.gz", watched)
+
+
+@pytest.fixture
+def after_optimizer() -> Iterator[Callable[[Callable[[torch.optim.Optimizer], object]], None]]:
+    """Does something at the end of every optimizer step, inside its range."""
+    handles = []
+    yield lambda act: handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: act(optimizer)))
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention_products"),
+    [({}, 2), ({"mode": Mode.FORWARD_BACKWARD}, 2), ({"model": {"attention": Attention.SDPA}}, 0)],
+)
+def test_eager_models_launch_seven_products_a_layer_and_one(
+    changes: dict, attention_products: int, tmp_path: Path
+) -> None:
+    shape = changes.pop("model", {})
+    config = config_of("small", 128, **changes)
+    config = replace(config, model=replace(config.model, **shape))
+    _, profile = profiled(config, tmp_path)
+    layers, steps = config.model.num_layers, profile.num_steps
+    products = {count.phase: count for count in profile.products}
+    forward, backward = products[LaunchPhase.FORWARD], products[LaunchPhase.BACKWARD]
+    assert forward.linear == steps * (7 * layers + 1)
+    assert forward.attention == steps * attention_products * layers
+    assert backward.linear + backward.unknown == steps * (14 * layers + 2)
+    assert backward.attention == steps * 2 * attention_products * layers
+    assert not num_unattributed(profile)
+
+
+def test_the_trace_s_phases_are_those_of_the_events(tmp_path: Path) -> None:
+    """Seen in the same steps: CUDA events between the phases, and the ends of the kernels."""
+    record, profile = profiled(config_of("large"), tmp_path)
+    for timed in TIMED:
+        seen, clock = phase(profile, timed).wall_s, record.measurement(timed).times_s
+        assert seen == pytest.approx(clock, rel=0.02)
+        assert mean_s(phase(profile, timed).kernel_s) < mean_s(seen)
+
+
+def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
+    """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not matter to the GPU."""
+    assert shutil.which("nsys"), "this machine should have nsys"
+    config = config_of("xl")
+    nsys, kineto = replace(config, profiler=Profiler.NSYS), replace(config, profiler=Profiler.KINETO)
+    outcome = run_sweep([config, nsys, kineto], tmp_path, Witness(), timeout_s=120)
+    plain = next(record for record in outcome.records if record.config == config)
+    seen = [decode_profile(kernel_profile_path(c, tmp_path / "runs").read_bytes()) for c in (nsys, kineto)]
+    for timed in TIMED:
+        by_nsys, by_kineto = (phase(profile, timed) for profile in seen)
+        assert set(by_nsys.launches) == set(by_kineto.launches)
+        assert mean_s(by_nsys.kernel_s) == pytest.approx(mean_s(by_kineto.kernel_s), rel=0.02)
+        for times in (by_nsys, by_kineto):
+            assert mean_s(times.wall_s) == pytest.approx(plain.measurement(timed).mean_s, rel=0.02)
+
+
+class Pausing(nn.Module):
+    """The model, and a pause of the host or of the device in each forward pass."""
+
+    def __init__(self, model: nn.Module, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self.model, self.pause = model, pause
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        self.pause()
+        return logits
+
+
+def small_model() -> tuple[RunConfig, nn.Module]:
+    config = config_of("small", 256)
+    with torch.device("cuda"):
+        return config, TransformerLM(config.model)
+
+
+def wait_and_sleep() -> None:
+    torch.cuda.synchronize()
+    time.sleep(0.03)
+
+
+def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
+    config, model = small_model()
+    _, profile = profiled(config, tmp_path, Pausing(model, wait_and_sleep))
+    said = " ".join(findings(profile))
+    print(said)
+    longest = profile.gaps[0]
+    assert longest.duration_s == pytest.approx(0.03, rel=0.1)
+    assert (longest.phase, longest.cause) == (LaunchPhase.FORWARD, "host pause")
+    assert "forward" in said
+    assert f"{longest.duration_s * 1e3:.0f}" in said
+
+
+def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> None:
+    config, model = small_model()
+    _, profile = profiled(config, tmp_path, Pausing(model, lambda: torch.cuda._sleep(100_000_000)))
+    said = " ".join(findings(profile))
+    print(said)
+    assert "spin_kernel" in said
+    assert phase(profile, LaunchPhase.FORWARD).kernel_s > phase(profile, LaunchPhase.BACKWARD).kernel_s
+
+
+def test_an_item_in_the_optimizer_is_named(
+    after_optimizer: Callable[[Callable[[torch.optim.Optimizer], object]], None], tmp_path: Path
+) -> None:
+    def look_at_every_weight(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.flatten()[0].item()
+
+    config, model = small_model()
+    plain = " ".join(findings(profiled(config, tmp_path, model)[1]))
+    after_optimizer(look_at_every_weight)
+    _, profile = profiled(config, tmp_path, model)
+    said = " ".join(findings(profile))
+    print(said)
+    waits = [c for c in profile.host_calls if c.phase is LaunchPhase.OPTIMIZER and "Synchronize" in c.name]
+    assert sum(call.count for call in waits) == profile.num_steps * len(list(model.parameters()))
+    assert "wait" in said
+    assert "optimizer" in said
+    assert "waits" not in plain
+
+
+def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
+    big = " ".join(findings(profiled(config_of("large"), tmp_path)[1]))
+    _, profile = profiled(config_of("tiny", 64), tmp_path)
+    said = " ".join(findings(profile))
+    print(said, big, sep="\n")
+    assert "The CPU is the limit" in said
+    assert "The CPU is the limit" not in big
+    wall = sum(sum(times.wall_s) for times in profile.phases)
+    assert sum(sum(times.busy_s) for times in profile.phases) < 0.7 * wall
+
+
+def test_graphs_and_compiled_kernels_have_their_phases(tmp_path: Path) -> None:
+    for mode in (CompileMode.DEFAULT, CompileMode.REDUCE_OVERHEAD):
+        runs = tmp_path / mode / "runs"
+        runs.mkdir(parents=True)
+        counts = []
+        for profiler in (Profiler.NSYS, Profiler.KINETO):
+            watched = config_of("small", 128, compile=mode, profiler=profiler)
+            record = run_here(watched, runs)
+            assert record.status is Status.OK, record.failure
+            profile = decode_profile(kernel_profile_path(watched, runs).read_bytes())
+            assert not num_unattributed(profile)
+            assert any("triton" in kernel.name for kernel in profile.kernels)
+            counts.append([set(phase(profile, timed).launches) for timed in TIMED])
+        assert counts[0] == counts[1]
+        assert len(load_records(runs)[0]) == 2

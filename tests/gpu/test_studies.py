@@ -1,0 +1,184 @@
+"""The attention grid and the fusion study where their numbers count: on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.hardware import find_device
+from cs336_systems.record import Status
+from cs336_systems.studies.attention_cell import measure_cell
+from cs336_systems.studies.attention_records import (
+    AttentionCell,
+    AttentionGrid,
+    CellResult,
+    CellStatus,
+    Implementation,
+    naive_saved_bytes,
+    rows_bytes,
+    weights_bytes,
+)
+from cs336_systems.studies.attention_study import run_attention_study
+from cs336_systems.studies.fusion_ops import OPS, Watcher
+from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Op, Version
+from cs336_systems.studies.fusion_study import measure_version, run_fusion_study
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+GRID = AttentionGrid(
+    device=Device.CUDA, batch_size=8, d_heads=(64,), context_lengths=(256, 512, 1024),
+    implementations=(Implementation.NAIVE,), passes=5, warmup_passes=3, timeout_s=120.0,
+)  # fmt: skip
+FUSION = FusionGrid(device=Device.CUDA, batch_size=8, context_length=512, width=6400, num_heads=8, d_head=64, passes=20)
+"""105 MB a tensor: twice the L2 cache of an H200, so that the memory's bandwidth counts."""
+SLEEP_CYCLES = 20_000_000
+
+
+# What stands in for measure_cell in the worker: found there by name, so at the top of the module.
+def out_of_memory_at_512(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
+    def too_much(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q * torch.empty(2**42, device="cuda")[0]
+
+    return measure_cell(grid, cell, too_much if cell.context_length == 512 else None)
+
+
+def device_assert_at_512(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
+    def out_of_bounds(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        picked = q.flatten()[torch.full((8,), q.numel() + 7, device="cuda")]
+        torch.cuda.synchronize()
+        return q * picked.sum()
+
+    return measure_cell(grid, cell, out_of_bounds if cell.context_length == 512 else None)
+
+
+@pytest.mark.parametrize(
+    ("measure", "status"),
+    [(out_of_memory_at_512, CellStatus.OOM), (device_assert_at_512, CellStatus.CUDA_ERROR)],
+    ids=["out of memory", "device assert"],
+)
+def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(measure, status: CellStatus) -> None:
+    before, failed, after = run_attention_study(GRID, measure=measure).results
+    assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK), failed.failure
+    if status is CellStatus.OOM:
+        assert failed.failure.requested_bytes == 2**44
+        assert failed.failure.free_bytes > 0
+    assert after.memory.saved_bytes == naive_saved_bytes(GRID, after.cell)
+
+
+def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
+    """The T x T matrix alone is larger than the device; the fused kernel never makes it."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    context_length = 1024
+    while 2 * context_length**2 <= total:
+        context_length *= 2
+    grid = replace(
+        GRID, batch_size=1, d_heads=(16,), context_lengths=(context_length,), precisions=(Precision.BF16,),
+        passes=1, warmup_passes=1, implementations=(Implementation.NAIVE, Implementation.FLASH),
+    )  # fmt: skip
+    naive, flash = run_attention_study(grid).results
+    assert naive.status is CellStatus.OOM
+    assert naive.failure.requested_bytes == pytest.approx(weights_bytes(grid, naive.cell), rel=0.01)
+    assert flash.status is CellStatus.OK, flash.failure
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) -> None:
+    grid = replace(GRID, causal=causal)
+    cell = AttentionCell(
+        implementation=Implementation.NAIVE, precision=precision, d_head=64, context_length=1024
+    )  # all sizes are whole blocks of the allocator
+    memory = measure_cell(grid, cell).memory
+    assert memory.saved_bytes == naive_saved_bytes(grid, cell)
+    assert memory.before_forward_bytes >= 4 * rows_bytes(grid, cell)
+    assert memory.peak_bytes >= memory.before_backward_bytes + weights_bytes(grid, cell)
+    flash = replace(cell, implementation=Implementation.FLASH, precision=Precision.BF16)
+    fused = measure_cell(grid, flash).memory
+    assert fused.saved_bytes < 2 * rows_bytes(grid, flash)  # the output, and one number for each query
+
+
+def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
+    (result,) = run_attention_study(
+        replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))
+    ).results
+    assert result.status is CellStatus.UNAVAILABLE
+    assert "dtype" in result.failure.message, result.failure.message
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_compiled_for_every_shape(causal: bool) -> None:
+    grid = replace(GRID, causal=causal, implementations=(Implementation.COMPILED,), precisions=(Precision.BF16,))
+    for result in run_attention_study(grid).results:
+        assert result.status is CellStatus.OK, result.failure
+        assert result.compile_s > 10 * result.measurement(Phase.FORWARD).mean_s
+
+
+@pytest.fixture(scope="module")
+def forward() -> dict[tuple[Op, Version], FusionRow]:
+    study = run_fusion_study(FUSION)
+    for row in study.rows:
+        assert row.status is Status.OK, (row.op, row.version, row.failure)
+        print(row.op, row.version, row.phase, row.measurement.median_s, row.max_error, row.kernels)
+    return {(row.op, row.version): row for row in study.rows if row.phase is Phase.FORWARD}
+
+
+def test_compiling_makes_one_kernel_of_many(forward: dict[tuple[Op, Version], FusionRow]) -> None:
+    kernels = {key: row.kernels for key, row in forward.items()}
+    assert len(kernels[Op.GELU, Version.EAGER]) > 5
+    assert len(kernels[Op.SOFTMAX, Version.EAGER]) >= 5
+    assert len(kernels[Op.RMS_NORM, Version.EAGER]) >= 6
+    for op in (Op.GELU, Op.SOFTMAX, Op.RMS_NORM):
+        assert len(kernels[op, Version.COMPILED]) == 1, kernels[op, Version.COMPILED]
+        assert "triton" in kernels[op, Version.COMPILED][0]
+    for op in (Op.GELU, Op.SOFTMAX):
+        assert len(kernels[op, Version.FUSED]) == 1, kernels[op, Version.FUSED]
+
+
+def test_each_written_out_operation_is_one_kernel(forward: dict[tuple[Op, Version], FusionRow]) -> None:
+    """Counted by the profiler on the device, and by PyTorch's dispatcher on the host."""
+    x = torch.randn(4, 6, 8, device="cuda", requires_grad=True)
+    with Watcher() as watcher:
+        OPS[Op.GELU].written_out(x)
+    assert len(forward[Op.GELU, Version.EAGER].kernels) == len(watcher.moved.operations)
+
+
+def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(
+    forward: dict[tuple[Op, Version], FusionRow],
+) -> None:
+    eager, compiled = forward[Op.GELU, Version.EAGER], forward[Op.GELU, Version.COMPILED]
+    assert eager.moved_bytes == 9 * eager.must_move_bytes
+    assert eager.measurement.median_s > 4 * compiled.measurement.median_s
+    spec = find_device(torch.cuda.get_device_name())
+    if spec is None:
+        pytest.skip("the bandwidth of this device is not known")
+    for op in (Op.GELU, Op.SOFTMAX, Op.RMS_NORM):
+        share = forward[op, Version.FUSED].must_move_bytes_per_s / spec.memory_bandwidth_bytes_per_s
+        print(f"{op}: {share:.1%} of the bandwidth")
+        assert share < 1
+    assert compiled.must_move_bytes_per_s > 0.5 * spec.memory_bandwidth_bytes_per_s
+
+
+def sleep_s() -> float:
+    """How long the sleep takes, by events around it alone."""
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def test_a_sleep_on_the_device_is_found_in_forward_alone() -> None:
+    def sleepy(x: Tensor) -> Tensor:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        return F.gelu(x, approximate="tanh")
+
+    plain = measure_version(FUSION, Op.GELU, Precision.FP32, Version.FUSED)
+    slept = measure_version(FUSION, Op.GELU, Precision.FP32, Version.FUSED, replace(OPS[Op.GELU], fused=sleepy))
+    added = [b.measurement.median_s - a.measurement.median_s for a, b in zip(plain, slept, strict=True)]
+    assert added[0] == pytest.approx(sleep_s(), rel=0.05)
+    assert abs(added[1]) < 0.05 * added[0]
