@@ -15,6 +15,8 @@ from cs336_systems.analysis.phases import LaunchPhase, PhaseSource
 from cs336_systems.record import write_atomically
 
 PROFILE_FORMAT_VERSION = 1
+HEAD_BYTES = 100_000
+_FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
 
 
 class Work(StrEnum):
@@ -300,6 +302,15 @@ def decode_profile(data: bytes) -> StepProfile:
         return msgspec.json.decode(data, type=StepProfile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"not a step profile: {error}") from error
+
+
+def read_profile(path: Path) -> StepProfile | None:
+    """The profile that `write_profile` wrote to `path`; None where the file is of another kind."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        return decode_profile(head + file.read()) if all(word in head for word in _FIRST_WORDS) else None
 
 
 def write_profile(profile: StepProfile, path: Path) -> None:

@@ -61,7 +61,8 @@ class RangeArguments:
 class KernelsArguments:
     """Say where the time of profiled steps went: by phase, kind of work, module and kernel, and when the GPU was idle.
 
-    FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, or a trace of torch.profiler (.json, .json.gz).
+    FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler (.json, .json.gz), or
+    what this command or a sweep has kept of one (profile.json, kernels/*.json).
     A kernel belongs to the phase in which it was launched, by whatever thread. A trace of a CPU has operators in the
     place of kernels.
     """
@@ -88,9 +89,11 @@ def run(arguments: KernelsArguments) -> int:
     phases, attention = checked(arguments.ranges.phases), checked(arguments.ranges.attention)
     record = _record_of(arguments)
     from cs336_systems.analysis.explain import explain
-    from cs336_systems.analysis.step_profile import encode_profile
+    from cs336_systems.analysis.step_profile import encode_profile, read_profile
 
-    profile = explain(arguments.file, record.config if record else None, phases, attention)
+    profile = read_profile(arguments.file)
+    if profile is None:
+        profile = explain(arguments.file, record.config if record else None, phases, attention)
     if arguments.output is not None:
         from cs336_systems.report.kernel_files import write_profile
 

@@ -224,6 +224,8 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
 
     The times of profiled runs are in the tables of profiles alone.
     """
+    from cs336_systems.report.kernel_entries import labels
+    from cs336_systems.report.kernel_plots import write_pictures
     from cs336_systems.report.kernel_sweep import load_profiled, sweep_tables, write_kernel_sweep
     from cs336_systems.report.plots import write_plots
     from cs336_systems.report.tables import write_tables
@@ -237,6 +239,8 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
     profiled = [entry for directory, own in found.items() for entry in load_profiled(own, directory)]
     if profiled:
         write_kernel_sweep(profiled, output)
+        for name, entry in zip(labels(profiled), profiled, strict=True):
+            write_pictures(entry.profile, output, prefix=f"{re.sub('[^A-Za-z0-9.+]+', '_', name)}_")
     print_sweep(records, output)
     for table in sweep_tables(profiled) if profiled else ():
         print_table(table)

@@ -40,13 +40,13 @@ OVERLAP = 0.01
 LONGEST_LABEL = 34
 
 
-def write_pictures(profile: StepProfile, directory: Path) -> list[Path]:
+def write_pictures(profile: StepProfile, directory: Path, prefix: str = "") -> list[Path]:
     """Write the pictures that the profile supports into `directory`/plots and return their paths."""
     pictures = {"classes": draw_classes(profile)}
     if profile.pictured is not None:
         pictures["timeline"] = draw_timeline(profile)
     (directory / "plots").mkdir(parents=True, exist_ok=True)
-    paths = [directory / "plots" / f"{stem}.png" for stem in pictures]
+    paths = [directory / "plots" / f"{prefix}{stem}.png" for stem in pictures]
     for path, figure in zip(paths, pictures.values(), strict=True):
         write_atomically(path, drawing.to_png(figure))
     return paths
