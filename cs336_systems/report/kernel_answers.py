@@ -99,8 +99,8 @@ def _has(profile: StepProfile, phase: LaunchPhase) -> bool:
 
 def _no_forward(profile: StepProfile) -> str:
     return (
-        f"The file {label(profile.source)} does not tell: nothing in it was launched in a phase called forward. Name the range "
-        "around it (cs336 kernels FILE --forward RANGE), or record with --nsys or --profile."
+        f"The file {label(profile.source)} does not tell: nothing in it was launched in a phase called forward. "
+        "Name the range around it (cs336 kernels FILE --forward RANGE), or record with --nsys or --profile."
     )
 
 
@@ -225,6 +225,7 @@ def _no_softmax(profile: StepProfile) -> str:
             "Attention is fused: one kernel holds scores, softmax and values. Run with --attention naive to see them."
         )
     return (
-        f"The file {label(profile.source)} does not tell: it has no ranges around attention's scores, softmax and values. Run with "
-        "--attention naive and without --compile, or name the ranges (--scores, --softmax, --values RANGE)."
+        f"The file {label(profile.source)} does not tell: it has no ranges around attention's scores, softmax and "
+        "values. Run with --attention naive and without --compile, or name the ranges (--scores, --softmax, --values "
+        "RANGE)."
     )
