@@ -58,7 +58,8 @@ def run_under_nsys(config: RunConfig, report: Path, runs: Path) -> None:
     report.parent.mkdir(parents=True, exist_ok=True)
     command = [
         *(nsys, "profile", *CAPTURE, f"--output={report.with_suffix('')}"),
-        *(sys.executable, "-m", "cs336_systems.worker", msgspec.json.encode(config).decode(), str(runs)),
+        *(sys.executable, "-m", "cs336_systems.worker"),
+        *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid())),
     ]
     done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     if not (runs / f"{config.key}.json").is_file():

@@ -1,10 +1,14 @@
 """What a sweep and its workers agree on as processes. Linux alone offers what the functions do; elsewhere, nothing."""
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import sys
+import threading
+
+import psutil
 
 RECORD_NOT_WRITTEN = 74
 """Exit status of a worker that could not write its record (EX_IOERR): the disk, not the run, has failed."""
@@ -16,6 +20,31 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def die_with_forker(signal_number: int) -> None:
     """Have the kernel send this process `signal_number` when the process that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def die_with(supervisor: int) -> None:
+    """End this process at once, with all else that the process `supervisor` has started, when that one is dead.
+
+    For a process whose parent is a stranger (nsys has others between) and outlives who started it. A thread waits in
+    the kernel; it costs nothing. Linux alone.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        alive = os.pidfd_open(supervisor)
+        relatives = psutil.Process(supervisor).children(recursive=True)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([alive], [], [])
+        for relative in relatives:
+            if relative.pid != os.getpid():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    relative.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def adopt_orphans() -> None:

@@ -18,7 +18,7 @@ from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.failure import describe
 from cs336_systems.measurement import measure
 from cs336_systems.nsys_run import NsysError, is_under_nsys, run_under_nsys
-from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with_forker
+from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with, die_with_forker
 from cs336_systems.record import RunRecord, Status, read_record, write_record
 from cs336_systems.store import kernel_profile_path, raw_profile_path
 
@@ -93,6 +93,6 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-if __name__ == "__main__":  # under nsys: the configuration as JSON, and the directory for the record
-    die_with_forker(signal.SIGKILL)
+if __name__ == "__main__":  # under nsys: the configuration as JSON, the directory for the record, who started nsys
+    die_with(int(sys.argv[3]))
     run_here(msgspec.json.decode(sys.argv[1], type=RunConfig), Path(sys.argv[2]))

@@ -49,7 +49,7 @@ def recording() -> Recording:
 
 def profile() -> int:
     assert os.environ["NSYS_NVTX_PROFILER_REGISTER_ONLY"] == "0"
-    config, runs = msgspec.json.decode(sys.argv[-2], type=RunConfig), Path(sys.argv[-1])
+    config, runs = msgspec.json.decode(sys.argv[-3], type=RunConfig), Path(sys.argv[-2])
     print("a word from nsys", flush=True)
     if FATE == "no record":
         return 3

@@ -128,7 +128,7 @@ def _frame(groups: Sequence[Sequence[RunRecord]]) -> pd.DataFrame:
 
 def _groups(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
     """The repeats of each configuration, in the order of the table."""
-    return sorted(_repeats(records), key=lambda group: _order(group[0].config))
+    return sorted(_repeats(records), key=lambda group: order(group[0].config))
 
 
 def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
@@ -150,7 +150,8 @@ def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
     return [sorted(group, key=lambda record: (record.config.repeat, record.started_at)) for group in groups if group]
 
 
-def _order(config: RunConfig) -> tuple[object, ...]:
+def order(config: RunConfig) -> tuple[object, ...]:
+    """Key to sort configurations by, as tables list them: presets by size, then shape, context, precision, mode."""
     sizes = list(SIZES)
     rank = sizes.index(config.size) if config.size in sizes else len(sizes)
     model = config.model

@@ -9,7 +9,7 @@ from typing import Any
 from cs336_systems.analysis.step_profile import StepProfile, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.frame import COLUMNS, rows_of, to_frame
+from cs336_systems.report.frame import COLUMNS, order, rows_of, to_frame
 from cs336_systems.store import kernel_profile_path
 
 KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
@@ -39,9 +39,12 @@ class Profiled:
 
 
 def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profiled]:
-    """The kernel-profiled among `records` with what `directory`/kernels has of them; what is missing is said."""
+    """The kernel-profiled among `records` with what `directory`/kernels has of them, in the order of the tables.
+
+    What is missing is said.
+    """
     found = []
-    for record in records:
+    for record in sorted(records, key=lambda record: order(record.config)):
         if record.config.profiler not in KERNEL_PROFILERS:
             continue
         path = kernel_profile_path(record.config, directory / "runs")
