@@ -35,6 +35,8 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
+        from cs336_systems.analysis.trace import ProfileError
+        from cs336_systems.nsys_run import NsysError
         from cs336_systems.store import SweepError
 
         try:
@@ -42,7 +44,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
-        except (SweepError, LockedError, RecordError, OSError) as error:
+        except (SweepError, LockedError, RecordError, ProfileError, NsysError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:

@@ -12,10 +12,12 @@ import msgspec
 
 from cs336_systems.analysis.classes import KernelClass
 from cs336_systems.analysis.phases import LaunchPhase, PhaseSource
+from cs336_systems.analysis.trace import ProfileError
 from cs336_systems.record import write_atomically
 
 PROFILE_FORMAT_VERSION = 1
-HEAD_BYTES = 100_000
+MAX_PROFILE_BYTES = 256 * 2**20
+_HEAD_BYTES = 1000
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
 
 
@@ -305,12 +307,21 @@ def decode_profile(data: bytes) -> StepProfile:
 
 
 def read_profile(path: Path) -> StepProfile | None:
-    """The profile that `write_profile` wrote to `path`; None where the file is of another kind."""
+    """The profile that `write_profile` wrote to `path`; None where the file is of another kind.
+
+    Raises ProfileError where it is of this kind and damaged.
+    """
     if not path.is_file():
         return None
     with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-        return decode_profile(head + file.read()) if all(word in head for word in _FIRST_WORDS) else None
+        head = file.read(_HEAD_BYTES)
+        if not all(word in head for word in _FIRST_WORDS):
+            return None
+        data = head + file.read(MAX_PROFILE_BYTES)
+    try:
+        return decode_profile(data)
+    except ValueError as error:
+        raise ProfileError(path, str(error)) from error
 
 
 def write_profile(profile: StepProfile, path: Path) -> None:

@@ -72,7 +72,7 @@ class KernelsArguments:
     top: int = 10
     """Kernels to list, for the step and for each phase."""
     record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
-    """Record of the profiled run; it gives attention its FLOPs, and the slowdown by the profiler."""
+    """Record of the profiled run; it gives attention its FLOPs."""
     ranges: Flat[RangeArguments] = field(default_factory=RangeArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""

@@ -80,7 +80,7 @@ class SleepAfter(nn.Module):
 
 def sleeping_record(phase: Phase | None, sync_phases: bool) -> RunRecord:
     with torch.device("cuda"):
-        model = TransformerLM(SIZES["small"])
+        model = TransformerLM(SIZES["medium"])
     if phase is Phase.BACKWARD:
         # The embedding's gradient is the last one made.
         model.token_embeddings.weight.register_post_accumulate_grad_hook(lambda _: torch.cuda._sleep(SLEEP_CYCLES))
@@ -88,7 +88,7 @@ def sleeping_record(phase: Phase | None, sync_phases: bool) -> RunRecord:
         lambda *_: torch.cuda._sleep(SLEEP_CYCLES) if phase is Phase.OPTIMIZER else None
     )
     try:
-        record = measure(config_of("small", measured_steps=5, sync_phases=sync_phases), SleepAfter(model, phase))
+        record = measure(config_of("medium", measured_steps=5, sync_phases=sync_phases), SleepAfter(model, phase))
     finally:
         hook.remove()
     assert record.status is Status.OK, record.failure

@@ -17,11 +17,10 @@ from cs336_systems.analysis.step_profile import PhaseTimes, StepProfile, decode_
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measurement import measure
 from cs336_systems.model import TransformerLM
-from cs336_systems.record import RunRecord, Status, load_records
+from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.kernel_findings import findings
 from cs336_systems.store import kernel_profile_path
 from cs336_systems.sweep import run_sweep
-from cs336_systems.worker import run_here
 from tests.faults.harness import Witness
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -186,18 +185,18 @@ def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
     assert sum(sum(times.busy_s) for times in profile.phases) < 0.7 * wall
 
 
-def test_graphs_and_compiled_kernels_have_their_phases(tmp_path: Path) -> None:
-    for mode in (CompileMode.DEFAULT, CompileMode.REDUCE_OVERHEAD):
-        runs = tmp_path / mode / "runs"
-        runs.mkdir(parents=True)
-        counts = []
-        for profiler in (Profiler.NSYS, Profiler.KINETO):
-            watched = config_of("small", 128, compile=mode, profiler=profiler)
-            record = run_here(watched, runs)
-            assert record.status is Status.OK, record.failure
-            profile = decode_profile(kernel_profile_path(watched, runs).read_bytes())
-            assert not num_unattributed(profile)
-            assert any("triton" in kernel.name for kernel in profile.kernels)
-            counts.append([set(phase(profile, timed).launches) for timed in TIMED])
-        assert counts[0] == counts[1]
-        assert len(load_records(runs)[0]) == 2
+@pytest.mark.parametrize("mode", [CompileMode.DEFAULT, CompileMode.REDUCE_OVERHEAD])
+def test_graphs_and_compiled_kernels_have_their_phases(mode: CompileMode, tmp_path: Path) -> None:
+    """In fresh processes: the shape checks of tests do not compile."""
+    watched = [
+        config_of("small", 128, compile=mode, profiler=profiler) for profiler in (Profiler.NSYS, Profiler.KINETO)
+    ]
+    outcome = run_sweep(watched, tmp_path, Witness(), timeout_s=150)
+    assert [record.status for record in outcome.records] == [Status.OK] * 2
+    counts = []
+    for config in watched:
+        profile = decode_profile(kernel_profile_path(config, tmp_path / "runs").read_bytes())
+        assert not num_unattributed(profile)
+        assert any("triton" in kernel.name for kernel in profile.kernels)
+        counts.append([set(phase(profile, timed).launches) for timed in TIMED])
+    assert counts[0] == counts[1]

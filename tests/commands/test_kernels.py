@@ -1,0 +1,108 @@
+"""`cs336 kernels` from end to end: what it prints and writes, and what it says of a file that is no profile."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.analysis.step_profile import decode_profile
+from cs336_systems.cli import main
+from cs336_systems.config import RunConfig
+from cs336_systems.record import RunRecord, Status, write_record
+from tests.analysis.tracing import Recording, Span, training, write_export
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """Three steps of a training loop by nsys."""
+    return write_export(tmp_path / "t.sqlite", training(3))
+
+
+def kernels(*words: object) -> int:
+    return main(["kernels", *map(str, words)])
+
+
+def test_a_file_is_explained_in_tables(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels(export) == 0
+    said = capsys.readouterr().out
+    for words in ("Findings", "Phases of a step", "Classes of kernels", "forward", "Check:", "Idle times"):
+        assert words in said
+
+
+def test_json_is_the_profile_and_what_is_written_says_the_same_again(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kernels(export, "--json", "--output", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    profile = decode_profile(printed.encode())
+    assert profile.source == "t.sqlite"
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"phases.csv", "phases.md", "phases.tex", "phases.typ", "kernels.csv", "profile.json", "plots"} <= names
+    assert kernels(tmp_path / "out" / "profile.json", "--json") == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_ranges_of_others_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = training(2)
+    renamed = [Span({"forward": "fw", "backward": "bw"}.get(s.name, s.name), s.start_ns, s.end_ns, s.thread)
+               for s in made.spans]  # fmt: skip
+    path = write_export(tmp_path / "t.sqlite", Recording(made.kernels, renamed))
+    named = []
+    for words in ((), ("--forward", "fw", "--backward", "bw")):
+        assert kernels(path, "--json", *words) == 0
+        phases = json.loads(capsys.readouterr().out)["phases"]
+        named.append({p["phase"]: sum(p["launches"]) for p in phases if sum(p["launches"])})
+    assert "backward" not in named[0]
+    assert named[1]["forward"] > 0
+    assert named[1]["backward"] > 0
+
+
+def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:
+    from cs336_systems.commands.kernels import KernelsArguments, _record_of
+    from cs336_systems.config import SIZES
+
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "runs").mkdir()
+    config = RunConfig(size="tiny", model=SIZES["tiny"])
+    record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
+    path = write_record(record, tmp_path / "runs")
+    assert _record_of(KernelsArguments(file=export)) is None
+    assert _record_of(KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")) == record
+    assert _record_of(KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")) == record
+    assert _record_of(KernelsArguments(file=export, record=path)) == record
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"neither", "needed"),
+        (b'{"source": 1, "work": 2, "phases_from": 3}', "not a step profile"),
+        (b'{"traceEvents": [', "truncated"),
+        (b"SQLite format 3\0" + bytes(84), "SQLite"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, words: str
+) -> None:
+    (tmp_path / "f").write_bytes(content)
+    assert kernels(tmp_path / "f", "--output", tmp_path / "out") == 1
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert str(tmp_path / "f") in said
+    assert words in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_for_two_phases_is_wrong_usage(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels(export, "--forward", "x", "--backward", "x") == 2
+    assert "range name of its own" in capsys.readouterr().err
+
+
+def test_a_report_without_nsys_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "r.nsys-rep").write_bytes(b"x")
+    assert kernels(tmp_path / "r.nsys-rep") == 1
+    assert "install" in capsys.readouterr().err
