@@ -27,9 +27,9 @@ from cs336_systems.commands.flags import (
     resolve_device,
     unset,
 )
-from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, checked, status_of
+from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
-from cs336_systems.nsys_run import NsysError, find_nsys
+from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import RunRecord
 from cs336_systems.store import PROFILE_DIRECTORIES
@@ -201,6 +201,10 @@ def measure_all(
     configs: Sequence[RunConfig], directory: Path, *, timeout_s: float, fresh: bool, allow_mixed: bool
 ) -> int:
     """Run the configurations that have no result yet, write the tables and plots, print them."""
+    if is_under_nsys():
+        raise UsageError(
+            "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
+        )
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep import run_sweep
 

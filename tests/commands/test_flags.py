@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from cs336_systems.cli import sweep
 from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
 from cs336_systems.commands.benchmark import BenchmarkArguments
@@ -153,6 +154,15 @@ def test_a_profiled_sweep_runs_each_configuration_without_the_profiler_too(gpu: 
         assert parse(SweepArguments, flag).directory().parent == Path("data") / folder
     with pytest.raises(ValueError, match="choose one"):
         grid("--nsys --profile")
+
+
+def test_a_sweep_is_not_run_under_nsys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(UNDER_NSYS, "1")
+    assert sweep(["--output", str(tmp_path / "out")]) == 2
+    assert "--nsys" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_nsys_without_a_gpu_is_refused_with_what_to_use() -> None:
