@@ -18,7 +18,8 @@ from cs336_systems.commands import sweep as _sweep
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, USAGE, UsageError
 from cs336_systems.locks import LockedError
-from cs336_systems.record import RecordError
+from cs336_systems.nsys_run import NsysError
+from cs336_systems.record import FileError
 
 Command = (
     Annotated[_kernels.KernelsArguments, tyro.conf.subcommand("kernels")]
@@ -35,8 +36,6 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        from cs336_systems.analysis.trace import ProfileError
-        from cs336_systems.nsys_run import NsysError
         from cs336_systems.store import SweepError
 
         try:
@@ -44,7 +43,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
-        except (SweepError, LockedError, RecordError, ProfileError, NsysError, OSError) as error:
+        except (SweepError, LockedError, FileError, NsysError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:

@@ -24,12 +24,16 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Bounded in files, where JSON would let any number of digits through."""
 
 
-class RecordError(ValueError):
-    """The file `path` should hold a record and does not."""
+class FileError(ValueError):
+    """The file `path` does not hold what it should."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
         self.path = path
+
+
+class RecordError(FileError):
+    """The file `path` should hold a record and does not."""
 
 
 class Status(StrEnum):

@@ -16,10 +16,10 @@ PACKAGE = "cs336_systems"
 # From the bottom up: a module imports, at its top or inside a function, from lower levels only.
 # "analysis.*" stands for all modules of that folder that are not named elsewhere; they may import each other.
 LEVELS = (
-    ("", "analysis", "commands", "report", "studies"),
+    ("", "analysis", "commands", "prediction", "report", "studies"),
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
-    ("hardware", "record", "nsys_run"),
-    ("accounting", "nvml", "quality", "store", "studies.attention_records", "studies.fusion_records"),
+    ("hardware", "record", "nsys_run", "prediction.*"),
+    ("memory_model", "accounting", "nvml", "quality", "store", "studies.attention_records", "studies.fusion_records"),
     ("analysis.*",),
     ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters"),
     ("model", "environment"),

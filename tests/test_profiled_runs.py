@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from cs336_systems.analysis.phases import LaunchPhase
 from cs336_systems.analysis.step_profile import StepProfile, Work, decode_profile
 from cs336_systems.config import SIZES, CompileMode, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measurement import measure
-from cs336_systems.profiling import annotate
+from cs336_systems.profiling import Annotator, annotate, set_annotator
 from cs336_systems.record import Status, load_records
 from cs336_systems.store import kernel_profile_path, raw_profile_path
 from cs336_systems.worker import run_here
@@ -24,6 +25,13 @@ from cs336_systems.worker import run_here
 ROOT = Path(__file__).parents[1]
 MODEL = replace(SIZES["tiny"], context_length=32, d_model=32, d_ff=48, vocab_size=50)
 CONFIG = RunConfig(size="custom", model=MODEL, warmup_steps=2, measured_steps=3, profiler=Profiler.KINETO)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_told_afterwards() -> Iterator[None]:
+    """Who is told of the ranges holds for a process, which is that of other tests too."""
+    yield
+    set_annotator(Annotator.NONE)
 
 
 def events(trace: Path) -> list[dict]:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cs336_systems.record import FileError
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -15,12 +16,8 @@ MAX_TIME_NS = 2**61
 """Seventy years on either side of zero, so that differences of two times fit 64 bits."""
 
 
-class ProfileError(ValueError):
+class ProfileError(FileError):
     """The file `path` should hold a profile and does not."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path = path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,7 +211,7 @@ def test_profiles_are_loaded_with_their_plain_twins(tmp_path, capsys) -> None:
     (found,) = load_profiled(records, tmp_path)
     assert (found.config, found.profile, found.plain, found.profiled) == (kernel, make_profile(), plain, records[2])
     assert found.clock_s(Phase.FORWARD) == pytest.approx(0.005)
-    first, second = capsys.readouterr().err.splitlines()
+    second, first = capsys.readouterr().err.splitlines()  # in the order of the tables: tf32 before bf16
     assert "bf16" in first
     assert "No such file" in first
     assert "the run ended as oom" in first

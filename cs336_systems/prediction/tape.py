@@ -1,0 +1,82 @@
+"""Which tensors a step makes and lets go of, in order: a program of references, and what it holds at each moment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from math import prod
+
+from cs336_systems.config import Phase
+
+
+class Category(StrEnum):
+    """What a tensor on the device is for, in the order of tables."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    WEIGHT_COPIES = "autocast weight copies"
+    ACTIVATIONS = "activations"
+    LOSS = "logits and loss"
+    TEMPORARIES = "temporaries"
+    OPTIMIZER_WORKSPACE = "optimizer workspace"
+    LIBRARY_WORKSPACE = "library workspace"
+    UNSPLIT = "unsplit rest of blocks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One kind of tensor: what it is, and its bytes as a product that can be read."""
+
+    category: Category
+    label: str
+    formula: str
+    """Names of axes and the element size, such as `batch x heads x T x T x 4`."""
+    size_bytes: int
+
+
+class Tape:
+    """Records tensors as they are made and freed; a tensor lives while Python or autograd's graph refers to it."""
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.specs: list[TensorSpec] = []
+        """By handle, the tensor's number in the order of making."""
+        self.events: list[int | Phase] = []
+        """A handle where its tensor is made, its complement (~handle) where it is freed, a phase where that begins."""
+        self._references: list[int] = []
+
+        @cache
+        def specify(category: Category, label: str, shape: str, element_bytes: int) -> TensorSpec:
+            names = shape.split()
+            sizes = (int(name) if name.isdigit() else axes[name] for name in names)
+            formula = " x ".join([*names, str(element_bytes)])
+            return TensorSpec(category=category, label=label, formula=formula, size_bytes=prod(sizes) * element_bytes)
+
+        self._specify = specify
+
+    def new(self, category: Category, label: str, shape: str, element_bytes: int) -> int:
+        """Make a tensor with one reference, Python's; `shape` holds names of axes and numbers, such as `2 batch T`."""
+        handle = len(self.specs)
+        self.specs.append(self._specify(category, label, shape, element_bytes))
+        self._references.append(1)
+        self.events.append(handle)
+        return handle
+
+    def keep(self, handle: int) -> int:
+        """Refer to the tensor once more; returns its handle."""
+        assert self._references[handle] > 0
+        self._references[handle] += 1
+        return handle
+
+    def drop(self, *handles: int) -> None:
+        """Let go of one reference to each; a tensor without any is freed."""
+        for handle in handles:
+            self._references[handle] -= 1
+            assert self._references[handle] >= 0
+            if not self._references[handle]:
+                self.events.append(~handle)
+
+    def begin(self, phase: Phase) -> None:
+        """Say that `phase` of a step begins here; STEP for what lies between two steps."""
+        self.events.append(phase)
