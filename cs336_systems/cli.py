@@ -7,11 +7,13 @@ from typing import Annotated
 
 import tyro
 
+from cs336_systems.commands import account as _account
 from cs336_systems.commands import attention as _attention
 from cs336_systems.commands import benchmark as _benchmark
 from cs336_systems.commands import compare as _compare
 from cs336_systems.commands import fusion as _fusion
 from cs336_systems.commands import kernels as _kernels
+from cs336_systems.commands import memory as _memory
 from cs336_systems.commands import precision as _precision
 from cs336_systems.commands import report as _report
 from cs336_systems.commands import sweep as _sweep
@@ -23,6 +25,8 @@ from cs336_systems.record import FileError
 
 Command = (
     Annotated[_kernels.KernelsArguments, tyro.conf.subcommand("kernels")]
+    | Annotated[_memory.MemoryArguments, tyro.conf.subcommand("memory")]
+    | Annotated[_account.AccountArguments, tyro.conf.subcommand("account")]
     | Annotated[_fusion.FusionArguments, tyro.conf.subcommand("fusion")]
     | Annotated[_attention.AttentionArguments, tyro.conf.subcommand("attention")]
     | Annotated[_compare.CompareArguments, tyro.conf.subcommand("compare")]
@@ -83,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _COMMANDS: dict[type, Callable[..., int]] = {
     _kernels.KernelsArguments: _kernels.run,
+    _memory.MemoryArguments: _memory.run,
+    _account.AccountArguments: _account.run,
     _fusion.FusionArguments: _fusion.run,
     _attention.AttentionArguments: _attention.run,
     _compare.CompareArguments: _compare.run,

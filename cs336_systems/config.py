@@ -158,6 +158,8 @@ class RunConfig:
     compile: CompileMode = CompileMode.NONE
     compile_blocks: bool = False
     """Compile each block on its own instead of the whole model."""
+    checkpoint_blocks: int = 0
+    """Keep only the input of every so many blocks for backward, and compute the rest again; 0 keeps everything."""
     device: Device = Device.CPU
     warmup_steps: int = 5
     measured_steps: int = 10
@@ -176,7 +178,10 @@ class RunConfig:
     """Which of several fresh processes of the same configuration this is, from 0."""
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("warmup_steps", 0), ("measured_steps", 1), ("seed", 0), ("repeat", 0)):
+        least_values = {
+            "batch_size": 1, "checkpoint_blocks": 0, "warmup_steps": 0, "measured_steps": 1, "seed": 0, "repeat": 0,
+        }  # fmt: skip
+        for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.warmup_steps + self.measured_steps > 1_000_000:
@@ -198,6 +203,8 @@ class RunConfig:
             raise ValueError("compile_blocks needs a compile mode, got compile none")
         if self.compile_blocks and self.model_factory is not None:
             raise ValueError(f"compile_blocks needs this project's model, got model_factory {self.model_factory!r}")
+        if self.checkpoint_blocks and self.model_factory is not None:
+            raise ValueError(f"checkpoint_blocks needs this project's model, got model_factory {self.model_factory!r}")
         if self.device is Device.CPU and self.precision is Precision.TF32:
             raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
         if self.device is Device.CPU and self.profiler is Profiler.NSYS:
@@ -247,6 +254,7 @@ class RunConfig:
         others = {**_non_defaults(self.model), **_non_defaults(self.configuration)}
         for name in ("attention", "sdpa_backend", "optimizer", "compile", "model_factory", "profiler"):
             words += [str(others[name])] if name in others else []
+        words += [f"checkpoint {self.checkpoint_blocks}"] if self.checkpoint_blocks else []
         words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []
         words += [f"#{self.repeat}"] if self.repeat else []
         return " ".join(words)

@@ -65,21 +65,20 @@ class MemoryPrediction:
     """Allocated at the end of each phase; the optimizer's ends with the gradients dropped."""
 
 
-def predict_memory(config: RunConfig, checkpoint_blocks: int = 0) -> MemoryPrediction | None:
-    """Predict the memory of a CUDA run; `checkpoint_blocks` K > 0 as by torch.utils.checkpoint around every K blocks.
+def predict_memory(config: RunConfig) -> MemoryPrediction | None:
+    """Predict the memory of a CUDA run.
 
     None for what is not predicted: the user's own model, compiled models, a fused attention that refuses fp32. The
     device is assumed to be a Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is;
     there `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out: scalars of
-    GradScaler and of fused attention, buffers inside of kernels, a data loader's batch in flight. Raises ValueError for
-    a negative `checkpoint_blocks`.
+    GradScaler and of fused attention, buffers inside of kernels, a data loader's batch in flight.
     """
     if not _is_predictable(config):
         return None
-    return _Replay(_record(config, checkpoint_blocks)).prediction()
+    return _Replay(_record(config)).prediction()
 
 
-def fits(config: RunConfig, memory_bytes: int, checkpoint_blocks: int = 0) -> bool | None:
+def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     """Whether the steps run on an empty device of `memory_bytes`, or None where that is not predicted.
 
     The allocator is simulated on what the CUDA context leaves, and gives cached segments back before it gives up, as
@@ -88,24 +87,22 @@ def fits(config: RunConfig, memory_bytes: int, checkpoint_blocks: int = 0) -> bo
     if not _is_predictable(config):
         return None
     try:
-        _Replay(_record(config, checkpoint_blocks), memory_bytes - CUDA_CONTEXT_BYTES)
+        _Replay(_record(config), memory_bytes - CUDA_CONTEXT_BYTES)
     except OutOfMemoryError:
         return False
     return True
 
 
-def largest_batch(config: RunConfig, memory_bytes: int, checkpoint_blocks: int = 0) -> int | None:
+def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
     """The largest batch size that `fits`; 0 where not even one sequence does, None where that is not predicted."""
-    return _largest(lambda size: fits(replace(config, batch_size=size), memory_bytes, checkpoint_blocks))
+    return _largest(lambda size: fits(replace(config, batch_size=size), memory_bytes))
 
 
-def largest_context(config: RunConfig, memory_bytes: int, checkpoint_blocks: int = 0) -> int | None:
+def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
     """The longest context that `fits`, at the configuration's batch size; 0 and None as in largest_batch."""
 
     def fits_at(length: int) -> bool | None:
-        return fits(
-            replace(config, model=replace(config.model, context_length=length)), memory_bytes, checkpoint_blocks
-        )
+        return fits(replace(config, model=replace(config.model, context_length=length)), memory_bytes)
 
     return _largest(fits_at)
 
@@ -154,8 +151,8 @@ def _is_predictable(config: RunConfig) -> bool:
     return config.model_factory is None and config.compile is CompileMode.NONE and not refused
 
 
-def _record(config: RunConfig, checkpoint_blocks: int) -> Tape:
-    step = StepTape(config, checkpoint_blocks)
+def _record(config: RunConfig) -> Tape:
+    step = StepTape(config)
     step.set_up()
     for _ in range(STEPS):
         step.run()

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
 from cs336_systems.profiling import annotate
@@ -40,6 +41,8 @@ class TransformerLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.checkpoint_blocks = 0
+        """Blocks whose inside is computed again in backward instead of kept; 0 for none."""
         gpt2 = config.arch is Arch.GPT2
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, config.context_length if gpt2 else None)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
@@ -67,10 +70,31 @@ class TransformerLM(nn.Module):
         x = self.token_embeddings(tokens)
         # around all layers, not in each: it takes 20 us, and here it is in force for blocks compiled one by one too
         with _sdpa_backend(self.config.sdpa_backend):
-            for block in cast("Iterable[Block]", self.layers):
-                with annotate(block.range):
-                    x = block(x, rotations, future)
+            blocks = list(cast("Iterable[Block]", self.layers))
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                for first in range(0, len(blocks), self.checkpoint_blocks):
+                    group = blocks[first : first + self.checkpoint_blocks]
+                    # nothing in a block is random
+                    x = checkpoint(_again, group, x, rotations, future, use_reentrant=False, preserve_rng_state=False)
+            else:  # in place: a function's argument would keep the first x until the last block
+                for block in blocks:
+                    with annotate(block.range):
+                        x = block(x, rotations, future)
         return cast("Tensor", self.lm_head(self.ln_final(x)))
+
+
+def _again(
+    blocks: Iterable["Block"],
+    x: Float[Tensor, "batch seq d_model"],
+    rotations: Float[Tensor, "seq pairs 2"] | None,
+    future: Bool[Tensor, "seq seq"] | None,
+) -> Float[Tensor, "batch seq d_model"]:
+    """The blocks in a range of forward's, which tells a profiler inside backward that this is forward once more."""
+    with annotate(Range.FORWARD):
+        for block in blocks:
+            with annotate(block.range):
+                x = block(x, rotations, future)
+        return x
 
 
 class Block(nn.Module):

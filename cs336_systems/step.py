@@ -57,7 +57,9 @@ def make_model(config: RunConfig) -> nn.Module:
     """The model of the configuration, made and initialised on its device."""
     with torch.device(config.device.value):
         if config.model_factory is None:
-            return TransformerLM(config.model)
+            model = TransformerLM(config.model)
+            model.checkpoint_blocks = config.checkpoint_blocks
+            return model
         return call_factory(load_factory(config.model_factory), config.model).to(config.device.value)
 
 

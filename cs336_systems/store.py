@@ -18,9 +18,14 @@ PROFILE_DIRECTORIES = {
     Profiler.NONE: "e2e_benchmark",
     Profiler.NSYS: "nsys_profiles",
     Profiler.KINETO: "kineto_profiles",
+    Profiler.MEMORY: "memory_profiles",
 }
 """Where results go, below the output directory."""
-_RAW_PROFILES = {Profiler.NSYS: ("reports", ".nsys-rep"), Profiler.KINETO: ("traces", ".json.gz")}
+_RAW_PROFILES = {
+    Profiler.NSYS: ("reports", ".nsys-rep"),
+    Profiler.KINETO: ("traces", ".json.gz"),
+    Profiler.MEMORY: ("snapshots", ".pickle"),
+}
 
 
 class SweepError(RuntimeError):
@@ -48,6 +53,11 @@ def raw_profile_path(config: RunConfig, runs: Path) -> Path:
 def kernel_profile_path(config: RunConfig, runs: Path) -> Path:
     """Where the explanation of that recording is kept, a `StepProfile`."""
     return runs.with_name("kernels") / f"{config.key}.json"
+
+
+def memory_profile_path(config: RunConfig, runs: Path) -> Path:
+    """Where the explanation of a memory snapshot is kept, a `MemoryProfile`."""
+    return runs.with_name("memory") / f"{config.key}.json"
 
 
 def set_aside(runs: Path) -> None:

@@ -13,14 +13,16 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from cs336_systems.analysis.explain import explain
+from cs336_systems.analysis.memory import explain_memory
+from cs336_systems.analysis.memory_profile import write_memory_profile
 from cs336_systems.analysis.step_profile import write_profile
-from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.config import ModelConfig, Profiler, RunConfig
 from cs336_systems.failure import describe
 from cs336_systems.measurement import measure
 from cs336_systems.nsys_run import NsysError, is_under_nsys, run_under_nsys
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with, die_with_forker
 from cs336_systems.record import RunRecord, Status, read_record, write_record
-from cs336_systems.store import kernel_profile_path, raw_profile_path
+from cs336_systems.store import kernel_profile_path, memory_profile_path, raw_profile_path
 
 
 def run_here(config: RunConfig, directory: Path) -> RunRecord:
@@ -32,30 +34,39 @@ def run_here(config: RunConfig, directory: Path) -> RunRecord:
 
 
 def _run(config: RunConfig, runs: Path) -> RunRecord:
-    if config.profiler is Profiler.KINETO:
-        return _explained(config, runs, lambda raw: measure(config, profile=raw))
-    if config.profiler is Profiler.NSYS and not is_under_nsys():
+    if config.profiler is Profiler.NONE or (config.profiler is Profiler.NSYS and is_under_nsys()):
+        return measure(config)
+    if config.profiler is Profiler.NSYS:
         return _explained(config, runs, lambda raw: _record_with_nsys(config, raw))
-    return measure(config)
+    return _explained(config, runs, lambda raw: measure(config, profile=raw))
 
 
 def _explained(config: RunConfig, runs: Path, record_to: Callable[[Path], RunRecord]) -> RunRecord:
     """The record of a profiled run, once what the profiler recorded has been explained; without that, a failed run."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    raw, profile = raw_profile_path(config, runs), kernel_profile_path(config, runs)
+    is_memory = config.profiler is Profiler.MEMORY
+    raw = raw_profile_path(config, runs)
+    profile = memory_profile_path(config, runs) if is_memory else kernel_profile_path(config, runs)
     for path in (raw, profile):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     try:
         record = record_to(raw)
-        if record.status is Status.OK:
-            if not raw.is_file():
-                raise NsysError(f"the run ended well and {config.profiler} left no {raw.name}: see what it printed")
+        if record.status is Status.OK and not raw.is_file():
+            raise NsysError(f"the run ended well and {config.profiler} left no {raw.name}: see what it printed")
+        if is_memory and raw.is_file():  # of a run that ran out of memory too: it is evidence
+            write_memory_profile(explain_memory(raw, *_shape(config)), profile)
+        elif record.status is Status.OK:
             write_profile(explain(raw, config), profile)
         return record
     except Exception as error:  # whatever it is: the times are in the record of the unprofiled run
         failure = describe(error, Status.CRASHED, "profiling", config.device)
         return RunRecord(config=config, status=Status.CRASHED, started_at=started_at, failure=failure)
+
+
+def _shape(config: RunConfig) -> tuple[ModelConfig, int] | tuple[None, None]:
+    """The model's shape and the batch size, where the model is ours."""
+    return (None, None) if config.model_factory is not None else (config.model, config.batch_size)
 
 
 def _record_with_nsys(config: RunConfig, report: Path) -> RunRecord:

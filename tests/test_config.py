@@ -159,6 +159,7 @@ OTHER_RUN = {
     "size": "tiny", "model": None, "batch_size": 5, "mode": Mode.FORWARD, "precision": Precision.BF16,
     "optimizer": OptimizerKind.FUSED, "compile": CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, "compile_blocks": True,
     "device": Device.CUDA, "warmup_steps": 6, "measured_steps": 11, "seed": 1, "sync_phases": True, "ranges": False,
+    "checkpoint_blocks": 2,
     "tokens": "x.npy", "model_factory": "a:b", "profiler": Profiler.KINETO, "repeat": 1,
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.accounting import count_parameters
 from cs336_systems.config import (
@@ -122,9 +121,9 @@ def test_fused_adamw_has_its_step_counts_on_the_device() -> None:
 
 @pytest.mark.parametrize("checkpoint_blocks", [0, 4])
 def test_largest_batch_and_context_are_the_last_that_fit(checkpoint_blocks) -> None:
-    config, memory_bytes = run_config(SIZES["small"], precision=Precision.BF16), 16 * 2**30
-    batch_size = largest_batch(config, memory_bytes, checkpoint_blocks)
-    context_length = largest_context(config, memory_bytes, checkpoint_blocks)
+    config = run_config(SIZES["small"], precision=Precision.BF16, checkpoint_blocks=checkpoint_blocks)
+    memory_bytes = 16 * 2**30
+    batch_size, context_length = largest_batch(config, memory_bytes), largest_context(config, memory_bytes)
     for least, name in ((batch_size, "batch_size"), (context_length, "context_length")):
         for value, fit in ((least, True), (least + 1, False)):
             changed = (
@@ -132,7 +131,7 @@ def test_largest_batch_and_context_are_the_last_that_fit(checkpoint_blocks) -> N
                 if name == "batch_size"
                 else replace(config, model=replace(config.model, context_length=value))
             )
-            assert fits(changed, memory_bytes, checkpoint_blocks) is fit
+            assert fits(changed, memory_bytes) is fit
     assert largest_batch(config, CUDA_CONTEXT_BYTES + 2**30) == 0
     assert largest_context(config, CUDA_CONTEXT_BYTES + 2**30) == 0
 
@@ -141,7 +140,7 @@ def test_each_block_more_in_a_checkpoint_costs_what_a_block_saves() -> None:
     """At this length the peak is in the backward of the first block, when all of its checkpoint is there again."""
     config = run_config(replace(SIZES["xl"], context_length=2048), precision=Precision.BF16)
     block_bytes = sum(part.size_bytes for part in saved_by_block(config) if part.category is Category.ACTIVATIONS)
-    peaks = {blocks: predict_memory(config, blocks).peak for blocks in (0, 1, 2, 4, 48)}
+    peaks = {blocks: predict_memory(replace(config, checkpoint_blocks=blocks)).peak for blocks in (0, 1, 2, 4, 48)}
     kept = {blocks: peak.bytes_of(Category.ACTIVATIONS) for blocks, peak in peaks.items()}
     assert kept[2] - kept[1] == block_bytes
     assert kept[4] - kept[1] == 3 * block_bytes
@@ -165,11 +164,6 @@ def test_what_is_not_predicted_has_no_number(changes) -> None:
     assert fits(config, 2**40) is None
     assert largest_batch(config, 2**40) is None
     assert largest_context(config, 2**40) is None
-
-
-def test_checkpoint_blocks_must_not_be_negative() -> None:
-    with pytest.raises(ValueError, match="checkpoint_blocks must be at least 0, got -1"):
-        predict_memory(run_config(UNEQUAL), -1)
 
 
 def test_residual_stream_of_xl_at_context_256() -> None:
@@ -196,8 +190,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("model", "precision", "mode", "checkpoint_blocks"), VARIANTS)
 def test_parts_add_up_to_the_peak(model, precision, mode, checkpoint_blocks) -> None:
-    config = run_config(model, precision=precision, mode=mode)
-    prediction = predict_memory(config, checkpoint_blocks)
+    config = run_config(model, precision=precision, mode=mode, checkpoint_blocks=checkpoint_blocks)
+    prediction = predict_memory(config)
     for peak in (prediction.peak, prediction.first_step_peak):
         assert sum(part.size_bytes for part in peak.parts) == peak.allocated_bytes
         assert all(part.size_bytes >= 0 and part.count > 0 for part in peak.parts[:-1])
@@ -257,9 +251,9 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size_bytes
 
 
-def tape_bytes(config: RunConfig, checkpoint_blocks: int = 0) -> tuple[list[int], int]:
+def tape_bytes(config: RunConfig) -> tuple[list[int], int]:
     """Bytes on the tape after each phase of the second step, and its peak, both over what it began with."""
-    step = StepTape(config, checkpoint_blocks)
+    step = StepTape(config)
     step.set_up()
     step.run()
     begin = len(step.tape.events)
@@ -297,24 +291,6 @@ def real_bytes(config: RunConfig) -> tuple[list[int], int]:
             kept = loss.detach()  # noqa: F841 (as the caller of a step keeps it during the next)
             del loss
         return after, peak
-
-
-def checkpointed_forward(blocks: int):
-    """TransformerLM.forward with a checkpoint around every so many blocks."""
-
-    def run(layers, x, rotations, future):
-        for block in layers:
-            x = block(x, rotations, future)
-        return x
-
-    def forward(self, tokens):
-        x, layers = self.token_embeddings(tokens), list(self.layers)
-        for first in range(0, len(layers), blocks):
-            group = layers[first : first + blocks]
-            x = checkpoint(run, group, x, self.rotations, self.future, use_reentrant=False)
-        return self.lm_head(self.ln_final(x))
-
-    return forward
 
 
 def really_saved(config: RunConfig) -> Counter[int]:
@@ -375,7 +351,6 @@ def test_each_phase_holds_what_a_real_step_holds(arch, attention, precision, mod
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("arch", Arch)
-def test_checkpoints_hold_what_a_real_step_with_them_holds(monkeypatch, arch, precision, blocks) -> None:
-    monkeypatch.setattr(TransformerLM, "forward", checkpointed_forward(blocks))
-    config = run_config(replace(UNEQUAL, arch=arch), batch_size=3, precision=precision)
-    assert tape_bytes(config, blocks) == real_bytes(config)
+def test_checkpoints_hold_what_a_real_step_with_them_holds(arch, precision, blocks) -> None:
+    config = run_config(replace(UNEQUAL, arch=arch), batch_size=3, precision=precision, checkpoint_blocks=blocks)
+    assert tape_bytes(config) == real_bytes(config)

@@ -621,3 +621,20 @@ def test_kernels_per_layer_on_the_gpu() -> None:
         events = [e for e in prof.events() if e.device_type.name == "CUDA"]
         kernels.append(sum(not e.name.startswith("Mem") for e in events))
     assert kernels[1] - kernels[0] <= 24 + 6  # cuBLAS may split a product in two
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
+    torch.manual_seed(0)
+    model = TransformerLM(
+        ModelConfig(arch=arch, vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=3, num_heads=2)
+    )
+    tokens = torch.randint(11, (2, 8))
+    gradients = []
+    for model.checkpoint_blocks in (0, blocks):
+        model.zero_grad()
+        model(tokens).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for kept, computed_again in zip(*gradients, strict=True):
+        assert torch.equal(kept, computed_again)

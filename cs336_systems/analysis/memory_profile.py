@@ -28,7 +28,7 @@ class Category(StrEnum):
     SAVED = "saved activations"
     """By autograd, for backward."""
     TEMPORARY = "temporary"
-    """What was allocated in the recording and is none of the others."""
+    """What came or went in the recording and is none of the others."""
     HELD = "held throughout"
     """There before the recording and after it, and not known to be any of the others."""
 
@@ -65,6 +65,7 @@ class Place:
     """A line of code on the stack of an allocation."""
 
     file: str
+    """The last two parts of its path: the others tell of one machine."""
     line: int
     function: str
 
@@ -82,7 +83,7 @@ class LikeAllocations:
     category: Category
     name: str
     """Of the parameter, or the ranges around the operator that saved it; empty where unknown. Block numbers are as they
-    are where there is one such allocation, a star where there are several."""
+    are where all are of one block, a star where they are of several."""
     shape: tuple[int, ...]
     """Empty where unknown."""
     dtype: str
@@ -91,7 +92,8 @@ class LikeAllocations:
     explanation: str
     """The formula that gives the bytes, such as `batch x heads x T x T x 4`, and what that is; empty for none."""
     places: tuple[Place, ...]
-    """The innermost of the stack outside of PyTorch first; empty where there is no stack, as in backward."""
+    """The innermost first, outside of PyTorch, and of all installed packages where something is left then; empty where
+    there is no stack, as in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class MemoryProfile:
     peak_reserved_bytes: int
     boundaries: tuple[Moment, ...]
     largest: tuple[LikeAllocations, ...]
-    """By bytes of each."""
+    """By bytes of each: the first some dozens, of `num_allocations`."""
     at_peak: tuple[LikeAllocations, ...]
     """What the peak consists of, by bytes together."""
     blocks: tuple[BlockMemory, ...]
@@ -179,9 +181,14 @@ class MemoryProfile:
     format_version: int = MEMORY_FORMAT_VERSION
 
 
+def encode_memory_profile(profile: MemoryProfile) -> bytes:
+    """The profile as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
+
+
 def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
     """Write the profile as JSON."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    write_atomically(path, encode_memory_profile(profile))
 
 
 def read_memory_profile(path: Path) -> MemoryProfile:

@@ -15,6 +15,7 @@ from cs336_systems.commands.flags import (
     Switch,
     make_config,
     one_precision,
+    profiled_config,
     resolve_device,
     unset,
 )
@@ -25,7 +26,7 @@ from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import Status, encode_record
 
-TOP_KERNELS = 10
+TOP = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,10 @@ class BenchmarkArguments:
     profile: Switch = False
     """Record the measured steps with torch.profiler, and say where the time went, kernel by kernel (on a CPU, operator
     by operator). The run is slower for it, and its times are not for publication."""
+    memory: Switch = False
+    """Record the allocator's history over two steps, and say where the memory went."""
+    memory_first_step: Switch = False
+    """The same for the very first step, in which the optimizer's state is made."""
     output: Path = Path("data")
     """Directory for results."""
     json: Switch = False
@@ -61,22 +66,25 @@ class BenchmarkArguments:
     def config(self) -> RunConfig:
         """The run that these flags mean; raise ValueError where they mean none."""
         device = resolve_device(self.step.device)
-        return make_config(
+        plain = make_config(
             self.model, self.step, device,
             size=(GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0] if self.size is None else self.size,
             context_length=self.context_length,
             mode=self.mode,
             precision=one_precision(self.precision, self.mixed_precision),
             warmup_steps=self.warmup_steps,
-            profiler=self._profiler(),
         )  # fmt: skip
+        return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
 
     def _profiler(self) -> Profiler:
-        if self.profile and is_under_nsys():
-            raise ValueError("--profile under nsys: two profilers cannot watch one process; leave one of them out")
+        asked = [self.profile, self.memory, self.memory_first_step, is_under_nsys()]
+        if sum(asked) > 1:
+            raise ValueError(
+                "--profile, --memory, --memory-first-step and nsys: two profilers cannot watch one process; choose one"
+            )
         if is_under_nsys() and resolve_device(self.step.device) is Device.CUDA:
             return Profiler.NSYS
-        return Profiler.KINETO if self.profile else Profiler.NONE
+        return Profiler.KINETO if self.profile else Profiler.MEMORY if any(asked[1:3]) else Profiler.NONE
 
 
 def run(arguments: BenchmarkArguments) -> int:
@@ -102,7 +110,21 @@ def run(arguments: BenchmarkArguments) -> int:
         print_run(record, runs / f"{record.key}.json")
         if config.profiler is Profiler.KINETO and record.status is Status.OK:
             _print_kernels(config, runs)
+        if config.profiler is Profiler.MEMORY:
+            _print_memory(config, runs)
     return status_of([record])
+
+
+def _print_memory(config: RunConfig, runs: Path) -> None:
+    """Where the memory went; of a run that ran out of it too."""
+    from cs336_systems.analysis.memory_profile import read_memory_profile
+    from cs336_systems.report.memory_files import memory_tables
+    from cs336_systems.report.terminal import print_table
+    from cs336_systems.store import memory_profile_path
+
+    path = memory_profile_path(config, runs)
+    for table in memory_tables(read_memory_profile(path), TOP) if path.is_file() else ():
+        print_table(table)
 
 
 def _print_kernels(config: RunConfig, runs: Path) -> None:
@@ -111,4 +133,4 @@ def _print_kernels(config: RunConfig, runs: Path) -> None:
     from cs336_systems.report.terminal import print_profile
     from cs336_systems.store import kernel_profile_path
 
-    print_profile(decode_profile(kernel_profile_path(config, runs).read_bytes()), TOP_KERNELS)
+    print_profile(decode_profile(kernel_profile_path(config, runs).read_bytes()), TOP)

@@ -91,6 +91,9 @@ class StepArguments:
     """Mode of torch.compile; none is eager."""
     compile_blocks: Switch = False
     """Compile block by block: seconds instead of tens of seconds to wait."""
+    checkpoint_blocks: int = 0
+    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
+    0 keeps everything."""
     measured_steps: int = 10
     """Steps that are timed, after the warm-up."""
     sync_phases: Switch = False
@@ -134,7 +137,6 @@ def make_config(
     mode: Mode,
     precision: Precision,
     warmup_steps: int,
-    profiler: Profiler = Profiler.NONE,
 ) -> RunConfig:
     """One configuration from flags; raise ValueError where a value cannot be meant."""
     if size not in SIZES:
@@ -159,10 +161,18 @@ def make_config(
         precision=precision,
         device=device,
         warmup_steps=warmup_steps,
-        profiler=profiler,
         model_factory=model.model,
         **{f.name: getattr(step, f.name) for f in fields(step) if f.name != "device"},
     )
+
+
+def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
+    """The same run under a profiler; a history of memory need not be long: all steady steps are alike."""
+    if profiler is not Profiler.MEMORY:
+        return replace(plain, profiler=profiler)
+    if first_step:
+        return replace(plain, profiler=profiler, warmup_steps=0, measured_steps=1)
+    return replace(plain, profiler=profiler, measured_steps=min(2, plain.measured_steps))
 
 
 def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:

@@ -24,6 +24,7 @@ from cs336_systems.commands.flags import (
     checked_name,
     make_config,
     one_precision,
+    profiled_config,
     resolve_device,
     unset,
 )
@@ -69,6 +70,11 @@ class SweepArguments:
     profile: Switch = False
     """The same with torch.profiler, which needs no nsys and works on a CPU too (operator by operator); into
     OUTPUT/kineto_profiles/NAME/."""
+    memory: Switch = False
+    """Run every configuration once more with the allocator's history, and say where its memory went; into
+    OUTPUT/memory_profiles/NAME/, with snapshots for PyTorch's viewer. Two steps are recorded, after the warm-up."""
+    memory_first_step: Switch = False
+    """The same for the very first step, in which the optimizer's state is made."""
     name: Annotated[str | None, unset("NAME", "mode, precision, what differs from the defaults, device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -121,12 +127,19 @@ class SweepArguments:
     @property
     def profiler(self) -> Profiler:
         """Who watches the second run of each configuration; raise ValueError for two at once."""
-        if self.nsys and self.profile:
-            raise ValueError("--nsys and --profile are two ways to do the same: choose one")
-        return Profiler.NSYS if self.nsys else Profiler.KINETO if self.profile else Profiler.NONE
+        chosen = {
+            "--nsys": (self.nsys, Profiler.NSYS),
+            "--profile": (self.profile, Profiler.KINETO),
+            "--memory": (self.memory, Profiler.MEMORY),
+            "--memory-first-step": (self.memory_first_step, Profiler.MEMORY),
+        }
+        asked = [(flag, profiler) for flag, (is_asked, profiler) in chosen.items() if is_asked]
+        if len(asked) > 1:
+            raise ValueError(f"one profiler at a time, got {' and '.join(flag for flag, _ in asked)}: choose one")
+        return asked[0][1] if asked else Profiler.NONE
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
-        return replace(plain, profiler=self.profiler)
+        return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
 
     def directory(self) -> Path:
         """Where this sweep's results go; raise ValueError for a name that is no plain directory name."""
@@ -145,8 +158,9 @@ def default_name(sweep: SweepArguments) -> str:
         for arguments in (sweep.model, sweep.step)
         for name, value in _differences(arguments, skip=("device",))
     ]
-    axes = _differences(sweep, skip=("modes", "precisions", "mixed_precision", "model", "step", "name", "output",
-                                     "timeout_s", "fresh", "allow_mixed", "dry_run", "nsys", "profile"))  # fmt: skip
+    beside = ("modes", "precisions", "mixed_precision", "model", "step", "name", "output", "timeout_s", "fresh",
+              "allow_mixed", "dry_run", "nsys", "profile", "memory", "memory_first_step")  # fmt: skip
+    axes = _differences(sweep, skip=beside)
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
         "-".join(dict.fromkeys(sweep.chosen_precisions)),
@@ -231,6 +245,8 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
     from cs336_systems.report.kernel_entries import labels
     from cs336_systems.report.kernel_plots import write_pictures
     from cs336_systems.report.kernel_sweep import load_profiled, sweep_tables, write_kernel_sweep
+    from cs336_systems.report.memory_loading import load_memory
+    from cs336_systems.report.memory_sweep import memory_sweep_tables, write_memory_sweep
     from cs336_systems.report.plots import write_plots
     from cs336_systems.report.tables import write_tables
     from cs336_systems.report.terminal import print_sweep, print_table
@@ -245,6 +261,9 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
         write_kernel_sweep(profiled, output)
         for name, entry in zip(labels(profiled), profiled, strict=True):
             write_pictures(entry.profile, output, prefix=f"{re.sub('[^A-Za-z0-9.+]+', '_', name)}_")
+    recorded = [entry for directory, own in found.items() for entry in load_memory(own, directory)]
+    if recorded:
+        write_memory_sweep(recorded, output)
     print_sweep(records, output)
-    for table in sweep_tables(profiled) if profiled else ():
+    for table in (*(sweep_tables(profiled) if profiled else ()), *(memory_sweep_tables(recorded) if recorded else ())):
         print_table(table)

@@ -51,14 +51,12 @@ def parameter_shapes(model: ModelConfig) -> Iterator[str]:
 class StepTape:
     """Steps of one configuration on a tape: `set_up` once, then `run` for each.
 
-    `checkpoint_blocks` K > 0 keeps of every K blocks their input alone and computes them again in backward, as
+    With `checkpoint_blocks` K > 0 it keeps of every K blocks their input alone and computes them again in backward, as
     torch.utils.checkpoint (not reentrant) around every K blocks does.
     """
 
-    def __init__(self, config: RunConfig, checkpoint_blocks: int = 0) -> None:
-        if checkpoint_blocks < 0:
-            raise ValueError(f"checkpoint_blocks must be at least 0, got {checkpoint_blocks}; 0 is no checkpoint")
-        self.config, self.checkpoint_blocks = config, checkpoint_blocks
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.checkpoint_blocks = config, config.checkpoint_blocks
         self.tape = Tape(axes(config))
         self.layers = BackwardTape(config, self.tape)
         self._has_graph = config.mode is not Mode.INFERENCE

@@ -11,10 +11,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.classes import KernelClass
+from cs336_systems.analysis.memory_profile import Category
 from cs336_systems.config import Phase, Precision
 from cs336_systems.report.formats import plain
 from cs336_systems.report.series import Line
@@ -42,6 +44,17 @@ CLASS_COLOURS = {
     KernelClass.OTHER: "#CC79A7",
 }
 """In the order of drawing, in which neighbours differ in grey too."""
+CATEGORY_COLOURS = {
+    Category.HELD: "#BBBBBB",
+    Category.PARAMETERS: "#0072B2",
+    Category.BUFFERS: "#CC79A7",
+    Category.OPTIMIZER_STATE: "#009E73",
+    Category.GRADIENTS: "#F0E442",
+    Category.AUTOCAST_COPIES: "#701C70",
+    Category.SAVED: "#56B4E9",
+    Category.TEMPORARY: "#D55E00",
+}
+"""From the bottom up: what stays first."""
 REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
 CROSS: Final[dict[str, Any]] = {
@@ -83,7 +96,7 @@ def ink(colour: Colour) -> str:
 def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
     """A figure of so many inches with a title and, smaller, the settings below it."""
     whole = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in plain(settings).split(", ")]
-    lines = textwrap.wrap(", ".join(whole), int(width * 15.5)) or [""]
+    lines = textwrap.wrap(", ".join(whole), int(width * 15.5), break_on_hyphens=False) or [""]
     header = 0.5 + 0.16 * len(lines)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - header / height))
     figure = Figure(figsize=(width, height), layout=layout)
@@ -113,7 +126,7 @@ def categories(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xlim(-0.6, len(names) - 0.4)
 
 
-def legend_below(figure: Figure, handles: Sequence[Patch], num_columns: int) -> None:
+def legend_below(figure: Figure, handles: Sequence[Patch | Line2D], num_columns: int) -> None:
     """A legend below the picture that reads row by row; matplotlib fills one column by column."""
     missing = -len(handles) % num_columns if len(handles) > num_columns else 0
     whole = [*handles, *(Patch(alpha=0.0, label="") for _ in range(missing))]

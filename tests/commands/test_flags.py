@@ -125,7 +125,10 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
     )  # fmt: skip
     assert one("--compile default --compile-blocks").compile_blocks
     unlike = {f.name for f in fields(RunConfig) if getattr(config, f.name) != getattr(one(), f.name)}
-    assert unlike == {f.name for f in fields(RunConfig)} - {"device", "compile_blocks", "repeat"}
+    assert unlike == {f.name for f in fields(RunConfig)} - {"device", "compile_blocks", "checkpoint_blocks", "repeat"}
+    assert one("--checkpoint-blocks 3").checkpoint_blocks == 3
+    with pytest.raises(ValueError, match="this project's model"):
+        one("--checkpoint-blocks 3 --model a:b")
 
 
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"

@@ -1,0 +1,95 @@
+"""`cs336 memory`: where the memory of recorded steps went, from a snapshot of PyTorch's."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from cs336_systems.commands.flags import ModelArguments, StepArguments, Switch, make_config, unset
+from cs336_systems.commands.outcome import OK, UsageError, checked
+from cs336_systems.config import Device, Mode, ModelConfig, Precision, RunConfig
+from cs336_systems.record import read_record
+
+if TYPE_CHECKING:
+    from cs336_systems.analysis.memory_profile import MemoryProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryArguments:
+    """Say where the memory of recorded steps went: by category, phase, block of the model and line of code.
+
+    FILE is a snapshot of torch.cuda.memory._dump_snapshot, of anybody's, or what this command or a sweep has kept of
+    one (profile.json, memory/*.json). Snapshots of this project have notes beside them, which say what each block
+    held. A second FILE is compared with the first: what grew.
+    """
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE [FILE]")]
+    """One snapshot, or two to compare."""
+    top: int = 10
+    """Allocations to list."""
+    record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
+    """Record of the run; the model's shape explains the sizes."""
+    size: Annotated[str | None, unset("NAME", "that of the record")] = None
+    """Preset that gives the model's shape, where there is no record."""
+    context_length: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Tokens in a sequence, with --size."""
+    batch_size: int = 4
+    """Sequences in a batch, with --size."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory for the tables (CSV, Markdown, LaTeX, Typst), the picture and JSON."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+
+    def shape(self, file: Path) -> tuple[ModelConfig, int] | tuple[None, None]:
+        """The model's shape and the batch size, as far as anything tells; raise ValueError for an unknown size."""
+        if self.size is not None:
+            step = StepArguments(batch_size=self.batch_size)
+            config: RunConfig | None = make_config(
+                ModelArguments(), step, Device.CUDA,
+                size=self.size, context_length=self.context_length, mode=Mode.TRAIN, precision=Precision.FP32,
+                warmup_steps=0,
+            )  # fmt: skip
+        else:
+            config = self._config_of(file)
+        if config is None or config.model_factory is not None:
+            return None, None
+        return config.model, config.batch_size
+
+    def _config_of(self, file: Path) -> RunConfig | None:
+        beside = file.parent.parent / "runs" / f"{file.stem}.json"
+        path = beside if self.record is None and beside.is_file() else self.record
+        return None if path is None else read_record(path).config
+
+
+def run(arguments: MemoryArguments) -> int:
+    """Read, explain, print, and write where asked."""
+    if not 1 <= len(arguments.files) <= 2 or arguments.top < 1:
+        raise UsageError("memory needs one snapshot, or two to compare, and --top of at least 1")
+    if len(arguments.files) == 2 and (arguments.json or arguments.output is not None):
+        raise UsageError("--json and --output are for one snapshot, not for a comparison")
+    profiles = [_explain(arguments, file) for file in arguments.files]
+    from cs336_systems.report.memory_compare import compare_memory
+    from cs336_systems.report.memory_files import memory_tables, write_memory
+    from cs336_systems.report.terminal import print_table
+
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        write_memory(profiles[0], arguments.output, arguments.top)
+    if arguments.json:
+        from cs336_systems.analysis.memory_profile import encode_memory_profile
+
+        sys.stdout.write(encode_memory_profile(profiles[0]).decode())
+        return OK
+    for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(profiles[0], arguments.top):
+        print_table(table)
+    return OK
+
+
+def _explain(arguments: MemoryArguments, file: Path) -> "MemoryProfile":
+    model, batch_size = checked(lambda: arguments.shape(file))
+    from cs336_systems.analysis.memory import explain_memory
+    from cs336_systems.analysis.memory_profile import read_memory_profile
+
+    return read_memory_profile(file) if file.suffix == ".json" else explain_memory(file, model, batch_size)
