@@ -1,10 +1,11 @@
 # make sweep   measure the default grid on this machine
-# make test    run the tests
+# make test    run the tests, WORKERS at a time
 # make check   lint, formatting, types
 # Each sets up .venv first. PYTHON chooses the interpreter to make it from: make test PYTHON=python3.12
 # Where the dependencies are installed already, no make is needed: python benchmark_sweep.py
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
@@ -17,7 +18,7 @@ sweep: $(RUNTIME)
 	$(BIN)/python benchmark_sweep.py $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check

@@ -60,7 +60,7 @@ CONFIG = RunConfig(
     ),
     batch_size=3, mode=Mode.FORWARD, precision=Precision.FP16, optimizer=OptimizerKind.FUSED,
     compile=CompileMode.REDUCE_OVERHEAD, compile_blocks=True, device=Device.CUDA, warmup_steps=2, measured_steps=3,
-    seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4, profiler=Profiler.KINETO,
+    seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4, profiler=Profiler.KINETO, checkpoint_blocks=2,
 )  # fmt: skip
 STATE = GpuState(
     sm_clock_hz=1_980_000_000, max_sm_clock_hz=2_000_000_000, memory_clock_hz=3_000_000_000, power_w=700.25,
@@ -122,7 +122,7 @@ def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: P
     path = write_record(FULL, tmp_path)
     assert path == tmp_path / f"{FULL.key}.json"
     assert read_record(path) == FULL
-    own = replace(FULL, config=replace(CONFIG, compile_blocks=False, model_factory="a.b:c"))
+    own = replace(FULL, config=replace(CONFIG, compile_blocks=False, checkpoint_blocks=0, model_factory="a.b:c"))
     assert read_record(write_record(own, tmp_path)) == own
     assert len(list(tmp_path.iterdir())) == 2, "nothing temporary is left"
 
@@ -290,7 +290,7 @@ def test_a_model_named_in_a_record_is_never_imported(tmp_path: Path, monkeypatch
     (tmp_path / "trap_for_records.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\ndef model(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    config = replace(CONFIG, compile_blocks=False, model_factory="trap_for_records:model")
+    config = replace(CONFIG, compile_blocks=False, checkpoint_blocks=0, model_factory="trap_for_records:model")
     write_record(replace(FULL, config=config), tmp_path)
     records, problems = load_records(tmp_path)
     assert [record.config.model_factory for record in records] == ["trap_for_records:model"]
