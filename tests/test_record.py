@@ -60,7 +60,8 @@ CONFIG = RunConfig(
     ),
     batch_size=3, mode=Mode.FORWARD, precision=Precision.FP16, optimizer=OptimizerKind.FUSED,
     compile=CompileMode.REDUCE_OVERHEAD, compile_blocks=True, device=Device.CUDA, warmup_steps=2, measured_steps=3,
-    seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4, profiler=Profiler.KINETO, checkpoint_blocks=2,
+    seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4,
+    profiler=Profiler.KINETO, checkpoint_blocks=2,
 )  # fmt: skip
 STATE = GpuState(
     sm_clock_hz=1_980_000_000, max_sm_clock_hz=2_000_000_000, memory_clock_hz=3_000_000_000, power_w=700.25,
