@@ -84,7 +84,7 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, zipped: bool) -> No
     expected = make_trace(made)
     path = write_trace(tmp_path / "t.anything", events_of(made))
     if zipped:
-        path.write_bytes(gzip.compress(path.read_bytes()))
+        path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
     read = read_kineto(path)
     for column in ("duration_ns", "stream", "correlation", "is_launched"):
         assert np.array_equal(getattr(read.kernels, column), getattr(expected.kernels, column)), column
@@ -330,7 +330,7 @@ def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
         (b"hello", "it is something else"),
         (b"NaN", "it is something else"),
         (pickle.dumps({"segments": [], "device_traces": []}), "it is something else"),
-        (gzip.compress(b"SQLite format 3\0" + bytes(100)), "it is something else"),
+        (gzip.compress(b"SQLite format 3\0" + bytes(100), mtime=0), "it is something else"),
         (b"[]", "Expected `object`, got `array`"),
         (b'[{"ph": "X"}]', "Expected `object`, got `array`"),
         (b"{}", "missing required field `traceEvents`"),
@@ -361,7 +361,7 @@ def test_a_truncated_trace_is_never_half_read(tmp_path: Path) -> None:
     for length in [*range(1, len(whole), 1_009), len(whole) - 1]:
         path.write_bytes(whole[:length])
         assert "truncated" in problem(path)
-    zipped = gzip.compress(whole)
+    zipped = gzip.compress(whole, mtime=0)
     for length in [*range(2, len(zipped), 101), len(zipped) - 1]:
         path.write_bytes(zipped[:length])
         assert "not a whole gzip file" in problem(path)

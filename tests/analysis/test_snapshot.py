@@ -350,7 +350,7 @@ def test_what_is_no_snapshot(tmp_path: Path) -> None:
 
     (tmp_path / "empty").touch()
     (tmp_path / "json").write_text("{}")
-    (tmp_path / "gz").write_bytes(gzip.compress(pickle.dumps(GOOD)))
+    (tmp_path / "gz").write_bytes(gzip.compress(pickle.dumps(GOOD), mtime=0))
     os.mkfifo(tmp_path / "fifo")
     assert "it is empty" in problem(tmp_path / "empty")
     assert "it is something else" in problem(tmp_path / "json")
