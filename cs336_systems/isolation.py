@@ -5,7 +5,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import sysconfig
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -15,9 +14,8 @@ from time import monotonic
 
 import psutil
 
-import cs336_systems
 from cs336_systems.config import RunConfig
-from cs336_systems.process import STOP_SIGNALS
+from cs336_systems.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 
 LOG_TAIL_BYTES = 16 * 1024
 """How much of the end of a worker's output is kept."""
@@ -45,16 +43,16 @@ def ensure_fork_server() -> None:
     """
     fork_server()
     resource_tracker.ensure_running()  # first, because it unblocks signals when it starts
-    root, path = str(Path(cs336_systems.__file__).parents[1]), os.environ.get("PYTHONPATH")
+    before = dict(os.environ)
+    wanted = child_environment() | {FORKER_VARIABLE: str(os.getpid())}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    if root != sysconfig.get_path("purelib"):
-        os.environ["PYTHONPATH"] = os.pathsep.join([root, path] if path else [root])
+    os.environ.update(wanted)
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.pop("PYTHONPATH", None)
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
+        for name in wanted.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 

@@ -5,14 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import msgspec
 
-import cs336_systems
 from cs336_systems.config import RunConfig
-from cs336_systems.process import die_with_forker
+from cs336_systems.process import child_environment, die_with_forker
 from cs336_systems.ranges import Range
 
 HOW_TO_INSTALL = (
@@ -61,7 +59,9 @@ def run_under_nsys(config: RunConfig, report: Path, runs: Path) -> None:
         *(sys.executable, "-m", "cs336_systems.worker"),
         *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid())),
     ]
-    done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    done = subprocess.run(
+        command, env={**child_environment(), **_PLAIN_STRINGS}, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
+    )
     if not (runs / f"{config.key}.json").is_file():
         raise NsysError(f"nsys ended with status {done.returncode}, and the run left no record")
 
@@ -75,15 +75,6 @@ def export(report: Path, directory: Path) -> Path:
         said = " ".join((done.stderr or done.stdout).split())[-500:]
         raise NsysError(f"{report}: nsys export ended with status {done.returncode}: {said}")
     return database
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the package where this process found it."""
-    environment = {**os.environ, **_PLAIN_STRINGS}
-    root = str(Path(cs336_systems.__file__).parents[1])
-    if root != sysconfig.get_path("purelib"):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return environment
 
 
 def _die_with_parent() -> None:

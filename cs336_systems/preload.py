@@ -1,11 +1,14 @@
 """What the fork server imports once for all workers: importing this is its whole use. It must not touch CUDA."""
 
 import gc
+import os
 import signal
 
-from cs336_systems.process import STOP_SIGNALS, die_with_forker
+from cs336_systems.process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker
 
 die_with_forker(signal.SIGKILL)  # a worker keeps it alive otherwise, even when the sweep is dead
+if os.getppid() != int(os.environ.pop(FORKER_VARIABLE, os.getppid())):
+    os._exit(1)  # dead already
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)  # the sweep answers them
 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -6,14 +6,20 @@ import os
 import select
 import signal
 import sys
+import sysconfig
 import threading
+from pathlib import Path
 
 import psutil
+
+import cs336_systems
 
 RECORD_NOT_WRITTEN = 74
 """Exit status of a worker that could not write its record (EX_IOERR): the disk, not the run, has failed."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a person, the system and a closing terminal send to end a sweep, often to its whole process group."""
+FORKER_VARIABLE = "CS336_FORKER"
+"""Environment variable that tells a fork server which process started it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -45,6 +51,15 @@ def die_with(supervisor: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, in which a fresh Python finds the package where this one found it."""
+    environment = dict(os.environ)
+    root = str(Path(cs336_systems.__file__).parents[1])
+    if root != sysconfig.get_path("purelib"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    return environment
 
 
 def adopt_orphans() -> None:

@@ -1,5 +1,6 @@
 """A process that a stranger has started ends with the one that asked for it, and takes the strangers along."""
 
+import os
 import subprocess
 import sys
 import time
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from cs336_systems.process import FORKER_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,3 +46,16 @@ def test_a_process_that_comes_too_late_ends_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60)
     assert done.returncode == 1
     assert time.monotonic() - started < 30
+
+
+def test_a_fork_server_that_comes_too_late_ends_before_it_imports_torch() -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    code = "import sys\ntry: import cs336_systems.preload\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {FORKER_VARIABLE: str(dead.pid)},
+        stdout=subprocess.PIPE,
+    )
+    assert (done.returncode, done.stdout) == (1, b"")
