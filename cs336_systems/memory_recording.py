@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from cs336_systems.analysis.memory_notes import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
+from cs336_systems.analysis.memory.notes import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
 from cs336_systems.clock import Clock, StepTimes
 from cs336_systems.config import Phase
 from cs336_systems.profiling import current_path

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from cs336_systems.analysis.explain import explain
-from cs336_systems.analysis.memory import explain_memory
-from cs336_systems.analysis.memory_profile import write_memory_profile
-from cs336_systems.analysis.step_profile import write_profile
+from cs336_systems.analysis.kernels.explain import explain
+from cs336_systems.analysis.kernels.step_profile import write_profile
+from cs336_systems.analysis.memory.explain import explain_memory
+from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import ModelConfig, Profiler, RunConfig
 from cs336_systems.failure import describe
 from cs336_systems.measurement import measure

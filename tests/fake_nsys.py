@@ -14,7 +14,7 @@ import msgspec
 
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.record import Failure, Measurement, RunRecord, Status, write_record
-from tests.analysis.tracing import AUTOGRAD, Recording, Span, write_export
+from tests.analysis.kernels.tracing import AUTOGRAD, Recording, Span, write_export
 
 FATE = os.environ.get("FAKE_NSYS", "")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.phases import LaunchPhase
-from cs336_systems.analysis.step_profile import decode_profile
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import SIZES, Device, Profiler, RunConfig
 from cs336_systems.nsys_run import CAPTURE, HOW_TO_INSTALL, NsysError, find_nsys
 from cs336_systems.record import RunRecord, Status, load_records

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.analysis.phases import LaunchPhase
-from cs336_systems.analysis.step_profile import StepProfile, Work, decode_profile
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile
 from cs336_systems.config import SIZES, CompileMode, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measurement import measure
 from cs336_systems.profiling import Annotator, annotate, set_annotator

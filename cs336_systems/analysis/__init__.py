@@ -1,1 +1,1 @@
-"""What the records and profiles say."""
+"""What the profiles say: readers of files, and what is computed from them."""

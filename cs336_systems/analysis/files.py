@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from cs336_systems.analysis.trace import ProfileError
+from cs336_systems.analysis.columns import ProfileError
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 GZIP_MAGIC = b"\x1f\x8b"

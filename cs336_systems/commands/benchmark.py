@@ -117,8 +117,8 @@ def run(arguments: BenchmarkArguments) -> int:
 
 def _print_memory(config: RunConfig, runs: Path) -> None:
     """Where the memory went; of a run that ran out of it too."""
-    from cs336_systems.analysis.memory_profile import read_memory_profile
-    from cs336_systems.report.memory_files import memory_tables
+    from cs336_systems.analysis.memory.profile import read_memory_profile
+    from cs336_systems.report.memory.files import memory_tables
     from cs336_systems.report.terminal import print_table
     from cs336_systems.store import memory_profile_path
 
@@ -129,7 +129,7 @@ def _print_memory(config: RunConfig, runs: Path) -> None:
 
 def _print_kernels(config: RunConfig, runs: Path) -> None:
     """Where the time went, and what the profiler cost if the same run is known without it."""
-    from cs336_systems.analysis.step_profile import decode_profile
+    from cs336_systems.analysis.kernels.step_profile import decode_profile
     from cs336_systems.report.terminal import print_profile
     from cs336_systems.store import kernel_profile_path
 

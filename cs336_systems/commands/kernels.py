@@ -12,8 +12,8 @@ from cs336_systems.commands.outcome import OK, checked
 from cs336_systems.record import RunRecord, read_record
 
 if TYPE_CHECKING:
-    from cs336_systems.analysis.parts import AttentionNames
-    from cs336_systems.analysis.phases import PhaseNames
+    from cs336_systems.analysis.kernels.parts import AttentionNames
+    from cs336_systems.analysis.kernels.phases import PhaseNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class RangeArguments:
 
     def phases(self) -> "PhaseNames":
         """Names of the phases; raise ValueError for a name that is given to two of them."""
-        from cs336_systems.analysis.phases import PhaseNames
+        from cs336_systems.analysis.kernels.phases import PhaseNames
 
         return PhaseNames(**{f.name: getattr(self, f.name) for f in fields(PhaseNames)})
 
     def attention(self) -> "AttentionNames":
         """Names of the parts of attention; raise ValueError for a name that is given to two of them."""
-        from cs336_systems.analysis.parts import AttentionNames
+        from cs336_systems.analysis.kernels.parts import AttentionNames
 
         given = {f.name: getattr(self, f.name) for f in fields(AttentionNames)}
         return AttentionNames(**{name: (value,) for name, value in given.items() if value is not None})
@@ -88,14 +88,14 @@ def run(arguments: KernelsArguments) -> int:
     """Read, explain, print, and write where asked."""
     phases, attention = checked(arguments.ranges.phases), checked(arguments.ranges.attention)
     record = _record_of(arguments)
-    from cs336_systems.analysis.explain import explain
-    from cs336_systems.analysis.step_profile import encode_profile, read_profile
+    from cs336_systems.analysis.kernels.explain import explain
+    from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
 
     profile = read_profile(arguments.file)
     if profile is None:
         profile = explain(arguments.file, record.config if record else None, phases, attention)
     if arguments.output is not None:
-        from cs336_systems.report.kernel_files import write_profile
+        from cs336_systems.report.kernels.files import write_profile
 
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_profile(profile, arguments.output, arguments.top)

@@ -13,7 +13,7 @@ from cs336_systems.config import Device, Mode, ModelConfig, Precision, RunConfig
 from cs336_systems.record import read_record
 
 if TYPE_CHECKING:
-    from cs336_systems.analysis.memory_profile import MemoryProfile
+    from cs336_systems.analysis.memory.profile import MemoryProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +70,15 @@ def run(arguments: MemoryArguments) -> int:
     if len(arguments.files) == 2 and (arguments.json or arguments.output is not None):
         raise UsageError("--json and --output are for one snapshot, not for a comparison")
     profiles = [_explain(arguments, file) for file in arguments.files]
-    from cs336_systems.report.memory_compare import compare_memory
-    from cs336_systems.report.memory_files import memory_tables, write_memory
+    from cs336_systems.report.memory.compare import compare_memory
+    from cs336_systems.report.memory.files import memory_tables, write_memory
     from cs336_systems.report.terminal import print_table
 
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_memory(profiles[0], arguments.output, arguments.top)
     if arguments.json:
-        from cs336_systems.analysis.memory_profile import encode_memory_profile
+        from cs336_systems.analysis.memory.profile import encode_memory_profile
 
         sys.stdout.write(encode_memory_profile(profiles[0]).decode())
         return OK
@@ -89,7 +89,7 @@ def run(arguments: MemoryArguments) -> int:
 
 def _explain(arguments: MemoryArguments, file: Path) -> "MemoryProfile":
     model, batch_size = checked(lambda: arguments.shape(file))
-    from cs336_systems.analysis.memory import explain_memory
-    from cs336_systems.analysis.memory_profile import read_memory_profile
+    from cs336_systems.analysis.memory.explain import explain_memory
+    from cs336_systems.analysis.memory.profile import read_memory_profile
 
     return read_memory_profile(file) if file.suffix == ".json" else explain_memory(file, model, batch_size)

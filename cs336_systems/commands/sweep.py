@@ -242,11 +242,11 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
 
     The times of profiled runs are in the tables of profiles alone.
     """
-    from cs336_systems.report.kernel_entries import labels
-    from cs336_systems.report.kernel_plots import write_pictures
-    from cs336_systems.report.kernel_sweep import load_profiled, sweep_tables, write_kernel_sweep
-    from cs336_systems.report.memory_loading import load_memory
-    from cs336_systems.report.memory_sweep import memory_sweep_tables, write_memory_sweep
+    from cs336_systems.report.kernels.entries import labels
+    from cs336_systems.report.kernels.plots import write_pictures
+    from cs336_systems.report.kernels.sweep import load_profiled, sweep_tables, write_kernel_sweep
+    from cs336_systems.report.memory.loading import load_memory
+    from cs336_systems.report.memory.sweep import memory_sweep_tables, write_memory_sweep
     from cs336_systems.report.plots import write_plots
     from cs336_systems.report.tables import write_tables
     from cs336_systems.report.terminal import print_sweep, print_table

@@ -15,8 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
-from cs336_systems.analysis.classes import KernelClass
-from cs336_systems.analysis.memory_profile import Category
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Phase, Precision
 from cs336_systems.report.formats import plain
 from cs336_systems.report.series import Line
@@ -64,6 +64,12 @@ CROSS: Final[dict[str, Any]] = {
 MARKERS: Final = "osD^vPX<>*h"
 DPI = 160
 LONGEST_TEXT = 60
+LONGEST_SOURCE = 70
+
+
+def shorten(text: str, longest: int) -> str:
+    """The text, or its beginning and an ellipsis."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def inert(text: str, longest: int = LONGEST_TEXT) -> str:

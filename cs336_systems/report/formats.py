@@ -161,21 +161,22 @@ def _csv_text(text: str) -> str:
 def to_markdown(table: Table) -> str:
     """A pipe table below its title."""
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
-    lines = [[_markdown(heading.label) for heading in table.headings], rules, *map(_markdown_row, table.rows)]
+    lines = [[inert_markdown(heading.label) for heading in table.headings], rules, *map(_markdown_row, table.rows)]
     body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n\n".join([f"### {_markdown(table.title)}", body, *map(_markdown_paragraph, table.notes)]) + "\n"
+    return "\n\n".join([f"### {inert_markdown(table.title)}", body, *map(_markdown_paragraph, table.notes)]) + "\n"
 
 
-def _markdown(text: str) -> str:
+def inert_markdown(text: str) -> str:
+    """The text as Markdown that looks as it is: nothing in it is read as markup."""
     return plain(text).translate(_MARKDOWN)
 
 
 def _markdown_row(row: tuple[str, ...]) -> list[str]:
-    return [_markdown(cell) for cell in row]
+    return [inert_markdown(cell) for cell in row]
 
 
 def _markdown_paragraph(text: str) -> str:
-    escaped = _markdown(text).strip()
+    escaped = inert_markdown(text).strip()
     return f"\\{escaped}" if escaped[:1] in ("-", "+", "=") else escaped
 
 

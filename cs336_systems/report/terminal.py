@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from cs336_systems.analysis.step_profile import StepProfile
+from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.config import Profiler
 from cs336_systems.record import RunRecord
 from cs336_systems.report.formats import Table, to_rich
@@ -35,7 +35,9 @@ def say(text: str) -> None:
 
 def print_profile(profile: StepProfile, top: int) -> None:
     """What was found in a kernel trace, then its tables."""
-    from cs336_systems.report.kernel_files import profile_tables  # matplotlib, half a second that most prints can spare
+    from cs336_systems.report.kernels.files import (
+        profile_tables,  # matplotlib, half a second that most prints can spare
+    )
 
     console = _console()
     for table in profile_tables(profile, top):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.step_profile import decode_profile
+from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
 from cs336_systems.record import RunRecord, Status, write_record
-from tests.analysis.tracing import Recording, Span, training, write_export
+from tests.analysis.kernels.tracing import Recording, Span, training, write_export
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """What a sweep costs before anything is measured: nearly nothing, and no torch in the parent."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,9 +13,11 @@ from tests.faults.harness import ROOT
 def test_help_answers_in_half_a_second(script):
     times_s = []
     for _ in range(3):
-        started = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True)
-        times_s.append(time.monotonic() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # of the processor, because how busy the machine is with other tests is not what is asked
+        times_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0
         assert "--context-length" in done.stdout
     assert min(times_s) < 0.5

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cs336_systems.analysis.explain import explain
-from cs336_systems.analysis.phases import LaunchPhase
-from cs336_systems.analysis.step_profile import PhaseTimes, StepProfile, decode_profile
+from cs336_systems.analysis.kernels.explain import explain
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import PhaseTimes, StepProfile, decode_profile
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measurement import measure
 from cs336_systems.model import TransformerLM
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.kernel_findings import findings
+from cs336_systems.report.kernels.findings import findings
 from cs336_systems.store import kernel_profile_path
 from cs336_systems.sweep import run_sweep
 from tests.faults.harness import Witness

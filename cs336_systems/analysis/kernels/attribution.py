@@ -1,0 +1,248 @@
+"""To which phase, step and module each kernel belongs.
+
+A kernel runs later than the Python that launched it, and backward's kernels are launched by autograd's own thread. So a
+kernel belongs to the phase whose window holds its launch, whatever thread of the process launched it; and to the module
+whose range is innermost on the launching thread at that time.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.kernels.phases import (
+    CODES,
+    NO_ROWS,
+    PHASES,
+    Codes,
+    LaunchPhase,
+    PhaseNames,
+    PhaseSource,
+    Plan,
+    make_plan,
+)
+from cs336_systems.analysis.kernels.timeline import Timeline
+from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Trace
+
+
+class AttributionError(AssertionError):
+    """The parts do not add up to the whole: a bug of ours, never of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement(Columns):
+    """Where each row of a `DeviceWork` belongs."""
+
+    phase: Codes
+    step: Ints
+    """Index into `Steps`, -1 outside of every step."""
+    module: Ints
+    """Index into the trace's ranges, -1 outside of every module's range."""
+    is_recomputed: Mask
+    """Forward done again inside backward, as far as a forward range shows it there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps(Columns):
+    """The steps of all processes, each process in order."""
+
+    process: Ints
+    start_ns: Ints
+    end_ns: Ints
+    is_warmup: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """How many kernels, and how long they ran on the device, added up over streams."""
+
+    count: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """Every kernel and copy of a trace in its place."""
+
+    trace: Trace
+    kernels: Placement
+    copies: Placement
+    steps: Steps
+    parent: Ints
+    """For each range of the trace, the module's range around it on its thread; -1 for none."""
+    sources: Mapping[int, PhaseSource]
+    """By process."""
+    notes: tuple[str, ...]
+
+    def totals(self, step: int | None = None) -> Mapping[LaunchPhase, Total]:
+        """Kernels by phase, of one step or of the whole trace."""
+        chosen = slice(None) if step is None else self.kernels.step == step
+        counts, times = _sums(self.kernels.phase[chosen], self.trace.kernels.duration_ns[chosen])
+        return {phase: Total(int(counts[code]), int(times[code])) for code, phase in enumerate(PHASES)}
+
+    def module_path(self, index: int) -> tuple[str, ...]:
+        """Names of the ranges around and including range `index`, outermost first."""
+        path = []
+        while index >= 0:
+            path.append(self.trace.strings[self.trace.ranges.name[index]])
+            index = int(self.parent[index])
+        return tuple(reversed(path))
+
+
+def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
+    """Give every kernel and copy its phase, step and module; raise AttributionError if the parts missed the whole."""
+    names = PhaseNames() if names is None else names
+    plans = dict(_plans(trace, names))
+    modules = _Modules(trace, names, plans)
+    steps, first_step = _join_steps(plans)
+    placements = [_place(work, plans, first_step, modules) for work in (trace.kernels, trace.copies)]
+    for work, placement in zip((trace.kernels, trace.copies), placements, strict=True):
+        check_sums(work, placement)
+    notes = dict.fromkeys(note for plan in plans.values() for note in plan.notes)
+    return Attribution(
+        trace=trace,
+        kernels=placements[0],
+        copies=placements[1],
+        steps=steps,
+        parent=modules.parent,
+        sources={process: plan.source for process, plan in plans.items()},
+        notes=(*trace.notes, *notes, *_what_is_missing(trace)),
+    )
+
+
+def check_sums(work: DeviceWork, placement: Placement) -> None:
+    """Raise AttributionError unless each row has one phase, and the phases' times add up to the nanosecond."""
+    if len(placement) != len(work):
+        raise AttributionError(f"{len(work)} rows went in, {len(placement)} came out")
+    counts, times = _sums(placement.phase, work.duration_ns)
+    if counts.sum() != len(work) or times.sum() != work.duration_ns.sum():
+        raise AttributionError(
+            f"phases hold {counts.sum()} rows and {times.sum()} ns of {len(work)} rows and {work.duration_ns.sum()} ns"
+        )
+
+
+def mirrored_products(attribution: Attribution, is_product: Mask) -> Ints:
+    """For each kernel that is a matrix product of backward, the product of forward that it differentiates; else -1.
+
+    Eager autograd runs its nodes in exactly the reverse of the order in which forward made them, and a product's node
+    launches two: one for each factor's gradient. So the last two of backward belong to the first of forward, and so on.
+    A step where backward's are not twice forward's is left out: one factor needs no gradient, parts are recomputed, or
+    a compiler changed the order.
+    """
+    mirrored = np.full(len(is_product), -1, dtype=np.int64)
+    placement, work = attribution.kernels, attribution.trace.kernels
+    products = np.flatnonzero(is_product & (placement.step >= 0))
+    products = products[np.lexsort((work.start_ns[products], work.launch_ns[products]))]
+    for _, rows in _groups(placement.step[products]):
+        in_step = products[rows]
+        phase = placement.phase[in_step]
+        forward = in_step[phase == CODES[LaunchPhase.FORWARD]]
+        backward = in_step[phase == CODES[LaunchPhase.BACKWARD]]
+        if len(backward) == 2 * len(forward):
+            mirrored[backward] = np.repeat(forward[::-1], 2)
+    return mirrored
+
+
+def _groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each id and the rows that have it, in order."""
+    order = np.argsort(ids, kind="stable")
+    values, first = np.unique(ids[order], return_index=True)
+    yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
+
+
+def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, Plan]]:
+    """The plan of each process that kept a device busy."""
+    ranges = dict(_groups(trace.ranges.process))
+    is_launched = np.flatnonzero(trace.kernels.is_launched)
+    launched = dict(_groups(trace.kernels.process[is_launched]))
+    for process in np.union1d(trace.kernels.process, trace.copies.process).tolist():
+        rows, kernels = ranges.get(process, NO_ROWS), launched.get(process, NO_ROWS)
+        yield process, make_plan(trace, process, rows, is_launched[kernels], names)
+
+
+class _Modules:
+    """The innermost module's range on each thread; phases, steps and what lies around them are no modules."""
+
+    def __init__(self, trace: Trace, names: PhaseNames, plans: Mapping[int, Plan]) -> None:
+        ranges = trace.ranges
+        is_module = ranges.is_nested.copy()
+        phases = [name for name, phase in names.phases.items() if phase is not LaunchPhase.LOSS]
+        structure = [*phases, names.step, names.warmup, names.measure]
+        is_module &= ~np.isin(ranges.name, trace.string_ids(*structure))
+        for plan in plans.values():
+            is_module[plan.around_steps] = False
+        rows = np.flatnonzero(is_module)
+        forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, trace.string_ids(names.forward)))
+        self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
+        self._modules = dict(self._timelines(ranges, rows))
+        self._forwards = dict(self._timelines(ranges, forward))
+        for row_of, timeline in self._modules.values():
+            self.parent[row_of[:-1]] = row_of[timeline.parent]
+
+    @staticmethod
+    def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Timeline]]]:
+        for thread, chosen in _groups(ranges.thread[rows]):
+            on_thread = rows[chosen]
+            timeline = Timeline(ranges.start_ns[on_thread], ranges.end_ns[on_thread])
+            yield thread, (np.append(on_thread, -1), timeline)
+
+    def at(self, thread: Ints, time: Ints) -> tuple[Ints, Mask]:
+        """The innermost module's range of each launch, and whether a forward range is around it on its own thread."""
+        module = np.full(len(thread), -1, dtype=np.int64)
+        is_forward = np.zeros(len(thread), dtype=np.bool_)
+        for number, rows in _groups(thread):
+            if number in self._modules:
+                row_of, timeline = self._modules[number]
+                module[rows] = row_of[timeline.at(time[rows])]
+            if number in self._forwards:
+                is_forward[rows] = self._forwards[number][1].at(time[rows]) >= 0
+        return module, is_forward
+
+
+def _join_steps(plans: Mapping[int, Plan]) -> tuple[Steps, Mapping[int, int]]:
+    """The steps of all processes, and the index of each process's first."""
+    counts = [len(plan.step_start) for plan in plans.values()]
+    first = dict(zip(plans, np.cumsum([0, *counts]).tolist(), strict=False))
+    joined = Steps(
+        process=np.repeat(np.array(list(plans), dtype=np.int64), counts),
+        start_ns=np.concatenate([NO_ROWS, *(plan.step_start for plan in plans.values())]),
+        end_ns=np.concatenate([NO_ROWS, *(plan.step_end for plan in plans.values())]),
+        is_warmup=np.concatenate([np.zeros(0, dtype=np.bool_), *(plan.step_is_warmup for plan in plans.values())]),
+    )
+    return joined, first
+
+
+def _place(work: DeviceWork, plans: Mapping[int, Plan], first_step: Mapping[int, int], modules: _Modules) -> Placement:
+    phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    step = np.full(len(work), -1, dtype=np.int64)
+    module = np.full(len(work), -1, dtype=np.int64)
+    is_recomputed = np.zeros(len(work), dtype=np.bool_)
+    launched = np.flatnonzero(work.is_launched)
+    for process, chosen in _groups(work.process[launched]):
+        plan, rows = plans[process], launched[chosen]
+        time = work.launch_ns[rows]
+        labels = np.append(plan.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+        phase[rows] = labels[Timeline(plan.start, plan.end).at(time)]
+        found = Timeline(plan.step_start, plan.step_end).at(time)
+        step[rows] = np.where(found < 0, -1, found + first_step[process])
+    module[launched], in_forward = modules.at(work.thread[launched], work.launch_ns[launched])
+    is_recomputed[launched] = in_forward & (phase[launched] == CODES[LaunchPhase.BACKWARD])
+    return Placement(phase=phase, step=step, module=module, is_recomputed=is_recomputed)
+
+
+def _sums(phase: Codes, duration_ns: Ints) -> tuple[Ints, Ints]:
+    """Rows and nanoseconds by phase, in whole numbers."""
+    times = np.zeros(len(PHASES), dtype=np.int64)
+    np.add.at(times, phase, duration_ns)
+    return np.bincount(phase, minlength=len(PHASES)).astype(np.int64), times
+
+
+def _what_is_missing(trace: Trace) -> Iterator[str]:
+    if missing := int((~trace.kernels.is_launched).sum()):
+        yield f"{missing} of {len(trace.kernels)} kernels have no launch in the file, and no phase."
+    if in_graph := int(trace.kernels.is_in_graph.sum()):
+        yield (
+            f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched the graph, "
+            "so a graph of a whole step cannot be split."
+        )

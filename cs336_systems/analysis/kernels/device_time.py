@@ -1,0 +1,179 @@
+"""When the device was in which phase of a step, and how long it was busy there.
+
+A phase ends on the device when the last kernel or copy launched up to its end has run, or when the host leaves it, if
+that is later. That is what a CUDA event shows that the host records as it leaves the phase, as `clock.EventClock` does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, Codes, LaunchPhase
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
+from cs336_systems.analysis.kernels.union import Union
+from cs336_systems.analysis.kernels.windows import HostSteps, HostWindows, Selection, groups
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jobs(Columns):
+    """The kernels of a trace, then its copies; processes and steps are numbered as in a `Selection`."""
+
+    name: Ints
+    process: Ints
+    device: Ints
+    stream: Ints
+    thread: Ints
+    launch_ns: Ints
+    is_launched: Mask
+    start_ns: Ints
+    end_ns: Ints
+    phase: Codes
+    step: Ints
+    module: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSteps(Columns):
+    """When each step was on the device; one value per step."""
+
+    start_ns: Ints
+    """When the host begins the first phase, or the device is through with what came before, if that is later."""
+    end_ns: Ints
+    """When the host's step ends, or the last of its jobs does, if that is later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWindows(Columns):
+    """When each phase was on the host and on the device: those of a step follow each other without a gap on the device.
+
+    What a step launches after its last phase, or has without any, is in a window of the phase `unattributed`.
+    """
+
+    step: Ints
+    phase: Codes
+    host_start_ns: Ints
+    host_end_ns: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """One device's use by one process."""
+
+    process: int
+    rows: Ints
+    """Of `Jobs`; the union's intervals are these."""
+    union: Union
+
+
+def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
+    """All that ran on a device."""
+    trace = attribution.trace
+    kernels, copies = trace.kernels, trace.copies
+    placed, moved = attribution.kernels, attribution.copies
+    start = np.concatenate((kernels.start_ns, copies.start_ns))
+    return Jobs(
+        name=np.concatenate((kernels.name, copies.name)),
+        process=selection.process_of(np.concatenate((kernels.process, copies.process))),
+        device=np.concatenate((kernels.device, copies.device)),
+        stream=np.concatenate((kernels.stream, copies.stream)),
+        thread=np.concatenate((kernels.thread, copies.thread)),
+        launch_ns=np.concatenate((kernels.launch_ns, copies.launch_ns)),
+        is_launched=np.concatenate((kernels.is_launched, copies.is_launched)),
+        start_ns=start,
+        end_ns=start + np.concatenate((kernels.duration_ns, copies.duration_ns)),
+        phase=np.concatenate((placed.phase, moved.phase)),
+        step=selection.step_of(np.concatenate((placed.step, moved.step))),
+        module=np.concatenate((placed.module, moved.module)),
+    )
+
+
+def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:
+    """When steps and phases were on the device; where jobs are the host's own, that is when the host was in them."""
+    steps, windows = selection.steps, selection.windows
+    launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
+    by_process = {process: launched[rows] for process, rows in groups(jobs.process[launched])}
+    first, is_first = _first_windows(windows, len(steps))
+    begin = np.append(windows.start_ns, 0)[first]
+    begin = np.where(first < 0, steps.start_ns, begin)
+    through = np.empty(len(windows), dtype=np.int64)
+    done, before = np.empty_like(begin), np.empty_like(begin)
+    for process, in_process in groups(steps.process):
+        through_at = _Through(jobs, by_process.get(process, NO_ROWS))
+        in_windows = np.flatnonzero(steps.process[windows.step] == process)
+        through[in_windows] = through_at(windows.end_ns[in_windows])
+        done[in_process], before[in_process] = through_at(steps.end_ns[in_process]), through_at(begin[in_process])
+    begin = np.maximum(begin, before)
+    end = _running_maximum(np.maximum(windows.end_ns, through), windows.step, begin)
+    start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
+
+    # after the last phase, or all of a step without any
+    phases_end, host_end = begin.copy(), steps.start_ns.copy()
+    phases_end[windows.step], host_end[windows.step] = end, windows.end_ns  # the last assignment stays
+    whole = np.maximum(done, np.maximum(phases_end, steps.end_ns))
+    rest_end = np.where(first < 0, whole, np.maximum(phases_end, done))
+    rest = np.flatnonzero((rest_end > phases_end) | (first < 0))
+    order = np.argsort(np.concatenate((windows.step, rest)), kind="stable")
+    unattributed = np.full(len(rest), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    return DeviceSteps(start_ns=begin, end_ns=whole), DeviceWindows(
+        step=np.concatenate((windows.step, rest))[order],
+        phase=np.concatenate((windows.phase, unattributed))[order],
+        host_start_ns=np.concatenate((windows.start_ns, host_end[rest]))[order],
+        host_end_ns=np.concatenate((windows.end_ns, np.maximum(host_end, steps.end_ns)[rest]))[order],
+        start_ns=np.concatenate((start, phases_end[rest]))[order],
+        end_ns=np.concatenate((end, rest_end[rest]))[order],
+    )
+
+
+class _Through:
+    """When a device is through with all that a process had launched before a time."""
+
+    def __init__(self, jobs: Jobs, rows: Ints) -> None:
+        rows = rows[np.argsort(jobs.launch_ns[rows], kind="stable")]
+        self._launch = jobs.launch_ns[rows]
+        self._end = np.append(-MAX_TIME_NS, np.maximum.accumulate(jobs.end_ns[rows]))
+
+    def __call__(self, time: Ints) -> Ints:
+        through: Ints = self._end[np.searchsorted(self._launch, time)]
+        return through
+
+
+def _first_windows(windows: HostWindows, num_steps: int) -> tuple[Ints, Mask]:
+    """The first window of each step, -1 for a step without any; and which windows are such."""
+    is_first = np.diff(windows.step, prepend=-1) > 0
+    first = np.full(num_steps, -1, dtype=np.int64)
+    first[windows.step[is_first]] = np.flatnonzero(is_first)
+    return first, is_first
+
+
+def _running_maximum(times: Ints, step: Ints, least: Ints) -> Ints:
+    """The latest time so far in each step, which begins at `least`; steps are in order, though processes are not."""
+    highest = times.copy()
+    for _, rows in groups(step):
+        highest[rows] = np.maximum(np.maximum.accumulate(times[rows]), least[step[rows[0]]])
+    return highest
+
+
+def busy_devices(jobs: Jobs) -> Iterator[Busy]:
+    """Each process's use of each device."""
+    for process, in_process in groups(jobs.process):
+        for _, in_device in groups(jobs.device[in_process]):
+            rows = in_process[in_device]
+            yield Busy(process=process, rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows]))
+
+
+def busy_ns(devices: list[Busy], steps: HostSteps, spans: DeviceSteps, windows: DeviceWindows) -> tuple[Floats, Ints]:
+    """How long a device was busy in each window, and how many devices each step used: the mean over these."""
+    total, count = np.zeros(len(windows), dtype=np.int64), np.zeros(len(steps), dtype=np.int64)
+    for busy in devices:
+        mine = steps.process == busy.process
+        count += mine & (busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns))
+        total += mine[windows.step] * (busy.union.until(windows.end_ns) - busy.union.until(windows.start_ns))
+    return total / np.maximum(count, 1)[windows.step], count

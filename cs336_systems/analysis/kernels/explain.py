@@ -1,0 +1,39 @@
+"""From a profiler's file to a `StepProfile`, whichever profiler wrote it."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.phases import PhaseNames
+from cs336_systems.analysis.kernels.reading import read_trace
+from cs336_systems.analysis.kernels.step_profile import StepProfile
+from cs336_systems.analysis.kernels.summary import AttentionNames, summarise
+from cs336_systems.config import RunConfig
+from cs336_systems.nsys_run import export
+
+REPORT_ENDING = ".nsys-rep"
+
+
+def explain(
+    path: Path,
+    config: RunConfig | None = None,
+    phases: PhaseNames | None = None,
+    attention: AttentionNames | None = None,
+) -> StepProfile:
+    """Where the time of the profiled steps went; `config`, where it is known, gives attention its FLOPs.
+
+    A report of nsys is exported first, by nsys. Raises ProfileError for what is no profile, NsysError where nsys is
+    needed and not there.
+    """
+    with TemporaryDirectory(prefix="cs336-") as scratch:
+        file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
+        attribution = attribute(read_trace(file), phases)
+    own_model = config is not None and config.model_factory is not None
+    return summarise(
+        attribution,
+        source=path.name,
+        model=config.model if config and not own_model else None,
+        batch_size=config.batch_size if config and not own_model else None,
+        names=attention,
+        phase_names=phases,
+    )

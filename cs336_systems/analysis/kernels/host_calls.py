@@ -1,0 +1,170 @@
+"""What the host asked of CUDA, call by call: which calls launch, and which wait for the device."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import HostCalls
+from cs336_systems.analysis.kernels.timeline import Timeline
+from cs336_systems.analysis.kernels.trace import ApiCalls, Trace
+from cs336_systems.analysis.kernels.windows import Selection, groups
+
+# nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
+# cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
+_VARIANT = re.compile(r"(?:_ptsz|_ptds|_v\d{1,6})+$")
+_LAUNCH = re.compile(r"^(?:cuda|cu)(?:Launch(?:Cooperative)?Kernel|GraphLaunch|Mem(?:cpy|set))")
+_SYNCHRONISE = re.compile(r"^(?:cuda|cu)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))")
+"""The copies are those that return when they are done."""
+_TO_HOST = re.compile(r"Device-to-Host|DtoH")
+
+
+def call_name(name: str) -> str:
+    """The function's own name, whatever version and variant of it the profiler saw."""
+    return _VARIANT.sub("", name)
+
+
+def is_launch(name: str) -> bool:
+    """Whether the function `name` launches kernels, copies or fills."""
+    return _LAUNCH.match(call_name(name)) is not None
+
+
+def is_synchronisation(name: str) -> bool:
+    """Whether the function `name` returns only when the device has done something."""
+    return _SYNCHRONISE.match(call_name(name)) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls(Columns):
+    """The calls of a trace's API, and what they are; processes are numbered as in a `Selection`."""
+
+    name: Ints
+    """Index into `Host.names`."""
+    process: Ints
+    thread: Ints
+    start_ns: Ints
+    end_ns: Ints
+    is_launch: Mask
+    is_wait: Mask
+    """Makes the host wait for the device: a synchronisation, or a copy to the host that is followed by one.
+
+    PyTorch waits so for `.item()`: from ordinary memory, the copy itself takes until the device has come to it.
+    """
+
+
+class Host:
+    """The calls of all processes, to look up."""
+
+    def __init__(self, trace: Trace, selection: Selection) -> None:
+        api = trace.api_calls
+        used, index = np.unique(api.name, return_inverse=True)
+        raw = [trace.strings[name] for name in used.tolist()]
+        ids = {name: number for number, name in enumerate(dict.fromkeys(map(call_name, raw)))}
+        self.names = tuple(ids)
+        launches = np.array([is_launch(name) for name in raw], dtype=np.bool_)[index]
+        waits = np.array([is_synchronisation(name) for name in raw], dtype=np.bool_)[index]
+        self._lookup = _Lookup(api)
+        waits |= self._copies_awaited(trace, launches, waits)
+        self.calls = Calls(
+            name=np.array([ids[call_name(name)] for name in raw], dtype=np.int64)[index],
+            process=selection.process_of(api.process),
+            thread=api.thread,
+            start_ns=api.start_ns,
+            end_ns=api.start_ns + api.duration_ns,
+            is_launch=launches,
+            is_wait=waits,
+        )
+
+    def returned(self, thread: Ints, launch_ns: Ints) -> Ints:
+        """When each call that launched had returned; when it was made, if it waits itself or is not in the trace."""
+        row = self._lookup.find(thread, launch_ns)
+        end = np.where(self.calls.is_wait, self.calls.start_ns, self.calls.end_ns)
+        returned: Ints = np.where(row < 0, launch_ns, np.append(end, 0)[row])
+        return returned
+
+    def longest_call(self, process: int, start_ns: int, end_ns: int) -> str:
+        """The function in which the process spent most of the time between, on any thread; empty for none."""
+        calls = self.calls
+        rows = np.flatnonzero((calls.process == process) & (calls.start_ns < end_ns) & (calls.end_ns > start_ns))
+        time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
+        total = np.bincount(calls.name[rows], time, minlength=1)
+        return self.names[int(total.argmax())] if len(rows) else ""
+
+    def _copies_awaited(self, trace: Trace, launches: Mask, waits: Mask) -> Mask:
+        """Copies to the host after which the thread waits before it launches anything more."""
+        to_host = np.array([_TO_HOST.search(name) is not None for name in trace.strings], dtype=np.bool_)
+        copies = trace.copies
+        rows = np.flatnonzero(copies.is_launched & to_host[copies.name])
+        found = self._lookup.find(copies.thread[rows], copies.launch_ns[rows])
+        is_awaited = np.zeros(len(trace.api_calls), dtype=np.bool_)
+        by_thread = self._lookup.by_thread
+        by_thread = by_thread[(launches | waits)[by_thread]]
+        thread = trace.api_calls.thread[by_thread]
+        is_awaited[by_thread[:-1]] = waits[by_thread[1:]] & (thread[1:] == thread[:-1])
+        is_copy = np.zeros_like(is_awaited)
+        is_copy[found[found >= 0]] = True
+        return is_awaited & is_copy
+
+
+class _Lookup:
+    """Calls by thread and start."""
+
+    def __init__(self, api: ApiCalls) -> None:
+        self._threads, thread = np.unique(api.thread, return_inverse=True)
+        self._times, time = np.unique(api.start_ns, return_inverse=True)
+        key = thread * len(self._times) + time
+        # of two that start together the longer first: the call that a profiler shows around its own
+        self.by_thread: Ints = np.lexsort((-api.duration_ns, key))
+        self._key = key[self.by_thread]
+
+    def find(self, thread: Ints, start_ns: Ints) -> Ints:
+        """The row of each call, -1 for none."""
+        in_threads, in_times = np.searchsorted(self._threads, thread), np.searchsorted(self._times, start_ns)
+        key = in_threads * len(self._times) + in_times
+        at = np.searchsorted(self._key, key)
+        found = (
+            (np.append(self._threads, -1)[in_threads] == thread)
+            & (np.append(self._times, -1)[in_times] == start_ns)
+            & (np.append(self._key, -1)[at] == key)
+        )
+        row: Ints = np.where(found, np.append(self.by_thread, -1)[at], -1)
+        return row
+
+
+def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
+    """Calls by function and phase, those of each function that wait apart from those that do not; the longest first."""
+    calls = host.calls
+    phase, in_step = _phases(calls, selection)
+    key = ((calls.name * len(PHASES) + phase) * 2 + calls.is_wait)[in_step]
+    keys, first, group = np.unique(key, return_index=True, return_inverse=True)
+    time = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(time, group, (calls.end_ns - calls.start_ns)[in_step])
+    count = np.bincount(group, minlength=len(keys))
+    return tuple(
+        HostCalls(
+            name=host.names[keys[index] // 2 // len(PHASES)],
+            phase=PHASES[keys[index] // 2 % len(PHASES)],
+            count=int(count[index]),
+            total_s=int(time[index]) / 1e9,
+            is_launch=bool(calls.is_launch[in_step[first[index]]]),
+            is_wait=bool(keys[index] % 2),
+        )
+        for index in np.argsort(-time, kind="stable").tolist()
+    )
+
+
+def _phases(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
+    """The phase that the host was in at the start of each call, and which calls are in a step at all."""
+    steps, windows = selection.steps, selection.windows
+    phase = np.full(len(calls), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    in_step = np.zeros(len(calls), dtype=np.bool_)
+    for process, rows in groups(calls.process):
+        mine = np.flatnonzero(steps.process == process)
+        in_step[rows] = Timeline(steps.start_ns[mine], steps.end_ns[mine]).at(calls.start_ns[rows]) >= 0
+        mine = np.flatnonzero(steps.process[windows.step] == process)
+        labels = np.append(windows.phase[mine], phase[:1])
+        at = Timeline(windows.start_ns[mine], windows.end_ns[mine]).at(calls.start_ns[rows])
+        phase[rows] = np.where(at < 0, CODES[LaunchPhase.UNATTRIBUTED], labels[at])
+    return phase, np.flatnonzero(in_step)

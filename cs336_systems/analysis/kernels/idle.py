@@ -1,0 +1,216 @@
+"""Why the device had nothing to run.
+
+For each idle time of a device within a step, the rules in order; `next` is the kernel or copy that ends it:
+
+1. Nothing follows in the step: END_OF_STEP.
+2. The call that launched `next` had returned before the device became idle, or it had launched something that ran
+   before (a CUDA graph), or for the larger part of the idle time the device alone was late: BETWEEN_KERNELS. A launch
+   reaches an idle device LAUNCH_LATENCY_S after its call.
+   In what follows the device waited for the host, from the start of the idle time to the call that launched `next`.
+3. For more than half of that the host called nothing, for longer than HOST_PAUSE_S at a stretch: HOST_PAUSE.
+4. A call that waits for the device was open when the device became idle, or had ended less than WAIT_SLACK_S before,
+   and was over when `next` was launched: HOST_WAITED. Not at the start of a step, where nothing became idle.
+5. Else: LATE_LAUNCH.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.classes import short_name
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, Floats, Jobs
+from cs336_systems.analysis.kernels.host_calls import Host
+from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, IdleTimes
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
+from cs336_systems.analysis.kernels.union import Union
+from cs336_systems.analysis.kernels.windows import Selection, groups
+
+HOST_PAUSE_S = 1e-3
+"""Eager PyTorch launches something every few microseconds, and prepares the longest phase in some hundred."""
+LAUNCH_LATENCY_S = 5e-6
+"""From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200, rarely more than 5."""
+WAIT_SLACK_S = 10e-6
+"""So little queued behind what a wait was for that nothing is launched meanwhile; and two clocks agree no better."""
+NUM_GAPS = 20
+
+_PAUSE_NS, _LATENCY_NS, _SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))
+
+CAUSES = tuple(IdleCause)
+UNKNOWN_CAUSE = -1
+_CODE = {cause: code for code, cause in enumerate(CAUSES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps(Columns):
+    """Idle times of devices within steps."""
+
+    step: Ints
+    start_ns: Ints
+    end_ns: Ints
+    before: Ints
+    """Row of `Jobs`; -1 at the start of a step."""
+    after: Ints
+    """Row of `Jobs`; -1 at the end of a step."""
+    phase: Codes
+    cause: Codes
+    """Index into `CAUSES`; UNKNOWN_CAUSE where the launch of what follows is not in the trace."""
+
+
+def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
+    """Every idle time of the devices that a step used, with its cause; by step and start."""
+    found = [_gaps_of(busy, spans, selection) for busy in devices]
+    step, start, end, before, after = (np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True))
+    phase = np.append(jobs.phase, np.int8(0))[after]
+    ends_step = after < 0
+    phase[ends_step] = _last_phase(selection)[step[ends_step]]
+    process = selection.steps.process[step]
+    cause = np.full(len(step), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
+    starts_its_launch = _starts_its_launch(jobs)
+    for number, rows in groups(process):
+        followed = rows[~ends_step[rows]]
+        following = after[followed]
+        was_busy = before[followed] >= 0
+        found_causes = _Causes(host, number)(jobs, start[followed], end[followed], following, was_busy)
+        of_launch = starts_its_launch[following] | ~jobs.is_launched[following]
+        cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
+    order = np.lexsort((start, step))
+    return Gaps(
+        step=step[order],
+        start_ns=start[order],
+        end_ns=end[order],
+        before=before[order],
+        after=after[order],
+        phase=phase[order],
+        cause=cause[order],
+    )
+
+
+_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 5
+
+
+def _gaps_of(busy: Busy, spans: DeviceSteps, selection: Selection) -> tuple[Ints, ...]:
+    uses = busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns)
+    steps = np.flatnonzero((selection.steps.process == busy.process) & uses)
+    holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
+    rows = np.append(busy.rows, -1)
+    return steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
+
+
+def _last_phase(selection: Selection) -> Codes:
+    """The phase that each step ends with."""
+    last = np.full(len(selection.steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    last[selection.windows.step] = selection.windows.phase  # the last assignment stays
+    return last
+
+
+class _Causes:
+    """The rules 2 to 5 for one process."""
+
+    def __init__(self, host: Host, process: int) -> None:
+        self._host = host
+        calls = host.calls
+        mine = np.flatnonzero(calls.process == process)
+        called = Union(calls.start_ns[mine], calls.end_ns[mine])
+        quiet_start, quiet_end = called.end[:-1], called.start[1:]
+        is_pause = quiet_end - quiet_start > _PAUSE_NS
+        self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])
+        waits = mine[calls.is_wait[mine]]
+        self._waits = [
+            waits[rows][np.argsort(calls.start_ns[waits[rows]], kind="stable")]
+            for _, rows in groups(calls.thread[waits])
+        ]
+
+    def __call__(self, jobs: Jobs, start: Ints, end: Ints, after: Ints, was_busy: Mask) -> Codes:
+        launch = jobs.launch_ns[after]
+        returned = self._host.returned(jobs.thread[after], launch)
+        late_until = np.clip(returned + _LATENCY_NS, start, end)
+        waited_until = np.clip(launch, start, end)
+        pause = self._pauses.until(waited_until) - self._pauses.until(start)
+        in_time = (returned <= start) | (2 * (late_until - start) < end - start)
+        is_pause, is_wait = 2 * pause > waited_until - start, was_busy & self._was_waiting(start, launch)
+        cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
+        # the rules from the last to the first: one that stands before overrules
+        cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
+        cause[is_pause] = _CODE[IdleCause.HOST_PAUSE]
+        cause[in_time] = _CODE[IdleCause.BETWEEN_KERNELS]
+        cause[~jobs.is_launched[after]] = UNKNOWN_CAUSE
+        return cause
+
+    def _was_waiting(self, start: Ints, launch: Ints) -> Mask:
+        calls = self._host.calls
+        waiting = np.zeros(len(start), dtype=np.bool_)
+        for rows in self._waits:  # of one thread, so the last to begin is the one that may be open
+            at = np.searchsorted(calls.start_ns[rows], start, side="right")
+            wait_end = np.append(-MAX_TIME_NS, np.maximum.accumulate(calls.end_ns[rows]))[at]
+            waiting |= (wait_end >= start - _SLACK_NS) & (wait_end <= launch)
+        return waiting
+
+
+def _starts_its_launch(jobs: Jobs) -> Mask:
+    """Whether each row is the first that its launch put on a device; false for the later nodes of a CUDA graph."""
+    order = np.lexsort((jobs.start_ns, jobs.launch_ns, jobs.thread))
+    launch, thread = jobs.launch_ns[order], jobs.thread[order]
+    is_first = np.ones(len(jobs), dtype=np.bool_)
+    is_first[order[1:]] = (launch[1:] != launch[:-1]) | (thread[1:] != thread[:-1])
+    return is_first
+
+
+def longest_gaps(gaps: Gaps, jobs: Jobs, attribution: Attribution, selection: Selection, host: Host) -> tuple[Gap, ...]:
+    """The NUM_GAPS longest idle times of known cause, the longest first."""
+    known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
+    length = gaps.end_ns[known] - gaps.start_ns[known]
+    return tuple(
+        _gap(gaps, row, jobs, attribution, selection, host)
+        for row in known[np.argsort(-length, kind="stable")[:NUM_GAPS]].tolist()
+    )
+
+
+def _gap(gaps: Gaps, row: int, jobs: Jobs, attribution: Attribution, selection: Selection, host: Host) -> Gap:
+    step, start, end = int(gaps.step[row]), int(gaps.start_ns[row]), int(gaps.end_ns[row])
+    before, after = int(gaps.before[row]), int(gaps.after[row])
+    strings = attribution.trace.strings
+    return Gap(
+        step=step,
+        start_s=(start - int(selection.steps.start_ns[step])) / 1e9,
+        duration_s=(end - start) / 1e9,
+        phase=PHASES[gaps.phase[row]],
+        cause=CAUSES[gaps.cause[row]],
+        before=short_name(strings[jobs.name[before]]) if before >= 0 else "",
+        after=short_name(strings[jobs.name[after]]) if after >= 0 else "",
+        module=attribution.module_path(int(jobs.module[after])) if after >= 0 else (),
+        host_call=host.longest_call(int(selection.steps.process[step]), start, end),
+    )
+
+
+def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
+    """Idle times by phase and cause, the longest first; of several devices that a step uses, the mean."""
+    known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
+    key = gaps.phase[known].astype(np.int64) * len(CAUSES) + gaps.cause[known]
+    weight: Floats = (gaps.end_ns - gaps.start_ns)[known] / num_devices[gaps.step[known]]
+    time = np.bincount(key, weight, minlength=len(PHASES) * len(CAUSES))
+    count = np.bincount(key, minlength=len(time))
+    return tuple(
+        IdleTimes(
+            phase=PHASES[index // len(CAUSES)],
+            cause=CAUSES[index % len(CAUSES)],
+            count=int(count[index]),
+            total_s=float(time[index]) / 1e9,
+        )
+        for index in np.argsort(-time, kind="stable").tolist()
+        if count[index]
+    )
+
+
+def idle_notes(gaps: Gaps) -> tuple[str, ...]:
+    """What idle times are missing."""
+    unknown = gaps.cause == UNKNOWN_CAUSE
+    if not unknown.any():
+        return ()
+    time_s = int((gaps.end_ns - gaps.start_ns)[unknown].sum()) / 1e9
+    return (
+        f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a kernel or copy without a "
+        "launch in the file: their cause cannot be told, and they are left out.",
+    )

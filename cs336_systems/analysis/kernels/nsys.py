@@ -1,0 +1,265 @@
+"""Reads the SQLite export of an Nsight Systems report.
+
+The tables exist only where they have rows, their columns vary by version, and the file may be anybody's: the schema is
+asked first, nothing but tables is read, whole, without a join, and no more rows than a file of that size can hold.
+"""
+
+import sqlite3
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Ints, ProfileError
+from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.kernels.lookup import Launches, Strings
+from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations
+
+KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
+COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
+FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
+RANGES = "NVTX_EVENTS"
+
+HEADER_BYTES = 100
+LEAST_ROW_BYTES = 4
+"""No row of a table is smaller in a file, so a table that yields more is damaged or a trap."""
+THREAD_BITS = 24
+"""A `globalTid` is a `globalPid` with the thread's id in its lowest bits."""
+PUSH_POP, START_END = 59, 60
+"""Kinds of ranges, in files too old to name their kinds."""
+NO_STRING = -1
+NEEDED = "the SQLite export of an nsys report"
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+HOW_TO_RECORD = (
+    "record with `nsys profile --trace=cuda,nvtx`, then export with `nsys export --type=sqlite REPORT.nsys-rep`"
+)
+
+
+def read_nsys(path: Path) -> Trace:
+    """The trace in the SQLite export at `path`; raise ProfileError where there is none."""
+    _check_file(path)
+    try:
+        with closing(_connect(path)) as connection:
+            return _Export(path, connection).trace()
+    except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # the last: a name in the schema
+        raise ProfileError(path, f"not a whole SQLite database ({error}): export the report again") from error
+
+
+def _check_file(path: Path) -> None:
+
+    header = read_head(path, HEADER_BYTES, NEEDED)
+    if not header.startswith(SQLITE_MAGIC):
+        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, header)}")
+    page_bytes, num_pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+    expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
+    if len(header) < HEADER_BYTES or size < expected:
+        raise ProfileError(path, f"truncated: needed {expected} bytes, got {size}; copy it again or export it again")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path.resolve().as_uri() + "?mode=ro&immutable=1", uri=True)
+    connection.execute("PRAGMA query_only = ON")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.text_factory = lambda text: text.decode(errors="replace")
+    return connection
+
+
+class _Export:
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+        self._size = path.stat().st_size
+        self._max_rows = self._size // LEAST_ROW_BYTES
+        tables = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' LIMIT 10000"
+        )
+        self._tables = {name for (name,) in tables.fetchall()}
+        self._strings = Strings(self._names("StringIds", "value"))
+
+    def trace(self) -> Trace:
+        if not {KERNELS, GRAPHS} & self._tables:
+            raise ProfileError(self.path, f"no table {KERNELS}, so no CUDA kernel was traced: {HOW_TO_RECORD}")
+        api_calls = self._api_calls()
+        calls = Launches(api_calls)
+        kernels, graphs, copies, fills = (self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS))
+        return Trace(
+            kernels=_join(kernels, graphs),
+            copies=_join(copies, fills),
+            ranges=self._ranges(last_ns=_last(kernels, graphs, copies, fills, api_calls)),
+            api_calls=api_calls,
+            strings=self._strings.all,
+            device_names=tuple(dict.fromkeys(self._names("TARGET_INFO_GPU", "name").values())),
+            notes=tuple(self._notes(len(graphs))),
+        )
+
+    def _notes(self, num_graphs: int) -> Iterator[str]:
+        if CALLS not in self._tables:
+            yield f"No table {CALLS}, so no kernel's launch is known: {HOW_TO_RECORD}."
+        if RANGES not in self._tables:
+            yield f"No table {RANGES}, so there are no ranges: {HOW_TO_RECORD}."
+        if num_graphs:
+            yield (
+                f"{num_graphs} launches of CUDA graphs were traced as a whole, without their kernels: "
+                "record with --cuda-graph-trace=node to see these."
+            )
+
+    def _api_calls(self) -> ApiCalls:
+        start, end, name, thread, correlation = self._ints(
+            CALLS, {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0}
+        )
+        return ApiCalls(
+            name=self._strings.column(name),
+            process=_process(thread),
+            thread=thread,
+            start_ns=start,
+            duration_ns=self._durations(CALLS, start, end),
+            correlation=correlation,
+        )
+
+    def _work(self, table: str, calls: Launches) -> DeviceWork:
+        kind = {KERNELS: "demangledName", COPIES: "copyKind", GRAPHS: "graphId", FILLS: "bytes"}[table]
+        start, end, device, stream, process, correlation, kinds, graph, num_bytes = self._ints(
+            table,
+            {
+                **{"start": None, "end": None, "deviceId": None, "streamId": None, "globalPid": 0, "correlationId": 0},
+                kind: None,
+            },
+            {"graphId" if table == GRAPHS else "graphNodeId": 0, "bytes": 0},
+        )
+        if table == KERNELS:
+            name = self._strings.column(kinds)
+        elif table == COPIES:
+            labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
+            name = self._strings.column(kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy")
+        else:
+            name = np.full(len(start), self._strings.id("memset" if table == FILLS else "CUDA graph"), dtype=np.int64)
+        is_launched, launch, thread = calls.columns(calls.find(process, correlation))
+        return DeviceWork(
+            name=name,
+            process=process,
+            device=device,
+            stream=stream,
+            start_ns=start,
+            duration_ns=self._durations(table, start, end),
+            correlation=correlation,
+            is_launched=is_launched,
+            launch_ns=launch,
+            thread=thread,
+            is_in_graph=graph != 0,
+            graph=graph,
+            num_bytes=num_bytes,
+        )
+
+    def _ranges(self, last_ns: int) -> Ranges:
+        kinds = {name: number for number, name in self._names("ENUM_NSYS_EVENT_TYPE", "name").items()}
+        push_pop, start_end = kinds.get("NvtxPushPopRange", PUSH_POP), kinds.get("NvtxStartEndRange", START_END)
+        start, end, is_open, kind, thread, key = self._ints(
+            RANGES,
+            {"start": None, "end": last_ns, "end IS NULL": None, "eventType": None, "globalTid": 0},
+            {"textId": NO_STRING},
+        )
+        name = self._strings.column(key)
+        if RANGES in self._tables and "text" in self._columns(RANGES):
+            texts = self._texts(f"SELECT NULL, text FROM {RANGES} NOT INDEXED LIMIT {len(start)}")
+            own = array("q", (NO_STRING if text is None else self._strings.id(text) for _, text in texts))
+            text_id = np.frombuffer(own, dtype=np.int64)
+            name = np.where(text_id >= 0, text_id, name)
+        end = np.where(is_open != 0, np.maximum(start, last_ns), end)
+        self._durations(RANGES, start, end)
+        kept = (kind == push_pop) | (kind == start_end)
+        return Ranges(
+            name=name[kept],
+            process=_process(thread[kept]),
+            thread=thread[kept],
+            start_ns=start[kept],
+            end_ns=end[kept],
+            is_open=is_open[kept] != 0,
+            is_nested=kind[kept] == push_pop,
+        )
+
+    def _columns(self, table: str) -> set[str]:
+        """Columns that are stored; computed ones do not show here, and are not wanted."""
+        return {row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")}
+
+    def _ints(self, table: str, needed: Mapping[str, int | None], optional: Mapping[str, int] = _NOTHING) -> list[Ints]:
+        """Columns of whole numbers, those `needed` first; with a value for where they are NULL, or missing if optional.
+
+        No rows where there is no such table; raise ProfileError where anything but whole numbers stands.
+        """
+        num_columns = len(needed) + len(optional)
+        if table not in self._tables:
+            return [np.zeros(0, dtype=np.int64)] * num_columns
+        present = self._columns(table)
+        if missing := [name for name in needed if name.removesuffix(" IS NULL") not in present]:
+            raise ProfileError(
+                self.path,
+                f"table {table} needs columns {', '.join(needed)}, and has no {', '.join(missing)}: "
+                "export the report again with a newer nsys",
+            )
+        columns = [_expression(name, value) for name, value in needed.items()]
+        columns += [_expression(name, value) if name in present else str(value) for name, value in optional.items()]
+        # no index: the order of rows must be the same in every query; no condition: what is skipped is not counted
+        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED LIMIT {self._max_rows + 1}"
+        try:
+            flat = array("q", chain.from_iterable(self._connection.execute(query)))
+        except (TypeError, OverflowError) as error:
+            raise ProfileError(
+                self.path,
+                f"table {table} needs whole numbers in columns {', '.join((*needed, *optional))}, and has others "
+                f"({error}): the export is damaged",
+            ) from error
+        rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
+        if len(rows) > self._max_rows:
+            raise ProfileError(self.path, f"table {table} has more rows than the file has room for: it is damaged")
+        return list(np.ascontiguousarray(rows.T))
+
+    def _names(self, table: str, column: str) -> dict[int, str]:
+        """Names by their number in a table of names; empty where there is no such table."""
+        if table not in self._tables or not {"id", column} <= self._columns(table):
+            return {}
+        rows = self._texts(f'SELECT id, "{column}" FROM {table} NOT INDEXED LIMIT {self._max_rows}')
+        return {number: text for number, text in rows if text is not None}
+
+    def _texts(self, query: str) -> Iterator[tuple[Any, str | None]]:
+        """Rows of something and a text; raise ProfileError where rows share their bytes, as only a trap's do."""
+        room = self._size
+        for key, value in self._connection.execute(query):
+            text = None if value is None else str(value)
+            room -= len(text or "")
+            if room < 0:
+                raise ProfileError(self.path, "more text than the file has room for: it is damaged")
+            yield key, text
+
+    def _durations(self, table: str, start: Ints, end: Ints) -> Ints:
+        try:
+            return durations(start, end, f"rows of table {table}")
+        except ValueError as error:
+            raise ProfileError(self.path, f"{error}: the export is damaged") from error
+
+
+def _expression(column: str, if_null: int | None) -> str:
+    quoted = f'"{column}"' if " " not in column else column
+    return quoted if if_null is None else f"IFNULL({quoted}, {if_null})"
+
+
+def _process(thread: Ints) -> Ints:
+    return thread >> THREAD_BITS << THREAD_BITS
+
+
+def _last(*parts: DeviceWork | ApiCalls) -> int:
+    """When the last of anything ended."""
+    return max((int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0)
+
+
+def _join(first: DeviceWork, second: DeviceWork) -> DeviceWork:
+    columns = [field.name for field in fields(DeviceWork)]
+    return DeviceWork(**{name: np.concatenate((getattr(first, name), getattr(second, name))) for name in columns})

@@ -1,0 +1,236 @@
+"""When a process was in which phase and step: from its ranges, or else from which thread launched."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336_systems.analysis.columns import Ints, Mask
+from cs336_systems.analysis.kernels.timeline import Timeline
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Ranges, Trace
+from cs336_systems.ranges import Range
+
+Codes = NDArray[np.int8]
+"""Phases as indices into `PHASES`."""
+
+
+class LaunchPhase(StrEnum):
+    """Where in a step something was launched; each kernel has exactly one."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    LOSS = "loss"
+    """Only where the loss stands beside forward; a `loss` range inside `forward` is part of forward."""
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    UNATTRIBUTED = "unattributed"
+
+
+PHASES = tuple(LaunchPhase)
+CODES = {phase: code for code, phase in enumerate(PHASES)}
+
+
+class PhaseSource(StrEnum):
+    """What the phases of a process were told from."""
+
+    RANGES = "ranges"
+    THREADS = "threads"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseNames:
+    """Names of the ranges around phases and steps; files of others may call them anything."""
+
+    data: str = LaunchPhase.DATA
+    forward: str = Range.FORWARD
+    loss: str = Range.LOSS
+    backward: str = Range.BACKWARD
+    optimizer: str = Range.OPTIMIZER
+    step: str = Range.STEP
+    warmup: str = Range.WARMUP
+    measure: str = Range.MEASURE
+
+    def __post_init__(self) -> None:
+        names = [getattr(self, field.name) for field in fields(self)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each phase needs a range name of its own, got {', '.join(names)}")
+
+    @property
+    def phases(self) -> Mapping[str, LaunchPhase]:
+        """The phase that each name stands for."""
+        return {getattr(self, phase): phase for phase in PHASES if phase is not LaunchPhase.UNATTRIBUTED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Windows of one process in time: a launch on any of its threads belongs to the window that holds it."""
+
+    source: PhaseSource
+    start: Ints
+    end: Ints
+    phase: Codes
+    step_start: Ints
+    step_end: Ints
+    step_is_warmup: Mask
+    around_steps: Ints
+    """Ranges that span phases, so they are no modules."""
+    notes: tuple[str, ...] = ()
+
+
+NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
+
+
+def make_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> Plan:
+    """The windows of a process, which has the ranges `rows` and whose kernels with a launch are `launched`."""
+    ranges = trace.ranges
+    of_phase = _named(trace, rows, names.forward, names.backward, names.optimizer)
+    if len(of_phase):
+        main = ranges.thread[of_phase[ranges.start_ns[of_phase].argmin()]]
+        return _plan_from_ranges(trace, rows[(ranges.thread[rows] == main) | ~ranges.is_nested[rows]], names)
+    return _plan_from_threads(trace, process, rows[ranges.is_nested[rows]], launched, names)
+
+
+def _outermost(ranges: Ranges, rows: Ints) -> Ints:
+    """Of `rows`, those inside no other, in order of their start."""
+    outer = rows[Timeline(ranges.start_ns[rows], ranges.end_ns[rows]).parent < 0]
+    return outer[np.argsort(ranges.start_ns[outer], kind="stable")]
+
+
+def _named(trace: Trace, rows: Ints, *names: str) -> Ints:
+    return rows[np.isin(trace.ranges.name[rows], trace.string_ids(*names))]
+
+
+def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> Plan:
+    """Windows are the outermost phase ranges of the main thread; in a step, what comes before forward is data."""
+    ranges = trace.ranges
+    phases = _outermost(ranges, _named(trace, rows, *names.phases))
+    codes = {string: CODES[phase] for string, phase in names.phases.items()}
+    label = np.array([codes[trace.strings[name]] for name in ranges.name[phases].tolist()], dtype=np.int8)
+    start, end = ranges.start_ns[phases], ranges.end_ns[phases]
+    opened_inside = np.searchsorted(start, ranges.end_ns[rows]) - np.searchsorted(start, ranges.start_ns[rows], "right")
+    is_forward = label == CODES[LaunchPhase.FORWARD]
+
+    steps = _outermost(ranges, _named(trace, rows, names.step))
+    if len(steps):
+        step_start, step_end = ranges.start_ns[steps], ranges.end_ns[steps]
+        first = np.append(start, MAX_TIME_NS)[np.searchsorted(start, step_start)]
+        has_data = first < step_end
+        start, end = np.append(start, step_start[has_data]), np.append(end, first[has_data])
+        label = np.append(label, np.full(int(has_data.sum()), CODES[LaunchPhase.DATA], dtype=np.int8))
+    else:
+        step_start, step_end = _steps_between(start, end, is_forward, label == CODES[LaunchPhase.OPTIMIZER])
+    return Plan(
+        source=PhaseSource.RANGES,
+        start=start,
+        end=end,
+        phase=label,
+        step_start=step_start,
+        step_end=step_end,
+        step_is_warmup=_is_warmup(trace, rows, names, step_start),
+        around_steps=rows[opened_inside > 0],
+    )
+
+
+def _steps_between(start: Ints, end: Ints, is_forward: Mask, is_optimizer: Mask) -> tuple[Ints, Ints]:
+    """Steps of phases in order: one begins with each first forward after an optimizer, or with each forward."""
+    forward = np.flatnonzero(is_forward)
+    if is_optimizer.any():
+        done = np.cumsum(is_optimizer)[forward]
+        forward = forward[np.diff(done, prepend=-1) > 0]
+    if not len(forward):
+        return NO_ROWS, NO_ROWS
+    last = np.append(forward[1:], len(start)) - 1
+    return start[forward], np.maximum.accumulate(end)[last]
+
+
+def _is_warmup(trace: Trace, rows: Ints, names: PhaseNames, step_start: Ints) -> Mask:
+    ranges = trace.ranges
+
+    def inside(name: str) -> Mask:
+        found = _outermost(ranges, _named(trace, rows, name))
+        return Timeline(ranges.start_ns[found], ranges.end_ns[found]).at(step_start) >= 0
+
+    measured = inside(names.measure)
+    return inside(names.warmup) | (~measured & measured.any())
+
+
+def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> Plan:
+    """Windows from who launched: what a thread other than that of the model's ranges launched is backward.
+
+    On the main thread, from the first of the model's ranges to the last is forward, then loss until backward begins;
+    after backward it is the optimizer, until a range opens that the first forward opened too.
+    """
+    ranges, kernels = trace.ranges, trace.kernels
+    rows = rows[np.isin(ranges.thread[rows], kernels.thread[launched])]
+    if not len(rows):
+        return _no_plan(process, names, bool(len(launched)))
+    main = ranges.thread[rows[ranges.start_ns[rows].argmin()]]
+    rows = rows[ranges.thread[rows] == main]
+    backward = np.sort(kernels.launch_ns[launched[kernels.thread[launched] != main]])
+    # forward is over when backward begins, so no range of the model spans a launch of backward's
+    is_around = np.searchsorted(backward, ranges.end_ns[rows]) > np.searchsorted(backward, ranges.start_ns[rows])
+    is_around |= np.isin(rows, _named(trace, rows, names.step, names.warmup, names.measure))
+    model = rows[~is_around]
+    model = model[np.argsort(ranges.start_ns[model], kind="stable")]
+    if not len(backward) or not len(model):
+        return _no_plan(process, names, True)
+
+    # one burst of backward: what it launched between two of the model's ranges
+    opened_before = np.searchsorted(ranges.start_ns[model], backward, side="right")
+    first = np.flatnonzero(np.diff(opened_before, prepend=-1))
+    burst_start, burst_end = backward[first], backward[np.append(first[1:], len(backward)) - 1] + 1
+
+    gap = np.searchsorted(burst_start, ranges.start_ns[model])  # between which bursts each of the model's ranges lies
+    is_forward = np.isin(ranges.name[model], np.unique(ranges.name[model[gap == gap[0]]]))
+    forward, gap = model[is_forward], gap[is_forward]
+    gap, first = np.unique(gap, return_index=True)
+    start, end = ranges.start_ns[forward[first]], np.maximum.reduceat(ranges.end_ns[forward], first)
+
+    has_backward = gap < len(burst_start)
+    next_start = np.append(start, MAX_TIME_NS)[np.searchsorted(start, burst_end)]
+    windows = {
+        LaunchPhase.FORWARD: (start, end),
+        LaunchPhase.LOSS: (end[has_backward], burst_start[gap[has_backward]]),
+        LaunchPhase.BACKWARD: (burst_start, burst_end),
+        LaunchPhase.OPTIMIZER: (burst_end, next_start),
+    }
+    return Plan(
+        source=PhaseSource.THREADS,
+        start=np.concatenate([start for start, _ in windows.values()]),
+        end=np.concatenate([end for _, end in windows.values()]),
+        phase=np.repeat(
+            np.array([CODES[phase] for phase in windows], dtype=np.int8), [len(start) for start, _ in windows.values()]
+        ),
+        step_start=start,
+        step_end=np.append(start[1:], MAX_TIME_NS),
+        step_is_warmup=_is_warmup(trace, rows, names, start),
+        around_steps=rows[is_around],
+        notes=(
+            f"Process {process} has no range named {names.forward}, {names.backward} or {names.optimizer}. So backward "
+            "is what other threads than the main one launched, forward the main thread's ranges before it, loss what "
+            "lies between (with the fill that starts backward), optimizer the rest until the next forward (with "
+            "zero_grad and the making of the next batch).",
+        ),
+    )
+
+
+def _no_plan(process: int, names: PhaseNames, has_kernels: bool) -> Plan:
+    note = (
+        f"The phases of process {process} cannot be told: no range is named {names.forward}, {names.backward} or "
+        f"{names.optimizer}, and there is no thread with ranges beside another that launches backward. "
+        "Say which ranges mean the phases, or record with such ranges."
+    )
+    return Plan(
+        source=PhaseSource.NOTHING,
+        start=NO_ROWS,
+        end=NO_ROWS,
+        phase=np.zeros(0, dtype=np.int8),
+        step_start=NO_ROWS,
+        step_end=NO_ROWS,
+        step_is_warmup=np.zeros(0, dtype=np.bool_),
+        around_steps=NO_ROWS,
+        notes=(note,) if has_kernels else (),
+    )

@@ -1,0 +1,144 @@
+"""Which steps a profile is of, and when the host was in which phase of them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Columns, Ints
+from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, Codes, LaunchPhase, PhaseNames, Plan, make_plan
+from cs336_systems.analysis.kernels.timeline import Timeline
+from cs336_systems.analysis.kernels.trace import Trace
+
+NO_CODES: Codes = np.zeros(0, dtype=np.int8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSteps(Columns):
+    """The steps that a profile is of: by process, each process in order."""
+
+    process: Ints
+    """Index into the trace's processes; 0 for a whole trace, however many these are."""
+    start_ns: Ints
+    end_ns: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostWindows(Columns):
+    """When the host was in a phase of these steps: by step, each step in order."""
+
+    step: Ints
+    phase: Codes
+    start_ns: Ints
+    end_ns: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The part of a trace that is profiled."""
+
+    steps: HostSteps
+    windows: HostWindows
+    processes: Ints
+    """The trace's own numbers of its processes."""
+    is_whole_trace: bool
+    is_warmup: bool
+    number: Ints
+    """Index into `steps` of each of the attribution's steps, -1 for one left out; the last element is -1."""
+
+    def step_of(self, step: Ints) -> Ints:
+        """Index into `steps`, of kernels or copies with these steps of the attribution; -1 for those in none."""
+        return np.zeros_like(step) if self.is_whole_trace else self.number[step]
+
+    def process_of(self, process: Ints) -> Ints:
+        """The index that `steps` has for the process of kernels, copies or calls; -1 for one that has no kernels."""
+        if self.is_whole_trace:
+            return np.zeros_like(process)
+        at = np.searchsorted(self.processes, process)
+        return np.where(np.append(self.processes, -1)[at] == process, at, -1)
+
+
+def select(attribution: Attribution, names: PhaseNames | None = None) -> Selection:
+    """The steps that are no warm-up, or all if there are no others, or the whole trace if there are none.
+
+    `names` are those that `attribute` was given; raise ValueError for others.
+    """
+    plans = _plans(attribution, PhaseNames() if names is None else names)
+    steps = attribution.steps
+    processes = np.array(list(plans), dtype=np.int64)
+    is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
+    used = np.flatnonzero(~steps.is_warmup | is_warmup)
+    number = np.full(len(steps) + 1, -1, dtype=np.int64)
+    number[used] = np.arange(len(used))
+    first, last = _extent(attribution.trace)
+    if len(used):
+        host = HostSteps(
+            process=np.searchsorted(processes, steps.process[used]),
+            start_ns=steps.start_ns[used],
+            end_ns=np.clip(steps.end_ns[used], steps.start_ns[used], max(last, int(steps.start_ns[used].max()))),
+        )
+    else:
+        host = HostSteps(process=np.zeros(1, np.int64), start_ns=np.array([first]), end_ns=np.array([last]))
+    return Selection(
+        steps=host,
+        windows=_windows(plans, host, is_whole_trace=not len(used)),
+        processes=processes,
+        is_whole_trace=not len(used),
+        is_warmup=is_warmup,
+        number=number,
+    )
+
+
+def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each id and the rows that have it, in order."""
+    order = np.argsort(ids, kind="stable")
+    values, first = np.unique(ids[order], return_index=True)
+    yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
+
+
+def _plans(attribution: Attribution, names: PhaseNames) -> Mapping[int, Plan]:
+    """The plan of each process, which `attribute` made and did not keep."""
+    trace, kernels = attribution.trace, attribution.trace.kernels
+    ranges = dict(groups(trace.ranges.process))
+    is_launched = np.flatnonzero(kernels.is_launched)
+    launched = {process: is_launched[rows] for process, rows in groups(kernels.process[is_launched])}
+    plans = {
+        process: make_plan(trace, process, ranges.get(process, NO_ROWS), launched.get(process, NO_ROWS), names)
+        for process in sorted(attribution.sources)
+    }
+    for process, rows in launched.items():
+        plan = plans[process]
+        labels = np.append(plan.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+        found = labels[Timeline(plan.start, plan.end).at(kernels.launch_ns[rows])]
+        if not np.array_equal(found, attribution.kernels.phase[rows]):
+            raise ValueError(
+                f"the phases of process {process} are not those of the attribution: "
+                "summarise needs the same phase names as attribute, got others"
+            )
+    return plans
+
+
+def _extent(trace: Trace) -> tuple[int, int]:
+    """When the first of anything in the trace began and the last ended; 0 and 0 for an empty one."""
+    host = trace.ranges
+    parts = [
+        (part.start_ns, part.start_ns + part.duration_ns) for part in (trace.kernels, trace.copies, trace.api_calls)
+    ]
+    parts = [(start, end) for start, end in (*parts, (host.start_ns, host.end_ns)) if len(start)]
+    first = min((int(start.min()) for start, _ in parts), default=0)
+    return first, max((int(end.max()) for _, end in parts), default=0)
+
+
+def _windows(plans: Mapping[int, Plan], steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
+    """The windows that begin in a step, cut where it ends."""
+    found: list[tuple[Ints, Codes, Ints, Ints]] = [(NO_ROWS, NO_CODES, NO_ROWS, NO_ROWS)]
+    for index, plan in enumerate(plans.values()):
+        mine = np.flatnonzero((steps.process == index) | is_whole_trace)
+        step = np.append(mine, -1)[Timeline(steps.start_ns[mine], steps.end_ns[mine]).at(plan.start)]
+        rows = np.flatnonzero(step >= 0)
+        found.append((step[rows], plan.phase[rows], plan.start[rows], plan.end[rows]))
+    step, phase, start, end = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((end, start, step))
+    end = np.clip(end, start, np.maximum(start, steps.end_ns[step]))
+    return HostWindows(step=step[order], phase=phase[order], start_ns=start[order], end_ns=end[order])

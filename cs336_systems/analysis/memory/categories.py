@@ -1,0 +1,130 @@
+"""What each block of memory holds: sighted by the live process, or concluded from when it was there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Columns, Ints
+from cs336_systems.analysis.memory.allocations import Allocations, Replay
+from cs336_systems.analysis.memory.notes import Kind, Sighting
+from cs336_systems.analysis.memory.positions import NOWHERE
+from cs336_systems.analysis.memory.profile import Category, CategoryBytes
+
+CATEGORIES = tuple(Category)
+CODES = {category: code for code, category in enumerate(CATEGORIES)}
+NOT_SIGHTED = -1
+_PRECEDENCE = {kind: rank for rank, kind in enumerate(
+    (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.SAVED)
+)}  # fmt: skip
+MAX_BLOCKS_BEFORE = 4096
+"""That begin below an address and are looked at, for a storage that begins inside of a block."""
+
+
+class MemoryAttributionError(AssertionError):
+    """The categories do not add up to what is allocated: a bug of ours, never of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents(Columns):
+    """What each allocation of a replay holds."""
+
+    category: Ints
+    """Index into CATEGORIES."""
+    sighting: Ints
+    """Index of the sighting that tells so, or NOT_SIGHTED."""
+
+
+def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: Ints) -> Ints:
+    """The row of the allocation that each sighting saw at its moment, NOT_SIGHTED for none.
+
+    It is the one in use that begins at the address, or else the last before it, if that reaches so far.
+    """
+    order = np.lexsort((allocations.start, allocations.address))
+    address, start = allocations.address[order], allocations.start[order]
+    is_new = np.append(True, address[1:] != address[:-1])[: len(address)]
+    places = address[is_new]
+    span = max(start.max(initial=0), moments.max(initial=0)) + 2
+    key = (np.cumsum(is_new) - 1) * span + start + 1
+    wanted = np.array([sighting.address for sighting in sightings], dtype=np.int64)
+    found = np.full(len(wanted), NOT_SIGHTED, dtype=np.int64)
+    place = np.searchsorted(places, wanted, side="right") - 1
+    rows = np.arange(len(wanted))
+    for _ in range(MAX_BLOCKS_BEFORE):
+        rows = rows[(place[rows] >= 0) & (moments[rows] != NOWHERE)]
+        if not len(rows):
+            break
+        last = np.searchsorted(key, place[rows] * span + moments[rows] + 1) - 1
+        candidate = order[np.maximum(last, 0)]
+        is_there = (
+            (last >= 0)
+            & (allocations.address[candidate] == places[place[rows]])
+            & (allocations.free_requested[candidate] >= moments[rows])
+        )
+        reaches = allocations.address[candidate] + allocations.num_bytes[candidate] > wanted[rows]
+        found[rows[is_there & reaches]] = candidate[is_there & reaches]
+        rows = rows[~is_there]
+        place[rows] -= 1
+    return found
+
+
+def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints) -> Contents:
+    """The contents of all allocations; of several sightings of one, the kind decides, and then the first."""
+    rows = replay.allocations
+    category = np.where(replay.is_held_throughout, CODES[Category.HELD], CODES[Category.TEMPORARY])
+    sighted = np.full(len(rows), NOT_SIGHTED, dtype=np.int64)
+    rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
+    for index in np.lexsort((np.arange(len(rank)), rank))[::-1].tolist():  # the one that decides is written last
+        if row_of[index] != NOT_SIGHTED:
+            sighted[row_of[index]] = index
+    known = np.flatnonzero(sighted != NOT_SIGHTED)
+    category[known] = [CODES[Category(sightings[index].kind)] for index in sighted[known].tolist()]
+    return Contents(category=category, sighting=sighted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSums:
+    """What was allocated, by category, at some moments: a row for each of CATEGORIES, a column for each moment."""
+
+    moments: Ints
+    num_bytes: Ints
+    counts: Ints
+
+    def at(self, moment: int) -> tuple[CategoryBytes, ...]:
+        """At one of the moments, the categories of which there is something."""
+        column = int(np.searchsorted(self.moments, moment))
+        cells = zip(CATEGORIES, self.num_bytes[:, column].tolist(), self.counts[:, column].tolist(), strict=True)
+        return tuple(
+            CategoryBytes(category=category, num_bytes=num_bytes, count=count)
+            for category, num_bytes, count in cells
+            if count
+        )
+
+
+def live_sums(replay: Replay, contents: Contents, moments: Ints) -> LiveSums:
+    """The sums at the sorted `moments`; raise MemoryAttributionError unless they add up to what was allocated."""
+    rows = replay.allocations
+    first = np.searchsorted(moments, rows.start, side="right")
+    behind = np.searchsorted(moments, rows.free_requested, side="right")
+    sums = LiveSums(
+        moments=moments,
+        num_bytes=_sums(contents.category, rows.num_bytes, first, behind, len(moments)),
+        counts=_sums(contents.category, np.ones(len(rows), dtype=np.int64), first, behind, len(moments)),
+    )
+    missed = sums.num_bytes.sum(axis=0) - replay.allocated_bytes[moments]
+    if missed.any():
+        where = int(np.flatnonzero(missed)[0])
+        raise MemoryAttributionError(
+            f"at moment {moments[where]} the categories hold {sums.num_bytes[:, where].sum()} bytes of "
+            f"{replay.allocated_bytes[moments[where]]}"
+        )
+    return sums
+
+
+def _sums(code: Ints, values: Ints, first: Ints, behind: Ints, num_moments: int) -> Ints:
+    """By category, the values of what is there from moment number `first` to the one before number `behind`."""
+    change = np.zeros((len(CATEGORIES), num_moments + 1), dtype=np.int64)
+    is_there = first < behind
+    np.add.at(change, (code[is_there], first[is_there]), values[is_there])
+    np.subtract.at(change, (code[is_there], behind[is_there]), values[is_there])
+    return np.cumsum(change, axis=1)[:, :-1]

@@ -1,0 +1,231 @@
+"""Explains a memory snapshot: what was allocated when, what it held, in which phase, and whose code asked for it.
+
+The snapshot alone tells sizes, times and stacks. What a block held, and when phases ended, is told by the notes beside
+it (memory_notes.py), where there are any.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336_systems.analysis.columns import Ints, ProfileError
+from cs336_systems.analysis.memory.allocations import replay
+from cs336_systems.analysis.memory.block_sizes import may_be_larger, rounds_to_powers
+from cs336_systems.analysis.memory.blocks import block_memory
+from cs336_systems.analysis.memory.categories import (
+    CODES,
+    NOT_SIGHTED,
+    LiveSums,
+    MemoryAttributionError,
+    categorise,
+    live_sums,
+    resolve,
+)
+from cs336_systems.analysis.memory.device_memory import Action, DeviceMemory
+from cs336_systems.analysis.memory.formulas import Formulas
+from cs336_systems.analysis.memory.groups import Groups, Known
+from cs336_systems.analysis.memory.lifetimes import BEFORE
+from cs336_systems.analysis.memory.notes import Mark, MemoryNotes, notes_path, read_notes
+from cs336_systems.analysis.memory.positions import (
+    NO_PHASES,
+    NOWHERE,
+    Positions,
+    find_phases,
+    notes_on_positions,
+)
+from cs336_systems.analysis.memory.profile import AllocatorWork, Category, MemoryProfile, Moment, Timeline
+from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Snapshot, read_snapshot
+from cs336_systems.config import ModelConfig
+
+MAX_POINTS = 2000
+"""Of a timeline."""
+MAX_LARGEST = 50
+FROM_BOTTOM = (
+    Category.HELD,
+    Category.PARAMETERS,
+    Category.BUFFERS,
+    Category.OPTIMIZER_STATE,
+    Category.GRADIENTS,
+    Category.AUTOCAST_COPIES,
+    Category.SAVED,
+    Category.TEMPORARY,
+)
+"""Of a picture over time: what stays is below what comes and goes."""
+
+
+def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int | None = None) -> MemoryProfile:
+    """The snapshot at `path` explained, with the notes beside it, if any; raise ProfileError where there is none.
+
+    The model and the batch size, where known, give formulas for the bytes. Raises MemoryAttributionError if the
+    categories missed what the allocator counted.
+    """
+    beside = notes_path(path)
+    notes = read_notes(beside) if beside.exists() else None
+    snapshot = read_snapshot(path)
+    memory = _choose_device(snapshot, notes)
+    return _Explanation(snapshot, memory, notes, Formulas(model, batch_size)).profile(
+        None if model is None or batch_size is None else 4 * batch_size * model.context_length * model.d_model
+    )
+
+
+def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemory:
+    """That of the notes; without any, the one that did most."""
+    if not snapshot.devices:
+        raise ProfileError(snapshot.path, f"no device has any memory in it; {HOW_TO_RECORD}")
+    if notes is None:
+        return max(snapshot.devices, key=lambda memory: len(memory.events))
+    of_notes = [memory for memory in snapshot.devices if memory.device == notes.device]
+    if not of_notes:
+        found = ", ".join(str(memory.device) for memory in snapshot.devices)
+        raise ProfileError(
+            snapshot.path, f"needed memory of device {notes.device}, of which the notes beside it tell, got {found}"
+        )
+    return of_notes[0]
+
+
+class _Explanation:
+    """One device of a snapshot, and all that is concluded from it."""
+
+    def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None, formulas: Formulas) -> None:
+        self._snapshot, self._memory, self._notes = snapshot, memory, notes
+        self._replay = replay(memory, snapshot.settings)
+        self._allocated = self._replay.allocated_bytes
+        self._peak = int(self._allocated.argmax())
+        sightings = () if notes is None else notes.sightings
+        self._phases, self._sighted_at = NO_PHASES, np.zeros(0, dtype=np.int64)
+        if notes is not None:
+            positions = Positions(memory.events, notes.end)
+            oom = self._replay.out_of_memory
+            self._phases = find_phases(positions, notes, oom[-1].moment if oom else NOWHERE)
+            self._sighted_at = positions.moments([sighting.position for sighting in sightings])
+        self._row_of = resolve(self._replay.allocations, sightings, self._sighted_at)
+        self._known = Known(
+            replay=self._replay,
+            stacks=snapshot.stacks,
+            contents=categorise(self._replay, sightings, self._row_of),
+            sightings=sightings,
+            phases=self._phases,
+            formulas=formulas,
+        )
+
+    def profile(self, residual_stream_bytes: int | None) -> MemoryProfile:
+        """All of it."""
+        allocations, notes = self._replay.allocations, self._notes
+        points = self._points()
+        sums = live_sums(self._replay, self._known.contents, np.union1d(points, [*self._phases.moments, self._peak]))
+        is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
+        is_held = self._replay.is_held_throughout
+        groups = Groups(self._known)
+        rounding = (allocations.num_bytes - allocations.requested_bytes)[is_live].sum()
+        return MemoryProfile(
+            source=self._snapshot.path.name,
+            device=self._memory.device,
+            num_steps=len({mark.step for mark in self._phases.marks}),
+            num_allocations=int(np.count_nonzero(~is_held)),
+            held_bytes=int(allocations.num_bytes[is_held].sum()),
+            peak=self._peak_moment(sums),
+            peak_reserved_bytes=int(self._replay.reserved_bytes.max()),
+            boundaries=tuple(self._boundaries(sums)),
+            largest=groups.largest(~is_held, is_live, MAX_LARGEST),
+            at_peak=groups.at_peak(is_live),
+            blocks=block_memory(self._known, self._row_of, self._sighted_at),
+            timeline=self._timeline(sums),
+            work=self._work(),
+            rounding_bytes_at_peak=int(rounding),
+            outside_bytes=None if notes is None else notes.used_on_device_bytes - notes.reserved_bytes,
+            residual_stream_bytes=residual_stream_bytes,
+            notes=tuple(self._notes_to_reader()),
+        )
+
+    def _peak_moment(self, sums: LiveSums) -> Moment:
+        stretch = int(self._phases.at(np.array(self._peak - 1)))
+        return self._moment(sums, self._peak, self._phases.steps[stretch], self._phases.names[stretch], None)
+
+    def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
+        for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
+            if not self._is_guessed and self._allocated[moment] != mark.allocated_bytes:
+                raise MemoryAttributionError(
+                    f"{self._snapshot.path}: at the mark {mark.name} of step {mark.step} the categories hold "
+                    f"{self._allocated[moment]} bytes, and the allocator counted {mark.allocated_bytes}"
+                )
+            yield self._moment(sums, moment, mark.step, mark.name, mark)
+
+    def _moment(self, sums: LiveSums, moment: int, step: int, phase: str, mark: Mark | None) -> Moment:
+        return Moment(
+            step=step,
+            phase=phase,
+            time_s=float(self._time_s(np.array(moment))),
+            allocated_bytes=int(self._allocated[moment]),
+            reserved_bytes=int(self._replay.reserved_bytes[moment]),
+            categories=sums.at(moment),
+            counted_bytes=None if mark is None else mark.allocated_bytes,
+        )
+
+    def _time_s(self, moments: Ints) -> NDArray[np.float64]:
+        """Of the last event before each moment, since the first event."""
+        time_us = self._memory.events.time_us
+        if not len(time_us):
+            return np.zeros(moments.shape)
+        since_first_us: Ints = time_us[np.maximum(moments - 1, 0)] - time_us[0]
+        return since_first_us / 1e6
+
+    def _points(self) -> Ints:
+        """Moments, evenly over the events, each the peak among those around it; all of them where they are few."""
+        num_moments = len(self._allocated)
+        if num_moments <= MAX_POINTS:
+            return np.arange(num_moments)
+        edges = np.linspace(0, num_moments, MAX_POINTS + 1).astype(np.int64)
+        peaks = [begin + self._allocated[begin:end].argmax() for begin, end in pairwise(edges.tolist())]
+        return np.array(peaks, dtype=np.int64)
+
+    def _timeline(self, sums: LiveSums) -> Timeline:
+        present = [category for category in FROM_BOTTOM if sums.counts[CODES[category]].any()]
+        return Timeline(
+            time_s=tuple(self._time_s(sums.moments).tolist()),
+            categories=tuple(present),
+            num_bytes=tuple(tuple(sums.num_bytes[CODES[category]].tolist()) for category in present),
+            reserved_bytes=tuple(self._replay.reserved_bytes[sums.moments].tolist()),
+        )
+
+    def _work(self) -> AllocatorWork:
+        counts = np.bincount(self._memory.events.action, minlength=len(Action))
+        oom = self._replay.out_of_memory
+        return AllocatorWork(
+            allocations=int(counts[Action.ALLOC]),
+            segments_allocated=int(counts[Action.SEGMENT_ALLOC] + counts[Action.SEGMENT_MAP]),
+            segments_freed=int(counts[Action.SEGMENT_FREE] + counts[Action.SEGMENT_UNMAP]),
+            out_of_memory=len(oom),
+            oom_requested_bytes=oom[0].requested_bytes if oom else None,
+            oom_free_bytes=oom[0].free_bytes if oom else None,
+        )
+
+    @property
+    def _is_guessed(self) -> bool:
+        """Whether the size of any block is a conclusion that may be wrong."""
+        rows, settings = self._replay.allocations, self._snapshot.settings
+        is_gone = (rows.start == BEFORE) & (rows.end < len(self._memory.events))
+        return rounds_to_powers(settings) or bool((is_gone & may_be_larger(rows.requested_bytes, settings)).any())
+
+    def _notes_to_reader(self) -> Iterator[str]:
+        yield from self._snapshot.notes
+        yield from self._replay.notes
+        if len(self._snapshot.devices) > 1:
+            others = [memory.device for memory in self._snapshot.devices if memory.device != self._memory.device]
+            yield f"Of device {self._memory.device}; {', '.join(map(str, others))} have memory too, left out here."
+        if not len(self._memory.events):
+            yield f"No event was recorded, so nothing is known but what was there at the end; {HOW_TO_RECORD}."
+        if self._notes is None:
+            yield "Nothing beside it tells what the blocks held and when phases ended: record with --memory."
+            return
+        yield from notes_on_positions(self._phases, self._notes, self._memory.events)
+        if lost := int(np.count_nonzero(self._row_of == NOT_SIGHTED)):
+            yield f"{lost} of {len(self._row_of)} sightings are of no block in use then, and are left out."
+        missed = [
+            abs(int(self._allocated[moment]) - mark.allocated_bytes)
+            for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True)
+        ]
+        if any(missed):
+            yield f"Where phases end, the blocks differ by up to {max(missed)} bytes from what the allocator counted."

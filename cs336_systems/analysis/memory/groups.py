@@ -1,0 +1,161 @@
+"""Like allocations put together: those of one size, category, name, phase and line of code."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Ints, Mask
+from cs336_systems.analysis.memory.allocations import Replay
+from cs336_systems.analysis.memory.categories import CATEGORIES, NOT_SIGHTED, Contents
+from cs336_systems.analysis.memory.formulas import HALF_BYTES, Formulas, Role, element_bytes
+from cs336_systems.analysis.memory.lifetimes import BEFORE
+from cs336_systems.analysis.memory.names import like_name, short_name, what_saved
+from cs336_systems.analysis.memory.notes import Kind, Sighting
+from cs336_systems.analysis.memory.places import places_of
+from cs336_systems.analysis.memory.positions import Phases
+from cs336_systems.analysis.memory.profile import Category, LikeAllocations, Place
+from cs336_systems.analysis.memory.stacks import Stack, Stacks
+from cs336_systems.config import Phase
+
+_ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
+"""Backward makes both."""
+_BACKWARD, _OPTIMIZER_FILES = "backward", ("/optim/", "/optimizer.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """All that is known of the allocations of one snapshot."""
+
+    replay: Replay
+    stacks: Stacks
+    contents: Contents
+    sightings: Sequence[Sighting]
+    phases: Phases
+    formulas: Formulas
+
+
+class Groups:
+    """The allocations of a snapshot, in groups of like ones."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        rows, sighting = known.replay.allocations, known.contents.sighting
+        self._stack_of_row, self._stacks = known.stacks.distinct(rows.stack)
+        self._places = [places_of(stack) for stack in self._stacks]
+        self._names = [short_name(sighting) for sighting in known.sightings]
+        self._phase_names = ("", *known.phases.names)
+        self._phase_of_row = np.where(rows.start == BEFORE, 0, known.phases.at(rows.start) + 1)
+        columns = (
+            rows.requested_bytes,
+            rows.num_bytes,
+            known.contents.category,
+            _numbered([like_name(name) for name in self._names], sighting),
+            _numbered(self._phase_names, self._phase_of_row),
+            _numbered([places[:1] for places in self._places], self._stack_of_row),
+        )
+        saved = {element_bytes(sighting.dtype) for sighting in known.sightings if sighting.kind is Kind.SAVED}
+        self._may_have_half = not saved or HALF_BYTES in saved
+        self._group, self._first = _combined(columns)
+        self._num_groups = len(self._first)
+        self._order = np.argsort(self._group, kind="stable")
+        self._begin = np.searchsorted(self._group[self._order], np.arange(self._num_groups + 1))
+
+    def largest(self, chosen: Mask, live: Mask, limit: int) -> tuple[LikeAllocations, ...]:
+        """The groups of the chosen allocations with the largest of them; counted at the peak are those that `live`."""
+        counts = np.bincount(self._group[chosen], minlength=self._num_groups)
+        sizes = self._known.replay.allocations.num_bytes[self._first]
+        order = np.lexsort((-counts, -sizes))
+        return self._rows(order[counts[order] > 0][:limit], live)
+
+    def at_peak(self, live: Mask) -> tuple[LikeAllocations, ...]:
+        """The groups of which some `live`, those that take most first."""
+        counts = np.bincount(self._group[live], minlength=self._num_groups)
+        order = np.argsort(-counts * self._known.replay.allocations.num_bytes[self._first], kind="stable")
+        return self._rows(order[counts[order] > 0], live)
+
+    def _rows(self, groups: Ints, live: Mask) -> tuple[LikeAllocations, ...]:
+        counts_at_peak = np.bincount(self._group[live], minlength=self._num_groups)
+        return tuple(self._row(group, int(counts_at_peak[group])) for group in groups.tolist())
+
+    def _row(self, group: int, count_at_peak: int) -> LikeAllocations:
+        known, first = self._known, int(self._first[group])
+        rows, members = known.replay.allocations, self._order[self._begin[group] : self._begin[group + 1]]
+        sighting = self._sighting(first)
+        name = self._name(members)
+        return LikeAllocations(
+            num_bytes=int(rows.num_bytes[first]),
+            requested_bytes=int(rows.requested_bytes[first]),
+            count=len(members),
+            count_at_peak=count_at_peak,
+            category=CATEGORIES[known.contents.category[first]],
+            name=name,
+            shape=() if sighting is None else sighting.shape,
+            dtype="" if sighting is None else sighting.dtype,
+            phase=self._phase_names[self._phase_of_row[first]],
+            explanation=self._explanation(first, sighting, name),
+            places=self._places[self._stack_of_row[first]],
+        )
+
+    def _sighting(self, row: int) -> Sighting | None:
+        index = int(self._known.contents.sighting[row])
+        return None if index == NOT_SIGHTED else self._known.sightings[index]
+
+    def _name(self, members: Ints) -> str:
+        indices = self._known.contents.sighting[members].tolist()
+        names = {self._names[index] for index in indices if index != NOT_SIGHTED}
+        return names.pop() if len(names) == 1 else like_name(names.pop()) if names else ""
+
+    def _explanation(self, row: int, sighting: Sighting | None, name: str) -> str:
+        formulas = self._known.formulas
+        if sighting is None:
+            requested = int(self._known.replay.allocations.requested_bytes[row])
+            places = self._places[self._stack_of_row[row]]
+            return formulas.unsighted(
+                requested, self._role(row), places[0].function if places else "", self._may_have_half
+            )
+        return explain_sighting(formulas, sighting, name)
+
+    def _role(self, row: int) -> Role | None:
+        """What an allocation that was not sighted may be; None where nothing tells."""
+        rows, contents = self._known.replay.allocations, self._known.contents
+        phase = self._phase_names[self._phase_of_row[row]]
+        if phase:
+            return _ROLE_OF_PHASE.get(phase)
+        if CATEGORIES[contents.category[row]] is Category.HELD or rows.start[row] == BEFORE:
+            return Role.WEIGHT
+        return _role_of_code(self._stacks[self._stack_of_row[row]])
+
+
+def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
+    """The formula of a sighted storage, with `name` as it is shown."""
+    is_saved = sighting.kind is Kind.SAVED
+    role = Role.ACTIVATION if is_saved else Role.WEIGHT
+    return formulas.sighted(
+        sighting.num_bytes, sighting.shape, sighting.dtype, role, what_saved(name) if is_saved else ""
+    )
+
+
+def _role_of_code(stack: Stack) -> Role | None:
+    """What code without phases allocates: weights' gradients come without a stack, or from a call of backward."""
+    if not stack or any(frame.name == _BACKWARD for frame in stack):
+        return None
+    if any(word in frame.filename for frame in stack for word in _OPTIMIZER_FILES):
+        return Role.WEIGHT
+    return Role.ACTIVATION
+
+
+def _numbered(values: Sequence[str | tuple[Place, ...]], index: Ints) -> Ints:
+    """For each index a number, equal where the values are; -1 for -1."""
+    number_of: dict[str | tuple[Place, ...], int] = {}
+    numbers = [number_of.setdefault(value, len(number_of)) for value in values]
+    return np.array([*numbers, -1], dtype=np.int64)[index]
+
+
+def _combined(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """A number for each row, equal where all columns are, and for each number its first row."""
+    group = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        _, dense = np.unique(column, return_inverse=True)
+        _, first, group = np.unique(group * (dense.max(initial=0) + 1) + dense, return_index=True, return_inverse=True)
+    return group, first

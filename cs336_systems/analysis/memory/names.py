@@ -1,0 +1,52 @@
+"""Names of tensors as tables show them: without what is around every operator, and with like blocks alike."""
+
+import re
+
+from cs336_systems.analysis.memory.notes import Kind, Sighting
+from cs336_systems.ranges import Range
+
+SEPARATOR = " > "
+_AROUND = frozenset({Range.WARMUP, Range.MEASURE, Range.STEP, Range.FORWARD})
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\s|$)")
+_BLOCK = re.compile(r"^block\.(\d+|\*)$")
+
+
+def short_name(sighting: Sighting) -> str:
+    """The name without the ranges that are around the whole model."""
+    if sighting.kind is not Kind.SAVED:
+        return sighting.name
+    return SEPARATOR.join(part for part in sighting.name.split(SEPARATOR) if part not in _AROUND)
+
+
+def like_name(name: str) -> str:
+    """The name with a star for the number of the block, the same for like tensors of all blocks."""
+    return _NUMBER.sub("*", name)
+
+
+def block_of_ranges(name: str) -> int | None:
+    """The number of the block within whose range it is."""
+    for part in name.split(SEPARATOR):
+        if (found := _BLOCK.match(part)) and found.group(1) != "*":
+            return int(found.group(1))
+    return None
+
+
+def block_of_parameter(name: str) -> int | None:
+    """The number of the block whose parameter it is: the first number among the parts of its name."""
+    return int(found.group()) if (found := _NUMBER.search(name)) else None
+
+
+def within_block(name: str) -> str:
+    """The ranges within the block; empty where it is the block itself."""
+    parts = name.split(SEPARATOR)
+    inner = [index + 1 for index, part in enumerate(parts) if _BLOCK.match(part)]
+    return SEPARATOR.join(parts[inner[0] :]) if inner else name
+
+
+def what_saved(name: str) -> str:
+    """What the innermost range is, and of which block: `softmax of block 17`."""
+    parts = name.split(SEPARATOR)
+    blocks = [found.group(1) for part in parts if (found := _BLOCK.match(part))]
+    innermost = "" if _BLOCK.match(parts[-1]) else parts[-1].removeprefix(f"{Range.ATTENTION}.")
+    block = "" if not blocks else "the blocks" if blocks[0] == "*" else f"block {blocks[0]}"
+    return " of ".join(text for text in (innermost, block) if text)

@@ -1,0 +1,22 @@
+"""Whose code asked for memory: of a call stack, the lines of the program itself."""
+
+import re
+
+from cs336_systems.analysis.memory.profile import Place
+from cs336_systems.analysis.memory.stacks import Stack
+
+MAX_PLACES = 6
+NUM_PARTS = 2
+"""Of a file's path that are kept: the rest tells of one machine."""
+_TORCH = re.compile(r"(?:^|[/\\](?:site|dist)-packages[/\\])torch[/\\]")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
+
+
+def places_of(stack: Stack) -> tuple[Place, ...]:
+    """The innermost lines of Python outside of PyTorch, and outside of all installed packages where there are such."""
+    of_python = [frame for frame in stack if frame.filename.endswith(".py") and not _TORCH.search(frame.filename)]
+    own = [frame for frame in of_python if not _INSTALLED.search(frame.filename)] or of_python
+    return tuple(
+        Place(file="/".join(re.split(r"[/\\]", frame.filename)[-NUM_PARTS:]), line=frame.line, function=frame.name)
+        for frame in own[:MAX_PLACES]
+    )

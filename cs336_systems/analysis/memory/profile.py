@@ -1,0 +1,203 @@
+"""Where the memory of the recorded steps went: all that is kept of one snapshot, and all that its tables are made of.
+
+Bytes are those of the allocator's blocks, as `torch.cuda.memory_allocated` counts them, unless said otherwise. So the
+categories of any moment add up to what the allocator itself said then.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.record import write_atomically
+
+MEMORY_FORMAT_VERSION = 1
+MAX_PROFILE_BYTES = 256 * 2**20
+
+
+class Category(StrEnum):
+    """What a block of memory holds."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    AUTOCAST_COPIES = "autocast copies"
+    SAVED = "saved activations"
+    """By autograd, for backward."""
+    TEMPORARY = "temporary"
+    """What came or went in the recording and is none of the others."""
+    HELD = "held throughout"
+    """There before the recording and after it, and not known to be any of the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CategoryBytes:
+    """How much of one category there was."""
+
+    category: Category
+    num_bytes: int
+    count: int
+    """Blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The memory at one moment; `categories` add up to `allocated_bytes`."""
+
+    step: int
+    """From 0; -1 where the snapshot knows no steps."""
+    phase: str
+    """The phase that has just ended here, or in which it is; `start` at the start of a step, empty where unknown."""
+    time_s: float
+    """Since the first event."""
+    allocated_bytes: int
+    reserved_bytes: int
+    categories: tuple[CategoryBytes, ...]
+    counted_bytes: int | None
+    """What the allocator itself said it had allocated, at the boundary of a phase; None elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A line of code on the stack of an allocation."""
+
+    file: str
+    """The last two parts of its path: the others tell of one machine."""
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikeAllocations:
+    """Allocations of one size, category, name and place, together."""
+
+    num_bytes: int
+    """Of each."""
+    requested_bytes: int
+    """Of each, what was asked for."""
+    count: int
+    count_at_peak: int
+    category: Category
+    name: str
+    """Of the parameter, or the ranges around the operator that saved it; empty where unknown. Block numbers are as they
+    are where all are of one block, a star where they are of several."""
+    shape: tuple[int, ...]
+    """Empty where unknown."""
+    dtype: str
+    phase: str
+    """In which it was allocated; empty where unknown."""
+    explanation: str
+    """The formula that gives the bytes, such as `batch x heads x T x T x 4`, and what that is; empty for none."""
+    places: tuple[Place, ...]
+    """The innermost first, outside of PyTorch, and of all installed packages where something is left then; empty where
+    there is no stack, as in backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """One contributor to what a block of the model saves for backward."""
+
+    name: str
+    """Ranges within the block around the operator that saved it."""
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """One block of the model, in one step."""
+
+    name: str
+    saved_bytes: int
+    """Saved for backward by what runs in the block, each storage once."""
+    saved: tuple[SavedTensor, ...]
+    """The largest first."""
+    parameter_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What was allocated by category over time, in at most some thousand points: each is the peak of its interval."""
+
+    time_s: tuple[float, ...]
+    categories: tuple[Category, ...]
+    """From the bottom of the picture up: what stays first."""
+    num_bytes: tuple[tuple[int, ...], ...]
+    """One row per category."""
+    reserved_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorWork:
+    """What the allocator had to do with the device over the recording."""
+
+    allocations: int
+    segments_allocated: int
+    segments_freed: int
+    out_of_memory: int
+    oom_requested_bytes: int | None
+    """Of the first, as the allocator rounded it."""
+    oom_free_bytes: int | None
+    """On the device, then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """One snapshot of one device, explained."""
+
+    source: str
+    device: int
+    num_steps: int
+    """0 where the snapshot knows no steps."""
+    num_allocations: int
+    """In use at some time of the recording, those held throughout not counted."""
+    held_bytes: int
+    """Throughout."""
+    peak: Moment
+    """`phase` is the one in which it is."""
+    peak_reserved_bytes: int
+    boundaries: tuple[Moment, ...]
+    largest: tuple[LikeAllocations, ...]
+    """By bytes of each: the first some dozens, of `num_allocations`."""
+    at_peak: tuple[LikeAllocations, ...]
+    """What the peak consists of, by bytes together."""
+    blocks: tuple[BlockMemory, ...]
+    """Of the first step that saved anything; empty where nothing tells which block saved what."""
+    timeline: Timeline
+    work: AllocatorWork
+    rounding_bytes_at_peak: int
+    """By which the blocks at the peak are larger than what was asked for; part of `allocated_bytes`."""
+    outside_bytes: int | None
+    """Used on the device at the end and not reserved by PyTorch: the CUDA context, libraries, other processes."""
+    residual_stream_bytes: int | None
+    """One tensor of batch x T x d_model in fp32; None where the model is not known."""
+    notes: tuple[str, ...]
+    format_version: int = MEMORY_FORMAT_VERSION
+
+
+def encode_memory_profile(profile: MemoryProfile) -> bytes:
+    """The profile as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
+
+
+def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
+    """Write the profile as JSON."""
+    write_atomically(path, encode_memory_profile(profile))
+
+
+def read_memory_profile(path: Path) -> MemoryProfile:
+    """The profile at `path`; raise ProfileError where there is none."""
+    try:
+        if (size := path.stat().st_size) > MAX_PROFILE_BYTES:
+            raise ProfileError(path, f"{size} bytes are more than a memory profile ever has ({MAX_PROFILE_BYTES})")
+        return msgspec.json.decode(path.read_bytes(), type=MemoryProfile)
+    except OSError as error:
+        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProfileError(path, f"not a memory profile: {error}") from error

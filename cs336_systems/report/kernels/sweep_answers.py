@@ -1,0 +1,123 @@
+"""The course's questions answered for every configuration of a sweep, with what they have in common."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.config import Phase
+from cs336_systems.report.formats import significant
+from cs336_systems.report.kernels.answers import SAME_TIME, Question, answers
+from cs336_systems.report.kernels.entries import Profiled, labels
+from cs336_systems.report.kernels.facts import (
+    FORWARD_AND_BACKWARD,
+    class_shares,
+    forward_wall_s,
+    softmax_cost,
+    top_kernel,
+)
+from cs336_systems.report.sentences import answers_markdown, percent_of
+
+
+def sweep_answers(entries: Sequence[Profiled]) -> str:
+    """Markdown: each question as a heading, what holds over the configurations, then the answer of each."""
+    names = labels(entries)
+    found = [
+        {answer.question: answer.text for answer in answers(entry.profile, entry.clock_s(Phase.FORWARD))}
+        for entry in entries
+    ]
+    sections = []
+    for question in Question:
+        summary = _SUMMARIES[question](entries, names) if len(entries) > 1 else ""
+        own = [(name, texts[question]) for name, texts in zip(names, found, strict=True)]
+        sections.append((question.value, [*([("", summary)] if summary else []), *own]))
+    return answers_markdown("Where the time goes: the questions of CS336", sections)
+
+
+def _forward_times(entries: Sequence[Profiled], names: Sequence[str]) -> str:
+    differences = {}
+    for name, entry in zip(names, entries, strict=True):
+        wall_s, clock_s = forward_wall_s(entry.profile), entry.clock_s(Phase.FORWARD)
+        if wall_s and clock_s:
+            differences[name] = wall_s / clock_s - 1
+    if not differences:
+        return ""
+    agree = sum(abs(difference) <= SAME_TIME for difference in differences.values())
+    name, largest = max(differences.items(), key=lambda item: abs(item[1]))
+    direction = "longer" if largest > 0 else "shorter"
+    return (
+        f"Trace and clock agree within {SAME_TIME * 100:g} % in {agree} of {len(differences)} configurations; they "
+        f"differ most in {name}, where the trace is {percent_of(abs(largest), 1)} {direction}."
+    )
+
+
+def _top_kernels(entries: Sequence[Profiled], _: Sequence[str]) -> str:
+    pairs = []
+    for entry in entries:
+        first, both = (top_kernel(entry.profile, phases) for phases in ([LaunchPhase.FORWARD], [*FORWARD_AND_BACKWARD]))
+        if first and both:
+            pairs.append((first, both))
+    if not pairs:
+        return ""
+    kinds = " or ".join(dict.fromkeys(first.kind for first, _ in pairs))
+    same = sum(first.name == both.name for first, both in pairs)
+    different = len({first.name for first, _ in pairs})
+    return (
+        f"The longest kernel of forward is of class {kinds} in all {len(pairs)} configurations "
+        f"({different} different kernel{'s' if different > 1 else ''}); it is also the longest of forward and backward "
+        f"together in {same}."
+    )
+
+
+def _others(entries: Sequence[Profiled], names: Sequence[str]) -> str:
+    shares = {
+        name: 1 - found.get(KernelClass.MATRIX_PRODUCT, 0.0)
+        for name, entry in zip(names, entries, strict=True)
+        if (found := class_shares(entry.profile, [LaunchPhase.FORWARD]))
+    }
+    return f"Kernels besides matrix products take {_range(shares)} of forward." if shares else ""
+
+
+def _products(entries: Sequence[Profiled], names: Sequence[str]) -> str:
+    def shares(phases: Sequence[LaunchPhase] | None) -> dict[str, float]:
+        return {
+            name: class_shares(entry.profile, phases).get(KernelClass.MATRIX_PRODUCT, 0.0)
+            for name, entry in zip(names, entries, strict=True)
+            if phases is None or class_shares(entry.profile, phases)
+        }
+
+    forward = shares([LaunchPhase.FORWARD])
+    trained = shares([LaunchPhase.OPTIMIZER])
+    step = {name: part for name, part in shares(None).items() if name in trained}
+    if not forward:
+        return ""
+    text = f"Matrix products take {_range(forward)} of forward"
+    return f"{text}, and {_range(step)} of a whole training step." if step else f"{text}."
+
+
+def _softmax(entries: Sequence[Profiled], names: Sequence[str]) -> str:
+    ratios = {
+        name: cost.time_per_flop_ratio
+        for name, entry in zip(names, entries, strict=True)
+        if (cost := softmax_cost(entry.profile)) and cost.time_per_flop_ratio
+    }
+    if not ratios:
+        return ""
+    low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    return (
+        f"For each FLOP the softmax takes {significant(ratios[low], 3)} ({low}) to {significant(ratios[high], 3)} "
+        f"({high}) times as long as the matrix products."
+    )
+
+
+def _range(shares: Mapping[str, float]) -> str:
+    low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    return f"{percent_of(shares[low], 1)} ({low}) to {percent_of(shares[high], 1)} ({high})"
+
+
+_SUMMARIES: Mapping[Question, Callable[[Sequence[Profiled], Sequence[str]], str]] = {
+    Question.FORWARD_TIME: _forward_times,
+    Question.TOP_KERNEL: _top_kernels,
+    Question.OTHER_KERNELS: _others,
+    Question.PRODUCT_SHARE: _products,
+    Question.SOFTMAX: _softmax,
+}

@@ -1,0 +1,1 @@
+"""Tables, sentences and pictures of what the memory of a step held."""

@@ -1,0 +1,172 @@
+"""Tables of the allocations of a `MemoryProfile`: the largest, what the peak consists of, what each block saves."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import median
+
+from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
+from cs336_systems.report.formats import Column, Heading, Table, make_table
+from cs336_systems.report.listing import Listing, csv_of, label, percent, share
+from cs336_systems.report.memory.words import MIB, Unit, innermost, shape_text, size, unit_for
+
+NUM_CONTRIBUTORS = 5
+"""Of what a block saves, as many as the course asks for."""
+_MIB = Unit("MiB", MIB, 2)
+
+
+def largest_listing(profile: MemoryProfile, top: int) -> Listing:
+    """The `top` largest allocations with the code that they come from; as CSV all that the profile keeps."""
+    rows = profile.largest
+    columns: list[Column[LikeAllocations]] = [
+        Column(Heading("asked for", "bytes"), lambda row: f"{row.requested_bytes:,}"),
+        Column(Heading("asked for", "MiB"), lambda row: _MIB.cell(row.requested_bytes)),
+        Column(Heading("block", "MiB", spare=2), lambda row: _MIB.cell(row.num_bytes)),
+        Column(Heading("count"), lambda row: f"{row.count:,}"),
+        *_what_columns(),
+    ]
+    table = make_table("Largest allocations", columns, rows[:top], _shown(len(rows[:top]), len(rows)))
+    return Listing(name="largest", tables=(table,) if rows else (), csv=csv_of(_csv_columns(), rows))
+
+
+def at_peak_listing(profile: MemoryProfile, top: int) -> Listing:
+    """The `top` groups of like allocations that the peak consists of, by bytes together; as CSV all that are kept."""
+    rows, whole_bytes = profile.at_peak, profile.peak.allocated_bytes
+    unit = unit_for(whole_bytes)
+    columns: list[Column[LikeAllocations]] = [
+        Column(Heading("together", unit.name), lambda row: unit.cell(_together(row))),
+        Column(Heading("share", "%"), lambda row: percent(_together(row), whole_bytes)),
+        Column(Heading("count"), lambda row: f"{row.count_at_peak:,}"),
+        Column(Heading("each", "MiB"), lambda row: _MIB.cell(row.num_bytes)),
+        *_what_columns(),
+    ]
+    shown_bytes = sum(map(_together, rows[:top]))
+    notes = [f"Shown are {percent(shown_bytes, whole_bytes)} % of the peak."]
+    csv = _csv_columns() | {
+        "bytes_at_peak": _together,
+        "share_of_peak": lambda row: share(_together(row), whole_bytes),
+    }
+    table = make_table("What the peak consists of", columns, rows[:top], notes)
+    return Listing(name="at_peak", tables=(table,) if rows else (), csv=csv_of(csv, rows))
+
+
+def _together(row: LikeAllocations) -> int:
+    return row.num_bytes * row.count_at_peak
+
+
+def _what_columns() -> list[Column[LikeAllocations]]:
+    return [
+        Column(Heading("category", numeric=False), attrgetter("category")),
+        Column(Heading("phase", numeric=False, spare=3), lambda row: label(row.phase)),
+        Column(Heading("name", numeric=False), lambda row: label(row.name)),
+        Column(Heading("shape", numeric=False, spare=2), lambda row: shape_text(row.shape, row.dtype)),
+        Column(Heading("formula", numeric=False), attrgetter("explanation")),
+        Column(Heading("place", numeric=False, spare=1), lambda row: innermost(row.places)),
+    ]
+
+
+def _csv_columns() -> dict[str, Callable[[LikeAllocations], object]]:
+    return {
+        "bytes": attrgetter("num_bytes"),
+        "mib": lambda row: row.num_bytes / MIB,
+        "requested_bytes": attrgetter("requested_bytes"),
+        "count": attrgetter("count"),
+        "count_at_peak": attrgetter("count_at_peak"),
+        "category": attrgetter("category"),
+        "phase": attrgetter("phase"),
+        "name": attrgetter("name"),
+        "shape": lambda row: " x ".join(map(str, row.shape)),
+        "dtype": attrgetter("dtype"),
+        "explanation": attrgetter("explanation"),
+        "places": lambda row: " < ".join(f"{place.file}:{place.line} {place.function}" for place in row.places),
+    }
+
+
+def _shown(shown: int, known: int) -> list[str]:
+    kinds = "Those of one size, category, name and place are one row."
+    return [kinds, f"Shown are {shown} of {known} such rows."] if shown < known else [kinds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverBlocks:
+    """One quantity of every block of the model, in bytes."""
+
+    name: str
+    num_bytes: tuple[int, ...]
+
+
+def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
+    """The first block that saves the median, the lower of the middle two; raise ValueError for no blocks."""
+    if not blocks:
+        raise ValueError("a typical block needs at least one block, got none")
+    middle = sorted(block.saved_bytes for block in blocks)[(len(blocks) - 1) // 2]
+    return next(block for block in blocks if block.saved_bytes == middle)
+
+
+def blocks_listing(profile: MemoryProfile) -> Listing:
+    """What each block saves and holds; to read, the least, median and most over the blocks."""
+    blocks = profile.blocks
+    rows = [
+        OverBlocks(name=name, num_bytes=tuple(getattr(block, field) for block in blocks))
+        for name, field in (("saved for backward", "saved_bytes"), ("parameters", "parameter_bytes"),
+                            ("gradients", "gradient_bytes"))
+    ]  # fmt: skip
+    columns: list[Column[OverBlocks]] = [
+        Column(Heading("of a block", numeric=False), attrgetter("name")),
+        Column(Heading("min", "MiB"), lambda row: _MIB.cell(min(row.num_bytes))),
+        Column(Heading("median", "MiB"), lambda row: _MIB.cell(round(median(row.num_bytes)))),
+        Column(Heading("max", "MiB"), lambda row: _MIB.cell(max(row.num_bytes))),
+        Column(Heading("all blocks", "MiB"), lambda row: _MIB.cell(sum(row.num_bytes))),
+    ]
+    csv: dict[str, Callable[[BlockMemory], object]] = {
+        "block": attrgetter("name"),
+        "saved_bytes": attrgetter("saved_bytes"),
+        "saved_tensors": lambda row: len(row.saved),
+        "parameter_bytes": attrgetter("parameter_bytes"),
+        "gradient_bytes": attrgetter("gradient_bytes"),
+    }
+    note = f"Over {len(blocks)} block{'' if len(blocks) == 1 else 's'}, in one step; each is in blocks.csv."
+    tables = (make_table("Memory of a block", columns, rows, [note]), _contributors_table(blocks)) if blocks else ()
+    return Listing(name="blocks", tables=tables, csv=csv_of(csv, blocks))
+
+
+def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
+    block = typical(blocks)
+    columns: list[Column[SavedTensor]] = [
+        Column(Heading("size", "MiB"), lambda row: _MIB.cell(row.num_bytes)),
+        Column(Heading("share", "%"), lambda row: percent(row.num_bytes, block.saved_bytes)),
+        Column(Heading("within the block", numeric=False), lambda row: label(row.name)),
+        Column(Heading("shape", numeric=False, spare=1), lambda row: shape_text(row.shape, row.dtype)),
+        Column(Heading("formula", numeric=False), attrgetter("explanation")),
+    ]
+    alike = sum(_tensors(other) == _tensors(block) for other in blocks)
+    notes = [
+        f"Of all {size(block.saved_bytes)} in {len(block.saved)} tensors; {alike} of {len(blocks)} blocks save just "
+        "these. Each tensor of each block is in saved.csv."
+    ]
+    rows = block.saved[:NUM_CONTRIBUTORS]
+    return make_table(f"Largest tensors that {label(block.name)} saves for backward", columns, rows, notes)
+
+
+def _tensors(block: BlockMemory) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """What the block saves, without that which names the block."""
+    return [(tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes) for tensor in block.saved]
+
+
+def saved_listing(profile: MemoryProfile) -> Listing:
+    """Every tensor that a block saves, as CSV; the largest of a typical block stand below the blocks."""
+    rows = [(block, tensor) for block in profile.blocks for tensor in block.saved]
+    return Listing(name="saved", tables=(), csv=_saved_csv(rows))
+
+
+def _saved_csv(rows: Iterable[tuple[BlockMemory, SavedTensor]]) -> str:
+    columns: dict[str, Callable[[tuple[BlockMemory, SavedTensor]], object]] = {
+        "block": lambda row: row[0].name,
+        "name": lambda row: row[1].name,
+        "shape": lambda row: " x ".join(map(str, row[1].shape)),
+        "dtype": lambda row: row[1].dtype,
+        "bytes": lambda row: row[1].num_bytes,
+        "share": lambda row: share(row[1].num_bytes, row[0].saved_bytes),
+        "explanation": lambda row: row[1].explanation,
+    }
+    return csv_of(columns, rows)

@@ -1,0 +1,117 @@
+"""Runs recorded by the allocator, with their memory profiles and plain twins, and what tells them apart."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from cs336_systems.analysis.memory.profile import MemoryProfile
+from cs336_systems.config import RunConfig
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.formats import Column, Heading, make_table, to_csv
+from cs336_systems.report.frame import order, to_frame
+from cs336_systems.report.identity import identity, names_of, telling
+from cs336_systems.report.listing import Listing
+from cs336_systems.report.words import describe
+
+Part = TypeVar("Part")
+
+_NAMES = {"context_length": "context", "batch_size": "batch", "device_name": "device"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEntry:
+    """A run whose memory was recorded, where it went, and the same run without a recording."""
+
+    config: RunConfig
+    """Of the recorded run."""
+    profile: MemoryProfile
+    plain: RunRecord | None
+    """None where there is no such run."""
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether the peak is only what the run had before memory ran out."""
+        return self.profile.work.out_of_memory > 0
+
+    @property
+    def plain_peak_bytes(self) -> int | None:
+        """The allocator's own peak without a recording; None where it is not known."""
+        memory = None if self.plain is None else self.plain.memory
+        return None if memory is None else memory.peak_allocated_bytes
+
+    @property
+    def record(self) -> RunRecord:
+        """A record that says which configuration this is, for what describes records."""
+        return self.plain or RunRecord(config=self.config, status=Status.OK, started_at="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Generic[Part]):
+    """One row of a table over configurations."""
+
+    entry: MemoryEntry
+    identity: dict[str, Any]
+    part: Part
+    """What of the entry the row is about."""
+
+
+def in_order(entries: Iterable[MemoryEntry]) -> list[MemoryEntry]:
+    """The entries as tables list them."""
+    return sorted(entries, key=lambda entry: order(entry.config))
+
+
+def identities(entries: Sequence[MemoryEntry]) -> list[dict[str, Any]]:
+    """Which configuration each entry is; where plain twins name only one device, it is that of the others too."""
+    rows = [identity(entry.config, entry.record) for entry in entries]
+    devices = {row["device_name"] for row in rows} - {None}
+    return [row | {"device_name": next(iter(devices))} for row in rows] if len(devices) == 1 else rows
+
+
+def labels(entries: Sequence[MemoryEntry], *, without: Sequence[str] = ()) -> list[str]:
+    """A few words for each entry, with what tells it from the others: `small ctx 128 train bf16`."""
+    return names_of(identities(entries), without=without)
+
+
+def settings(entries: Sequence[MemoryEntry]) -> str:
+    """What all entries share, in words."""
+    return describe(to_frame([entry.record for entry in entries]))
+
+
+def rows_of_entries(entries: Sequence[MemoryEntry], parts: Callable[[MemoryEntry], Sequence[Part]]) -> list[Row[Part]]:
+    """A row for each part of each entry."""
+    named = zip(entries, identities(entries), strict=True)
+    return [Row(entry=entry, identity=row, part=part) for entry, row in named for part in parts(entry)]
+
+
+def make_listing(
+    name: str,
+    title: str,
+    rows: Sequence[Row[Part]],
+    columns: Sequence[Column[Row[Part]]],
+    csv: Mapping[str, Callable[[Row[Part]], object]],
+    notes: Sequence[str],
+    without: Sequence[str] = (),
+) -> Listing:
+    """The columns after those that tell the configurations apart, `without` some; in the CSV all that say which it is.
+
+    What all configurations share is said once, below the table. Nothing at all where there are no rows.
+    """
+    if not rows:
+        return Listing(name=name, tables=(), csv="")
+    before: list[Column[Row[Part]]] = [
+        Column(Heading(_NAMES.get(told, told), numeric=isinstance(rows[0].identity[told], int)), _said(told))
+        for told in telling([row.identity for row in rows])
+        if told not in without
+    ]
+    shared = settings([row.entry for row in rows])
+    failed = [row.entry.is_out_of_memory for row in rows]
+    table = make_table(
+        title, [*before, *columns], rows, [*notes, *([f"{shared}."] if shared else [])],
+        (lambda row: row.entry.is_out_of_memory) if any(failed) else None,
+    )  # fmt: skip
+    values = ([*row.identity.values(), *(value(row) for value in csv.values())] for row in rows)
+    return Listing(name=name, tables=(table,), csv=to_csv([*rows[0].identity, *csv], values) if csv else "")
+
+
+def _said(name: str) -> Callable[[Row[Part]], str]:
+    return lambda row: "" if row.identity[name] is None else str(row.identity[name])

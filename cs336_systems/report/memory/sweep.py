@@ -1,0 +1,193 @@
+"""The memory of a sweep's configurations beside each other: tables, the course's answers, pictures."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from cs336_systems.analysis.memory.profile import Category, LikeAllocations
+from cs336_systems.config import Mode
+from cs336_systems.report import drawing
+from cs336_systems.report.formats import Column, Heading, Table
+from cs336_systems.report.listing import Listing, share, texts_of, write_files
+from cs336_systems.report.memory.allocations import typical
+from cs336_systems.report.memory.entries import (
+    MemoryEntry,
+    Row,
+    in_order,
+    labels,
+    make_listing,
+    rows_of_entries,
+    settings,
+)
+from cs336_systems.report.memory.plots import draw_memory, draw_peaks
+from cs336_systems.report.memory.sweep_answers import sweep_answers, twins
+from cs336_systems.report.memory.tables import bytes_of, fragmentation_bytes, name_of
+from cs336_systems.report.memory.words import GIB, MIB, Unit, innermost, size
+
+__all__ = ["MemoryEntry", "memory_sweep_tables", "write_memory_sweep"]
+
+_GIB = Unit("GiB", GIB, 2)
+_MIB = Unit("MiB", MIB, 2)
+NUM_LARGEST = 3
+"""Allocations of each configuration to list."""
+MAX_BARS = 40
+"""Of one picture; more would not fit a page."""
+
+
+def memory_sweep_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
+    """For a terminal: peaks by mode, every peak, what each consists of; none for no entries."""
+    listings = [make(in_order(entries)) for make in _LISTINGS[:2]] if entries else []
+    return [table for listing in listings for table in listing.tables]
+
+
+def write_memory_sweep(entries: Sequence[MemoryEntry], directory: Path) -> list[Path]:
+    """Write each table as CSV, Markdown, LaTeX and Typst, answers.md and plots/; return the paths.
+
+    plots/peaks.png has a bar for each configuration, plots/<key>_timeline.png is its timeline. The directory is made.
+    Without entries nothing is written. A table that these entries have no rows for has no files: those of earlier
+    entries are removed.
+    """
+    if not entries:
+        return []
+    ordered = in_order(entries)
+    files: dict[str, str | bytes] = {"answers.md": sweep_answers(ordered)}
+    for make in _LISTINGS:
+        files |= texts_of(make(ordered))
+    files |= _pictures(ordered)
+    return write_files(files, directory)
+
+
+def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, bytes]:
+    bars = list(zip((entry.config.size for entry in entries), labels(entries), entries, strict=True))
+    pages = [bars[start : start + MAX_BARS] for start in range(0, len(bars), MAX_BARS)]
+    pictures = {}
+    for page, shown in enumerate(pages, start=1):
+        groups = [[(label, entry.profile) for _, label, entry in group] for _, group in groupby(shown, itemgetter(0))]
+        name = f"plots/peaks{'' if page == 1 else page}.png"
+        pictures[name] = drawing.to_png(draw_peaks(groups, settings(entries)))
+    for entry in entries:
+        words = ", ".join(part for part in (labels([entry])[0], settings([entry])) if part)
+        pictures[f"plots/{entry.config.key}_timeline.png"] = drawing.to_png(draw_memory(entry.profile, words))
+    return pictures
+
+
+def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
+    """A table of peaks with a column for each mode, then every peak with what else is known of it."""
+    rows = rows_of_entries(entries, lambda _: [None])
+    columns: list[Column[Row[None]]] = [
+        Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
+        Column(Heading("in", numeric=False), lambda row: row.entry.profile.peak.phase),
+        Column(Heading("without recording", "GiB"), lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
+        Column(Heading("reserved", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
+        Column(Heading("residual", "MiB"), lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
+        Column(Heading("saved per block", "MiB"), lambda row: _known(_block(row.entry, "saved_bytes"), _MIB)),
+        Column(Heading("gradients per block", "MiB"), lambda row: _known(_block(row.entry, "gradient_bytes"), _MIB)),
+        Column(Heading("status", numeric=False), lambda row: "out of memory" if row.entry.is_out_of_memory else "ok"),
+    ]
+    csv: dict[str, Callable[[Row[None]], object]] = {
+        "status": lambda row: "oom" if row.entry.is_out_of_memory else "ok",
+        "peak_allocated_gib": lambda row: row.entry.profile.peak.allocated_bytes / GIB,
+        "peak_allocated_bytes": lambda row: row.entry.profile.peak.allocated_bytes,
+        "peak_phase": lambda row: row.entry.profile.peak.phase or None,
+        "plain_peak_allocated_bytes": lambda row: row.entry.plain_peak_bytes,
+        "peak_reserved_bytes": lambda row: row.entry.profile.peak_reserved_bytes,
+        "fragmentation_bytes": lambda row: fragmentation_bytes(row.entry.profile),
+        "outside_bytes": lambda row: row.entry.profile.outside_bytes,
+        "residual_stream_bytes": lambda row: row.entry.profile.residual_stream_bytes,
+        "block_saved_bytes": lambda row: _block(row.entry, "saved_bytes"),
+        "block_gradient_bytes": lambda row: _block(row.entry, "gradient_bytes"),
+    }
+    notes = ["Peak: allocated at most; reserved: held by PyTorch at most. Out of memory: what there was before it."]
+    every = make_listing("peaks", "Peaks of memory", rows, columns, csv, notes)
+    return Listing(name="peaks", tables=(*_by_mode(entries), *every.tables), csv=every.csv)
+
+
+def _block(entry: MemoryEntry, field: str) -> int | None:
+    """Of a typical block; None where no block saved anything."""
+    return getattr(typical(entry.profile.blocks), field) if entry.profile.blocks else None
+
+
+def _known(num_bytes: int | None, unit: Unit) -> str:
+    return "" if num_bytes is None else unit.cell(num_bytes)
+
+
+def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
+    """Forward alone against a whole step; nothing where all runs are of one mode."""
+    modes = [mode for mode in Mode if any(entry.config.mode is mode for entry in entries)]
+    if len(modes) < 2:
+        return ()
+    groups = twins(entries, "mode")
+    rows = rows_of_entries([group[0] for group in groups], lambda _: [None])
+    of = {id(group[0]): {entry.config.mode: entry for entry in group} for group in groups}
+    columns: list[Column[Row[None]]] = [Column(Heading(mode, "GiB"), _mode_cell(of, mode)) for mode in modes]
+    note = "Allocated at most. Above: memory ran out after that much."
+    listing = make_listing("", "Peak of memory by mode", rows, columns, {}, [note], without=("mode",))
+    return listing.tables
+
+
+def _mode_cell(of: Mapping[int, Mapping[Mode, MemoryEntry]], mode: Mode) -> Callable[[Row[None]], str]:
+    return lambda row: _peak_cell(of[id(row.entry)].get(mode))
+
+
+def _peak_cell(entry: MemoryEntry | None) -> str:
+    if entry is None:
+        return ""
+    peak = _GIB.cell(entry.profile.peak.allocated_bytes)
+    return f"above {peak}" if entry.is_out_of_memory else peak
+
+
+def categories_listing(entries: Sequence[MemoryEntry]) -> Listing:
+    """What every peak consists of, by category."""
+    present = [name for name in Category if any(bytes_of(entry.profile.peak, name) for entry in entries)]
+    rows = rows_of_entries(entries, lambda _: [None])
+    columns: list[Column[Row[None]]] = [
+        *(Column(Heading(name, "GiB"), _category_cell(name)) for name in present),
+        Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
+    ]
+    csv: dict[str, Callable[[Row[None]], object]] = {
+        "peak_allocated_bytes": lambda row: row.entry.profile.peak.allocated_bytes
+    }
+    for name in Category:
+        csv[f"{name_of(name)}_bytes"] = _category_value(name)
+        csv[f"{name_of(name)}_share"] = _category_share(name)
+    return make_listing("categories", "What the peaks consist of", rows, columns, csv, [])
+
+
+def _category_cell(name: Category) -> Callable[[Row[None]], str]:
+    return lambda row: _GIB.cell(bytes_of(row.entry.profile.peak, name))
+
+
+def _category_value(name: Category) -> Callable[[Row[None]], int]:
+    return lambda row: bytes_of(row.entry.profile.peak, name)
+
+
+def _category_share(name: Category) -> Callable[[Row[None]], float | None]:
+    return lambda row: share(bytes_of(row.entry.profile.peak, name), row.entry.profile.peak.allocated_bytes)
+
+
+def largest_listing(entries: Sequence[MemoryEntry]) -> Listing:
+    """The largest allocations of every configuration, and where they come from."""
+    rows = rows_of_entries(entries, lambda entry: entry.profile.largest[:NUM_LARGEST])
+    columns: list[Column[Row[LikeAllocations]]] = [
+        Column(Heading("asked for", "bytes"), lambda row: f"{row.part.requested_bytes:,}"),
+        Column(Heading("size"), lambda row: size(row.part.requested_bytes)),
+        Column(Heading("count"), lambda row: f"{row.part.count:,}"),
+        Column(Heading("category", numeric=False), lambda row: row.part.category),
+        Column(Heading("formula", numeric=False), lambda row: row.part.explanation),
+        Column(Heading("place", numeric=False), lambda row: innermost(row.part.places)),
+    ]
+    csv: dict[str, Callable[[Row[LikeAllocations]], object]] = {
+        "requested_bytes": lambda row: row.part.requested_bytes,
+        "bytes": lambda row: row.part.num_bytes,
+        "count": lambda row: row.part.count,
+        "category": lambda row: row.part.category,
+        "name": lambda row: row.part.name,
+        "explanation": lambda row: row.part.explanation,
+        "place": lambda row: innermost(row.part.places),
+    }
+    return make_listing("largest", "Largest allocations", rows, columns, csv, [])
+
+
+_LISTINGS: tuple[Callable[[Sequence[MemoryEntry]], Listing], ...] = (peaks_listing, categories_listing, largest_listing)
+"""The first two are what a terminal has room for."""

@@ -1,0 +1,92 @@
+"""How tables, sentences and pictures of a `MemoryProfile` say bytes, moments and places."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cs336_systems.analysis.memory.profile import CategoryBytes, MemoryProfile, Moment, Place
+from cs336_systems.report.formats import plain, significant
+from cs336_systems.report.listing import label
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+CRUMB = 0.001
+"""Of the whole: what is less is left out of sentences."""
+KEPT_FOLDERS = 2
+"""Parts of a path that a readable table has room for; the CSV has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of memory that the cells of a table share, so that they can be compared by looking."""
+
+    name: str
+    num_bytes: int
+    decimals: int
+
+    def cell(self, num_bytes: int) -> str:
+        """So many bytes in this unit; what is there but too little for the decimals is said to be so."""
+        least = 10.0**-self.decimals
+        value = num_bytes / self.num_bytes
+        if num_bytes and abs(value) < least / 2:
+            return f"< {least:.{self.decimals}f}"
+        return f"{value:,.{self.decimals}f}" if num_bytes else "0"
+
+
+def unit_for(largest_bytes: int) -> Unit:
+    """GiB for a table whose largest value is at least one, MiB below."""
+    return Unit("GiB", GIB, 3) if largest_bytes >= GIB else Unit("MiB", MIB, 2)
+
+
+def size(num_bytes: int) -> str:
+    """The bytes for a sentence: `18.84 GiB`, `6.25 MiB`, one decimal from 100 on; below a KiB whole."""
+    for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:,.{1 if abs(num_bytes) >= 100 * unit else 2}f} {name}"
+    return f"{num_bytes:,} byte{'' if num_bytes == 1 else 's'}"
+
+
+def times(count: int) -> str:
+    """How often: `once`, `3 times`."""
+    return "once" if count == 1 else f"{count:,} times"
+
+
+def about(profile: MemoryProfile) -> str:
+    """Which file, device and steps the tables are of, as a sentence."""
+    steps = f"{profile.num_steps} step{'' if profile.num_steps == 1 else 's'}, counted from 0"
+    known = steps if profile.num_steps else "no steps known to the file"
+    return f"{label(profile.source)}, GPU {profile.device}, {known}."
+
+
+def when(moment: Moment) -> str:
+    """The moment for a sentence: `15.0 ms after the first event, in backward of step 0`."""
+    where = f", in {label(moment.phase)}" if moment.phase else ""
+    step = f"{' of' if moment.phase else ', in'} step {moment.step}" if moment.step >= 0 else ""
+    return f"{significant(moment.time_s * 1e3, 3)} ms after the first event{where}{step}"
+
+
+def consists_of(categories: Iterable[CategoryBytes], whole_bytes: int) -> str:
+    """The categories for a sentence, as `parts_of` says them; `nothing` of nothing."""
+    return parts_of({row.category: row.num_bytes for row in categories}, whole_bytes) or "nothing"
+
+
+def parts_of(parts: Mapping[str, int], whole_bytes: int) -> str:
+    """The parts for a sentence, the largest first, without crumbs: `saved activations 380.0 MiB (48.7 %), ...`."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    said = [(label(name), part) for name, part in ordered if part and part >= CRUMB * whole_bytes]
+    return ", ".join(f"{name} {size(part)} ({100 * part / whole_bytes:.1f} %)" for name, part in said)
+
+
+def shape_text(shape: tuple[int, ...], dtype: str) -> str:
+    """`4 x 512 x 768 float32`; what is unknown is left out."""
+    return " ".join(part for part in (" x ".join(map(str, shape)), label(dtype)) if part)
+
+
+def place_text(place: Place) -> str:
+    """The place with the end of its path: `cs336_systems/model.py:123 softmax`."""
+    folders = re.split(r"[/\\]", plain(place.file))
+    return f"{label('/'.join(folders[-KEPT_FOLDERS:]))}:{place.line} {label(place.function)}".strip()
+
+
+def innermost(places: tuple[Place, ...]) -> str:
+    """The first of the places, in words; empty where there is no stack."""
+    return place_text(places[0]) if places else ""

@@ -1,0 +1,297 @@
+"""Each kernel in its place: known answers, a search through everything, and sums."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.kernels.attribution import (
+    Attribution,
+    AttributionError,
+    attribute,
+    check_sums,
+    mirrored_products,
+)
+from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase, PhaseNames, PhaseSource
+from tests.analysis.kernels.tracing import (
+    AUTOGRAD,
+    BACKWARD_KERNELS,
+    FORWARD_KERNELS,
+    LAYERS,
+    LOSS_KERNELS,
+    MAIN,
+    OPTIMIZER_KERNELS,
+    PROCESS,
+    Kernel,
+    Recording,
+    Span,
+    make_trace,
+    process_of,
+    random_recording,
+    training,
+)
+
+STEP = {
+    "forward": FORWARD_KERNELS,
+    "loss": LOSS_KERNELS,
+    "backward": BACKWARD_KERNELS,
+    "optimizer": OPTIMIZER_KERNELS,
+}
+
+
+def counts(attribution: Attribution, step: int | None = None) -> dict[str, int]:
+    return {phase.value: total.count for phase, total in attribution.totals(step).items() if total.count}
+
+
+def phases(attribution: Attribution) -> list[str]:
+    return [PHASES[code].value for code in attribution.kernels.phase]
+
+
+def module_names(attribution: Attribution) -> list[str]:
+    return ["/".join(attribution.module_path(int(index))) for index in attribution.kernels.module]
+
+
+def innermost(spans: list[Span], now: int) -> int | None:
+    """Index of the last begun of the spans around a time, the shortest of those."""
+    around = [i for i, s in enumerate(spans) if s.start_ns <= now < s.end_ns]
+    return max(around, key=lambda i: (spans[i].start_ns, -spans[i].end_ns)) if around else None
+
+
+def is_inside(inner: Span, outer: Span) -> bool:
+    return inner is not outer and (
+        outer.start_ns < inner.start_ns < outer.end_ns
+        or (outer.start_ns == inner.start_ns and inner.end_ns < outer.end_ns)
+    )
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
+    """Every kernel against every range, by the rule as it is told and not as it is done."""
+    recording = random_recording(random.Random(seed))
+    # equal times would make the outermost ambiguous, so every start and end is its own
+    recording.spans = [
+        replace(s, start_ns=s.start_ns * 1_000 + i, end_ns=s.end_ns * 1_000 + 999 - i)
+        for i, s in enumerate(recording.spans)
+        if s.end_ns > s.start_ns
+    ]
+    recording.kernels = [
+        k if k.launch_ns is None else replace(k, launch_ns=k.launch_ns * 1_000 + 500) for k in recording.kernels
+    ]
+    found = attribute(make_trace(recording))
+    structure = {"forward", "backward", "optimizer", "step"}
+    for k, phase, module in zip(recording.kernels, phases(found), found.kernels.module, strict=True):
+        mine = [s for s in recording.spans if process_of(s.thread) == process_of(k.thread)]
+        named = [s for s in mine if s.name in structure - {"step"}]
+        if k.launch_ns is None:
+            assert (phase, module) == ("unattributed", -1)
+            continue
+        if named:
+            main = min(named, key=lambda s: s.start_ns).thread
+            on_main = [s for s in mine if s.thread == main or not s.is_nested]
+            windows = [s for s in on_main if s.name in {*structure, "loss"} - {"step"}]
+            outer = [s for s in windows if not any(is_inside(s, o) for o in windows)]
+            index = innermost(outer, k.launch_ns)
+            expected = "unattributed" if index is None else outer[index].name
+            steps = [s for s in on_main if s.name == "step"]
+            step = innermost([s for s in steps if not any(is_inside(s, o) for o in steps)], k.launch_ns)
+            if index is None and step is not None:
+                begin = [s for s in steps if not any(is_inside(s, o) for o in steps)][step]
+                if not any(begin.start_ns <= o.start_ns < k.launch_ns for o in outer) and any(
+                    begin.start_ns <= o.start_ns < begin.end_ns for o in outer
+                ):
+                    expected = "data"
+            assert phase == expected
+            spanning = [s for s in on_main if any(s.start_ns < o.start_ns < s.end_ns for o in outer)]
+            modules = [
+                s for s in mine
+                if s.thread == k.thread and s.is_nested and s.name not in structure and s not in spanning
+            ]  # fmt: skip
+            best = innermost(modules, k.launch_ns)
+            assert (-1 if best is None else recording.spans.index(modules[best])) == module
+
+
+def test_phases_from_ranges() -> None:
+    found = attribute(make_trace(training(4)))
+    assert found.sources == {PROCESS: PhaseSource.RANGES}
+    assert not found.notes
+    assert [counts(found, step) for step in range(4)] == [STEP] * 4
+    assert counts(found) == {name: 4 * count for name, count in STEP.items()}
+    forward = found.totals(0)[LaunchPhase.FORWARD]
+    assert forward.time_ns == LAYERS * 3_005 + 2_000
+    assert Counter(module_names(found)) == {
+        "block": 4 * LAYERS, "block/linear": 8 * LAYERS, "block/scores": 4 * LAYERS, "head": 4, "loss": 4 * 2,
+        "": 4 * (BACKWARD_KERNELS + OPTIMIZER_KERNELS),
+    }  # fmt: skip
+
+
+def test_loss_inside_forward_is_forward_and_what_comes_before_is_data() -> None:
+    made = Recording()
+    made.spans = [Span("step", 0, 100), Span("forward", 10, 30), Span("loss", 20, 25), Span("optimizer", 40, 60)]
+    for launch in (5, 12, 22, 35, 50, 70, 150):
+        made.launch("k", launch)
+    found = attribute(make_trace(made))
+    assert phases(found) == ["data", "forward", "forward", "unattributed", "optimizer", "unattributed", "unattributed"]
+    assert found.kernels.step.tolist() == [0] * 6 + [-1]
+    assert module_names(found) == ["", "", "loss", "", "", "", ""]
+
+
+def test_launch_counts_and_not_when_the_device_ran() -> None:
+    made = Recording(spans=[Span("forward", 0, 10), Span("backward", 10, 20)])
+    made.kernels = [Kernel("k", 9, start_ns=15), Kernel("k", 10, start_ns=10), Kernel("k", 19, start_ns=900)]
+    assert phases(attribute(make_trace(made))) == ["forward", "backward", "backward"]
+
+
+def test_backward_is_launched_by_another_thread_and_named_by_its_ranges() -> None:
+    made = Recording(spans=[Span("backward", 0, 100), Span("attention", 10, 20, AUTOGRAD), Span("ffn", 40, 50)])
+    for launch in (5, 15, 45):
+        made.launch("k", launch, AUTOGRAD)
+    found = attribute(make_trace(made))
+    assert phases(found) == ["backward"] * 3
+    assert module_names(found) == ["", "attention", ""]
+
+
+def test_forward_again_inside_backward_is_said() -> None:
+    made = Recording(spans=[Span("forward", 0, 5), Span("backward", 10, 90), Span("forward", 20, 30, AUTOGRAD)])
+    for launch in (15, 25, 35):
+        made.launch("k", launch, AUTOGRAD)
+    found = attribute(make_trace(made))
+    assert phases(found) == ["backward"] * 3
+    assert found.kernels.is_recomputed.tolist() == [False, True, False]
+
+
+def test_names_that_the_user_gives() -> None:
+    made = training(3)
+    renamed = {"forward": "fwd", "backward": "bwd", "optimizer": "adamw", "loss": "xent", "training": "profiled"}
+    made.spans = [replace(s, name=renamed.get(s.name, s.name)) for s in made.spans]
+    names = PhaseNames(forward="fwd", backward="bwd", optimizer="adamw", loss="xent", measure="profiled")
+    found = attribute(make_trace(made), names)
+    assert found.sources == {PROCESS: PhaseSource.RANGES}
+    assert counts(found, 1) == STEP
+    assert not found.steps.is_warmup.any()
+    with pytest.raises(ValueError, match="a range name of its own"):
+        PhaseNames(forward="x", backward="x")
+
+
+def test_without_phase_ranges_the_threads_tell() -> None:
+    """The same loop without its phase ranges: the same phases, up to the launches that no thread or range marks."""
+    found = attribute(make_trace(training(5, phases=False)))
+    assert found.sources == {PROCESS: PhaseSource.THREADS}
+    assert [counts(found, step) for step in range(5)] == [STEP] * 5
+    assert phases(found) == phases(attribute(make_trace(training(5))))
+    assert "no range named forward" in found.notes[0]
+
+
+def test_a_range_of_its_own_around_the_optimizer_is_not_forward() -> None:
+    made = training(3)
+    kept = [s for s in made.spans if s.name not in ("forward", "loss", "backward")]
+    made.spans = [replace(s, name="adamw") if s.name == "optimizer" else s for s in kept]
+    found = attribute(make_trace(made))
+    assert [counts(found, step) for step in range(3)] == [STEP] * 3
+
+
+def test_the_range_of_the_warmup_is_no_model_however_short() -> None:
+    made = training(2, phases=False)
+    made.spans.append(Span("warmup", 0, 20))
+    made.launch("random", 10)
+    found = attribute(make_trace(made))
+    assert phases(found)[-1] == "unattributed"
+    assert counts(found, 0) == STEP
+
+
+def test_what_cannot_be_told_is_said() -> None:
+    made = training(2)
+    bare = Recording(kernels=made.kernels)
+    found = attribute(make_trace(bare))
+    assert found.sources == {PROCESS: PhaseSource.NOTHING}
+    assert counts(found) == {"unattributed": len(made.kernels)}
+    assert "cannot be told" in found.notes[0]
+    alone = [k for k in made.kernels if k.thread == MAIN]
+    spans = [s for s in made.spans if s.name in ("block", "head")]
+    assert counts(attribute(make_trace(Recording(alone, spans)))) == {"unattributed": len(alone)}
+
+
+def test_steps_from_step_ranges_and_warmup() -> None:
+    made = training(4, step_range=True)
+    steps = sorted(s.start_ns for s in made.spans if s.name == "step")
+    made.spans.append(Span("warmup", steps[0] - 1, steps[2] - 1))
+    found = attribute(make_trace(made))
+    assert [counts(found, step) for step in range(4)] == [{"data": 1, **STEP}] * 4
+    assert found.steps.is_warmup.tolist() == [True, True, False, False]
+    made.spans[-1] = Span("measure", steps[1] - 1, 10**7)
+    assert attribute(make_trace(made)).steps.is_warmup.tolist() == [True, False, False, False]
+
+
+def test_gradient_accumulation_is_one_step_and_no_optimizer_is_a_step_each() -> None:
+    made = Recording(spans=[Span(n, 10 * i, 10 * i + 9) for i, n in enumerate(["forward", "backward"] * 2)])
+    assert len(attribute(make_trace(with_kernel(made))).steps) == 2
+    made.spans += [Span("optimizer", 50, 60), Span("forward", 70, 75)]
+    assert attribute(make_trace(with_kernel(made))).steps.start_ns.tolist() == [0, 70]
+
+
+def with_kernel(recording: Recording) -> Recording:
+    return Recording([Kernel("k", 1)], recording.spans)
+
+
+def test_processes_are_apart() -> None:
+    made, other = training(2), training(3, process=9 << 24, phases=False)
+    both = Recording(made.kernels + other.kernels, made.spans + other.spans)
+    found = attribute(make_trace(both))
+    assert found.sources == {PROCESS: PhaseSource.RANGES, 9 << 24: PhaseSource.THREADS}
+    assert [counts(found, step) for step in range(5)] == [STEP] * 5
+    assert found.steps.process.tolist() == [PROCESS] * 2 + [9 << 24] * 3
+
+
+def test_kernels_without_a_launch_and_of_graphs_are_said() -> None:
+    made = Recording([Kernel("k", None), Kernel("k", 5, graph=3)], [Span("forward", 0, 10)])
+    found = attribute(make_trace(made))
+    assert phases(found) == ["unattributed", "forward"]
+    assert "1 of 2 kernels have no launch" in found.notes[0]
+    assert "1 kernels came from CUDA graphs" in found.notes[1]
+
+
+def test_an_open_range_holds_to_the_end() -> None:
+    made = Recording(spans=[Span("forward", 0, 10), Span("backward", 20, None)])
+    made.launch("k", 50)
+    assert phases(attribute(make_trace(made))) == ["backward"]
+
+
+def test_nothing_at_all() -> None:
+    found = attribute(make_trace(Recording()))
+    assert counts(found) == {}
+    assert len(found.steps) == 0
+
+
+def test_sums_that_miss_are_a_bug() -> None:
+    trace = make_trace(training(1))
+    placement = attribute(trace).kernels
+    check_sums(trace.kernels, placement)
+    shorter = replace(trace.kernels, **{n: getattr(trace.kernels, n)[1:] for n in type(trace.kernels).__slots__})
+    with pytest.raises(AttributionError, match="rows went in"):
+        check_sums(shorter, placement)
+
+
+@pytest.mark.parametrize("phases", [True, False])
+def test_products_of_backward_find_those_of_forward(phases: bool) -> None:
+    """Kernels of backward carry the module in their name here, which the pairing does not read."""
+    made = training(3, phases=phases)
+    trace = make_trace(made)
+    found = attribute(trace)
+    is_product = np.array([k.name.startswith("gemm") for k in made.kernels])
+    mirrored = mirrored_products(found, is_product)
+    names = module_names(found)
+    pairs = [
+        (k.name.split()[1], names[i].split("/")[-1]) for k, i in zip(made.kernels, mirrored, strict=True) if i >= 0
+    ]
+    assert len(pairs) == 3 * 2 * (3 * LAYERS + 1)
+    assert all(a == b for a, b in pairs)
+
+
+def test_products_that_do_not_pair_are_left_out() -> None:
+    made = training(2)
+    first = next(i for i, k in enumerate(made.kernels) if k.name.startswith("gemm ") and k.thread == AUTOGRAD)
+    made.kernels.pop(first)
+    found = attribute(make_trace(made))
+    mirrored = mirrored_products(found, np.array([k.name.startswith("gemm") for k in made.kernels]))
+    assert set(found.kernels.step[mirrored >= 0].tolist()) == {1}

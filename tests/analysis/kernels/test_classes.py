@@ -1,0 +1,460 @@
+"""Names are of real traces and sources, some with arguments left out; classes are judged from the operator behind."""
+
+import random
+import re
+import time
+
+import pytest
+
+from cs336_systems.analysis.kernels import classes
+from cs336_systems.analysis.kernels.classes import MAX_NAME, RULES, KernelClass, classify_kernel, short_name
+
+NATIVE = "void at::native::"
+UNNAMED = "void at::native::(anonymous namespace)::"
+LAMBDA = "(at::TensorIteratorBase&)::{lambda()#2}::operator()() const::{lambda()#7}::operator()() const"
+
+# of a training step on an A100 as nsys demangles it: model and AdamW written out, fp32
+AMPERE = {
+    # linear layers and the products of attention
+    "ampere_sgemm_128x64_tn": KernelClass.MATRIX_PRODUCT,
+    "ampere_sgemm_64x32_sliced1x4_nt": KernelClass.MATRIX_PRODUCT,
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nt_align1>(T1::Params)": KernelClass.MATRIX_PRODUCT,
+    # residual, p.add_
+    f"{NATIVE}vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, std::array<char *, "
+    "(unsigned long)3>>(int, T2, T3)": KernelClass.ELEMENT_WISE,
+    # m.mul_(beta)
+    f"{NATIVE}vectorized_elementwise_kernel<(int)4, at::native::AUnaryFunctor<float, float, float, "
+    "at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)2>>(int, T2, T3)": (
+        KernelClass.ELEMENT_WISE
+    ),
+    # .contiguous()
+    f"{NATIVE}elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::"
+    "direct_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 3)]::operator ()() const::[lambda() "
+    "(instance 7)]::operator ()() const::[lambda(float) (instance 1)]>(at::TensorIteratorBase &, const T1 &)::"
+    "[lambda(int) (instance 1)]>(int, T3)": KernelClass.COPY_AND_FILL,
+    # zeros_like
+    f"{NATIVE}vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>, std::array<char *, "
+    "(unsigned long)1>>(int, T2, T3)": KernelClass.COPY_AND_FILL,
+    # the sum of a softmax written out, and its maximum
+    f"{NATIVE}reduce_kernel<(int)512, (int)1, at::native::ReduceOp<float, at::native::func_wrapper_t<float, "
+    "at::native::sum_functor<float, float, float>::operator ()(at::TensorIterator &)::[lambda(float, float) "
+    "(instance 1)]>, unsigned int, float, (int)4>>(T3)": KernelClass.REDUCTION,
+    f"{NATIVE}reduce_kernel<(int)512, (int)1, at::native::ReduceOp<float, at::native::MaxOps<float>, unsigned int, "
+    "float, (int)4>>(T3)": KernelClass.REDUCTION,
+    # torch.where(mask, scores, -inf)
+    f"{NATIVE}elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::<unnamed>::"
+    "where_kernel_impl(at::TensorIterator &)::[lambda() (instance 1)]::operator ()() const::[lambda() (instance 7)]::"
+    "operator ()() const::[lambda(bool, float, float) (instance 1)]>(at::TensorIteratorBase &, const T1 &)::"
+    "[lambda(int) (instance 1)]>(int, T3)": KernelClass.ELEMENT_WISE,
+    # rotated halves put side by side
+    "void at::native::<unnamed>::CatArrayBatchedCopy<at::native::<unnamed>::OpaqueType<(unsigned int)4>, unsigned "
+    "int, (int)4, (int)64, (int)64>(T1 *, at::native::<unnamed>::CatArrInputTensorMetadata<T1, T2, T4, T5>, "
+    "at::native::<unnamed>::TensorSizeStride<T2, (unsigned int)4>, int, T2)": KernelClass.COPY_AND_FILL,
+    # weight[token_ids]
+    f"{NATIVE}index_elementwise_kernel<(int)128, (int)4, void at::native::gpu_index_kernel<void at::native::"
+    "index_kernel_impl<at::native::OpaqueType<(int)4>>(at::TensorIteratorBase &, c10::ArrayRef<long>, "
+    "c10::ArrayRef<long>)::[lambda(char *, const char *, long) (instance 1)]>(at::TensorIteratorBase &, "
+    "c10::ArrayRef<long>, c10::ArrayRef<long>, const T1 &)::[lambda(int) (instance 1)]>(long, T3)": (
+        KernelClass.COPY_AND_FILL
+    ),
+    # its gradient: sort the ids, then add up rows
+    "void at_cuda_detail::cub::DeviceRadixSortSingleTileKernel<at_cuda_detail::cub::DeviceRadixSortPolicy<long, "
+    "at::cuda::cub::detail::OpaqueType<(int)8>, unsigned long long>::Policy900, (bool)0, long, at::cuda::cub::detail::"
+    "OpaqueType<(int)8>, unsigned long long, at_cuda_detail::cub::detail::identity_decomposer_t>(const T3 *, T3 *, "
+    "const T4 *, T4 *, T5, int, int, T6)": KernelClass.OTHER,
+    "void <unnamed>::indexing_backward_kernel<float, (int)4>(const long *, const long *, const T1 *, T1 *, long, "
+    "long, long, long, bool)": KernelClass.REDUCTION,
+    # the logit of the target, and its gradient
+    f"{NATIVE}_scatter_gather_elementwise_kernel<(int)128, (int)4, void at::native::"
+    "_cuda_scatter_gather_internal_kernel<(bool)0, at::native::OpaqueType<(int)4>>::operator ()<at::native::"
+    "TensorAssign>(at::TensorIterator &, long, long, long, const T1 &)::[lambda(int) (instance 1)]>(int, T3)": (
+        KernelClass.COPY_AND_FILL
+    ),
+    f"{NATIVE}_scatter_gather_elementwise_kernel<(int)128, (int)4, void at::native::"
+    "_cuda_scatter_gather_internal_kernel<(bool)1, float>::operator ()<at::native::ReduceAdd>(at::TensorIterator &, "
+    "long, long, long, const T1 &)::[lambda(int) (instance 1)]>(int, T3)": KernelClass.REDUCTION,
+}
+
+MATRIX_PRODUCTS = (
+    "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT",
+    "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
+    "nvjet_tss_64x8_64x16_1x1_h_bz_splitK_TNT",
+    "nvjet_sm100_tst_64x8_64x16_4x2_h_bz_bias_TNT",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_split_k_kernel__5x_cublas",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
+    "ampere_bf16_s1688gemm_bf16_128x128_ldg8_f2f_stages_32x1_tn",
+    "ampere_fp16_s16816gemm_fp16_128x128_ldg8_relu_f2f_stages_32x5_tn",
+    "volta_h884gemm_64x64_ldg8_nn",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8>(T1::Params)",
+    "cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(cutlass_80_simt_sgemm_256x128_8x4_nn_align1::Params)",
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
+    "cute::tuple<int, int, int>, cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarp"
+    "Specialized<5>, cutlass::bfloat16_t>>>>(Params)",
+    "_ZN7cutlass7Kernel2I66cutlass_80_tensorop_f16_s16816gemm_f16_128x128_32x4_tn_align8EEvNT_6ParamsE",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, false>("
+    "cublasLt::cublasSplitKParams<float>, float const*, __nv_bfloat16 const*, __nv_bfloat16*)",
+    "void splitKreduce_kernel<float, float, float, float>(cublasSplitKParams<float>, float const*, float const*)",
+    "void gemvNSP_kernel<float, float, float, float, 1, 32, 4, 1024, false, cublasGemvParamsEx<int, "
+    "cublasGemvTensorStridedBatched<float const>, cublasGemvTensorStridedBatched<float const>, "
+    "cublasGemvTensorStridedBatched<float>, float> >(cublasGemvParamsEx<int>)",
+    "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, cublasGemvParamsEx<int>>",
+    "std::enable_if<!(bool)0, void>::type internal::gemvx::kernel<int, int, float, float, float, float, (bool)0, "
+    "(bool)1, (bool)1, (bool)0, (int)7, (bool)0, cublasGemvParamsEx<int>>(T13)",
+    "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 2, 2, true, cublasGemvTensorStridedBatched<float const>>(float)",
+    "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>, cublasGemvTensor<float> > >(float)",
+    "void cudnn::cnn::implicit_convolve_sgemm<float, float, 128, 5, 5, 3, 3, 3, 1, false>(int)",
+    "void cudnn::cnn::conv2d_grouped_direct_kernel<float, float>(cudnnTensorStruct)",
+    "Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI16x16x4x1_SE",
+    "triton_tem_fused_mm_25",
+    "triton_tem_fused_bmm_7",
+    "triton_tem_fused_addmm_t_view_3",
+    "triton_tem_fused__unsafe_view_gelu_mm_mul_t_view_28",
+    "triton_tem_fused__to_copy__unsafe_view_add_addmm_bmm_clone_mean_mul_pow_rsqrt_transpose_view_139",
+    "triton_red_fused_mm_9",  # one row times a matrix: products, summed
+    "triton_red_fused_mm_mul_silu_t_9",
+    "triton_red_fused_bmm_7",
+    "matmul_kernel_tma_persistent",
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::linear",
+)
+ATTENTION = (
+    "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
+    "cutlass::bfloat16_t, pytorch_flash::Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, false, true, "
+    "false, false, true, true, false, false>(pytorch_flash::Flash_fwd_params)",
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8>, false>",
+    "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 64, 128, 8, 2, 4, 4, true>>",
+    "void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<(int)64, (int)64, (int)128, (int)8, "
+    "(int)2, (int)4, (int)4, (bool)1, (bool)0, cutlass::bfloat16_t, Flash_kernel_traits<(int)64, (int)64, (int)128, "
+    "(int)8, cutlass::bfloat16_t>>>(pytorch_flash::Flash_bwd_params, int)",
+    "void flash::flash_fwd_splitkv_combine_kernel<flash::Flash_fwd_kernel_traits<128, 128, 32, 4, false, false>>",
+    "flash_fwd_kernel",
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<"
+    "(int)2, cute::tuple<cute::C<(int)1>, cute::C<(int)1>, cute::C<(int)1>>, (int)128, cutlass::half_t, float>>>>(T1)",
+    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t, "
+    "cutlass::arch::Sm80, true, 64, 128, 128, true, true>::Params)",
+    "fmha_cutlassB_f16_aligned_64x64_k64_dropout_sm80(AttentionBackwardKernel<cutlass::arch::Sm80>::Params)",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_kernel0_0",
+    "_attn_fwd",
+    "_attn_bwd_dkdv",
+    "triton_tem_fused_flex_attention_0",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+SOFTMAX = (
+    f"{UNNAMED}softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int, int, int)",
+    f"{UNNAMED}softmax_warp_backward<c10::BFloat16, float, float, 10, true, false>(c10::BFloat16*, float const*)",
+    f"{UNNAMED}cunn_SoftMaxForwardGmem<4, float, float, float, at::native::(anonymous namespace)::"
+    "SoftMaxForwardWithMulEpilogue, long>(float*, float const*, long)",
+    f"{UNNAMED}cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous namespace)::"
+    "LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)",
+    f"{UNNAMED}nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*, float const*, long const*)",
+    f"{UNNAMED}nll_loss_backward_reduce_cuda_kernel_2d<float, long>(float*, float const*, long const*, float const*)",
+    "liger_cross_entropy_kernel",
+    "triton_per_fused__softmax_add_clone_detach_1",
+    "triton_per_fused__softmax_backward_data_mul_11",
+    "triton_per_fused__softmax__to_copy_bitwise_and_cat_exp_expand_le_mul_prepare_softmax_online_scalar_tensor_sub_unsqueeze_view_where_14",
+    "triton_red_fused__log_softmax_16",
+    "triton_red_fused__log_softmax__log_softmax_backward_data__to_copy__unsafe_view_div_mul_nll_loss_backward_nll_loss_forward_view_0",
+    "triton_per_fused_amax_div_exp_sub_sum_3",  # written out
+    "triton_red_fused_exp_max_sub_sum_4",
+    "triton_per_fused_nll_loss_forward_4",
+    "cpp_fused__softmax_backward_data_native_dropout_backward_4",
+    "aten::_softmax",
+    "aten::nll_loss_forward",
+)
+NORMALISATION = (
+    f"{UNNAMED}vectorized_layer_norm_kernel<float, float, false>(int, float, float const*, float const*, float*)",
+    f"{UNNAMED}RowwiseMomentsCUDAKernel<float, float>(long, float, float const*, float*, float*)",
+    f"{UNNAMED}layer_norm_grad_input_kernel_vectorized<float, float, false>(float const*, float const*, int)",
+    f"{UNNAMED}GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 1u, 32u, true, true, false>(long, long)",
+    "void cuComputeGradGammaBeta<float, float, float>(float const*, float const*, int, int, int, float*, float*)",
+    f"{UNNAMED}ComputeInternalGradientsCUDAKernel<float>(long, float const*, float const*, float*, float*)",
+    f"{UNNAMED}ComputeBackwardFusedParamsCUDAKernel<float>(long, long)",
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::GroupNormKernelImplInternal<float>("
+    "at::Tensor const&)::{lambda(float, float)#1}, std::array<char*, 3ul> >(int)",
+    "void transformer_engine::normalization::ln_fwd_tuned_kernel<Kernel_traits<float>>(FwdParams)",
+    "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<Kernel_traits<float>>(BwdParams)",
+    "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, 512, true, 1, true>(cudnnTensorStruct)",
+    "_rms_norm_forward_kernel",
+    "void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*, float)",
+    "triton_per_fused_native_layer_norm_relu_15",
+    "triton_per_fused__fused_rms_norm__fused_rms_norm_backward__to_copy_add_0",
+    "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_11",  # RMSNorm written out
+    "triton_per_fused_add_embedding_mean_mul_pow_rsqrt_6",
+    "triton_per_fused__to_copy_add_addmm_native_layer_norm_4",  # the bias of the product before it
+    # the embedding's gradient and the loss only lend constants
+    "triton_per_fused_add_embedding_dense_backward_masked_fill_mul_native_layer_norm_backward_22",
+    "triton_per_fused__to_copy_add_embedding_dense_backward_native_dropout_backward_native_layer_norm_backward_nll_loss_forward_30",
+    "aten::native_layer_norm_backward",
+)
+ELEMENT_WISE = (
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl{LAMBDA}, std::array<char*, 2ul> >(int)",
+    f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<c10::BFloat16, "
+    "c10::BFloat16, c10::BFloat16, at::native::binary_internal::MulFunctor<float> > >(at::TensorIteratorBase&)>",
+    f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::(anonymous namespace)::"
+    "masked_fill_kernel(at::TensorIterator&, c10::Scalar const&)::{lambda()#1}>>",
+    f"{NATIVE}elementwise_kernel_with_index<int, at::native::arange_cuda_out{LAMBDA}>(int)",
+    f"{UNNAMED}distribution_elementwise_grid_stride_kernel<float, 4, at::native::templates::cuda::normal_and_transform"
+    "<float, float, at::CUDAGeneratorImpl*>(at::TensorIteratorBase&)>",
+    f"{UNNAMED}fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(at::cuda::detail::TensorInfo<float>)",
+    f"{NATIVE}triu_tril_kernel<bool, int, false, 8, false>(at::cuda::detail::TensorInfo<bool, int>)",
+    "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_",
+    "_swiglu_forward_kernel",
+    "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)",
+    "triton_poi_fused_add_mul_3",
+    "triton_poi_fused_gelu_view_7",
+    "triton_poi_fused_addmm_relu_3",
+    "triton_poi_fused_add_addmm_mul_2",
+    "triton_poi_fused__to_copy__unsafe_view_add_arange_bmm_cat_clone_cos_expand_mul_neg_sin_slice_transpose_unsqueeze_view_8",
+    "triton_poi_fused_add_mul_nll_loss_forward_silu_5",
+    "triton_poi_fused_0",
+    "cpp_fused_add_mul_0",
+    "aten::mul",
+    "aten::add_",
+    "aten::silu_backward",
+)
+REDUCTION = (
+    f"{NATIVE}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float, float>, unsigned "
+    "int, float, 4, 4> >(at::native::ReduceOp<float, at::native::NormTwoOps<float, float, float>>)",
+    f"{NATIVE}reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16, at::native::MeanOps<c10::BFloat16, float, "
+    "float, c10::BFloat16>, unsigned int, c10::BFloat16, 4, 4> >()",
+    f"{UNNAMED}embedding_backward_feature_kernel<float, float, long>(long const*, float const*, float*, int)",
+    f"{UNNAMED}compute_grad_weight<float, long>(long const*, float const*, long const*, long)",
+    "void at_cuda_detail::cub::DeviceReduceSingleTileKernel<at_cuda_detail::cub::DeviceReducePolicy<int>>(int*)",
+    "void at_cuda_detail::cub::DeviceScanKernel<at_cuda_detail::cub::DeviceScanPolicy<int>::Policy900>(int*)",
+    f"{NATIVE}tensor_kernel_scan_innermost_dim<float, std::plus<float> >(float*, float const*, unsigned int)",
+    "triton_per_fused_mul_0",
+    "triton_red_fused__to_copy_mul_sum_view_4",
+    "triton_red_fused__to_copy_add_div_embedding_dense_backward_expand_mul_nll_loss_forward_pow_sum_view_22",
+    "triton_poi_fused_embedding_dense_backward_15",
+    "triton_poi_fused_embedding_dense_backward_nll_loss_forward_22",
+    "triton_per_fused_abs_amax_1",  # a maximum without an exponential is no softmax
+    "triton_per_fused_linalg_vector_norm_2",
+    "cpp_fused_sum_view_3",
+    "aten::sum",
+    "aten::embedding_dense_backward",
+)
+OPTIMIZER = (
+    f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
+    "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (at::native::(anonymous namespace)::"
+    "ADAM_MODE)1, false>, float const*, double, double, double, double, double, bool, float*, float*>()",
+    "void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::TensorListMetadata<(int)2>, "
+    "at::native::<unnamed>::BinaryOpListAlphaFunctor<float, (int)2, (int)2, (int)0>, std::plus<float>, float>(T1, T2)",
+    f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<1>, at::native::"
+    "(anonymous namespace)::UnaryOpFunctor<float, 1, 1, 0>, at::native::_amp_foreach_non_finite_check_and_unscale_cuda_"
+    "(c10::ArrayRef<at::Tensor>, at::Tensor&, at::Tensor const&)::{lambda()#1}>()",
+    "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float, float>, float, float>(long)",
+    "multi_tensor_apply_kernel",
+    f"{UNNAMED}lpnorm_cleanup<float, (at::native::NormType)1>(float const*, float*)",
+    "triton_for_fused_0",
+    "Optimizer.step#AdamW.step",
+    "aten::_fused_adamw_",
+    "aten::_foreach_add_",
+)
+COPY_AND_FILL = (
+    "Memcpy DtoH (Device -> Pageable)",
+    "Memset (Device)",
+    "[CUDA memcpy Host-to-Device]",
+    "[CUDA memset]",
+    f"{NATIVE}unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda{LAMBDA}, std::array<char*, 2ul>, 4, "
+    "TrivialOffsetCalculator<1, unsigned int>, at::native::memory::LoadWithCast<1>>(int)",
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda{LAMBDA}, std::array<char*, 2>>()",
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>, std::array<char*, 1ul> >(int)",
+    "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIiEENS_6detail5ArrayIPcLi1EEEEEviT0_T1_",
+    f"{UNNAMED}CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<8u>, unsigned int, 1, 128>()",
+    f"{UNNAMED}indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(at::cuda::detail::TensorInfo<float>)",
+    f"{NATIVE}vectorized_gather_kernel<(int)16, long>(char *, char *, T2 *, int, long, long, long, long, bool)",
+    "at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(char **, char **, long *)",
+    f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<2>, at::native::"
+    "(anonymous namespace)::CopyFunctor<float, c10::BFloat16, 2, 1, 1>, at::native::Copy<float, c10::BFloat16> >()",
+    "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, false, true>(cudnn::ops::nchw2nhwc_params_t<float>)",
+    "triton_poi_fused__to_copy_2",  # a cast
+    "triton_poi_fused_clone_transpose_view_4",
+    "triton_poi_fused_embedding_0",
+    "triton_poi_fused_mm_86",  # a product's operand, padded or laid out anew
+    "triton_poi_fused_mm_t_2",
+    "aten::copy_",
+    "aten::fill_",
+)
+COMMUNICATION = (
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)",
+    "ncclDevKernel_AllGather_RING_LL",
+    "ncclKernel_SendRecv",
+    "void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 2>(c10::BFloat16**)",
+    "void sglang::cross_device_reduce_1stage<__nv_bfloat16, 8>(sglang::RankData*)",
+    "nccl:all_reduce",
+)
+OTHER = (
+    "",
+    "kernel",
+    "void something_unusual<float>(float*)",
+    "weighted_sum_fwd",
+    "triton_tem_fused_0",  # a template that does not say which
+    "triton_unk_fused_mul_0",
+    f"{NATIVE}bitonicSortKVInPlace<2, -1, 16, 16, float, long>(at::cuda::detail::TensorInfo<float>)",
+    "void hadamard_transform_kernel<float>(HadamardParams)",
+    "aten::empty",
+    "cudaGraphLaunch",
+)
+KNOWN = AMPERE | {
+    name: kind
+    for kind, names in (
+        (KernelClass.MATRIX_PRODUCT, MATRIX_PRODUCTS),
+        (KernelClass.ATTENTION, ATTENTION),
+        (KernelClass.SOFTMAX, SOFTMAX),
+        (KernelClass.NORMALISATION, NORMALISATION),
+        (KernelClass.ELEMENT_WISE, ELEMENT_WISE),
+        (KernelClass.REDUCTION, REDUCTION),
+        (KernelClass.OPTIMIZER, OPTIMIZER),
+        (KernelClass.COPY_AND_FILL, COPY_AND_FILL),
+        (KernelClass.COMMUNICATION, COMMUNICATION),
+        (KernelClass.OTHER, OTHER),
+    )
+    for name in names
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), KNOWN.items(), ids=[f"{kind}-{name[:60]}" for name, kind in KNOWN.items()])
+def test_real_names(name, kind) -> None:
+    assert classify_kernel(name) is kind
+
+
+def test_every_class_is_tested() -> None:
+    assert set(KNOWN.values()) == set(KernelClass)
+
+
+def test_every_rule_decides_for_a_real_name() -> None:
+    """No rule is dead: each is the first to match some name of this file."""
+    first = {
+        next((pattern for pattern, _ in RULES if re.search(pattern, name, re.IGNORECASE)), None)
+        for name in KNOWN
+        if not name.startswith(("triton_", "cpp_fused"))
+    }
+    assert {pattern for pattern, _ in RULES} <= first
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_short_name_has_the_class_of_the_whole(name) -> None:
+    short = short_name(name)
+    assert classify_kernel(short) is classify_kernel(name)
+    assert len(short) <= len(name)
+    assert short_name(short) == short
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (list(AMPERE)[2], "cutlass_80_simt_sgemm_128x32_8x5_nt_align1"),
+        (list(AMPERE)[3], "vectorized_elementwise_kernel<add>"),
+        (list(AMPERE)[4], "vectorized_elementwise_kernel<mul>"),
+        (list(AMPERE)[5], "elementwise_kernel<direct_copy>"),
+        (list(AMPERE)[6], "vectorized_elementwise_kernel<fill>"),
+        (list(AMPERE)[7], "reduce_kernel<sum>"),
+        (list(AMPERE)[8], "reduce_kernel<max>"),
+        (list(AMPERE)[9], "elementwise_kernel<where>"),
+        (list(AMPERE)[10], "CatArrayBatchedCopy"),
+        (list(AMPERE)[15], "_scatter_gather_elementwise_kernel<ReduceAdd>"),
+        (SOFTMAX[0], "softmax_warp_forward"),
+        (ELEMENT_WISE[0], "vectorized_elementwise_kernel<gelu>"),
+        (NORMALISATION[0], "vectorized_layer_norm_kernel"),
+        (OPTIMIZER[0], "multi_tensor_apply_kernel<FusedAdam>"),
+        (OPTIMIZER[1], "multi_tensor_apply_kernel<plus>"),
+        (ATTENTION[0], "flash_fwd_kernel"),
+        (ATTENTION[6], "device_kernel<FlashAttnFwdSm90>"),
+        (ATTENTION[7], "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
+        (COMMUNICATION[0], "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>(float)", "splitKreduce_kernel"),
+        ("std::enable_if<!T7, void>::type internal::gemvx::kernel<int, float>(T13)", "gemvx::kernel"),
+        # nothing to shorten
+        ("triton_poi_fused_add_mul_3", "triton_poi_fused_add_mul_3"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn", "sm80_xmma_gemm_f32f32_f32f32_f32_tn"),
+        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
+        ("aten::mm", "aten::mm"),
+        ("", ""),
+    ],
+)
+def test_short_names(name, short) -> None:
+    assert short_name(name) == short
+
+
+def test_a_function_that_says_nothing_keeps_the_word_that_does() -> None:
+    """The class would be lost with the arguments: the word that gives it stays."""
+    name = "void run<int, Policy, my_softmax_op>(float*)"
+    assert short_name(name) == "run<my_softmax_op>"
+    # told only by several words together, so nothing can go
+    name = "void nothing<transpose_, ::>(at::native)"
+    assert classify_kernel(short_name(name)) is classify_kernel(name)
+
+
+PARTS = (
+    "void ", "at::native::", "<", ">", "(", ")", "::", " ", "_", ",", "a", "aten::", "mm", "softmax", "add", "fill",
+    "elementwise_kernel", "reduce_kernel", "Kernel2", "kernel", "FillFunctor", "MulFunctor", "CopyFunctor", "<copy>",
+    "multi_tensor_apply_kernel", "triton_poi_fused_", "{lambda()#1}", "embedding_dense_backward", "cutlass_80_x",
+)  # fmt: skip
+
+
+def test_no_two_classes_share_a_short_name() -> None:
+    """Whatever the name: the class of the short name is that of the whole, and shortening again changes nothing."""
+    generator = random.Random(0)
+    for _ in range(20_000):
+        name = "".join(generator.choices(PARTS, k=generator.randint(1, 12)))
+        short = short_name(name)
+        assert classify_kernel(short) is classify_kernel(name), name
+        assert short_name(short) == short, name
+
+
+HOSTILE = [
+    unit * (100_000 // len(unit))
+    for unit in (
+        "a", "_", "<", ">", "(", "::", "a::", "void ", "(anonymous namespace)::", "elementwise_kernel<", "Functor ",
+        "triton_poi_fused_", "_softmax", "multi_tensor_apply_kernel", "multi_tensor_apply_kernel<CopyFuncto",
+        "embedding_dense_backwar", "Compute_", "cutlass_8", "_nll_loss", "{lambda(",
+        "\0", "\u017f", "\udc80", "\n", "bmm",
+    )
+]  # fmt: skip
+HOSTILE += ["triton_red_fused" + "_add" * 30_000, "void f<" + "_kernel_cuda" * 9_000 + ">(int)", "x<" * 50_000]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_names_are_bounded(name) -> None:
+    classes._classify.cache_clear()
+    classes._shorten.cache_clear()
+    start = time.perf_counter()
+    kind = classify_kernel(name)
+    short = short_name(name)
+    assert time.perf_counter() - start < 0.5
+    assert len(short) <= MAX_NAME
+    assert classify_kernel(short) is kind
+
+
+def test_time_is_linear_in_the_name() -> None:
+    """Sixteen times the characters may take sixteen times as long, with room; a square would take 256 times."""
+
+    def seconds(length: int) -> float:
+        times = []
+        for name in HOSTILE:
+            start = time.perf_counter()
+            for pattern, _ in classes._RULES:
+                pattern.search(name, 0, length)
+            times.append(time.perf_counter() - start)
+        return sum(times)
+
+    short, long = min(seconds(2_000) for _ in range(3)), seconds(32_000)
+    assert long < 64 * short
+
+
+def test_a_trace_repeats_its_names() -> None:
+    """A million kernels have a few hundred names: the second time costs a look-up."""
+    names = list(KNOWN)
+    for name in names:
+        short_name(name)
+    start = time.perf_counter()
+    for _ in range(20):
+        for name in names:
+            classify_kernel(name)
+            short_name(name)
+    assert (time.perf_counter() - start) / (20 * len(names)) < 20e-6

@@ -1,0 +1,371 @@
+"""When phases were on the device and why it was idle: against every nanosecond, and against causes made on purpose."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.host_calls import call_name, is_launch, is_synchronisation
+from cs336_systems.analysis.kernels.idle import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
+from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
+from cs336_systems.analysis.kernels.summary import summarise
+from cs336_systems.analysis.kernels.union import Union
+from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Call, Kernel, Recording, Span, ints, make_trace
+
+US = 1_000
+LAUNCH_NS = 4 * US
+"""How long a launch takes the host."""
+
+
+def profile(recording: Recording) -> StepProfile:
+    return summarise(attribute(make_trace(recording)), source="test")
+
+
+def phase(found: StepProfile, name: str) -> PhaseTimes:
+    return next(times for times in found.phases if times.phase == name)
+
+
+def ns(seconds) -> list[int]:
+    return [round(value * 1e9) for value in seconds]
+
+
+def open_times(start: list[int], end: list[int], low: int, high: int) -> set[int]:
+    return {time for a, b in zip(start, end, strict=True) for time in range(max(a, low), min(b, high))}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_union_is_that_of_sets_of_nanoseconds(seed: int) -> None:
+    generator = random.Random(seed)
+    start = [generator.randint(0, 200) for _ in range(generator.randint(0, 20))]
+    end = [a + generator.randint(0, 30) for a in start]
+    union = Union(ints(start), ints(end))
+    times = list(range(-5, 260))
+    is_open = open_times(start, end, -5, 260)
+    assert union.until(ints(times)).tolist() == [sum(other < time for other in is_open) for time in times]
+
+    low = [generator.randint(-5, 240) for _ in range(6)]
+    high = [a + generator.randint(0, 20) for a in low]
+    holes = union.holes(ints(low), ints(high))
+    found = [
+        {t for w, a, b in zip(holes.window, holes.start, holes.end, strict=True) if w == i for t in range(a, b)}
+        for i in range(len(low))
+    ]
+    assert found == [set(range(a, b)) - is_open for a, b in zip(low, high, strict=True)]
+    assert (holes.end > holes.start).all()
+    for window, a, b, before, after in zip(
+        holes.window, holes.start, holes.end, holes.before, holes.after, strict=True
+    ):
+        assert (before >= 0) == (a > low[window])
+        assert before < 0 or end[before] == a
+        assert (after >= 0) == (b < high[window])
+        assert after < 0 or start[after] == b
+
+
+def random_training(generator: random.Random) -> Recording:
+    """Steps of phases of any length; kernels and copies of several streams that run whenever, after their launch."""
+    made, now = Recording(), 10
+    has_steps = generator.random() < 0.5
+    for _ in range(generator.randint(1, 4)):
+        begun = now
+        now += generator.randint(0, 20)
+        for name in ("forward", "backward", "optimizer"):
+            start = now
+            now += generator.randint(1, 120)
+            made.spans.append(Span(name, start, now))
+            for _ in range(generator.randint(0, 5)):
+                _add(made, generator, generator.randint(start, now + 3))
+            now += generator.randint(0, 15)
+        if generator.random() < 0.5:  # a synchronisation, as our own steps end with one
+            now = max([now, *(k.start_ns + k.duration_ns for k in made.kernels + made.copies)])
+        if has_steps:
+            made.spans.append(Span("step", begun, now))
+        now += generator.randint(0, 30)
+    made.kernels.append(Kernel("unlaunched", None, start_ns=generator.randint(0, now), duration_ns=9))
+    return made
+
+
+def _add(made: Recording, generator: random.Random, launch: int) -> None:
+    work = Kernel(
+        generator.choice("abc"),
+        launch,
+        generator.choice([MAIN, AUTOGRAD]),
+        launch + generator.randint(1, 60),
+        generator.randint(0, 40),
+        generator.randint(1, 3),
+    )
+    (made.copies if generator.random() < 0.3 else made.kernels).append(work)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
+    """Walls by the rule as it is told, busy times by looking at each nanosecond, and what is idle is the rest."""
+    made = random_training(random.Random(seed))
+    steps, windows = host_times(made)
+    found = profile(made)
+    jobs = made.kernels + made.copies
+    launched = [job for job in jobs if job.launch_ns is not None]
+    is_busy = open_times([k.start_ns for k in jobs], [k.start_ns + k.duration_ns for k in jobs], 0, 5_000)
+
+    def through(now: int) -> int:
+        return max([0, *(k.start_ns + k.duration_ns for k in launched if k.launch_ns < now)])
+
+    assert found.num_steps == len(steps)
+    idle_total = 0
+    for step, (_, ended) in enumerate(steps):
+        last = first = max(windows[step][0][1], through(windows[step][0][1]))
+        for name, _, leaves in windows[step]:
+            boundary = max(leaves, through(leaves), last)
+            times = phase(found, name)
+            assert ns(times.wall_s)[step] == boundary - last
+            assert ns(times.busy_s)[step] == len(is_busy & set(range(last, boundary)))
+            last = boundary
+        tail = max(last, through(ended))
+        if tail > last:
+            assert ns(phase(found, "unattributed").wall_s)[step] == tail - last
+            assert ns(phase(found, "unattributed").busy_s)[step] == len(is_busy & set(range(last, tail)))
+        idle = set(range(first, max(tail, ended))) - is_busy
+        # a step in which nothing at all ran has no device that was idle
+        idle_total += len(idle) if is_busy & set(range(first, max(tail, ended))) else 0
+        for name in ("forward", "backward", "optimizer"):
+            own = [window for window in windows[step] if window[0] == name]
+            inside = [k for k in made.kernels if k.launch_ns is not None and is_in(own, k.launch_ns)]
+            copied = [k for k in made.copies if is_in(own, k.launch_ns)]
+            times = phase(found, name)
+            assert times.launches[step] == len(inside)
+            assert ns(times.kernel_s)[step] == sum(k.duration_ns for k in inside)
+            assert times.copies[step] == len(copied)
+            assert ns(times.copy_s)[step] == sum(k.duration_ns for k in copied)
+            assert ns(times.host_s)[step] == sum(end - start for _, start, end in own)
+    missing = [note for note in found.notes if "left out" in note]
+    told = sum(ns(row.total_s for row in found.idle))
+    assert told <= idle_total if missing else told == idle_total
+
+
+def host_times(made: Recording) -> tuple[list[tuple[int, int]], list[list[tuple[str, int, int]]]]:
+    """Each step's start and end, and its phases: as random_training makes them."""
+    spans = sorted((s for s in made.spans if s.name != "step"), key=lambda s: s.start_ns)
+    windows = [[(s.name, s.start_ns, s.end_ns) for s in spans[i : i + 3]] for i in range(0, len(spans), 3)]
+    steps = sorted((s.start_ns, s.end_ns) for s in made.spans if s.name == "step")
+    if not steps:
+        return [(three[0][1], three[-1][2]) for three in windows], windows
+    data = [[("data", a, three[0][1])] for (a, _), three in zip(steps, windows, strict=True)]
+    return steps, [first + rest for first, rest in zip(data, windows, strict=True)]
+
+
+def is_in(windows: list[tuple[str, int, int]], now: int) -> bool:
+    return any(start <= now < end for _, start, end in windows)
+
+
+def test_a_phase_ends_when_its_last_kernel_has_or_the_host_leaves() -> None:
+    """By hand: the host leaves forward at 100 and its kernel ends at 150; backward's ends before the host leaves."""
+    made = Recording(spans=[Span("step", 0, 330), Span("forward", 10, 100), Span("backward", 110, 300)])
+    made.kernels = [Kernel("a", 20, MAIN, 40, 110), Kernel("b", 120, AUTOGRAD, 160, 40)]
+    found = profile(made)
+    assert {t.phase.value: ns(t.wall_s) for t in found.phases} == {"data": [10], "forward": [140], "backward": [150]}
+    assert ns(phase(found, "forward").busy_s) == [110]
+    assert [(g.phase, g.cause, *ns((g.start_s, g.duration_s))) for g in found.gaps] == [
+        ("backward", IdleCause.END_OF_STEP, 200, 130),
+        ("forward", IdleCause.LATE_LAUNCH, 0, 40),
+        ("backward", IdleCause.BETWEEN_KERNELS, 150, 10),
+    ]
+    assert [(g.before, g.after) for g in found.gaps] == [("b", ""), ("", "a"), ("a", "b")]
+
+
+def test_a_step_begins_when_the_device_is_through_with_the_last() -> None:
+    made = Recording(spans=[Span(n, a, a + 10) for a, n in [(0, "forward"), (10, "optimizer"), (20, "forward")]])
+    made.kernels = [Kernel("a", 5, start_ns=6, duration_ns=94), Kernel("b", 25, start_ns=100, duration_ns=20)]
+    found = profile(made)
+    assert ns(phase(found, "forward").wall_s) == [100, 20]
+    assert ns(found.step_s) == [20, 10]
+    assert [g.before for g in found.gaps] == [""]
+
+
+def test_several_devices_count_as_their_mean() -> None:
+    made = Recording(spans=[Span("step", 0, 100), Span("forward", 0, 100)])
+    made.kernels = [Kernel("a", 0, start_ns=0, duration_ns=100), Kernel("a", 1, start_ns=0, duration_ns=40, device=1)]
+    made.kernels.append(Kernel("a", 200, start_ns=200, duration_ns=5, device=2))  # not used by the step
+    found = profile(made)
+    assert ns(phase(found, "forward").busy_s) == [70]
+    assert [ns([row.total_s]) for row in found.idle] == [[30]]
+    assert ns(g.duration_s for g in found.gaps) == [60]
+
+
+def launching(launch: int, start: int, duration: int, name: str = "k", call: str = "cudaLaunchKernel") -> Recording:
+    kernel = Kernel(name, launch, start_ns=start, duration_ns=duration)
+    return Recording(kernels=[kernel], calls=[Call(f"{call}_v7000", launch, launch + LAUNCH_NS)])
+
+
+def with_causes(*others: Recording, calls: tuple[Call, ...] = ()) -> StepProfile:
+    """One step of forward: a kernel runs from 10 to 50 us, and then the others."""
+    parts = [launching(1 * US, 10 * US, 40 * US, "first"), *others]
+    end = 10_000 * US
+    return profile(
+        Recording(
+            kernels=[k for part in parts for k in part.kernels],
+            spans=[Span("step", 0, end), Span("forward", 0, end)],
+            copies=[k for part in parts for k in part.copies],
+            calls=[*(c for part in parts for c in part.calls), *calls],
+        )
+    )
+
+
+def cause_after(found: StepProfile, name: str = "first") -> tuple[IdleCause, int, str]:
+    gap = next(gap for gap in found.gaps if gap.before == name)
+    return gap.cause, round(gap.duration_s * 1e9), gap.host_call
+
+
+def test_launched_in_time_is_between_kernels() -> None:
+    found = with_causes(launching(20 * US, 53 * US, 10))
+    assert cause_after(found) == (IdleCause.BETWEEN_KERNELS, 3 * US, "")
+
+
+def test_launched_after_the_device_ran_dry_is_late() -> None:
+    found = with_causes(launching(80 * US, 86 * US, 10))
+    assert cause_after(found) == (IdleCause.LATE_LAUNCH, 36 * US, "cudaLaunchKernel")
+    # a launch that began before the device ran dry and took long, as one that loads code does
+    slow = launching(40 * US, 95 * US, 10)
+    slow.calls = [replace(slow.calls[0], end_ns=92 * US)]
+    assert cause_after(with_causes(slow)) == (IdleCause.LATE_LAUNCH, 45 * US, "cudaLaunchKernel")
+
+
+def test_a_device_that_takes_longer_than_the_host_was_late_is_the_cause() -> None:
+    late = LAUNCH_NS + round(LAUNCH_LATENCY_S * 1e9)
+    assert cause_after(with_causes(launching(50 * US, 50 * US + 2 * late, 10)))[0] is IdleCause.LATE_LAUNCH
+    assert cause_after(with_causes(launching(50 * US, 51 * US + 2 * late, 10)))[0] is IdleCause.BETWEEN_KERNELS
+
+
+@pytest.mark.parametrize("name", ["cudaStreamSynchronize_v3020", "cudaDeviceSynchronize", "cuEventSynchronize"])
+def test_a_host_that_waited_is_named(name: str) -> None:
+    waited = Call(name, 8 * US, 55 * US)
+    found = with_causes(launching(80 * US, 90 * US, 10), calls=(waited,))
+    assert cause_after(found) == (IdleCause.HOST_WAITED, 40 * US, call_name(name))
+    # over long before the device ran dry, or only begun then
+    for other in (replace(waited, end_ns=30 * US), Call(name, 60 * US, 65 * US)):
+        found = with_causes(launching(80 * US, 90 * US, 10), calls=(other,))
+        assert cause_after(found)[0] is IdleCause.LATE_LAUNCH
+
+
+def test_item_waits_in_the_copy_to_the_host() -> None:
+    """As PyTorch does it: the copy is launched while the device is at work, returns when it is done, and is awaited."""
+    copied = Kernel("memcpy Device-to-Host", 8 * US, start_ns=52 * US, duration_ns=2 * US)
+    calls = (Call("cudaMemcpyAsync_v3020", 8 * US, 57 * US), Call("cudaStreamSynchronize_v3020", 58 * US, 59 * US))
+    found = with_causes(Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls)
+    assert cause_after(found) == (IdleCause.BETWEEN_KERNELS, 2 * US, "cudaMemcpyAsync")
+    assert cause_after(found, "memcpy Device-to-Host")[:2] == (IdleCause.HOST_WAITED, 36 * US)
+    assert [(row.name, row.is_wait) for row in found.host_calls if row.is_wait] == [
+        ("cudaMemcpyAsync", True),
+        ("cudaStreamSynchronize", True),
+    ]
+
+
+def test_a_copy_to_the_host_that_nobody_awaits_is_no_wait() -> None:
+    copied = Kernel("memcpy Device-to-Host", 8 * US, start_ns=52 * US, duration_ns=2 * US)
+    calls = (Call("cudaMemcpyAsync", 8 * US, 10 * US), Call("cudaStreamSynchronize", 200 * US, 201 * US))
+    found = with_causes(Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls)
+    assert [row.name for row in found.host_calls if row.is_wait] == ["cudaStreamSynchronize"]
+    assert cause_after(found, "memcpy Device-to-Host")[0] is IdleCause.LATE_LAUNCH
+
+
+def test_a_host_that_slept_is_named() -> None:
+    pause = round(HOST_PAUSE_S * 1e9)
+    start = 1 * US + LAUNCH_NS
+    assert cause_after(with_causes(launching(start + pause, start + pause + 5 * US, 10)))[0] is IdleCause.LATE_LAUNCH
+    slept = launching(start + pause + 1, start + pause + 5 * US, 10)
+    assert cause_after(with_causes(slept))[0] is IdleCause.HOST_PAUSE
+    # a call in between, of any thread, and the host did something
+    other = Call("cudaMalloc", 500 * US, 501 * US, AUTOGRAD)
+    assert cause_after(with_causes(slept, calls=(other,)))[0] is IdleCause.LATE_LAUNCH
+    # waited first, slept then: what took longer
+    waited = Call("cudaDeviceSynchronize", 8 * US, 55 * US)
+    asleep = launching(5_000 * US, 5_005 * US, 10)
+    assert cause_after(with_causes(asleep, calls=(waited,)))[0] is IdleCause.HOST_PAUSE
+
+
+def test_nodes_of_a_graph_follow_each_other_however_long_its_launch_takes() -> None:
+    graph = Recording(
+        kernels=[Kernel(f"node{i}", 60 * US, start_ns=(70 + 20 * i) * US, duration_ns=10 * US) for i in range(3)],
+        calls=[Call("cudaGraphLaunch_v10000", 60 * US, 500 * US)],
+    )
+    found = with_causes(graph)
+    assert cause_after(found) == (IdleCause.LATE_LAUNCH, 20 * US, "cudaGraphLaunch")
+    assert cause_after(found, "node0")[:2] == (IdleCause.BETWEEN_KERNELS, 10 * US)
+    assert cause_after(found, "node1")[:2] == (IdleCause.BETWEEN_KERNELS, 10 * US)
+    assert cause_after(found, "node2")[0] is IdleCause.END_OF_STEP
+
+
+def test_an_idle_time_before_something_without_a_launch_has_no_cause() -> None:
+    made = Recording(spans=[Span("step", 0, 100), Span("forward", 0, 100)])
+    made.kernels = [Kernel("a", 0, start_ns=0, duration_ns=10), Kernel("b", None, start_ns=30, duration_ns=70)]
+    found = profile(made)
+    assert (found.idle, found.gaps) == ((), ())
+    assert "1 idle times of the device, 2e-08 s together" in found.notes[-1]
+
+
+def test_the_longest_gaps_are_kept_with_their_modules() -> None:
+    made = Recording(spans=[Span("step", 0, 100_000), Span("forward", 0, 100_000), Span("attention", 3_000, 100_000)])
+    starts = np.cumsum([0, *range(10, 1_010, 10)]).tolist()
+    made.kernels = [Kernel("k", start, start_ns=start, duration_ns=1) for start in starts]
+    found = profile(made)
+    assert len(found.gaps) == NUM_GAPS
+    durations = ns(gap.duration_s for gap in found.gaps)
+    assert durations == [100_000 - starts[-1] - 1, *(10 * n - 1 for n in range(100, 100 - NUM_GAPS + 1, -1))]
+    assert {gap.module for gap in found.gaps} == {(), ("attention",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "launches", "waits"),
+    [
+        ("cudaLaunchKernel_v7000", True, False),
+        ("cudaLaunchKernel_ptsz_v7000", True, False),
+        ("cudaLaunchKernelExC_v11060", True, False),
+        ("cuLaunchKernelEx", True, False),
+        ("cudaLaunchCooperativeKernel", True, False),
+        ("cudaGraphLaunch_v10000", True, False),
+        ("cudaMemsetAsync", True, False),
+        ("cudaMemcpyAsync_v3020", True, False),
+        ("cuMemcpyDtoHAsync_v2", True, False),
+        ("cudaMemcpy_v3020", True, True),
+        ("cudaMemcpy2D", True, True),
+        ("cudaMemcpyToSymbol_v3020", True, True),
+        ("cuCtxSynchronize", False, True),
+        ("cudaEventSynchronize_v3020", False, True),
+        ("cudaEventQuery_v3020", False, False),
+        ("cudaStreamIsCapturing_v10000", False, False),
+        ("cuKernelGetFunction", False, False),
+        ("cudaFuncGetAttributes", False, False),
+        ("cudaMalloc", False, False),
+    ],
+)
+def test_calls_by_name(name: str, launches: bool, waits: bool) -> None:
+    assert (is_launch(name), is_synchronisation(name)) == (launches, waits)
+
+
+def test_names_of_calls_without_version() -> None:
+    names = ["cudaLaunchKernel_v7000", "cudaGetDeviceProperties_v2_v12000", "cudaMemcpyAsync_ptsz_v7000", "cuInit"]
+    assert [call_name(name) for name in names] == [
+        "cudaLaunchKernel", "cudaGetDeviceProperties", "cudaMemcpyAsync", "cuInit",
+    ]  # fmt: skip
+
+
+def test_host_calls_by_function_and_phase_of_any_thread() -> None:
+    made = Recording(
+        spans=[Span("step", 0, 1_000), Span("forward", 10, 400), Span("backward", 400, 900)],
+        kernels=[Kernel("k", 20, start_ns=30)],
+        calls=[
+            Call("cudaLaunchKernel_v7000", 20, 25),
+            Call("cudaLaunchKernel_v7000", 399, 410),
+            Call("cudaLaunchKernel_v7000", 500, 507, AUTOGRAD),
+            Call("cuLaunchKernel", 510, 513, AUTOGRAD),
+            Call("cudaDeviceSynchronize_v3020", 950, 990),
+            Call("cudaDeviceSynchronize_v3020", 1_000, 2_000),  # after the step
+        ],
+    )
+    rows = profile(made).host_calls
+    assert [(r.name, r.phase, r.count, *ns([r.total_s]), r.is_launch, r.is_wait) for r in rows] == [
+        ("cudaDeviceSynchronize", "unattributed", 1, 40, False, True),
+        ("cudaLaunchKernel", "forward", 2, 16, True, False),
+        ("cudaLaunchKernel", "backward", 1, 7, True, False),
+        ("cuLaunchKernel", "backward", 1, 3, True, False),
+    ]

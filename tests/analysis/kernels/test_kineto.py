@@ -1,0 +1,502 @@
+"""Traces with known content, one of PyTorch's own making, and files made to harm."""
+
+import contextlib
+import gzip
+import json
+import os
+import pickle
+import random
+import sqlite3
+import time
+import tracemalloc
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.kernels import events as events_module
+from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
+from cs336_systems.analysis.kernels.kineto import BOOKKEEPING, read_kineto, self_times
+from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
+from cs336_systems.analysis.kernels.trace import Trace
+from cs336_systems.clock import HostClock
+from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.profiling import Annotator, backward_ranges, set_annotator
+from cs336_systems.step import TrainingStep
+from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
+from tests.analysis.kernels.tracing import (
+    BACKWARD_KERNELS,
+    FORWARD_KERNELS,
+    LOSS_KERNELS,
+    OPTIMIZER_KERNELS,
+    PROCESS,
+    Kernel,
+    Recording,
+    Span,
+    ints,
+    make_trace,
+    process_of,
+    random_recording,
+    training,
+)
+
+CALL = complete("cuda_runtime", "cudaLaunchKernel", 7, 100, 0, 3, correlation=1)
+KERNEL = complete("kernel", "k", 0, 7, 50, 10, device=0, stream=7, correlation=1)
+
+
+def problem(path: Path) -> str:
+    """What reading the file says: one short line that begins with its name, within bounded time."""
+    begun = time.perf_counter()
+    with pytest.raises(ProfileError) as caught:
+        read_kineto(path)
+    assert time.perf_counter() - begun < 2
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message.removeprefix(str(path))
+    assert len(message) < len(str(path)) + 500
+    return message.removeprefix(f"{path}: ")
+
+
+def names(trace: Trace, column: np.ndarray) -> list[str]:
+    return [trace.strings[index] for index in column]
+
+
+def of_one_process(recording: Recording) -> Recording:
+    """What torch.profiler can see: its own process, whose ranges are all pushed and popped."""
+    first = min(process_of(k.thread) for k in recording.kernels)
+    return Recording(
+        [k for k in recording.kernels if process_of(k.thread) == first],
+        [s for s in recording.spans if process_of(s.thread) == first and s.is_nested],
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("zipped", [False, True])
+def test_what_was_written_is_read(tmp_path: Path, seed: int, zipped: bool) -> None:
+    made = of_one_process(random_recording(random.Random(seed)))
+    first = process_of(made.kernels[0].thread)
+    made.kernels.append(Kernel("last", 990, first + 1))  # whose launch is seen, so that the process is known
+    expected = make_trace(made)
+    path = write_trace(tmp_path / "t.anything", events_of(made))
+    if zipped:
+        path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    read = read_kineto(path)
+    for column in ("duration_ns", "stream", "correlation", "is_launched"):
+        assert np.array_equal(getattr(read.kernels, column), getattr(expected.kernels, column)), column
+    launched = expected.kernels.is_launched
+    assert np.array_equal(read.kernels.start_ns - BASE_NS, expected.kernels.start_ns)
+    assert np.array_equal(read.kernels.launch_ns[launched] - BASE_NS, expected.kernels.launch_ns[launched])
+    assert set(read.kernels.process.tolist()) == {first >> 24}
+    for column in ("start_ns", "end_ns"):
+        assert np.array_equal(getattr(read.ranges, column) - BASE_NS, getattr(expected.ranges, column)), column
+    assert read.ranges.is_nested.all()
+    assert not read.ranges.is_open.any()
+    for kind in ("kernels", "ranges"):
+        assert names(read, getattr(read, kind).name) == names(expected, getattr(expected, kind).name)
+    # threads are numbered anew, one to one
+    theirs = [*expected.ranges.thread.tolist(), *expected.kernels.thread[launched].tolist()]
+    ours = [*read.ranges.thread.tolist(), *read.kernels.thread[launched].tolist()]
+    assert len(set(zip(theirs, ours, strict=True))) == len(set(theirs)) == len(set(ours))
+    assert len(read.api_calls) == launched.sum()
+    assert read.device_names == ("NVIDIA H200",)
+    assert not read.is_of_host
+
+
+@pytest.mark.parametrize("phases", [True, False])
+def test_a_training_loop_from_file_to_phases(tmp_path: Path, phases: bool) -> None:
+    made = training(3, phases=phases)
+    found = attribute(read_kineto(write_trace(tmp_path / "t.json", events_of(made))))
+    assert set(found.sources.values()) == {PhaseSource.RANGES if phases else PhaseSource.THREADS}
+    for step in range(3):
+        assert {phase.value: total.count for phase, total in found.totals(step).items() if total.count} == {
+            "forward": FORWARD_KERNELS,
+            "loss": LOSS_KERNELS,
+            "backward": BACKWARD_KERNELS,
+            "optimizer": OPTIMIZER_KERNELS,
+        }
+    assert sum(total.time_ns for total in found.totals().values()) == sum(k.duration_ns for k in made.kernels)
+    assert not found.trace.notes
+
+
+def test_steps_of_the_schedule_of_torch_profiler(tmp_path: Path) -> None:
+    made = training(2)
+    made.spans.append(Span("ProfilerStep#3", 0, max(s.end_ns or 0 for s in made.spans) + 1))
+    made.spans.append(Span("Optimizer.step#AdamW.step", 5, 6))
+    path = write_trace(tmp_path / "t.json", events_of(made))
+    assert {"ProfilerStep#3", "Optimizer.step#AdamW.step"} <= set(read_kineto(path).strings)
+    assert len(attribute(read_kineto(path), PhaseNames(step="ProfilerStep#3")).steps) == 1
+
+
+def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:
+    events = [
+        complete("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 0, 7, 10, 4, stream=7, correlation=1, bytes=4096),
+        complete("gpu_memset", "Memset (Device)", 1, 9, 20, 3, device=1, stream=9, correlation=99, bytes=8),
+        *(complete("kernel", name, 0, 7, 30, 5, correlation=2) for name in "ab"),
+        complete("kernel", "alone", 0, 7, 40, 5, correlation=3),
+        complete("cuda_runtime", "cudaMemcpyAsync", 7, 100, 1, 1, correlation=1),
+        complete("cuda_runtime", "cudaGraphLaunch", 7, 100, 2, 1, correlation=2),
+        complete("cuda_driver", "cuLaunchKernelEx", 7, 101, 3, 1, correlation=3),
+        complete("cuda_runtime", "cudaDeviceSynchronize", 7, 100, 4, 90),
+    ]
+    read = read_kineto(write_trace(tmp_path / "t.json", events))
+    assert names(read, read.copies.name) == ["Memcpy HtoD (Pageable -> Device)", "Memset (Device)"]
+    assert read.copies.num_bytes.tolist() == [4096, 8]
+    assert read.copies.is_launched.tolist() == [True, False]
+    assert (read.copies.device.tolist(), read.copies.stream.tolist()) == ([0, 1], [7, 9])
+    assert names(read, read.kernels.name) == ["a", "b", "alone"]
+    assert read.kernels.is_in_graph.tolist() == [True, True, False]
+    assert (read.kernels.launch_ns - BASE_NS).tolist() == [2, 2, 3]
+    assert len(set(read.kernels.thread.tolist())) == 2
+    assert names(read, read.api_calls.name)[-1] == "cudaDeviceSynchronize"
+    assert read.api_calls.duration_ns.tolist() == [1, 1, 1, 90]
+    assert "2 kernels came from CUDA graphs" in attribute(read).notes[-1]
+
+
+def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
+    read = read_kineto(write_trace(tmp_path / "t.json", [KERNEL]))
+    assert not read.kernels.is_launched.any()
+    assert [note[:28] for note in read.notes] == ["No calls of the CUDA runtime", "There are no ranges: record "]
+    assert "1 of 1 kernels have no launch" in attribute(read).notes[-1]
+    called = read_kineto(write_trace(tmp_path / "t.json", [CALL, complete("cpu_op", "aten::mm", 7, 100, 0, 5)]))
+    assert called.is_of_host
+    assert "CUDA was called, but no device ran anything" in called.notes[0]
+    assert "no kernels of a device and no operators" in problem(write_trace(tmp_path / "t.json", [CALL]))
+    assert "ProfilerActivity.CUDA" in problem(write_trace(tmp_path / "t.json", []))
+
+
+def test_ranks_in_one_file_are_not_mixed_up(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", [CALL, {**CALL, "pid": 8}, KERNEL])
+    assert "needed the trace of one process" in problem(path)
+    assert "(7, 8, ...)" in problem(path)
+    ops = [complete("cpu_op", "aten::mm", pid, 100, 0, 5) for pid in (7, 8)]
+    assert len(set(read_kineto(write_trace(tmp_path / "t.json", ops)).kernels.thread.tolist())) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4405712485997.963", "4479742496481.605",
+        "8796093022207.999", "4398046511103.999", "4398046511104.001", "0.001", "-12.5", "12",
+        "1e3", "1.25E+2", "8796093022208.001", "1700000000000000.123", "1700000000000001",
+        "2305843009213600.951", "1e-400",
+    ],
+)  # fmt: skip
+def test_times_are_exact(tmp_path: Path, text: str) -> None:
+    """Against fractions of whole numbers, which round nothing."""
+    path = write_trace(tmp_path / "t.json", [KERNEL])
+    path.write_text(path.read_text().replace(json.dumps(KERNEL["ts"]), text))
+    assert read_kineto(path).kernels.start_ns.tolist() == [round(Fraction(text) * 1000)]
+
+
+@pytest.mark.parametrize("exponent", range(30, 62))
+def test_times_of_any_size_are_exact(tmp_path: Path, exponent: int) -> None:
+    """Below 2**43 microseconds floats of 64 bits suffice, from there on they do not."""
+    generator = random.Random(exponent)
+    expected = [2**exponent - 1 - generator.randrange(2 ** (exponent - 1)) for _ in range(2_000)]
+    events = [{**KERNEL, "ts": 0.0} for _ in expected]
+    path = write_trace(tmp_path / "t.json", events)
+    times = iter(f'"ts": {time // 1000}.{time % 1000:03}' for time in expected)
+    head, *rest = path.read_text().split('"ts": 0.0')
+    path.write_text(head + "".join(next(times) + part for part in rest))
+    assert read_kineto(path).kernels.start_ns.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_self_times_by_brute_force(seed: int) -> None:
+    """Each nanosecond belongs to the interval that began last, on each thread apart."""
+    generator = random.Random(seed)
+    made = of_one_process(random_recording(generator))
+    spans = [s for s in made.spans if s.end_ns is not None]
+    rows = [(s.thread, s.start_ns, s.end_ns or 0) for s in spans]
+    columns = [ints(column) for column in zip(*rows, strict=True)] if rows else [ints([])] * 3
+    thread, start, end = columns
+    own = self_times(thread, start, end - start)
+    owned: Counter[int] = Counter()
+    for number in set(thread.tolist()):
+        for now in range(1_001):
+            around = [i for i, (t, s, e) in enumerate(rows) if t == number and s <= now < e]
+            if around:
+                owned[max(around, key=lambda i: (rows[i][1], -rows[i][2], i))] += 1
+    by_span: Counter[tuple[int, int, int]] = Counter()
+    for index, time_ns in owned.items():
+        by_span[rows[index]] += time_ns
+    read: Counter[tuple[int, int, int]] = Counter()
+    for row, time_ns in zip(rows, own.tolist(), strict=True):
+        read[row] += time_ns  # of equal spans, either may be the inner one
+    assert {k: v for k, v in read.items() if v} == dict(by_span)
+
+
+def test_self_times_of_spans_that_cross_are_no_less_than_zero() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        start, duration = generator.integers(0, 50, 40), generator.integers(0, 30, 40)
+        own = self_times(np.zeros(40, dtype=np.int64), start, duration)
+        assert ((own >= 0) & (own <= duration)).all()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, profile]:
+    """Two training steps on a CPU as PyTorch records them, and what PyTorch itself says of them."""
+    model = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
+    config = RunConfig(size="custom", model=model, batch_size=3, device=Device.CPU)
+    set_annotator(Annotator.RECORD_FUNCTION)
+    step = TrainingStep(config)
+    with backward_ranges(step.model):
+        step(HostClock())
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            for _ in range(2):
+                step(HostClock())
+    set_annotator(Annotator.NONE)
+    path = tmp_path_factory.mktemp("kineto") / "cpu.json"
+    seen.export_chrome_trace(str(path))
+    return path, seen
+
+
+def test_operators_of_a_cpu_take_the_place_of_kernels(recorded: tuple[Path, profile]) -> None:
+    path, seen = recorded
+    read = read_kineto(path)
+    assert read.is_of_host
+    assert not len(read.copies)
+    assert not read.api_calls.start_ns.size
+    said: Counter[str] = Counter()
+    for event in seen.events():
+        if not event.is_user_annotation and not event.name.startswith(BOOKKEEPING):
+            said[event.name] += round(event.self_cpu_time_total * 1000)
+    mine: Counter[str] = Counter()
+    for name, time_ns in zip(names(read, read.kernels.name), read.kernels.duration_ns.tolist(), strict=True):
+        mine[name] += time_ns
+    assert set(mine) == set(said)
+    for name, time_ns in said.items():
+        assert mine[name] == pytest.approx(time_ns, abs=len(read.kernels))
+
+
+def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
+    read = read_kineto(recorded[0])
+    found = attribute(read)
+    assert set(found.sources.values()) == {PhaseSource.RANGES}
+    assert len(found.steps) == 2
+    layers = 2
+    for step in range(2):
+        rows = np.flatnonzero(found.kernels.step == step)
+        products = Counter(
+            PHASES[found.kernels.phase[row]].value
+            for row in rows
+            if read.strings[read.kernels.name[row]] == "aten::mm"  # of linear layers; attention's are aten::bmm
+        )
+        assert products == {"forward": 7 * layers + 1, "backward": 14 * layers + 2}
+        phases = {PHASES[code].value for code in found.kernels.phase[rows]}
+        assert phases <= {"data", "forward", "backward", "optimizer", "unattributed"}
+        in_block = [row for row in rows if "ffn" in found.module_path(int(found.kernels.module[row]))]
+        assert {PHASES[found.kernels.phase[row]].value for row in in_block} == {"forward", "backward"}
+    total = sum(total.time_ns for total in found.totals().values())
+    assert total == read.kernels.duration_ns.sum()
+    assert classify_kernel("aten::mm") is KernelClass.MATRIX_PRODUCT
+
+
+def test_a_quote_in_a_range_name_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with profile(activities=[ProfilerActivity.CPU]) as seen, record_function('my "best" model'):
+        torch.ones(2).add(1)
+    seen.export_chrome_trace(str(path))
+    try:
+        json.loads(path.read_bytes())
+    except json.JSONDecodeError:
+        said = problem(path)
+        assert "my " in said
+        assert "rename the range" in said
+    else:  # a PyTorch that has mended it
+        assert 'my "best" model' in read_kineto(path).strings
+
+
+def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert "no regular file" in problem(tmp_path / "fifo")
+    assert "a directory" in problem(tmp_path)
+    assert "No such file" in problem(tmp_path / "none")
+    with pytest.raises(ProfileError, match="no name of a file"):
+        read_kineto(tmp_path / "a\0b")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "it is empty"),
+        (b"  \n", "it is something else"),
+        (b"hello", "it is something else"),
+        (b"NaN", "it is something else"),
+        (pickle.dumps({"segments": [], "device_traces": []}), "it is something else"),
+        (gzip.compress(b"SQLite format 3\0" + bytes(100), mtime=0), "it is something else"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b'[{"ph": "X"}]', "Expected `object`, got `array`"),
+        (b"{}", "missing required field `traceEvents`"),
+        (b'{"segments": [], "device_traces": []}', "missing required field `traceEvents`"),
+        (b'{"traceEvents": {}}', "Expected `array`, got `object`"),
+        (b'{"traceEvents": [1]}', "Expected `object`, got `int`"),
+        (b'{"traceEvents": null}', "got `null`"),
+        (b'{"traceEvents": [{}]}', "missing required field `name`"),
+        (b'{"traceEvents": []} {', "trailing characters"),
+        (b"{'traceEvents': []}", "malformed"),
+        (b'{"traceEvents": [', "truncated"),
+        (b'{"traceEvents": [{"name": "\xff", "pid": 1}]}', "not UTF-8"),
+        (b"{" * 10**6, "malformed"),
+        (b"[" * 10**6, "Expected `object`"),
+        (b'{"a":' * 10**6, "nested too deeply"),
+        (b'{"traceEvents": [{"args": {"grid": ' + b"[" * 10**6, "nested too deeply"),
+    ],
+)
+def test_another_kind_of_file_is_said(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    assert said in problem(path)
+
+
+def test_a_truncated_trace_is_never_half_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    whole = write_trace(path, events_of(training(2))).read_bytes()
+    for length in [*range(1, len(whole), 1_009), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        assert "truncated" in problem(path)
+    zipped = gzip.compress(whole, mtime=0)
+    for length in [*range(2, len(zipped), 101), len(zipped) - 1]:
+        path.write_bytes(zipped[:length])
+        assert "not a whole gzip file" in problem(path)
+    path.write_bytes(zipped[:500] + b"\0\0\0\0" + zipped[504:])
+    assert "not a whole gzip file" in problem(path)
+
+
+def peak_bytes(path: Path) -> int:
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ProfileError):
+            read_kineto(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_gzip_bomb_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    with gzip.open(path, "wb") as file:
+        for _ in range(100):
+            file.write(b" " * 2**20)
+        file.write(b'{"traceEvents": []}')
+    assert path.stat().st_size < 2**20
+    assert "grows more than 64 times" in problem(path)
+    assert peak_bytes(path) < 2 * events_module.SMALL_BYTES + 2**22
+
+
+def test_a_file_beyond_any_trace_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.json"
+    with path.open("wb") as file:
+        file.write(b"{")
+        file.truncate(events_module.MAX_BYTES + 1)  # sparse
+    assert "record fewer steps" in problem(path)
+    monkeypatch.setattr(events_module, "MAX_BYTES", 1_000)
+    path.write_bytes(gzip.compress(write_trace(path, events_of(training(1))).read_bytes()))
+    assert "record fewer steps" in problem(path)
+
+
+@pytest.mark.parametrize("event", [b"{}", b'{"name":"","pid":0}', b'{"name":"","pid":0,"args":{}}', b"[]", b"1"])
+def test_events_of_nothing_take_bounded_memory(tmp_path: Path, event: bytes) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(b'{"traceEvents":[' + b",".join([event] * 100_000) + b"]}")
+    assert peak_bytes(path) < 8 * path.stat().st_size
+    assert problem(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ts": float("nan")}, "malformed"),
+        ({"dur": float("inf")}, "malformed"),
+        ({"ts": 1e300}, "need times within"),
+        ({"ts": -1e300}, "need times within"),
+        ({"dur": 1e16}, "need times within"),
+        ({"ts": None}, "need times within"),
+        ({"dur": -0.001}, "must end after they start"),
+        ({"ts": "5"}, "Expected `float | null`, got `str`"),
+        ({"ts": [5]}, "got `array`"),
+        ({"dur": True}, "got `bool`"),
+        ({"name": 5}, "Expected `str`, got `int`"),
+        ({"cat": None}, "Expected `str`, got `null`"),
+        ({"args": []}, "Expected `object`, got `array`"),
+        ({"args": {"correlation": "1"}}, "Expected `int`, got `str`"),
+        ({"args": {"stream": 7.5}}, "Expected `int`, got `float`"),
+        ({"args": {"correlation": 2**63}}, "whole numbers of 64 bits"),
+        ({"args": {"bytes": -(10**30)}}, "whole numbers of 64 bits"),
+    ],
+)  # fmt: skip
+def test_events_made_to_harm(tmp_path: Path, change: Event, said: str) -> None:
+    assert said in problem(write_trace(tmp_path / "t.json", [CALL, {**KERNEL, **change}]))
+
+
+@pytest.mark.parametrize("pid", ["rank 0", 10**30])
+def test_a_process_must_have_a_number(tmp_path: Path, pid: object) -> None:
+    assert "whole numbers of 64 bits" in problem(write_trace(tmp_path / "t.json", [{**CALL, "pid": pid}, KERNEL]))
+
+
+def test_together_too_long_is_refused(tmp_path: Path) -> None:
+    events = [{**KERNEL, "ts": 0, "dur": 1e15}] * 3
+    assert "together" in problem(write_trace(tmp_path / "t.json", events))
+
+
+def test_odd_events_are_read(tmp_path: Path) -> None:
+    """Without args, with a name of a megabyte, with a correlation id that no call can have, with keys that repeat."""
+    bare = {key: value for key, value in KERNEL.items() if key != "args"}
+    huge = {**KERNEL, "name": "x" * 2**20, "args": {"correlation": 2**40 + 1}}
+    path = write_trace(tmp_path / "t.json", [CALL, bare, huge, {**KERNEL, "name": "\x00\u65e5\u672c\n"}])
+    path.write_text(path.read_text().replace('"name": "NVIDIA H200"', '"name": "A100", "name": "NVIDIA H200"'))
+    read = read_kineto(path)
+    assert read.kernels.is_launched.tolist() == [False, False, True]
+    assert [len(name) for name in names(read, read.kernels.name)] == [1, 2**20, 4]
+    assert read.strings[read.kernels.name[2]] == "\x00\u65e5\u672c\n"
+    assert read.device_names == ("NVIDIA H200",)  # the last of equal keys counts, as for other readers of JSON
+    assert {phase.value for phase, total in attribute(read).totals().items() if total.count} == {"unattributed"}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, seed: int) -> None:
+    """Never another exception, whatever bytes were overwritten."""
+    generator = random.Random(seed)
+    path = write_trace(tmp_path / "t.json", events_of(training(3)))
+    content = bytearray(path.read_bytes())
+    for _ in range(generator.choice([1, 3, 30])):
+        content[generator.randrange(len(content))] = generator.choice(b'0123456789"{}[],:eE-. \\x')
+    path.write_bytes(bytes(content))
+    with contextlib.suppress(ProfileError):
+        attribute(read_kineto(path))
+
+
+def test_many_threads_and_strings_take_bounded_time(tmp_path: Path) -> None:
+    events = [complete("cpu_op", f"op {i}", 7, i, i, 100) for i in range(50_000)]
+    path = write_trace(tmp_path / "t.json", events)
+    begun = time.perf_counter()
+    found = attribute(read_kineto(path))
+    assert time.perf_counter() - begun < 10
+    assert found.trace.kernels.duration_ns.sum() == 50_000 * 100
+    assert len(found.trace.strings) == 50_000
+
+
+def test_a_deep_stack_of_operators_takes_bounded_time(tmp_path: Path) -> None:
+    depth = 50_000
+    path = write_trace(tmp_path / "t.json", [complete("cpu_op", "o", 7, 1, i, 2 * (depth - i)) for i in range(depth)])
+    begun = time.perf_counter()
+    assert read_kineto(path).kernels.duration_ns.sum() == 2 * depth
+    assert time.perf_counter() - begun < 5
+
+
+def test_a_file_of_sqlite_is_told(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "t.sqlite")) as db:
+        db.execute("CREATE TABLE t (x)")
+    assert "needed a trace of torch.profiler" in problem(tmp_path / "t.sqlite")
+
+
+def test_process_numbers_are_those_of_the_system(tmp_path: Path) -> None:
+    read = read_kineto(write_trace(tmp_path / "t.json", events_of(training(1))))
+    assert set(read.kernels.process.tolist()) == {PROCESS >> 24}

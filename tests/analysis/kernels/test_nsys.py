@@ -1,0 +1,345 @@
+"""Exports with known content, of several versions, and files made to harm."""
+
+import contextlib
+import gzip
+import lzma
+import os
+import random
+import sqlite3
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.nsys import read_nsys
+from tests.analysis.kernels.tracing import (
+    BACKWARD_KERNELS,
+    FORWARD_KERNELS,
+    KERNEL_COLUMNS,
+    MAIN,
+    PROCESS,
+    Kernel,
+    Recording,
+    Span,
+    make_trace,
+    random_recording,
+    training,
+    write_export,
+)
+
+KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
+CALL = "CUPTI_ACTIVITY_KIND_RUNTIME"
+
+
+def change(path: Path, *statements: str) -> Path:
+    with sqlite3.connect(path) as db:
+        for statement in statements:
+            db.execute(statement)
+    db.close()
+    return path
+
+
+def problem(path: Path) -> str:
+    """What reading the file says: one line that begins with its name, within bounded time."""
+    begun = time.perf_counter()
+    with pytest.raises(ProfileError) as caught:
+        read_nsys(path)
+    assert time.perf_counter() - begun < 2
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message.removeprefix(str(path))
+    return message.removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("registered", [False, True])
+def test_what_was_written_is_read(tmp_path: Path, seed: int, registered: bool) -> None:
+    made = random_recording(random.Random(seed))
+    made.spans.append(Span("a", 900, None))
+    expected = make_trace(made)
+    read = read_nsys(write_export(tmp_path / "t.sqlite", made, registered=registered, kinds=59 + seed))
+    for work in ("start_ns", "duration_ns", "stream", "process", "is_launched", "launch_ns", "thread"):
+        assert np.array_equal(getattr(read.kernels, work), getattr(expected.kernels, work)), work
+    for column in ("start_ns", "process", "thread", "is_open", "is_nested"):
+        assert np.array_equal(getattr(read.ranges, column), getattr(expected.ranges, column)), column
+    closed = ~read.ranges.is_open
+    assert np.array_equal(read.ranges.end_ns[closed], expected.ranges.end_ns[closed])
+    for kind in ("kernels", "ranges"):
+        names = [[trace.strings[i] for i in getattr(trace, kind).name] for trace in (read, expected)]
+        assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("phases", [True, False])
+def test_a_training_loop_from_file_to_phases(tmp_path: Path, phases: bool) -> None:
+    made = training(3, phases=phases)
+    found = attribute(read_nsys(write_export(tmp_path / "t.sqlite", made)))
+    totals = {phase.value: total.count for phase, total in found.totals(1).items()}
+    assert (totals["forward"], totals["backward"]) == (FORWARD_KERNELS, BACKWARD_KERNELS)
+    assert sum(total.time_ns for total in found.totals().values()) == sum(k.duration_ns for k in made.kernels)
+    assert not found.trace.notes
+
+
+def test_two_processes_with_equal_correlation_ids_do_not_multiply(tmp_path: Path) -> None:
+    made, other = training(2), training(2, process=9 << 24)
+    both = Recording(made.kernels + other.kernels, made.spans + other.spans)
+    read = read_nsys(write_export(tmp_path / "t.sqlite", both, same_correlation=True))
+    assert len(read.kernels) == len(both.kernels)
+    assert read.kernels.launch_ns.tolist() == [k.launch_ns for k in both.kernels]
+    assert read.kernels.thread.tolist() == [k.thread for k in both.kernels]
+
+
+def test_a_launch_that_is_there_twice_counts_once(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    once = read_nsys(path).kernels
+    change(path, f"INSERT INTO {CALL} SELECT start + 1, end, eventClass, globalTid, correlationId, nameId FROM {CALL}")
+    twice = read_nsys(path).kernels
+    assert once.launch_ns.tolist() == twice.launch_ns.tolist()
+
+
+def test_no_correlation_is_no_launch(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", Recording([Kernel("a", 5), Kernel("b", 6), Kernel("c", 7)]))
+    for table in (KERNEL, CALL):
+        change(path, f"UPDATE {table} SET correlationId = CASE correlationId WHEN 1 THEN NULL WHEN 2 THEN 0 ELSE 3 END")
+    assert read_nsys(path).kernels.is_launched.tolist() == [False, False, True]
+
+
+def test_each_kind_of_gpu_is_named_once(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    assert read_nsys(path).device_names == ()
+    change(path, "CREATE TABLE TARGET_INFO_GPU (vmId INT, id INT, name TEXT)")
+    for number, name in enumerate(["NVIDIA H200", "NVIDIA H200", "NVIDIA A100"]):
+        change(path, f"INSERT INTO TARGET_INFO_GPU VALUES (1, {number}, '{name}')")
+    assert read_nsys(path).device_names == ("NVIDIA H200", "NVIDIA A100")
+
+
+def test_copies_fills_and_whole_graphs(tmp_path: Path) -> None:
+    common = "start INT, end INT, deviceId INT, streamId INT, globalPid INT, correlationId INT"
+    path = change(
+        write_export(tmp_path / "t.sqlite", Recording([Kernel("k", 5)], [Span("forward", 0, 50)])),
+        f"CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({common}, bytes INT, copyKind INT)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (10, 14, 0, 7, {PROCESS}, 1, 4096, 1)",
+        f"CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET ({common}, bytes INT)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMSET VALUES (20, 23, 0, 7, {PROCESS}, 99, 8)",
+        "CREATE TABLE ENUM_CUDA_MEMCPY_OPER (id INTEGER, name TEXT, label TEXT)",
+        "INSERT INTO ENUM_CUDA_MEMCPY_OPER VALUES (1, 'CUDA_MEMCPY_KIND_HTOD', 'Host-to-Device')",
+        f"CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE ({common}, graphId INT)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (30, 99, 0, 7, {PROCESS}, 1, 12)",
+    )
+    read = read_nsys(path)
+    assert [read.strings[i] for i in read.copies.name] == ["memcpy Host-to-Device", "memset"]
+    assert read.copies.num_bytes.tolist() == [4096, 8]
+    assert read.copies.is_launched.tolist() == [True, False]
+    assert [read.strings[i] for i in read.kernels.name] == ["k", "CUDA graph"]
+    assert read.kernels.is_in_graph.tolist() == [False, True]
+    assert read.kernels.graph.tolist() == [0, 12]
+    found = attribute(read)
+    assert found.copies.step.tolist() == [0, -1]
+    assert "1 launches of CUDA graphs were traced as a whole" in found.notes[0]
+
+
+def test_tables_and_columns_that_a_version_lacks(tmp_path: Path) -> None:
+    made = training(2)
+    path = write_export(tmp_path / "t.sqlite", made)
+    change(path, "DROP TABLE ENUM_NSYS_EVENT_TYPE", f"ALTER TABLE {KERNEL} DROP COLUMN graphNodeId",
+           "ALTER TABLE NVTX_EVENTS DROP COLUMN textId")  # fmt: skip
+    assert attribute(read_nsys(path)).totals() == attribute(make_trace(made)).totals()
+    change(path, "DROP TABLE NVTX_EVENTS", f"DROP TABLE {CALL}")
+    notes = attribute(read_nsys(path)).notes
+    assert [f"No table {table}" in note for table, note in zip((CALL, "NVTX_EVENTS"), notes, strict=False)] == [
+        True
+    ] * 2
+    assert "have no launch in the file" in notes[-1]
+    change(path, f"ALTER TABLE {KERNEL} DROP COLUMN globalPid")
+    assert "has no globalPid" in problem(path)
+    change(path, f"DROP TABLE {KERNEL}")
+    assert f"no table {KERNEL}" in problem(path)
+    assert "nsys profile --trace=cuda,nvtx" in problem(path)
+
+
+def test_names_may_be_anything(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", Recording([Kernel("k", 5)], [Span("x", 0, 9)]))
+    change(path, "UPDATE NVTX_EVENTS SET text = CAST(x'ff27000a' AS TEXT)", "DELETE FROM StringIds")
+    read = read_nsys(path)
+    assert read.strings[read.kernels.name[0]] == ""
+    assert read.strings[read.ranges.name[0]].startswith("\ufffd'")
+
+
+@pytest.mark.parametrize("name", ["a?mode=rwc.sqlite", "a#b.sqlite", "100%41.sqlite", "a b&c=d.sqlite", "é'\".sqlite"])
+def test_any_path_is_read_and_left_alone(tmp_path: Path, name: str) -> None:
+    path = write_export(tmp_path / "plain", training(1)).rename(tmp_path / name)
+    before = path.read_bytes()
+    assert len(read_nsys(path).kernels)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_relative_path_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_export(tmp_path / "t.sqlite", training(1))
+    monkeypatch.chdir(tmp_path)
+    assert len(read_nsys(Path("t.sqlite")).kernels)
+
+
+def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert "no regular file" in problem(tmp_path / "fifo")
+    assert "a directory" in problem(tmp_path)
+    assert "No such file" in problem(tmp_path / "none")
+    with pytest.raises(ProfileError, match="no name of a file"):
+        read_nsys(tmp_path / "a\0b")
+
+
+def test_another_kind_of_file_is_said_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    whole = write_export(tmp_path / "whole", training(1)).read_bytes()
+    for content, said in [
+        (b"", "it is empty"),
+        (b'{"traceEvents": []}', "something else"),
+        (lzma.compress(whole), "xz -dk"),
+        (gzip.compress(whole, mtime=0), "gzip -dk"),
+        (whole[:16], "truncated"),
+        (whole[:16] + bytes(5000), "not a whole SQLite database"),
+        (whole[:100] + b"\xff" * len(whole), "not a whole SQLite database"),
+    ]:
+        path.write_bytes(content)
+        assert said in problem(path)
+    report = tmp_path / "a.nsys-rep"
+    report.write_bytes(b"\x0a\x11")
+    assert "nsys export --type=sqlite a.nsys-rep" in problem(report)
+    change(path.with_name("empty.sqlite"), "CREATE TABLE t (x)")
+    assert f"no table {KERNEL}" in problem(path.with_name("empty.sqlite"))
+
+
+def test_a_truncated_export_is_never_half_read(tmp_path: Path) -> None:
+    whole = write_export(tmp_path / "whole.sqlite", training(20)).read_bytes()
+    path = tmp_path / "t.sqlite"
+    for length in [*range(100, len(whole), 3_001), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        assert "truncated" in problem(path)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_damaged_export_is_read_or_refused(tmp_path: Path, seed: int) -> None:
+    """Never another exception, whatever bytes were overwritten."""
+    generator = random.Random(seed)
+    content = bytearray(write_export(tmp_path / "whole.sqlite", training(5)).read_bytes())
+    for _ in range(generator.choice([1, 10, 200])):
+        content[generator.randrange(16, len(content))] = generator.randrange(256)
+    path = tmp_path / "t.sqlite"
+    path.write_bytes(bytes(content))
+    begun = time.perf_counter()
+    with contextlib.suppress(ProfileError):
+        attribute(read_nsys(path))
+    assert time.perf_counter() - begun < 5
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
+
+
+@pytest.mark.parametrize(
+    ("statements", "said"),
+    [
+        ([f"UPDATE {KERNEL} SET start = 'soon'"], "needs whole numbers"),
+        ([f"UPDATE {KERNEL} SET end = 1.5e300"], "needs whole numbers"),
+        ([f"UPDATE {KERNEL} SET streamId = x'00'"], "needs whole numbers"),
+        (["UPDATE NVTX_EVENTS SET globalTid = 'main'"], "NVTX_EVENTS needs whole numbers"),
+        ([f"UPDATE {KERNEL} SET end = start - 1 WHERE rowid = 3"], "must end after they start"),
+        ([f"UPDATE {CALL} SET end = start - 1"], "must end after they start"),
+        (["UPDATE NVTX_EVENTS SET end = start - 1"], "must end after they start"),
+        ([f"UPDATE {KERNEL} SET end = 9223372036854775807"], "need times within"),
+        ([f"UPDATE {KERNEL} SET start = -9223372036854775808, end = 9223372036854775807"], "need times within"),
+        ([f"UPDATE {KERNEL} SET end = start + 1000000000000000000"], "together"),
+        ([f"DROP TABLE {KERNEL}", f"CREATE VIEW {KERNEL} AS {ENDLESS} SELECT x AS start FROM n"], "no table"),
+        (
+            [f"ALTER TABLE {KERNEL} DROP COLUMN start",
+             f"ALTER TABLE {KERNEL} ADD COLUMN start AS (length(zeroblob(900000000)))"],
+            "has no start",
+        ),
+        ([f"DROP TABLE {KERNEL}", f"CREATE VIRTUAL TABLE {KERNEL} USING fts5(start, end)"], "no table"),
+    ],
+)  # fmt: skip
+def test_rows_made_to_harm(tmp_path: Path, statements: list[str], said: str) -> None:
+    path = write_export(tmp_path / "t.sqlite", training(2))
+    # as the file came from elsewhere, its columns need not have kept their types
+    change(path, f"CREATE TABLE copy AS SELECT * FROM {KERNEL}", f"DROP TABLE {KERNEL}",
+           f"ALTER TABLE copy RENAME TO {KERNEL}")  # fmt: skip
+    assert said in problem(change(path, *statements))
+
+
+def share_pages(path: Path, table: str) -> None:
+    """Point every child of the table's root to one page, and every child of that to one leaf: rows beyond counting."""
+    with sqlite3.connect(path) as db:
+        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
+        size = db.execute("PRAGMA page_size").fetchone()[0]
+    db.close()
+    content = bytearray(path.read_bytes())
+    begin = (root - 1) * size
+    page = content[begin : begin + size]
+    assert page[0] == 5, "an interior page of a table"
+    cells = [int.from_bytes(page[12 + 2 * i : 14 + 2 * i], "big") for i in range(int.from_bytes(page[3:5], "big"))]
+    middle, leaf = (page[cell : cell + 4] for cell in cells[:2])
+    for where, child in ((begin, middle), ((int.from_bytes(middle, "big") - 1) * size, leaf)):
+        for at in [8, *cells]:
+            page[at : at + 4] = child
+        content[where : where + size] = page
+    path.write_bytes(bytes(content))
+
+
+def test_rows_that_share_their_pages_are_refused(tmp_path: Path) -> None:
+    path = change(tmp_path / "t.sqlite", f"CREATE TABLE {KERNEL} ({KERNEL_COLUMNS})")
+    columns = "start, end, deviceId, contextId, streamId, demangledName, shortName"
+    with sqlite3.connect(path) as db:
+        db.executemany(f"INSERT INTO {KERNEL} ({columns}) VALUES (1, 2, 0, 0, 7, 1, 1)", [()] * 10_000)
+    db.close()
+    assert len(read_nsys(path).kernels) == 10_000
+    share_pages(path, KERNEL)
+    assert "more rows than the file has room for" in problem(path)
+
+
+def test_texts_that_share_their_pages_are_refused(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    with sqlite3.connect(path) as db:
+        db.executemany("INSERT INTO StringIds VALUES (?, ?)", [(10_000 + i, "x" * 500) for i in range(1_000)])
+    db.close()
+    share_pages(path, "StringIds")
+    assert "more text than the file has room for" in problem(path)
+
+
+def test_many_processes_and_threads_take_bounded_time(tmp_path: Path) -> None:
+    made = Recording()
+    for process in range(2_000):
+        made.kernels.append(Kernel("k", 5, process << 24))
+        made.spans.append(Span("forward", 0, 10, process << 24))
+    begun = time.perf_counter()
+    found = attribute(read_nsys(write_export(tmp_path / "t.sqlite", made)))
+    assert time.perf_counter() - begun < 10
+    assert len(found.steps) == 2_000
+
+
+def test_speed_and_memory_of_60_000_kernels(tmp_path: Path) -> None:
+    """0.3 s is meant; a loaded machine may take several times as long. Four times the file is the bound of memory."""
+    import tracemalloc
+
+    made = training(1_350)
+    assert len(made.kernels) > 60_000
+    path = write_export(tmp_path / "t.sqlite", made)
+    times_s = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        attribute(read_nsys(path))
+        times_s.append(time.perf_counter() - begun)
+    assert min(times_s) < 1.5
+    tracemalloc.start()
+    attribute(read_nsys(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * path.stat().st_size
+
+
+def test_main_thread_needs_no_number_of_its_own(tmp_path: Path) -> None:
+    """The thread with the phases is the main one, even where another has the process's own number."""
+    made = Recording(spans=[Span("forward", 0, 10, MAIN + 5)])
+    made.launch("k", 5, PROCESS)
+    assert attribute(read_nsys(write_export(tmp_path / "t.sqlite", made))).kernels.phase.tolist() == [1]

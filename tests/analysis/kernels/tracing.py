@@ -1,0 +1,278 @@
+"""Traces made by hand or at random, as our own type and as the SQLite that nsys exports."""
+
+import random
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
+
+PROCESS = 7 << 24
+MAIN, AUTOGRAD = PROCESS + 100, PROCESS + 101
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and its launch; `launch_ns` None where the launch was not seen."""
+
+    name: str
+    launch_ns: int | None
+    thread: int = MAIN
+    start_ns: int = 0
+    duration_ns: int = 10
+    stream: int = 7
+    graph: int = 0
+    device: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range; `end_ns` None where it is still open, `is_nested` False where it is started and ended, not pushed."""
+
+    name: str
+    start_ns: int
+    end_ns: int | None
+    thread: int = MAIN
+    is_nested: bool = True
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the CUDA runtime; it launched what has its start as launch, on its thread."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int = MAIN
+
+
+@dataclass
+class Recording:
+    """What happened, row by row. Calls and copies are for `make_trace` alone."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    copies: list[Kernel] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def launch(self, name: str, launch_ns: int, thread: int = MAIN, duration_ns: int = 10) -> None:
+        # long after its range, as on a device that lags behind
+        self.kernels.append(Kernel(name, launch_ns, thread, launch_ns + 100_000, duration_ns))
+
+
+def process_of(thread: int) -> int:
+    return thread >> 24 << 24
+
+
+def ints(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def make_trace(recording: Recording) -> Trace:
+    """The recording as a reader would give it."""
+    kernels, spans, calls = recording.kernels, recording.spans, recording.calls
+    strings = tuple(
+        dict.fromkeys(event.name for events in (kernels, spans, recording.copies, calls) for event in events)
+    )
+    last = max([k.start_ns + k.duration_ns for k in kernels] + [0])
+    return Trace(
+        strings=strings,
+        kernels=make_work(kernels, strings),
+        copies=make_work(recording.copies, strings),
+        ranges=Ranges(
+            name=ints([strings.index(s.name) for s in spans]),
+            process=ints([process_of(s.thread) for s in spans]),
+            thread=ints([s.thread for s in spans]),
+            start_ns=ints([s.start_ns for s in spans]),
+            end_ns=ints([max(last, s.start_ns) if s.end_ns is None else s.end_ns for s in spans]),
+            is_open=np.array([s.end_ns is None for s in spans], dtype=np.bool_),
+            is_nested=np.array([s.is_nested for s in spans], dtype=np.bool_),
+        ),
+        api_calls=ApiCalls(
+            name=ints([strings.index(c.name) for c in calls]),
+            process=ints([process_of(c.thread) for c in calls]),
+            thread=ints([c.thread for c in calls]),
+            start_ns=ints([c.start_ns for c in calls]),
+            duration_ns=ints([c.end_ns - c.start_ns for c in calls]),
+            correlation=ints(range(1, len(calls) + 1)),
+        ),
+    )
+
+
+def make_work(kernels: Sequence[Kernel], strings: Sequence[str]) -> DeviceWork:
+    zeros = ints([0] * len(kernels))
+    return DeviceWork(
+        name=ints([strings.index(k.name) for k in kernels]),
+        process=ints([process_of(k.thread) for k in kernels]),
+        device=ints([k.device for k in kernels]),
+        stream=ints([k.stream for k in kernels]),
+        start_ns=ints([k.start_ns for k in kernels]),
+        duration_ns=ints([k.duration_ns for k in kernels]),
+        correlation=ints(range(1, len(kernels) + 1)),
+        is_launched=np.array([k.launch_ns is not None for k in kernels], dtype=np.bool_),
+        launch_ns=ints([k.launch_ns or 0 for k in kernels]),
+        thread=ints([0 if k.launch_ns is None else k.thread for k in kernels]),
+        is_in_graph=np.array([k.graph != 0 for k in kernels], dtype=np.bool_),
+        graph=ints([k.graph for k in kernels]),
+        num_bytes=zeros,
+    )
+
+
+KERNEL_COLUMNS = (
+    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
+    "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, "
+    "shortName INTEGER NOT NULL, graphNodeId INTEGER, "
+    # what nobody reads, as wide as in a real file
+    + ", ".join(f"unread{i} INTEGER NOT NULL DEFAULT 1000" for i in range(17))
+)
+CALL_COLUMNS = (
+    "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER, "
+    "correlationId INTEGER, nameId INTEGER NOT NULL"
+)
+RANGE_COLUMNS = (
+    "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, globalTid INTEGER, "
+    "endGlobalTid INTEGER, textId INTEGER, domainId INTEGER"
+)
+
+
+def write_export(
+    path: Path, recording: Recording, *, same_correlation: bool = False, registered: bool = False, kinds: int = 59
+) -> Path:
+    """Write the recording as nsys would, names of ranges in place or (`registered`) in the table of strings.
+
+    With `same_correlation`, each process counts its launches from 1, as CUPTI does. `kinds` is the number of push/pop
+    ranges in the file's table of kinds, that of start/end ranges follows.
+    """
+    strings = dict.fromkeys([k.name for k in recording.kernels] + [s.name for s in recording.spans])
+    number = {string: 1000 + index for index, string in enumerate([*strings, "cudaLaunchKernel_v7000"])}
+    counts: dict[int, int] = {}
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL)")
+        db.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, s) for s, i in number.items()])
+        db.execute("CREATE TABLE ENUM_NSYS_EVENT_TYPE (id INTEGER PRIMARY KEY, name TEXT, label TEXT)")
+        for i, name in enumerate(("NvtxPushPopRange", "NvtxStartEndRange", "NvtxMark", "NvtxDomainCreate")):
+            db.execute("INSERT INTO ENUM_NSYS_EVENT_TYPE VALUES (?, ?, ?)", (kinds + i, name, name))
+        db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({KERNEL_COLUMNS})")
+        db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME ({CALL_COLUMNS})")
+        db.execute(f"CREATE TABLE NVTX_EVENTS ({RANGE_COLUMNS})")
+        for k in recording.kernels:
+            key = process_of(k.thread) if same_correlation else 0
+            correlation = counts[key] = counts.get(key, 0) + 1
+            db.execute(
+                "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL (start, end, deviceId, contextId, streamId, correlationId, "
+                "globalPid, demangledName, shortName, graphNodeId) VALUES (?, ?, 0, 1, ?, ?, ?, ?, ?, ?)",
+                (k.start_ns, k.start_ns + k.duration_ns, k.stream, correlation, process_of(k.thread),
+                 number[k.name], number[k.name], k.graph or None),
+            )  # fmt: skip
+            if k.launch_ns is not None:
+                db.execute(
+                    "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 0, ?, ?, ?)",
+                    (k.launch_ns, k.launch_ns + 3, k.thread, correlation, number["cudaLaunchKernel_v7000"]),
+                )
+        for s in recording.spans:
+            text, key = (None, number[s.name]) if registered else (s.name, None)
+            db.execute(
+                "INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, NULL, ?, ?, NULL, ?, 0)",
+                (s.start_ns, s.end_ns, kinds + (not s.is_nested), text, s.thread, key),
+            )
+        # a mark and a domain, which are no ranges
+        db.execute("INSERT INTO NVTX_EVENTS VALUES (1, NULL, ?, NULL, 'forward', ?, NULL, NULL, 0)", (kinds + 2, MAIN))
+        db.execute("INSERT INTO NVTX_EVENTS VALUES (0, NULL, ?, NULL, 'NCCL', ?, NULL, NULL, 1)", (kinds + 3, MAIN))
+    db.close()
+    return path
+
+
+LAYERS = 3
+FORWARD_KERNELS, LOSS_KERNELS, BACKWARD_KERNELS, OPTIMIZER_KERNELS = 4 * LAYERS + 1, 2, 8 * LAYERS + 2, 5
+
+
+def training(
+    steps: int = 4, *, phases: bool = True, step_range: bool = False, process: int = PROCESS, around: str = "training"
+) -> Recording:
+    """A training loop whose kernels are known: per layer two gemms of `linear` and one of `scores`, and a norm."""
+    made, main, autograd = Recording(), process + 100, process + 101
+    now = 1_000
+
+    def tick() -> int:
+        nonlocal now
+        now += 10
+        return now
+
+    def opened(name: str, wanted: bool = True) -> tuple[str, int] | None:
+        return (name, tick()) if wanted else None
+
+    def close(begun: tuple[str, int] | None) -> None:
+        if begun is not None:
+            made.spans.append(Span(*begun, tick(), main))
+
+    whole = opened(around)
+    for _ in range(steps):
+        step = opened("step", step_range)
+        if step_range:
+            made.launch("random", tick(), main, 3)
+        forward = opened("forward", phases)
+        order = []
+        for _ in range(LAYERS):
+            block = opened("block")
+            made.launch("norm", tick(), main, 5)
+            for module in ("linear", "scores", "linear"):
+                inner = opened(module)
+                made.launch("gemm", tick(), main, 1_000)
+                order.append(module)
+                close(inner)
+            close(block)
+        head = opened("head")
+        made.launch("gemm", tick(), main, 2_000)
+        order.append("head")
+        close(head)
+        close(forward)
+        loss = opened("loss", phases)
+        for _ in range(LOSS_KERNELS):
+            made.launch("softmax", tick(), main, 7)
+        close(loss)
+        backward = opened("backward", phases)
+        for module in reversed(order):
+            made.launch(f"gemm {module} a", tick(), autograd, 1_100)
+            made.launch(f"gemm {module} b", tick(), autograd, 1_200)
+            if module == "scores":
+                made.launch("norm", tick(), autograd, 6)
+                made.launch("norm", tick(), autograd, 6)
+        close(backward)
+        optimizer = opened("optimizer", phases)
+        for _ in range(OPTIMIZER_KERNELS):
+            made.launch("adam", tick(), main, 11)
+        close(optimizer)
+        close(step)
+    close(whole)
+    return made
+
+
+def random_recording(generator: random.Random) -> Recording:
+    """Phases, steps and modules on several threads of several processes, and launches anywhere."""
+    made = Recording()
+    for process in range(generator.randint(1, 3)):
+        threads = [(process << 24) + number for number in range(1, 4)]
+        for thread in threads:
+            names = ["forward", "backward", "optimizer", "loss", "step"] if thread == threads[0] else []
+            _nest(made, generator, thread, 0, 1_000, [*names, "a", "b", "c"], 0)
+        if generator.random() < 0.3:
+            made.spans.append(Span("forward", 200, 300, threads[0], is_nested=False))
+        for _ in range(60):
+            launch = None if generator.random() < 0.1 else generator.randint(0, 1_010)
+            duration = generator.randint(0, 50)
+            made.kernels.append(Kernel("k", launch, generator.choice(threads), generator.randint(0, 5_000), duration))
+    return made
+
+
+def _nest(
+    made: Recording, generator: random.Random, thread: int, low: int, high: int, names: list[str], depth: int
+) -> None:
+    while high - low > 2 and generator.random() < 0.9 and depth < 6:
+        start = generator.randint(low, high - 1)
+        end = generator.randint(start, high)
+        made.spans.append(Span(generator.choice(names), start, end, thread))
+        _nest(made, generator, thread, start, end, names, depth + 1)
+        low = end

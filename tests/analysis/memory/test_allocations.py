@@ -1,0 +1,298 @@
+"""Oracle: an allocator that works like PyTorch's, keeps its own counts at every step, and writes a snapshot."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.memory.allocations import Replay, replay
+from cs336_systems.analysis.memory.lifetimes import BEFORE
+from cs336_systems.analysis.memory.snapshot import read_snapshot
+from tests.analysis.memory.snapshots import (
+    MIB,
+    SETTINGS,
+    Allocator,
+    frame,
+    snapshot_of,
+    some_stacks,
+    use_at_random,
+    write,
+)
+
+GUESSED = "large allocations were made before the recording and freed in it"
+
+
+def replay_of(path: Path, content: dict[str, Any], row: int = 0) -> Replay:
+    found = read_snapshot(write(path, content))
+    return replay(found.devices[row], found.settings)
+
+
+def check(found: Replay, truth: Allocator, are_blocks_known: bool = True) -> None:
+    """All counts at all moments, and what was in use at some of them."""
+    assert found.notes == () or (not are_blocks_known and len(found.notes) == 1 and GUESSED in found.notes[0])
+    assert len(found.memory.events) == len(truth.truth) - 1
+    curves = {"requested": found.requested_bytes, "reserved": found.reserved_bytes}
+    if are_blocks_known:
+        curves |= {"allocated": found.allocated_bytes, "active": found.active_bytes}
+        assert found.peak == max(range(len(truth.truth)), key=lambda moment: truth.truth[moment].active)
+    for name, curve in curves.items():
+        np.testing.assert_array_equal(curve, [getattr(moment, name) for moment in truth.truth], err_msg=name)
+    rows = found.allocations
+    for moment in {0, found.peak, len(truth.truth) - 1, *range(0, len(truth.truth), 97)}:
+        in_use = found.in_use(moment)
+        assert (np.diff(rows.num_bytes[in_use]) <= 0).all()
+        assert len(in_use) == len(truth.truth[moment].in_use)
+        assert {(int(rows.address[row]), int(rows.requested_bytes[row])) for row in in_use} == {
+            (address, requested) for address, _, requested in truth.truth[moment].in_use
+        }
+        if are_blocks_known:
+            assert {(int(rows.address[row]), int(rows.num_bytes[row])) for row in in_use} == {
+                (address, size) for address, size, _ in truth.truth[moment].in_use
+            }
+
+
+@pytest.mark.parametrize("is_expandable", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_counts_are_those_of_the_allocator(tmp_path: Path, seed: int, is_expandable: bool) -> None:
+    made = Allocator(is_expandable=is_expandable)
+    made.record()
+    use_at_random(made, random.Random(seed), 1500)
+    check(replay_of(tmp_path / "s", snapshot_of(made)), made)
+
+
+@pytest.mark.parametrize("is_expandable", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_recording_that_begins_in_the_middle(tmp_path: Path, seed: int, is_expandable: bool) -> None:
+    rng = random.Random(seed)
+    made = Allocator(is_expandable=is_expandable)
+    use_at_random(made, rng, 500)
+    made.record()
+    use_at_random(made, rng, 700)
+    found = replay_of(tmp_path / "s", snapshot_of(made))
+    check(found, made, are_blocks_known=is_expandable)
+    assert found.requested_bytes[0] > 0
+    throughout = frozenset.intersection(*(moment.in_use for moment in made.truth))
+    rows = np.flatnonzero(found.is_held_throughout)
+    assert {int(found.allocations.address[row]) for row in rows} >= {address for address, *_ in throughout}
+    shortfall = np.array([moment.active for moment in made.truth]) - found.active_bytes
+    num_guessed = ((found.allocations.start == BEFORE) & ~found.is_held_throughout).sum()
+    assert shortfall.min() >= 0
+    assert shortfall.max() <= num_guessed * MIB
+    assert shortfall[-1] == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_ring_that_dropped_its_oldest_events(tmp_path: Path, seed: int) -> None:
+    made = Allocator()
+    made.record()
+    stacks = [[frame("f")]]
+    use_at_random(made, random.Random(seed), 1200, stacks)
+    made.keep_last(400)
+    found = replay_of(tmp_path / "s", snapshot_of(made))
+    np.testing.assert_array_equal(found.requested_bytes, [moment.requested for moment in made.truth])
+    np.testing.assert_array_equal(found.reserved_bytes, [moment.reserved for moment in made.truth])
+    are_held = bool(frozenset.intersection(*(moment.in_use for moment in made.truth)))
+    assert any("the oldest events were dropped (max_entries)" in note for note in found.notes) == are_held
+    assert are_held or seed in (1, 4, 6)
+
+
+def test_a_recording_without_events(tmp_path: Path) -> None:
+    made = Allocator()
+    use_at_random(made, random.Random(0), 300, [[frame("f")]])
+    made.record()
+    found = replay_of(tmp_path / "s", snapshot_of(made))
+    check(found, made)
+    assert found.is_held_throughout.all()
+
+
+def test_several_devices(tmp_path: Path) -> None:
+    devices = [Allocator(), Allocator(is_expandable=False, base=0x7E00_0000_0000), Allocator()]
+    for seed, made in enumerate(devices):
+        made.record()
+        use_at_random(made, random.Random(seed), 300)
+    for row, made in enumerate(devices):
+        check(replay_of(tmp_path / "s", snapshot_of(*devices), row), made)
+
+
+def test_out_of_memory(tmp_path: Path) -> None:
+    made = Allocator(limit_bytes=300 * MIB)
+    made.record()
+    stacks = some_stacks()
+    use_at_random(made, random.Random(3), 1500, stacks)
+    assert made.events
+    expected = [(row, event) for row, event in enumerate(made.events) if event["action"] == "oom"]
+    path = write(tmp_path / "s", snapshot_of(made))
+    found = read_snapshot(path)
+    replayed = replay(found.devices[0], found.settings)
+    check(replayed, made)
+    assert len(expected) > 5
+    for failure, (row, event) in zip(replayed.out_of_memory, expected, strict=True):
+        assert failure.moment == row
+        assert (failure.requested_bytes, failure.free_bytes) == (event["size"], event["device_free"])
+        assert failure.time_us == event["time_us"]
+        assert [tuple(f) for f in found.stacks[failure.stack]] == [
+            (f["filename"], f["line"], f["name"]) for f in event["frames"]
+        ]
+
+
+def test_a_count_that_the_allocator_left_in_the_recording(tmp_path: Path) -> None:
+    """A snapshot that was taken earlier is an event, with what was active then."""
+    made = Allocator()
+    made.record()
+    rng = random.Random(5)
+    for _ in range(4):
+        use_at_random(made, rng, 200)
+        made._event("snapshot", 0, made._counts["active"], 0, None)
+    found = replay_of(tmp_path / "s", snapshot_of(made))
+    check(found, made)
+    taken = np.flatnonzero(found.memory.events.action == 8)
+    assert len(taken) == 4
+    np.testing.assert_array_equal(found.active_bytes[taken], found.memory.events.num_bytes[taken])
+
+
+def hand_made(*events: tuple[str, int, int], blocks: tuple[tuple[int, int], ...] = ()) -> dict[str, Any]:
+    """Events of one byte each at an address, with the size; and blocks in use at the end."""
+    trace = [
+        {"action": action, "addr": address, "size": size, "stream": 0, "time_us": row}
+        for row, (action, address, size) in enumerate(events)
+    ]
+    found = [
+        {"address": address, "size": 512, "requested_size": size, "state": "active_allocated"}
+        for address, size in blocks
+    ]
+    segment = {"device": 0, "address": 0, "total_size": 2 * MIB, "stream": 0, "blocks": found}
+    return {"segments": [segment], "device_traces": [trace]}
+
+
+FREED = ("free_requested", 0, 9), ("free_completed", 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "requested", "note"),
+    [
+        (hand_made(("alloc", 0, 9), ("alloc", 0, 9), *FREED), [0, 9, 9, 9, 0], "allocated while it was in use"),
+        (hand_made(("alloc", 0, 9), *FREED, *FREED), [0, 9, 9, 0, 0, 0], "2 times memory is freed twice"),
+        (hand_made(("alloc", 0, 8), *FREED), [0, 8, 8, 0], "freed with another size"),
+        (hand_made(("alloc", 0, 9), FREED[1], FREED[0]), [0, 9, 0, 0], "freed before the program gave it back"),
+        (hand_made(("alloc", 0, 9), FREED[1]), [0, 9, 0], None),
+        (hand_made(("alloc", 0, 9), FREED[0]), [0, 9, 0], "No completed frees were recorded"),
+        (hand_made(FREED[0], FREED[1]), [9, 9, 0], None),
+        (hand_made(FREED[1], ("alloc", 512, 1), ("free_requested", 512, 1)), [9, 0, 1, 1], "gone without a free"),
+        (hand_made(("alloc", 0, 9)), [0, 9], "1 allocations (9 bytes) are gone without a free"),
+        (hand_made(("alloc", 0, 9), *FREED, blocks=((0, 7),)), [0, 9, 9, 0], "1 blocks (7 bytes) came after the last"),
+        (hand_made(("alloc", 256, 9), ("free_completed", 256, 9), blocks=((0, 7),)), [0, 9, 0], "came after the last"),
+        (
+            hand_made(("alloc", 0, 600), ("free_completed", 0, 600), blocks=((512, 7),)),
+            [0, 600, 0],
+            "came after the last",
+        ),
+        (hand_made(("alloc", 512, 9), blocks=((0, 7), (512, 9))), [7, 16], None),
+        (
+            hand_made(("segment_free", 0, 4 * MIB), ("segment_alloc", 0, 9 * MIB)),
+            [0, 0, 0],
+            "given back than there were",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_said(
+    tmp_path: Path, content: dict[str, Any], requested: list[int], note: str | None
+) -> None:
+    found = replay_of(tmp_path / "s", content)
+    assert found.requested_bytes.tolist() == requested
+    assert [note in text for text in found.notes] == [True] if note else found.notes == ()
+
+
+def test_reserved_below_zero_is_no_answer(tmp_path: Path) -> None:
+    found = replay_of(tmp_path / "s", hand_made(("segment_free", 0, 4 * MIB), ("segment_alloc", 0, 9 * MIB)))
+    assert found.reserved_bytes.min() < 0
+
+
+def test_memory_that_was_given_back_before_the_recording(tmp_path: Path) -> None:
+    """Another stream still uses it when recording begins, so it is active and no longer allocated."""
+    made = Allocator()
+    first, second = made.malloc(1000), made.malloc(3000)
+    assert first is not None
+    assert second is not None
+    made.free(first, is_used_elsewhere=True)
+    made.free(second, is_used_elsewhere=True)
+    made.record()
+    made.malloc(500)
+    made.finish(first)
+    made.free(made.malloc(700) or 0)
+    found = replay_of(tmp_path / "s", snapshot_of(made))
+    check(found, made)
+    assert found.allocated_bytes[0] == 0
+    assert found.active_bytes[0] == 1024 + 3072
+
+
+def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> None:
+    """Without max_split_size a rest of 6 MiB stays free; with it, requests beyond it get all of the block."""
+    made = Allocator()
+    made.record()
+    address = made.malloc(14 * MIB)
+    assert address is not None
+    made.free(address)
+    address = made.malloc(12 * MIB)
+    assert address is not None
+    made.free(address)
+    content = snapshot_of(made)
+    found = replay_of(tmp_path / "s", content)
+    assert sorted(found.allocations.num_bytes.tolist()) == [12 * MIB, 14 * MIB]
+    content["allocator_settings"] = {**SETTINGS, "max_split_size": 10 * MIB}
+    found = replay_of(tmp_path / "s", content)
+    assert found.allocations.num_bytes.tolist() == [14 * MIB, 14 * MIB]
+
+
+def test_rounding_to_powers_of_two_is_said(tmp_path: Path) -> None:
+    made = Allocator()
+    made.record()
+    content = snapshot_of(made, allocator_settings={**SETTINGS, "roundup_power2_divisions": {"1": 0, "512": 4}})
+    content["device_traces"] = [[{"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 0}]]
+    (note,) = replay_of(tmp_path / "s", content).notes
+    assert "roundup_power2_divisions" in note
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_are_those_that_torch_finds(tmp_path: Path, seed: int) -> None:
+    from torch.cuda._memory_viz import calc_active, filter_alloc_free_pairs
+
+    made = Allocator()
+    rng = random.Random(seed)
+    use_at_random(made, rng, 300)
+    made.record()
+    use_at_random(made, rng, 600)
+    content = snapshot_of(made)
+    found = replay_of(tmp_path / "s", content)
+    (left,) = filter_alloc_free_pairs(copy.deepcopy(content))["device_traces"]
+    rows, num_events = found.allocations, len(found.memory.events)
+    alive = (rows.start != BEFORE) & (rows.free_requested == num_events)
+    assert sorted(rows.address[alive].tolist()) == sorted(event["addr"] for event in left if event["action"] == "alloc")
+    earlier = (rows.start == BEFORE) & (rows.free_requested < num_events) & (rows.free_requested != BEFORE)
+    assert sorted(rows.address[earlier].tolist()) == sorted(
+        event["addr"] for event in left if event["action"] == "free_requested"
+    )
+    assert found.allocated_bytes[-1] == sum(calc_active(segment) for segment in content["segments"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_curves_of_any_events_against_brute_force(tmp_path: Path, seed: int) -> None:
+    """Events without any sense: what the table says is at least what the curves add up."""
+    rng = random.Random(seed)
+    actions = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
+    content = hand_made(
+        *((rng.choice(actions), 512 * rng.randrange(12), rng.choice([5, 600, 2 * MIB])) for _ in range(300)),
+        blocks=tuple((512 * place, 7) for place in range(0, 30, 2)),
+    )
+    found = replay_of(tmp_path / "s", content)
+    rows = found.allocations
+    for moment in range(301):
+        in_use = [i for i in range(len(rows)) if rows.start[i] < moment <= rows.end[i]]
+        owned = [i for i in in_use if moment <= rows.free_requested[i]]
+        assert sorted(found.in_use(moment).tolist()) == in_use
+        assert found.requested_bytes[moment] == rows.requested_bytes[in_use].sum()
+        assert found.active_bytes[moment] == rows.num_bytes[in_use].sum()
+        assert found.allocated_bytes[moment] == rows.num_bytes[owned].sum()
+    assert any("contradict" in note for note in found.notes)

@@ -1,0 +1,369 @@
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.memory.allocations import replay
+from cs336_systems.analysis.memory.categories import NOT_SIGHTED, MemoryAttributionError, resolve
+from cs336_systems.analysis.memory.explain import MAX_LARGEST, MAX_POINTS, explain_memory
+from cs336_systems.analysis.memory.notes import Kind, MemoryNotes, Position, notes_path, write_notes
+from cs336_systems.analysis.memory.positions import NOWHERE, Positions
+from cs336_systems.analysis.memory.profile import (
+    Category,
+    MemoryProfile,
+    Moment,
+    Place,
+    read_memory_profile,
+    write_memory_profile,
+)
+from cs336_systems.analysis.memory.snapshot import read_snapshot
+from tests.analysis.memory.programs import BATCH, BEFORE, MODEL, STACK, Program, Training
+from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
+
+
+@pytest.fixture
+def training() -> Training:
+    run = Training()
+    for step in range(3):
+        run.step(step)
+    return run
+
+
+@pytest.fixture
+def explained(training: Training, tmp_path: Path) -> MemoryProfile:
+    return explain_memory(training.end(tmp_path), MODEL, BATCH)
+
+
+def by_category(moment: Moment) -> tuple[Counter[str], Counter[str]]:
+    return (
+        Counter({str(c.category): c.num_bytes for c in moment.categories}),
+        Counter({str(c.category): c.count for c in moment.categories}),
+    )
+
+
+def test_categories_at_every_boundary_are_those_of_the_books(training: Training, explained: MemoryProfile) -> None:
+    assert [(moment.step, moment.phase) for moment in explained.boundaries] == [
+        (step, phase) for step in range(3) for phase in ("start", "forward", "backward", "optimizer")
+    ]
+    for moment, mark, books, blocks in zip(
+        explained.boundaries, training.program.marks, training.program.books, training.program.num_blocks, strict=True
+    ):
+        assert by_category(moment) == (books, blocks)
+        assert moment.allocated_bytes == moment.counted_bytes == mark.allocated_bytes == sum(books.values())
+        assert moment.reserved_bytes == mark.reserved_bytes
+    assert {category for books in training.program.books for category in books} == {str(c) for c in Category}
+
+
+def test_the_peak_is_the_largest_truth_and_its_groups_add_up_to_it(
+    training: Training, explained: MemoryProfile
+) -> None:
+    truth = training.program.truth
+    assert (
+        explained.peak.allocated_bytes
+        == max(t.allocated for t in truth)
+        == sum(by_category(explained.peak)[0].values())
+    )
+    assert explained.peak_reserved_bytes == max(t.reserved for t in truth)
+    assert sum(group.num_bytes * group.count_at_peak for group in explained.at_peak) == explained.peak.allocated_bytes
+    at_peak = max(truth, key=lambda t: t.allocated)
+    assert explained.rounding_bytes_at_peak == sum(size - requested for _, size, requested in at_peak.in_use)
+    moment = truth.index(at_peak)
+    marks = [t for t in training.program.marks if t.position.allocations <= _allocations_before(training, moment)]
+    following = training.program.marks[len(marks)]
+    assert (explained.peak.step, explained.peak.phase) == (following.step, following.name)
+
+
+def _allocations_before(training: Training, moment: int) -> int:
+    """Counted by the process, one event before the moment."""
+    events = training.program.events[: moment - 1]
+    return training.program.start.allocations + sum(event["action"] == "alloc" for event in events)
+
+
+def test_the_timeline_follows_the_truth(training: Training, explained: MemoryProfile) -> None:
+    line = explained.timeline
+    totals = np.array(line.num_bytes).sum(axis=0)
+    truth = training.program.truth
+    assert len(truth) == len(line.time_s) <= MAX_POINTS
+    assert totals.tolist() == [t.allocated for t in truth]
+    assert list(line.reserved_bytes) == [t.reserved for t in truth]
+    assert line.categories[0] is Category.HELD
+    assert line.categories[-1] is Category.TEMPORARY
+    assert all(a <= b for a, b in pairwise(line.time_s))
+    events = training.program.events
+    assert line.time_s[-1] == pytest.approx((events[-1]["time_us"] - events[0]["time_us"]) / 1e6)
+
+
+def test_a_long_timeline_keeps_the_peaks(tmp_path: Path) -> None:
+    program = Program()
+    program.record()
+    use_at_random(program, random.Random(3), 4000)
+    profile = explain_memory(write(tmp_path / "long.pickle", snapshot_of(program)))
+    truth = [t.allocated for t in program.truth]
+    totals = np.array(profile.timeline.num_bytes).sum(axis=0)
+    assert len(truth) > 2 * MAX_POINTS
+    assert len(totals) <= MAX_POINTS + 1
+    assert totals.max() == max(truth) == profile.peak.allocated_bytes
+    assert profile.num_allocations == sum(e["action"] == "alloc" for e in program.events)
+
+
+def test_each_block_saves_each_storage_once_and_nothing_that_is_shared(
+    training: Training, explained: MemoryProfile
+) -> None:
+    assert [block.name for block in explained.blocks] == ["block.0", "block.1"]
+    weight = training.program.blocks[training.weights[0]].size
+    for block, sizes in zip(explained.blocks, training.saved_sizes[:2], strict=True):
+        assert sorted(tensor.num_bytes for tensor in block.saved) == sorted(sizes)
+        assert block.saved_bytes == sum(sizes)
+        assert block.parameter_bytes == block.gradient_bytes == weight
+        index = block.name.removeprefix("block.")
+        assert {(tensor.name, tensor.explanation) for tensor in block.saved} == {
+            ("attention > attention.softmax", f"batch x heads x T x T x 4: softmax of block {index}"),
+            ("attention > attention.scores", f"2 x batch x T x d_model x 4: scores of block {index}"),
+        }
+
+
+def test_like_allocations_of_all_blocks_and_steps_are_one_row(explained: MemoryProfile) -> None:
+    softmax = [g for g in explained.largest if g.name.endswith("softmax")]
+    assert {g.name for g in softmax} == {"block.* > attention > attention.softmax"}
+    assert sum(g.count for g in softmax) == 3 * 2
+    assert {g.phase for g in softmax} == {"forward"}
+    assert {g.explanation for g in softmax} == {"batch x heads x T x T x 4: softmax of the blocks"}
+    assert {g.places for g in softmax} == {
+        (Place(file="lm/model.py", line=17, function="attend"), Place(file="lm/train.py", line=3, function="main"))
+    }
+    parameters = [g for g in explained.at_peak if g.category is Category.PARAMETERS]
+    assert sum(g.requested_bytes * g.count_at_peak for g in parameters) == 2 * 96 * 320 * 4
+    assert {g.name for g in parameters} == {"layers.*.ffn.w1.weight"}
+    assert {g.explanation for g in parameters} == {"d_model x d_ff x 4: feed-forward weight"}
+
+
+def test_a_single_allocation_keeps_the_number_of_its_block(tmp_path: Path) -> None:
+    program = Program()
+    program.record()
+    program.see(Kind.SAVED, "forward > block.7 > ffn", program.malloc(4096), (4, 256))
+    program.malloc(512)
+    (group,) = [g for g in explain_memory(program.write(tmp_path)).largest if g.name]
+    assert (group.name, group.explanation) == ("block.7 > ffn", "4 x 256 x 4: ffn of block 7")
+
+
+def test_the_largest_are_those_that_came_or_went(explained: MemoryProfile, training: Training) -> None:
+    sizes = [group.num_bytes for group in explained.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    assert Category.HELD not in {group.category for group in explained.largest}
+    assert len(sizes) <= MAX_LARGEST
+    told = [event["size"] for event in training.program.events if event["action"] == "alloc"]
+    assert max(group.requested_bytes for group in explained.largest) == max(told)
+
+
+def test_what_the_allocator_did_and_what_others_use(training: Training, explained: MemoryProfile) -> None:
+    actions = Counter(event["action"] for event in training.program.events)
+    assert explained.work.allocations == actions["alloc"]
+    assert explained.work.segments_allocated == actions["segment_alloc"]
+    assert explained.work.segments_freed == actions["segment_free"]
+    assert explained.work.oom_requested_bytes is None
+    assert explained.outside_bytes == 777 * MIB
+    assert explained.residual_stream_bytes == BATCH * 64 * 96 * 4
+    assert explained.num_steps == 3
+    assert explained.held_bytes == sum(
+        size for address, size, _ in training.program.truth[-1].in_use if training.program.born[address] == BEFORE
+    )
+
+
+def test_a_count_that_differs_from_the_allocator_is_an_error(training: Training, tmp_path: Path) -> None:
+    path = training.end(tmp_path)
+    notes = training.program.notes()
+    marks = list(notes.marks)
+    marks[5] = replace(marks[5], allocated_bytes=marks[5].allocated_bytes - 512)
+    write_notes(replace(notes, marks=tuple(marks)), notes_path(path))
+    with pytest.raises(MemoryAttributionError, match="forward of step 1"):
+        explain_memory(path)
+
+
+def test_a_phase_that_runs_out_of_memory_goes_on_to_the_end(tmp_path: Path) -> None:
+    run = Training(limit_bytes=40 * MIB)
+    run.forward(0)
+    assert run.program.malloc(60 * MIB) is None
+    profile = explain_memory(run.end(tmp_path))
+    assert (profile.work.out_of_memory, profile.work.oom_requested_bytes) == (1, 60 * MIB)
+    assert profile.work.oom_free_bytes == 40 * MIB - run.program.truth[-1].reserved
+    assert [m.phase for m in profile.boundaries] == ["start", "forward"]
+
+
+def test_what_is_allocated_before_running_out_belongs_to_the_phase_that_did(tmp_path: Path) -> None:
+    run = Training(limit_bytes=60 * MIB)
+    run.forward(0)
+    run.program.malloc(9 * MIB + 5, label="temporary")
+    assert run.program.malloc(60 * MIB) is None
+    profile = explain_memory(run.end(tmp_path))
+    assert (profile.peak.step, profile.peak.phase) == (0, "backward")
+    (group,) = [g for g in profile.largest if g.requested_bytes == 9 * MIB + 5]
+    assert (group.phase, group.count_at_peak) == ("backward", 1)
+
+
+def test_a_ring_that_has_lost_its_beginning_is_placed_from_its_end(training: Training, tmp_path: Path) -> None:
+    program = training.program
+    lost = 25
+    program.keep_last(len(program.events) - lost)
+    profile = explain_memory(training.end(tmp_path))
+    assert any("oldest events were dropped" in note for note in profile.notes)
+    kept = len(profile.boundaries)
+    assert 8 <= kept < len(program.marks)
+    for moment, mark in zip(profile.boundaries, program.marks[-kept:], strict=True):
+        assert (moment.step, moment.phase) == (mark.step, mark.name)
+        assert moment.reserved_bytes == mark.reserved_bytes
+        assert abs(moment.allocated_bytes - mark.allocated_bytes) <= MIB
+    assert profile.boundaries[-1].allocated_bytes == program.marks[-1].allocated_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kept", [None, 700])
+def test_a_sighting_finds_the_block_in_use_then(tmp_path: Path, seed: int, kept: int | None) -> None:
+    rng, program = random.Random(seed), Program()
+    use_at_random(program, rng, 150)
+    program.record()
+    truth: list[tuple[int, int] | None] = []
+    for _ in range(120):
+        use_at_random(program, rng, 5)
+        if not (in_use := [b for b in program.blocks.values() if b.state == "active_allocated"]):
+            continue
+        block = rng.choice(in_use)
+        inside = rng.randrange(block.requested) if rng.random() < 0.5 else 0
+        program.see(Kind.SAVED, "", block.address + inside)
+        truth.append((block.address, program.born[block.address]))
+        free = {b.address for s in program.segments for b in s.blocks if b.state == "inactive"}
+        program.sightings.append(replace(program.sightings[-1], address=rng.choice([*free, 4096])))
+        truth.append(None)
+    lost = 0 if kept is None else len(program.events) - kept
+    if kept is not None:
+        program.keep_last(kept)
+    snapshot = read_snapshot(write(tmp_path / "random.pickle", snapshot_of(program)))
+    (memory,) = snapshot.devices
+    replayed = replay(memory, snapshot.settings)
+    moments = Positions(memory.events, program.position).moments([s.position for s in program.sightings])
+    rows = resolve(replayed.allocations, program.sightings, moments).tolist()
+    found = [
+        None if row == NOT_SIGHTED else (int(replayed.allocations.address[row]), int(replayed.allocations.start[row]))
+        for row in rows
+    ]
+    expected = [
+        None if moment == NOWHERE or was is None else (was[0], max(was[1] - lost, BEFORE))
+        for moment, was in zip(moments.tolist(), truth, strict=True)
+    ]
+    assert found == expected
+    assert sum(was is not None for was in expected) > (100 if kept is None else 20)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (Kind.SAVED, Kind.PARAMETER),
+        (Kind.SAVED, Kind.BUFFER),
+        (Kind.BUFFER, Kind.PARAMETER),
+        (Kind.GRADIENT, Kind.OPTIMIZER_STATE),
+        (Kind.AUTOCAST_COPY, Kind.GRADIENT),
+        (Kind.SAVED, Kind.AUTOCAST_COPY),
+    ],
+)
+def test_of_several_sightings_the_stronger_kind_counts_and_then_the_first(
+    tmp_path: Path, kinds: tuple[Kind, Kind]
+) -> None:
+    program = Program()
+    program.record()
+    address = program.malloc(1000)
+    weak, strong = kinds
+    for kind, name in ((weak, "weak"), (strong, "first"), (strong, "second"), (weak, "late")):
+        program.see(kind, name, address, (250,))
+    (group,) = explain_memory(program.write(tmp_path)).at_peak
+    assert (group.category, group.name) == (Category(strong), "first")
+
+
+def test_without_notes_there_are_temporaries_and_what_is_held(training: Training, tmp_path: Path) -> None:
+    path = training.end(tmp_path)
+    notes_path(path).unlink()
+    profile = explain_memory(path, MODEL, BATCH)
+    program = training.program
+    held = sum(size for address, size, _ in program.truth[-1].in_use if program.born[address] == BEFORE)
+    assert by_category(profile.peak)[0] == {
+        "held throughout": held, "temporary": max(t.allocated for t in program.truth) - held
+    }  # fmt: skip
+    assert (profile.boundaries, profile.blocks, profile.num_steps, profile.outside_bytes) == ((), (), 0, None)
+    assert (profile.peak.step, profile.peak.phase) == (-1, "")
+    assert any("record with --memory" in note for note in profile.notes)
+
+
+def test_without_events_there_is_what_was_there_at_the_end(tmp_path: Path) -> None:
+    program = Program()
+    program.malloc(3000)
+    profile = explain_memory(write(tmp_path / "quiet.pickle", snapshot_of(program)))
+    assert profile.peak.allocated_bytes == profile.held_bytes == 3072
+    assert (profile.num_allocations, profile.timeline.time_s) == (0, (0.0,))
+    assert any("No event was recorded" in note for note in profile.notes)
+
+
+def test_an_empty_snapshot_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="no device has any memory"):
+        explain_memory(write(tmp_path / "empty.pickle", snapshot_of()))
+
+
+def test_the_device_of_the_notes_is_explained(tmp_path: Path) -> None:
+    other, program = Program(base=0x7000_0000_0000), Program()
+    for allocator in (other, program):
+        allocator.record()
+    use_at_random(other, random.Random(1), 30)
+    program.malloc(700)
+    path = write(tmp_path / "two.pickle", snapshot_of(other, program))
+    assert explain_memory(path).device == 0
+    write_notes(replace(program.notes(), device=1), notes_path(path))
+    profile = explain_memory(path)
+    assert (profile.device, profile.peak.allocated_bytes) == (1, 1024)
+    assert any("0 have memory too" in note for note in profile.notes)
+    write_notes(replace(program.notes(), device=5), notes_path(path))
+    with pytest.raises(ProfileError, match=r"device 5, .* got 0, 1"):
+        explain_memory(path)
+
+
+def _no_end(notes: MemoryNotes) -> MemoryNotes:
+    return replace(notes, end=Position(allocations=2**60, frees=3))
+
+
+def _nonsense(notes: MemoryNotes) -> MemoryNotes:
+    return replace(notes, sightings=tuple(replace(s, address=2**63 - 1) for s in notes.sightings))
+
+
+@pytest.mark.parametrize("change", [_no_end, _nonsense])
+def test_notes_that_do_not_fit_are_left_out_and_said_to_be(
+    training: Training, tmp_path: Path, change: Callable[[MemoryNotes], MemoryNotes]
+) -> None:
+    path = training.end(tmp_path)
+    write_notes(change(training.program.notes()), notes_path(path))
+    assert any("left out" in note for note in explain_memory(path).notes)
+
+
+def test_damaged_notes_are_refused(training: Training, tmp_path: Path) -> None:
+    path = training.end(tmp_path)
+    notes_path(path).write_bytes(b'{"device": "none"}')
+    with pytest.raises(ProfileError, match="no notes"):
+        explain_memory(path)
+
+
+def test_a_profile_is_read_as_it_was_written(explained: MemoryProfile, tmp_path: Path) -> None:
+    write_memory_profile(explained, tmp_path / "profile.json")
+    assert read_memory_profile(tmp_path / "profile.json") == explained
+    assert b"/home/" not in msgspec.json.encode(explained)
+
+
+def test_frames_outside_of_installed_packages_are_the_place(tmp_path: Path) -> None:
+    program = Program()
+    program.record()
+    program.malloc(100, frames=[frame("a", 3)])
+    program.malloc(5000, frames=STACK[:3])
+    large, small = explain_memory(program.write(tmp_path)).largest
+    assert small.places == (Place(file="project/a.py", line=3, function="a"),)
+    assert large.places == (Place(file="jaxtyping/_decorator.py", line=5, function="wrapped"),)

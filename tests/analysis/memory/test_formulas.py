@@ -1,0 +1,145 @@
+import math
+
+import pytest
+import torch
+
+from cs336_systems.analysis.memory.formulas import FLOAT_BYTES, Formulas, Role, candidates, element_bytes
+from cs336_systems.analysis.memory.names import block_of_parameter, block_of_ranges, like_name, what_saved, within_block
+from cs336_systems.config import SIZES, Arch, ModelConfig
+
+XL_256, XL_512 = (
+    ModelConfig(context_length=context, d_model=1600, d_ff=6400, num_layers=48, num_heads=25) for context in (256, 512)
+)
+ODD = ModelConfig(vocab_size=997, context_length=29, d_model=66, d_ff=130, num_layers=2, num_heads=3)
+"""Sizes without common factors, so that nothing is ambiguous."""
+
+
+def test_the_published_largest_allocation_is_softmax() -> None:
+    formulas = Formulas(XL_512, 4)
+    assert formulas.unsighted(104_857_600, Role.ACTIVATION, "softmax", True) == (
+        "batch x heads x T x T x 4: attention scores"
+    )
+    shape = (4, 25, 512, 512)
+    assert formulas.sighted(104_857_600, shape, "float32", Role.ACTIVATION, "softmax of block 17") == (
+        "batch x heads x T x T x 4: softmax of block 17"
+    )
+
+
+def test_of_equal_sizes_the_role_decides() -> None:
+    formulas = Formulas(XL_256, 4)
+    logits, weight = "batch x T x vocabulary x 4: logits", "d_model x d_ff x 4: feed-forward weight"
+    assert 4 * 256 * 10_000 * 4 == 1600 * 6400 * 4 == 40_960_000
+    assert formulas.unsighted(40_960_000, Role.ACTIVATION, "", True) == logits
+    assert formulas.unsighted(40_960_000, Role.WEIGHT, "", True) == weight
+    assert formulas.unsighted(40_960_000, None, "", True) == f"{logits} or {weight}"
+
+
+def test_of_equal_sizes_the_function_and_then_the_shape_decide() -> None:
+    formulas = Formulas(XL_256, 4)
+    scores, ffn = "batch x heads x T x T x 4: attention scores", "batch x T x d_ff x 4: feed-forward"
+    size = 4 * 25 * 256 * 256 * 4
+    assert size == 4 * 256 * 6400 * 4
+    assert formulas.unsighted(size, Role.ACTIVATION, "forward", True) == f"{scores} or {ffn}"
+    assert formulas.unsighted(size, Role.ACTIVATION, "silu", True) == ffn
+    assert formulas.unsighted(size, Role.ACTIVATION, "softmax", True) == scores
+    assert formulas.sighted(size, (1024, 6400), "float32", Role.ACTIVATION, "") == ffn
+    assert formulas.sighted(size, (100, 256, 256), "float32", Role.ACTIVATION, "") == scores
+
+
+def test_of_equal_shapes_the_role_decides() -> None:
+    formulas = Formulas(ModelConfig(context_length=96, d_model=96, d_ff=200, num_layers=1, num_heads=3), 5)
+    assert formulas.sighted(96 * 96 * 4, (96, 96), "float32", Role.ACTIVATION, "") == "T x T x 4: mask"
+    assert formulas.sighted(96 * 96 * 4, (96, 96), "float32", Role.WEIGHT, "") == (
+        "d_model x d_model x 4: attention weight"
+    )
+
+
+def test_without_half_precision_nothing_has_two_bytes() -> None:
+    formulas = Formulas(XL_512, 4)
+    size = 4 * 512 * 1600 * 4
+    assert formulas.unsighted(size, Role.ACTIVATION, "", False) == (
+        "batch x T x d_model x 4: one vector of d_model for each token"
+    )
+    assert formulas.unsighted(size, Role.ACTIVATION, "", True).endswith(
+        "or 2 x batch x T x d_model x 2: queries and keys"
+    )
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_a_formula_multiplies_to_the_bytes(arch: Arch, batch_size: int) -> None:
+    model = ModelConfig(**{name: getattr(ODD, name) for name in ("vocab_size", "context_length", "d_model", "d_ff",
+                                                                  "num_layers", "num_heads")}, arch=arch)  # fmt: skip
+    sizes = {"batch": batch_size, "heads": 3, "T": 29, "d_model": 66, "d_ff": 130, "vocabulary": 997, "d_head": 22}
+    for candidate in candidates(model, batch_size):
+        for size in FLOAT_BYTES:
+            num_bytes = candidate.num_elements * size
+            explained = Formulas(model, batch_size).unsighted(num_bytes, candidate.role, "", True)
+            products = [option.split(":")[0].split(" x ") for option in explained.split(" or ")]
+            assert all(math.prod(sizes.get(f) or int(f) for f in factors) == num_bytes for factors in products)
+            assert candidate.formula(size).split(" x ") in products
+
+
+def test_a_storage_larger_than_the_tensor_seen_is_explained_by_its_bytes() -> None:
+    chunk_of_both = (5, 3, 29, 22)
+    assert Formulas(ODD, 5).sighted(2 * 5 * 29 * 66 * 4, chunk_of_both, "float32", Role.ACTIVATION, "scores") == (
+        "2 x batch x T x d_model x 4: scores"
+    )
+
+
+@pytest.mark.parametrize("shape", [(66, 130), (130, 66), (1, 130, 66)])
+def test_a_weight_may_be_transposed(shape: tuple[int, ...]) -> None:
+    assert Formulas(ODD, 5).sighted(66 * 130 * 2, shape, "bfloat16", Role.WEIGHT, "") == (
+        "d_model x d_ff x 2: feed-forward weight"
+    )
+
+
+def test_without_a_model_the_shape_is_the_formula() -> None:
+    formulas = Formulas(None, None)
+    assert (
+        formulas.sighted(4 * 9 * 2, (4, 9), "float16", Role.ACTIVATION, "norm of block 3")
+        == "4 x 9 x 2: norm of block 3"
+    )
+    assert formulas.sighted(1000, (4, 9), "float16", Role.ACTIVATION, "") == ""
+    assert formulas.sighted(4, (), "float32", Role.WEIGHT, "") == ""
+    assert formulas.unsighted(40_960_000, None, "", True) == ""
+
+
+@pytest.mark.parametrize("size", [33_554_432, 8_519_680])
+def test_the_workspace_of_cublas_is_known_where_nothing_else_is_so_large(size: int) -> None:
+    assert Formulas(None, None).unsighted(size, None, "", True) == f"{size} bytes: workspace of cuBLAS"
+    medium = ModelConfig(context_length=512, d_model=1024, d_ff=4096, num_layers=24, num_heads=16)
+    assert Formulas(medium, 4).unsighted(4 * 512 * 4096 * 4, None, "", False) == "batch x T x d_ff x 4: feed-forward"
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64", "float8_e4m3fn"]
+)
+def test_element_sizes_are_those_of_torch(dtype: str) -> None:
+    assert element_bytes(dtype) == getattr(torch, dtype).itemsize
+
+
+@pytest.mark.parametrize("dtype", ["", "quint4x2", "weird"])
+def test_types_that_are_not_known_have_no_size(dtype: str) -> None:
+    assert element_bytes(dtype) is None
+    assert Formulas(ODD, 5).sighted(100, (5, 5), dtype, Role.WEIGHT, "") == ""
+
+
+def test_every_size_explains_its_own_logits() -> None:
+    for model in SIZES.values():
+        size = 4 * model.context_length * model.vocab_size * 4
+        assert "batch x T x vocabulary x 4: logits" in Formulas(model, 4).unsighted(size, Role.ACTIVATION, "", False)
+
+
+def test_names_of_blocks() -> None:
+    name = "block.17 > attention > attention.softmax"
+    assert like_name(name) == "block.* > attention > attention.softmax"
+    assert like_name("exp_avg of layers.3.ffn.w1.weight") == "exp_avg of layers.*.ffn.w1.weight"
+    assert (block_of_ranges(name), block_of_ranges("loss"), block_of_ranges("block.* > ffn")) == (17, None, None)
+    assert (block_of_parameter("layers.3.ffn.w1.weight"), block_of_parameter("lm_head.weight")) == (3, None)
+    assert (within_block(name), within_block("block.2"), within_block("loss")) == (
+        "attention > attention.softmax", "", "loss",
+    )  # fmt: skip
+    assert [what_saved(n) for n in (name, like_name(name), "block.4", "loss", "")] == [
+        "softmax of block 17", "softmax of the blocks", "block 4", "loss", "",
+    ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""What is concluded of allocations that nobody sighted, from their size, phase and stack; and how fast."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.memory.explain import MAX_POINTS, explain_memory
+from cs336_systems.analysis.memory.notes import Kind
+from cs336_systems.analysis.memory.profile import LikeAllocations, MemoryProfile
+from cs336_systems.config import ModelConfig
+from tests.analysis.kernels.test_speed import best_s
+from tests.analysis.memory.programs import Program
+from tests.analysis.memory.snapshots import MIB, Allocator, frame, repeated, snapshot_of, train, write
+
+XL_256 = ModelConfig(context_length=256, d_model=1600, d_ff=6400, num_layers=48, num_heads=25)
+BATCH = 4
+AMBIGUOUS = 40_960_000
+LOGITS, WEIGHT = "batch x T x vocabulary x 4: logits", "d_model x d_ff x 4: feed-forward weight"
+FORWARD = [frame("forward"), frame("main")]
+LIMIT_S = 0.6
+NUM_EVENTS = 200_000
+
+
+def row_of(profile: MemoryProfile, requested_bytes: int) -> LikeAllocations:
+    (row,) = {group for group in (*profile.largest, *profile.at_peak) if group.requested_bytes == requested_bytes}
+    return row
+
+
+@pytest.mark.parametrize(
+    ("stack", "explanation"),
+    [
+        (FORWARD, LOGITS),
+        ([], f"{LOGITS} or {WEIGHT}"),
+        ([frame("accumulate"), frame("backward"), frame("main")], f"{LOGITS} or {WEIGHT}"),
+        ([{"name": "_update", "filename": "/home/user/lm/optimizer.py", "line": 1}, frame("main")], WEIGHT),
+    ],
+)
+def test_without_notes_the_stack_tells_what_it_may_be(tmp_path: Path, stack: list, explanation: str) -> None:
+    program = Program()
+    program.record()
+    program.malloc(AMBIGUOUS, frames=stack)
+    profile = explain_memory(write(tmp_path / "s.pickle", snapshot_of(program)), XL_256, BATCH)
+    assert row_of(profile, AMBIGUOUS).explanation == explanation
+
+
+def test_what_was_there_before_is_a_weight(tmp_path: Path) -> None:
+    program = Program()
+    program.malloc(AMBIGUOUS, frames=FORWARD)
+    program.record()
+    program.malloc(512)
+    profile = explain_memory(write(tmp_path / "s.pickle", snapshot_of(program)), XL_256, BATCH)
+    assert row_of(profile, AMBIGUOUS).explanation == WEIGHT
+
+
+@pytest.mark.parametrize(
+    ("phase", "explanation"), [("forward", LOGITS), ("backward", f"{LOGITS} or {WEIGHT}"), ("optimizer", WEIGHT)]
+)
+def test_the_phase_tells_what_it_may_be(tmp_path: Path, phase: str, explanation: str) -> None:
+    program = Program()
+    program.record()
+    program.mark(0, "start")
+    program.malloc(AMBIGUOUS, frames=FORWARD)
+    program.mark(0, phase)
+    row = row_of(explain_memory(program.write(tmp_path), XL_256, BATCH), AMBIGUOUS)
+    assert (row.phase, row.explanation) == (phase, explanation)
+
+
+@pytest.mark.parametrize(("dtype", "has_half"), [("float32", False), ("bfloat16", True)])
+def test_only_where_half_precision_is_saved_can_anything_have_it(tmp_path: Path, dtype: str, has_half: bool) -> None:
+    program = Program()
+    program.record()
+    program.see(Kind.SAVED, "loss", program.malloc(4096), (1024,), dtype)
+    program.malloc(4 * 256 * 1600 * 4, frames=FORWARD)
+    row = row_of(explain_memory(program.write(tmp_path), XL_256, BATCH), 4 * 256 * 1600 * 4)
+    assert ("2 x batch x T x d_model x 2: queries and keys" in row.explanation) == has_half
+    assert "batch x T x d_model x 4: one vector of d_model for each token" in row.explanation
+
+
+def test_what_is_allocated_between_steps_is_in_no_phase(tmp_path: Path) -> None:
+    program = Program()
+    program.record()
+    for step in range(2):
+        program.malloc(1000 + step)
+        program.mark(step, "start")
+        program.malloc(5000 + step)
+        program.mark(step, "forward")
+    program.malloc(9000)
+    profile = explain_memory(program.write(tmp_path))
+    phases = {size: row_of(profile, size).phase for size in (1000, 1001, 5000, 5001, 9000)}
+    assert phases == {1000: "", 1001: "", 5000: "forward", 5001: "forward", 9000: ""}
+
+
+def test_a_peak_at_the_end_of_a_phase_is_in_it(tmp_path: Path) -> None:
+    program = Program()
+    program.record()
+    program.mark(3, "start")
+    address = program.malloc(MIB)
+    program.mark(3, "forward")
+    program.free(address)
+    program.mark(3, "backward")
+    assert address is not None
+    peak = explain_memory(program.write(tmp_path)).peak
+    assert (peak.step, peak.phase, peak.allocated_bytes) == (3, "forward", MIB)
+
+
+def test_equal_requests_in_blocks_of_different_sizes_are_different_rows(tmp_path: Path) -> None:
+    program = Program()
+    program.record()
+    freed = program.malloc(3 * MIB)
+    program.malloc(17 * MIB)  # does not fit behind it
+    program.malloc(16 * MIB)
+    program.free(freed)
+    sizes = []
+    for _ in range(3):
+        address = program.malloc(5 * MIB // 2)
+        sizes.append(program.blocks[address].size)
+    rows = [row for row in explain_memory(program.write(tmp_path)).at_peak if row.requested_bytes == 5 * MIB // 2]
+    assert len({*sizes}) > 1
+    assert sorted((row.num_bytes, row.count) for row in rows) == sorted((s, sizes.count(s)) for s in {*sizes})
+
+
+def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Allocator()
+    train(made, 2)
+    made.record()
+    train(made, 3)
+    content = snapshot_of(made)
+    content["device_traces"] = [repeated(made.events, NUM_EVENTS)]
+    path = write(tmp_path / "s.pickle", content)
+    truth = [moment.allocated for moment in made.truth]
+    profile = explain_memory(path, XL_256, BATCH)
+    assert profile.peak.allocated_bytes == max(truth)
+    totals = np.array(profile.timeline.num_bytes).sum(axis=0)
+    edges = np.linspace(0, 1 + -(-NUM_EVENTS // len(made.events)) * len(made.events), MAX_POINTS + 1).astype(int)
+    first = edges[1 : np.searchsorted(edges, len(truth))]  # of the first of the equal steps, interval by interval
+    expected = [max(truth[a:b]) for a, b in zip([0, *first], first, strict=False)]
+    assert totals[: len(expected)].tolist() == expected
+    took_s = best_s(lambda: explain_memory(path, XL_256, BATCH), LIMIT_S)
+    with capsys.disabled():
+        print(f"\nmemory explained, {NUM_EVENTS} events: {took_s:.2f} s")
+    assert took_s <= LIMIT_S

@@ -1,0 +1,372 @@
+"""Oracle: Python's own unpickler on the same file, and a loop over its dicts."""
+
+import gzip
+import itertools
+import os
+import pickle
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.memory.device_memory import Action, BlockState
+from cs336_systems.analysis.memory.pickle_rows import CHUNK_BYTES, RowReader, Rows
+from cs336_systems.analysis.memory.snapshot import Snapshot, read_snapshot
+from cs336_systems.analysis.memory.stacks import Frame
+from cs336_systems.analysis.memory.unpickle import PADDING, Machine
+from tests.analysis.memory.snapshots import (
+    Allocator,
+    frame,
+    repeated,
+    snapshot_of,
+    some_stacks,
+    train,
+    use_at_random,
+    write,
+)
+
+EVENT = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 7, "frames": [frame("f", 3)]}
+BLOCK = {"address": 4096, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": [frame("g", 4)]}
+SEGMENT = {"device": 0, "address": 4096, "total_size": 2**21, "stream": 0, "is_expandable": False, "blocks": [BLOCK]}
+GOOD = {"segments": [SEGMENT], "device_traces": [[EVENT]]}
+
+EVENT_BEGINS = re.compile(rb"}\x94\(h.(?=j|h)", re.DOTALL)
+
+
+def used(seed: int, num_calls: int = 1200, **options: Any) -> Allocator:
+    made = Allocator(**options)
+    made.record()
+    use_at_random(made, random.Random(seed), num_calls, [*some_stacks(seed=seed), None])
+    return made
+
+
+def frames_of(thing: Mapping[str, Any]) -> tuple[Frame, ...]:
+    return tuple(Frame(f["filename"], f["line"], f["name"]) for f in thing.get("frames") or ())
+
+
+def check(found: Snapshot, content: Any) -> None:
+    """Every number and every stack of the events, one by one."""
+    for memory in found.devices:
+        events = [
+            event for event in content["device_traces"][memory.device] if event["action"].upper() in Action.__members__
+        ]
+        columns = memory.events
+        assert [Action(code).name.lower() for code in columns.action.tolist()] == [event["action"] for event in events]
+        assert columns.address.tolist() == [event.get("addr", event.get("device_free")) for event in events]
+        for name, key in (("num_bytes", "size"), ("stream", "stream"), ("time_us", "time_us")):
+            assert getattr(columns, name).tolist() == [event[key] for event in events], name
+        indices, stacks = found.stacks.distinct(columns.stack)
+        assert [stacks[index] for index in indices.tolist()] == [frames_of(event) for event in events]
+        assert len(stacks) == len(set(stacks)) == len({frames_of(event) for event in events})
+        for row in range(0, len(events), 101):
+            assert found.stacks[int(columns.stack[row])] == frames_of(events[row])
+
+
+def as_of(version: str, content: dict[str, Any]) -> dict[str, Any]:
+    """The keys that events have in a version of torch."""
+    for event in content["device_traces"][0]:
+        frames = event.pop("frames", None)
+        if version == "2.6":
+            del event["compile_context"], event["user_metadata"]
+        if version == "2.12":
+            event["forward_frames"] = [f"text {len(event) % 3}"] * 2
+            event["pool_id"] = tuple([0, 0])  # noqa: C409  # a new one each time
+        if frames is not None:
+            event["frames"] = frames
+    return content
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("version", ["2.6", "2.8", "2.12"])
+def test_events_are_those_in_the_file(tmp_path: Path, version: str, protocol: int) -> None:
+    content = as_of(version, snapshot_of(used(seed=protocol)))
+    found = read_snapshot(write(tmp_path / "s", content, protocol))
+    assert len(found.devices[0].events) > 1700
+    check(found, pickle.loads((tmp_path / "s").read_bytes()))
+    assert found.notes == ()
+
+
+def large(num_events: int) -> dict[str, Any]:
+    made = Allocator()
+    train(made, 1)
+    made.record()
+    train(made, 1)
+    assert made.events
+    made.events = repeated(made.events, num_events)
+    return snapshot_of(made)
+
+
+def rows_of(path: Path) -> list[Rows]:
+    content = bytearray(path.read_bytes()) + bytes(PADDING)
+    items = Machine(path, content, RowReader(content, texts={"action"})).load()["device_traces"][0]
+    return [item for item in items if isinstance(item, Rows)]
+
+
+def test_long_traces_are_read_in_columns(tmp_path: Path) -> None:
+    content = large(60_000)
+    path = write(tmp_path / "s", content)
+    assert path.stat().st_size > 1.2 * CHUNK_BYTES
+    rows = rows_of(path)
+    assert sum(run.length for run in rows) > len(content["device_traces"][0]) - 1_200  # the first batch is of 1,000
+    assert sum(len(run.others) for run in rows) < 0.02 * 60_000
+    check(read_snapshot(path), content)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_frames_may_begin_before_or_within_an_event(tmp_path: Path, at: int) -> None:
+    """Pickle puts one every 64 KB, wherever an object begins; they mean nothing."""
+    content = large(9_000)
+    path = write(tmp_path / "s", {"device_traces": content["device_traces"], "segments": []})
+    count = itertools.count()
+
+    def framed(found: re.Match[bytes]) -> bytes:
+        code = found.group()
+        return code[:at] + b"\x95" + bytes(8) + code[at:] if next(count) % 10 == 0 else code
+
+    path.write_bytes(EVENT_BEGINS.sub(framed, path.read_bytes()))
+    check(read_snapshot(path), content)
+    assert sum(run.length for run in rows_of(path)) > 7_500
+
+
+@pytest.mark.parametrize("first", range(995, 1004))
+def test_an_action_that_comes_late(tmp_path: Path, first: int) -> None:
+    """Its text is new where the columns begin, after the first batch, and later events refer to it."""
+    made = Allocator()
+    made.record()
+    shared = frame("f")
+    addresses = [made.malloc(512, frames=[shared]) for _ in range(first)]
+    for address in addresses:
+        assert address is not None
+        made.free(address, frames=[])
+    content = snapshot_of(made)
+    check(read_snapshot(write(tmp_path / "s", content)), content)
+    assert sum(run.length for run in rows_of(tmp_path / "s")) > 1_900
+
+
+def spoilt(events: list[dict[str, Any]], seed: int) -> None:
+    """Now and then an event that is like no other."""
+    rng = random.Random(seed)
+    for row in sorted(rng.sample(range(len(events)), 60)):
+        event = events[row]
+        match rng.randrange(9):
+            case 0:
+                event["later"] = rng.choice([None, True, 1.5, [1, [2]], {"a": {}}, "text", (1, 2)])
+            case 1:
+                event["frames"] = [frame(f"new_{row}")]
+            case 2:
+                event["frames"] = [frame("many", i) for i in range(rng.choice([999, 1000, 1001, 2500]))]
+            case 3:
+                event["user_metadata"] = "m" * rng.choice([1, 255, 256])
+            case 4:
+                events[row] = dict(reversed(event.items()))
+            case 5:
+                event["action"] = rng.choice(["borrowed", "lent"])
+            case 6:
+                event["size"] = rng.choice([0, 2**31, 2**40, 255, 256, 65536])
+            case 7:
+                events[row] = {**EVENT, "action": "oom", "device_free": 77}
+                del events[row]["addr"]
+            case 8:
+                event["frames"] = events[row // 2].get("frames", [])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_unusual_events_among_many(tmp_path: Path, seed: int) -> None:
+    content = large(12_000)
+    spoilt(content["device_traces"][0], seed)
+    check(read_snapshot(write(tmp_path / "s", content)), content)
+    assert sum(run.length for run in rows_of(tmp_path / "s")) > 3_500
+
+
+@pytest.mark.parametrize("name", ["addr", "time_us", "size"])
+def test_numbers_that_look_like_the_beginning_of_an_event(tmp_path: Path, name: str) -> None:
+    made = large(8_000)
+    content = {"device_traces": made["device_traces"], "segments": []}
+    path = write(tmp_path / "s", content)
+    (beginning,) = set(EVENT_BEGINS.findall(path.read_bytes()))
+    for event in content["device_traces"][0][1::3]:
+        event[name] = int.from_bytes(beginning, "little")
+    assert write(path, content).read_bytes().count(beginning) > 8_000 + 2_000
+    check(read_snapshot(path), content)
+
+
+def test_a_segment_of_many_blocks(tmp_path: Path) -> None:
+    blocks = [{**BLOCK, "address": 4096 + i} for i in range(5000)]
+    content = {"segments": [{**SEGMENT, "blocks": blocks}, *[SEGMENT] * 3000], "device_traces": []}
+    found = read_snapshot(write(tmp_path / "s", content))
+    assert found.devices[0].blocks.address.tolist() == [*(block["address"] for block in blocks), *[4096] * 3000]
+
+
+def test_what_is_unknown_is_counted(tmp_path: Path) -> None:
+    content = large(9_000)
+    events = content["device_traces"][0]
+    for event in events:
+        event["later"] = 5
+    for event in events[100:7000:1000]:
+        event["action"] = "borrowed"
+    found = read_snapshot(write(tmp_path / "s", content))
+    assert len(found.devices[0].events) == len(events) - 7
+    assert found.notes == (
+        f"Passed over: {len(events)} times key 'later' of an event.",
+        "Passed over: 7 times action 'borrowed'.",
+    )
+
+
+def test_segments_and_blocks(tmp_path: Path) -> None:
+    devices = [used(1), used(2, is_expandable=True), Allocator(), used(3, num_calls=50)]
+    content = snapshot_of(*devices)
+    found = read_snapshot(write(tmp_path / "s", content))
+    assert [memory.device for memory in found.devices] == [0, 1, 3]
+    check(found, content)
+    for memory in found.devices:
+        segments = [segment for segment in content["segments"] if segment["device"] == memory.device]
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        assert memory.segments.address.tolist() == [segment["address"] for segment in segments]
+        assert memory.segments.num_bytes.tolist() == [segment["total_size"] for segment in segments]
+        assert memory.segments.is_expandable.tolist() == [memory.device == 1] * len(segments)
+        assert memory.blocks.num_bytes.tolist() == [block["size"] for block in blocks]
+        assert memory.blocks.requested_bytes.tolist() == [block["requested_size"] for block in blocks]
+        assert [BlockState(code).name.lower() for code in memory.blocks.state] == [block["state"] for block in blocks]
+        assert [found.stacks[int(number)] for number in memory.blocks.stack] == [frames_of(block) for block in blocks]
+        ends = memory.segments.address + memory.segments.num_bytes
+        assert (memory.blocks.address < ends[memory.blocks.segment]).all()
+        np.testing.assert_array_equal(
+            np.bincount(memory.blocks.segment, weights=memory.blocks.num_bytes), memory.segments.num_bytes
+        )
+
+
+def test_annotations_and_settings(tmp_path: Path) -> None:
+    content = {
+        **GOOD,
+        "external_annotations": [{"name": "step", "stage": "START", "device": 0, "time_us": 5, "more": "x"}],
+        "allocator_settings": {"expandable_segments": True, "roundup_power2_divisions": {"512": 4}, "odd": [1]},
+    }
+    found = read_snapshot(write(tmp_path / "s", content))
+    (annotation,) = found.annotations
+    assert (annotation.name, annotation.stage, annotation.device, annotation.time_us) == ("step", "START", 0, 5)
+    assert found.settings == {"expandable_segments": True, "roundup_power2_divisions.512": 4}
+
+
+def test_nothing_recorded(tmp_path: Path) -> None:
+    assert read_snapshot(write(tmp_path / "s", {"segments": [], "device_traces": [[], []]})).devices == ()
+    found = read_snapshot(write(tmp_path / "s", {"segments": [SEGMENT], "device_traces": [[]]}))
+    assert len(found.devices[0].events) == 0
+    assert len(found.devices[0].blocks) == 1
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """A snapshot with another value at a path like `segments.blocks.size`, or none there."""
+    kinds = {"device_traces": EVENT, "segments": SEGMENT, "blocks": BLOCK}
+    *outer, key = path.split(".")
+    inner = {
+        name: thing
+        for name, thing in (kinds[outer[-1]] if outer else GOOD).items()
+        if name != key or value != "missing"
+    }
+    if value != "missing":
+        inner[key] = value
+    for name in reversed(outer):
+        if name == "blocks":
+            inner = {**SEGMENT, "blocks": [inner]}
+        else:
+            inner = {**GOOD, name: [[inner] if name == "device_traces" else inner]}
+    return inner
+
+
+WRONG = {
+    "segments": ["missing", None, {}, [None], [[]]],
+    "device_traces": ["missing", "x", [None, 5], [[7]], [[[]]], [["text"]]],
+    "allocator_settings": [[]],
+    "external_annotations": [{}, [1], [{"name": 1, "stage": "", "device": 0, "time_us": 0}], [{"name": "x"}]],
+    "device_traces.action": ["missing", 5, None, []],
+    **{
+        f"device_traces.{key}": ["missing", "12", 1.0, 2**63, -(2**63) - 1, 10**400, None, []]
+        for key in ("addr", "size", "stream", "time_us")
+    },
+    "device_traces.frames": [5, "text", {}, ()],
+    "segments.blocks": ["missing", None, [None], {}],
+    **{f"segments.{key}": ["missing", "x", 2**64] for key in ("device", "address", "total_size", "stream")},
+    **{f"segments.blocks.{key}": ["missing", "x", 0.5] for key in ("address", "size", "requested_size", "state")},
+    "segments.blocks.frames": [5],
+}
+SIZES = ["device_traces.addr", "device_traces.size", "segments.address", "segments.total_size", "segments.blocks.size"]
+CASES = [(path, value) for path, values in WRONG.items() for value in values] + [
+    (path, value) for path in SIZES for value in (-1, 2**63 - 1)
+]
+
+
+@pytest.mark.parametrize(("path", "value"), CASES)
+def test_wrong_content_is_one_clear_line(tmp_path: Path, path: str, value: Any) -> None:
+    assert read_snapshot(write(tmp_path / "s", GOOD)).devices
+    with pytest.raises(ProfileError) as caught:
+        read_snapshot(write(tmp_path / "s", changed(path, value)))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 's'}: ")
+    assert "\n" not in message
+    assert len(message) < 400 + len(str(tmp_path))
+    assert path.split(".")[-1] in message or type(value) is list or value in (-1, 2**63 - 1)
+    assert "needs" in message
+
+
+@pytest.mark.parametrize("row", [0, 700, 5_000, 8_999])
+@pytest.mark.parametrize(
+    ("key", "value"), [("size", "12"), ("addr", 2**63), ("size", -1), ("action", None), ("frames", 5)]
+)
+def test_wrong_content_among_many(tmp_path: Path, row: int, key: str, value: Any) -> None:
+    content = large(9_000)
+    content["device_traces"][0][row][key] = value
+    with pytest.raises(ProfileError, match="needs"):
+        read_snapshot(write(tmp_path / "s", content))
+
+
+@pytest.mark.parametrize("frames", [[5], [{}], [{"filename": "f", "line": "1", "name": "n"}], [[]]])
+def test_wrong_frames_are_noticed_where_they_are_read(tmp_path: Path, frames: Any) -> None:
+    for content, row in (({**GOOD, "device_traces": [[{**EVENT, "frames": frames}]]}, 0), (large(5_000), 4_000)):
+        content["device_traces"][0][row]["frames"] = frames
+        found = read_snapshot(write(tmp_path / "s", content))
+        with pytest.raises(ProfileError, match="needed a frame"):
+            found.stacks[int(found.devices[0].events.stack[row])]
+
+
+def test_a_text_in_the_place_of_a_stack(tmp_path: Path) -> None:
+    content = large(5_000)
+    content["device_traces"][0][4_000]["frames"] = "action"  # an object that was there before
+    found = read_snapshot(write(tmp_path / "s", content))
+    with pytest.raises(ProfileError, match="needed a stack, got str"):
+        found.stacks[int(found.devices[0].events.stack[4_000])]
+
+
+def test_an_action_that_is_not_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "s", large(5_000))
+    code = bytearray(path.read_bytes())
+    at = [found.end() for found in re.finditer(rb"}\x94\(j....j", code, re.DOTALL)][-1]
+    code[at : at + 4] = b"\xff\xff\xff\x7f"
+    path.write_bytes(code)
+    with pytest.raises(ProfileError, match="refers to what is not there"):
+        read_snapshot(path)
+
+
+def test_what_is_no_snapshot(tmp_path: Path) -> None:
+    def problem(path: Path) -> str:
+        with pytest.raises(ProfileError) as caught:
+            read_snapshot(path)
+        return str(caught.value)
+
+    (tmp_path / "empty").touch()
+    (tmp_path / "json").write_text("{}")
+    (tmp_path / "gz").write_bytes(gzip.compress(pickle.dumps(GOOD), mtime=0))
+    os.mkfifo(tmp_path / "fifo")
+    assert "it is empty" in problem(tmp_path / "empty")
+    assert "it is something else" in problem(tmp_path / "json")
+    assert "gzip -dk" in problem(tmp_path / "gz")
+    assert "no regular file" in problem(tmp_path / "fifo")
+    assert "a directory" in problem(tmp_path)
+    assert "No such file" in problem(tmp_path / "missing")
+    assert "'segments' needs a list, got nothing" in problem(write(tmp_path / "dict", {"device_traces": []}))
+    assert "the top level needs a dict, got a list" in problem(write(tmp_path / "list", []))
+    assert "_dump_snapshot" in problem(write(tmp_path / "list", []))

@@ -1,0 +1,204 @@
+"""Known causes in hand-made profiles (see profiles.py), each named with its numbers, and nothing else named."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.step_profile import IdleCause
+from cs336_systems.report.kernels.facts import idle_s, is_launch_bound
+from cs336_systems.report.kernels.findings import findings
+from tests.report.kernels.profiles import (
+    BACKWARD,
+    DATA,
+    FILL,
+    FORWARD,
+    GEMM_A,
+    MUL,
+    NAMES,
+    OPTIMIZER,
+    UNATTRIBUTED,
+    UNKNOWN,
+    make_call,
+    make_classes,
+    make_cpu_profile,
+    make_gap,
+    make_idle,
+    make_kernels,
+    make_phase,
+    make_profile,
+    seconds,
+)
+from tests.report.making import HOSTILE
+
+CPU_IS_THE_LIMIT = "The CPU is the limit"
+
+
+def quiet(**changes):
+    """A step of 50 ms wall time in two steps that nothing is wrong with: no idle time, no call but launches."""
+    names = {FORWARD: ((GEMM_A, 8, 20),), BACKWARD: ((GEMM_A, 8, 27),), OPTIMIZER: ((MUL, 2, 3),)}
+    return make_profile(**{
+        "phases": (
+            make_phase(FORWARD, (4, 4), (10, 10), (10, 10), (5, 5)),
+            make_phase(BACKWARD, (4, 4), (13.5, 13.5), (13.5, 13.5), (5, 5)),
+            make_phase(OPTIMIZER, (1, 1), (1.5, 1.5), (1.5, 1.5), (1, 1)),
+        ),
+        "kernels": make_kernels(names), "classes": make_classes(names), "idle": (), "gaps": (),
+        "host_calls": (make_call("cudaLaunchKernel", FORWARD, 18, 0.1, is_launch=True),), **changes,
+    })  # fmt: skip
+
+
+def said(profile):
+    return " ".join(findings(profile))
+
+
+def test_what_stands_out_in_order_with_its_numbers() -> None:
+    limit, late, waits, pause, optimizer, unknown = findings(make_profile())
+    # 40.2 of 52 ms busy, 6.5 ms late
+    assert limit.startswith("The GPU is busy only 77.3 % of the step's 26.0 ms, and idle 12.5 %")
+    # 5 of 16 ms
+    assert late.startswith("In forward the CPU is the limit: of 8.00 ms the GPU is idle 31.2 %")
+    assert "7 kernels" in late
+    # 2 waits and 2 copies in two steps take 3.02 ms, idle 3 ms
+    assert waits.startswith(
+        "The host waits for the device in backward, once a step (cudaStreamSynchronize after a copy"
+    )
+    assert "1.51 ms a step" in waits
+    assert "idles 1.50 ms" in waits
+    assert pause.startswith(
+        "The GPU idles 0.500 ms in forward while the host pauses; the longest time, 1.00 ms, before"
+    )
+    assert "in block.1 > ffn." in pause
+    # 12 of 52 ms; 2 of 40 ms of kernels
+    assert optimizer.startswith("The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels; --optimizer fused")
+    assert unknown == (
+        f"The kernel {UNKNOWN}, of a kind that no rule knows, takes 5.00 % of the GPU time: 1.00 ms in 2 launches."
+    )
+
+
+def test_nothing_stands_out_where_nothing_is_wrong() -> None:
+    (limit,) = findings(quiet())
+    assert limit.startswith("The GPU is the limit: it is busy 100 % of the step's 25.0 ms, and idle 0 %")
+
+
+@pytest.mark.parametrize(("late_ms", "is_limit"), [(9.9, False), (10.1, True)])
+def test_the_cpu_is_the_limit_from_a_fifth_of_the_time(late_ms: float, is_limit: bool) -> None:
+    profile = quiet(idle=(make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, late_ms),))
+    assert is_launch_bound(profile) is is_limit
+    assert (CPU_IS_THE_LIMIT in said(profile)) is is_limit
+
+
+def test_the_cpu_is_the_limit_with_the_time_of_a_launch_and_of_a_kernel() -> None:
+    """44 ms of the host for 52 launches, whose calls take 0.27 ms; median over all 50 kernels."""
+    profile = make_profile()
+    profile = replace(profile, idle=(*profile.idle, make_idle(FORWARD, IdleCause.LATE_LAUNCH, 4, 7)))
+    text = findings(profile)[0]
+    kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
+    median_s = np.median(np.repeat([k.median_s for k in kernels], [k.count for k in kernels]))
+    assert text.startswith("The CPU is the limit: the GPU is busy 77.3 % of the step's 26.0 ms, and idle 26.0 %")
+    assert "takes 846 µs per launch, 5.19 µs of it" in text
+    assert f"the median of 25 kernels runs {median_s * 1e6:.0f} µs" in text
+    assert "In forward the CPU" not in said(profile), "the phase is no news where the step is limited"
+
+
+def test_synchronisations_around_the_step_are_no_finding() -> None:
+    calls = tuple(make_call("cudaDeviceSynchronize", phase, 2, 20, is_wait=True) for phase in (DATA, UNATTRIBUTED))
+    assert len(findings(quiet(host_calls=calls))) == 1
+
+
+def test_an_item_for_each_parameter_is_named() -> None:
+    calls = (
+        make_call("cudaStreamSynchronize", OPTIMIZER, 222, 4, is_wait=True),
+        make_call("cudaMemcpyAsync", OPTIMIZER, 222, 1, is_launch=True, is_wait=True),
+    )
+    _, text = findings(quiet(host_calls=calls, idle=(make_idle(OPTIMIZER, IdleCause.HOST_WAITED, 222, 0.4),)))
+    assert text.startswith("The host waits for the device in the optimizer, 111 times a step (cudaStreamSynchronize")
+    assert "2.50 ms a step" in text
+    assert "idles 0.200 ms" in text
+
+
+def test_a_copy_that_waits_itself_counts() -> None:
+    call = make_call("cudaMemcpy", BACKWARD, 6, 4, is_launch=True, is_wait=True)
+    _, text = findings(quiet(host_calls=(call,)))
+    assert "in backward, 3 times a step (cudaMemcpy):" in text
+
+
+def test_a_sleep_is_named_by_its_milliseconds() -> None:
+    gap = make_gap(0, 3, 30.4, FORWARD, IdleCause.HOST_PAUSE)
+    _, text = findings(quiet(idle=(make_idle(FORWARD, IdleCause.HOST_PAUSE, 2, 60.6),), gaps=(gap,)))
+    assert "idles 30 ms in forward" in text
+    assert f"the longest time, 30 ms, before {GEMM_A}." in text
+
+
+def test_a_hiccup_is_no_finding() -> None:
+    assert len(findings(quiet(idle=(make_idle(FORWARD, IdleCause.HOST_PAUSE, 1, 0.4),)))) == 1
+
+
+def test_time_between_kernels() -> None:
+    """3 ms of 50 in 1,000 pieces."""
+    _, text = findings(quiet(idle=(make_idle(BACKWARD, IdleCause.BETWEEN_KERNELS, 1000, 3),)))
+    assert "idles 1.50 ms, 6.00 % of the step: 3.00 µs each, 500 times" in text
+
+
+def test_kernels_in_no_phase() -> None:
+    profile = quiet()
+    stray = make_phase(UNATTRIBUTED, (3, 3), (2, 2), (0, 0), (0, 0))
+    text = findings(replace(profile, phases=(*profile.phases, stray)))[1]
+    # 4 of 54 ms
+    assert text.startswith("7.41 % of the GPU time, 2.00 ms in 3 kernels, was launched in no phase")
+
+
+def test_recomputation() -> None:
+    profile = quiet()
+    forward, backward, optimizer = profile.phases
+    _, text = findings(replace(profile, phases=(forward, replace(backward, recomputed_s=seconds(5, 5)), optimizer)))
+    assert text.startswith("Backward does 5.00 ms of forward's work again (checkpointing), 20.0 % of")
+
+
+def test_communication() -> None:
+    names = {**NAMES, BACKWARD: (*NAMES[BACKWARD], ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 4))}
+    (text,) = [text for text in findings(make_profile(classes=make_classes(names))) if "Communication" in text]
+    assert text.startswith("Communication takes 2.00 ms, 10.0 % of the GPU time")
+
+
+def test_work_that_a_compiler_fuses() -> None:
+    """15 of 55 ms in forward and backward."""
+    names = {FORWARD: ((GEMM_A, 8, 20), (MUL, 8, 10)), BACKWARD: ((GEMM_A, 8, 20), (FILL, 8, 5)), OPTIMIZER: ()}
+    _, text = findings(quiet(classes=make_classes(names)))
+    assert text.startswith("In forward and backward, 27.3 % of the GPU time, 7.50 ms, goes to")
+
+
+def test_a_fused_optimizer_is_not_told_to_be_fused() -> None:
+    profile = make_profile()
+    kinds = {KernelClass.ELEMENT_WISE: KernelClass.OPTIMIZER}
+    fused = tuple(replace(row, kind=kinds.get(row.kind, row.kind)) for row in profile.classes)
+    (text,) = [text for text in findings(replace(profile, classes=fused)) if "optimizer takes" in text]
+    assert "--optimizer fused" not in text
+
+
+def test_a_trace_of_a_cpu_has_no_gpu_to_speak_of() -> None:
+    text = said(make_cpu_profile())
+    assert "GPU" not in text
+    # 2 of 60 ms, twice in two steps
+    assert (
+        "The operator aten::unheard_of, of a kind that no rule knows, takes 3.33 % of the CPU time: 1.00 ms in 1 call."
+        in text
+    )
+
+
+def test_a_profile_of_nothing_says_nothing() -> None:
+    empty = make_profile(phases=(), kernels=(), classes=(), idle=(), gaps=(), host_calls=())
+    assert findings(empty) == ()
+
+
+def test_idle_time_by_cause_and_phase() -> None:
+    profile = make_profile()
+    assert idle_s(profile, IdleCause.LATE_LAUNCH) == pytest.approx(6.5e-3)
+    assert idle_s(profile, IdleCause.LATE_LAUNCH, phase=OPTIMIZER) == pytest.approx(1.5e-3)
+    assert idle_s(profile, *IdleCause) == pytest.approx(11.8e-3)
+
+
+def test_long_names_are_cut() -> None:
+    names = {FORWARD: ((HOSTILE + "x" * 8000, 8, 50),)}
+    assert max(map(len, findings(make_profile(kernels=make_kernels(names))))) < 1000

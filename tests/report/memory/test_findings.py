@@ -1,0 +1,194 @@
+"""Known causes in hand-made memory profiles (see memory_profiles.py), each named with its numbers; and the answers."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.report.memory.answers import Question, answers
+from cs336_systems.report.memory.facts import phase_peaks, spans, step_peaks
+from cs336_systems.report.memory.findings import findings
+from cs336_systems.report.sentences import answers_markdown
+from tests.report.making import HOSTILE
+from tests.report.memory.profiles import (
+    LOGITS,
+    MIB,
+    make_bare,
+    make_boundaries,
+    make_inference,
+    make_like,
+    make_memory,
+    make_moment,
+    make_oom,
+    make_timeline,
+)
+
+
+def said(profile):
+    return " ".join(findings(profile))
+
+
+def answer(question, profile):
+    return {found.question: found.text for found in answers(profile)}[question]
+
+
+def first_steps():
+    """Optimizer state of 200 MiB appears at the end of step 0, which peaks at 580, step 1 at 780."""
+    start, forward, backward, end = make_boundaries(0, 0)
+    early = tuple(
+        make_moment(moment.phase, moment.time_s * 1e3, 900, 0, **sizes)
+        for moment, sizes in (
+            (start, {"parameters": 100, "held": 10}), (forward, {"parameters": 100, "held": 10, "saved": 400}),
+            (backward, {"parameters": 100, "held": 10, "gradients": 100}),
+        )
+    )  # fmt: skip
+    peak = make_moment("backward", 43, 900, 1, counted=False, parameters=100, optimizer_state=200, gradients=40,
+                       saved=380, temporary=50, held=10)  # fmt: skip
+    timeline = make_timeline(
+        (0, 13, 30, 43, 60), 900, held=[10] * 5, parameters=[100] * 5, optimizer_state=[0, 0, 200, 200, 200],
+        gradients=[0, 40, 0, 40, 0], saved=[0, 380, 0, 380, 0], temporary=[0, 50, 0, 50, 0],
+    )  # fmt: skip
+    return make_memory(peak=peak, timeline=timeline, boundaries=(*early, end, *make_boundaries(1, 30)))
+
+
+def test_phases_have_their_peaks() -> None:
+    """The timeline has 530 MiB in forward, the end of it 710; 415 in the optimizer."""
+    profile = make_memory()
+    assert [(span.step, span.phase) for span in spans(profile)] == [
+        (step, phase) for step in (0, 1) for phase in ("forward", "backward", "optimizer")
+    ]
+    assert phase_peaks(profile) == {"forward": 710 * MIB, "backward": 780 * MIB, "optimizer": 415 * MIB}
+    assert step_peaks(first_steps()) == {0: 650 * MIB - 70 * MIB, 1: 780 * MIB}
+    assert spans(make_bare()) == []
+
+
+def test_the_peak_and_the_largest_allocations_are_always_told() -> None:
+    peak, largest = findings(make_memory())
+    assert peak == (
+        "The peak is 780.0 MiB, 13.0 ms after the first event, in backward of step 0; it consists of saved activations "
+        "380.0 MiB (48.7 %), optimizer state 200.0 MiB (25.6 %), parameters 100.0 MiB (12.8 %), temporary 50.00 MiB "
+        "(6.4 %), gradients 40.00 MiB (5.1 %), held throughout 10.00 MiB (1.3 %)."
+    )
+    assert largest.startswith(
+        "The largest allocations: 52,428,800 bytes (50.00 MiB) = batch x T x vocabulary x 4: gradient of the logits, "
+        "2 times in backward, temporary, lm_head; 20,971,520 bytes (20.00 MiB)"
+    )
+    assert "at cs336_systems/model.py:77 softmax" in largest
+
+
+def test_a_block_larger_than_what_was_asked_for_is_told() -> None:
+    odd = make_like(40, requested_bytes=40_960_000)
+    assert "40,960,000 bytes (39.06 MiB) in a block of 40.00 MiB, once" in said(make_memory(largest=(odd,)))
+    assert "in a block" not in said(make_memory(largest=(LOGITS,)))
+
+
+def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:
+    """120 MiB free and 120 unused by PyTorch are less than 300; with 400 unused they would do."""
+    first = findings(make_oom())[0]
+    assert first == "Out of memory 2 times: the first request was for 300.0 MiB, 120.0 MiB were free on the device."
+    peak = replace(make_memory().peak, reserved_bytes=1180 * MIB)
+    assert "PyTorch itself held 400.0 MiB that no block used" in findings(make_oom(peak=peak))[0]
+
+
+@pytest.mark.parametrize(("reserved", "told"), [(1030, False), (1040, True)])
+def test_fragmentation_is_told_from_256_mib(reserved: int, told: bool) -> None:
+    """780 of 1,040 MiB leave 260, 25 %; 780 of 1,030 leave 250."""
+    profile = make_memory(peak=replace(make_memory().peak, reserved_bytes=reserved * MIB))
+    assert ("At the peak 260.0 MiB of the 1.02 GiB that PyTorch has reserved, 25.0 %" in said(profile)) is told
+
+
+def test_a_small_part_of_a_large_cache_is_no_finding() -> None:
+    large = make_moment("backward", 13, 9000, saved=8000)  # 1,000 of 9,000 MiB are 11 %
+    assert "reserved" not in said(make_memory(peak=large))
+
+
+def test_the_first_step_is_not_what_a_run_needs() -> None:
+    assert (
+        "The optimizer's state, 200.0 MiB, appears during the recording: step 0 peaks at 580.0 MiB, step 1 at "
+        "780.0 MiB."
+    ) in said(first_steps())
+    one = replace(first_steps(), boundaries=first_steps().boundaries[:4], num_steps=1)
+    assert "this is the first step, and later ones need that much more" in said(one)
+    assert "appears" not in said(make_memory())
+
+
+@pytest.mark.parametrize(("leak", "told"), [(0, False), (0.5, False), (5, True)])
+def test_steps_that_leave_memory_behind(leak: float, told: bool) -> None:
+    """Of 780 MiB, 0.1 % are 0.78."""
+    moments = [make_moment(phase, time, 900, step, parameters=100, temporary=1 + leak * (step + (phase != "start")))
+               for step, phase, time in ((0, "start", 0), (0, "optimizer", 30), (1, "start", 30),
+                                         (1, "optimizer", 60))]  # fmt: skip
+    assert ("Every step leaves 5.00 MiB or more behind, 10.00 MiB in 2 steps." in said(
+        make_memory(boundaries=tuple(moments)))) is told  # fmt: skip
+
+
+def test_what_only_the_first_step_leaves_is_no_leak() -> None:
+    sizes = ((0, "start", 0, 1), (0, "optimizer", 30, 65), (1, "start", 30, 65), (1, "optimizer", 60, 65))
+    moments = tuple(make_moment(phase, at, 900, step, temporary=held) for step, phase, at, held in sizes)
+    assert "behind" not in said(make_memory(boundaries=moments))
+
+
+def test_a_count_that_differs_is_told() -> None:
+    first, *others = make_memory().boundaries
+    wrong = replace(first, counted_bytes=first.allocated_bytes + 3 * MIB)
+    assert "At 1 of 8 boundaries" in said(make_memory(boundaries=(wrong, *others)))
+    assert "they differ by 3.00 MiB at most" in said(make_memory(boundaries=(wrong, *others)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rounding_bytes_at_peak": 39 * MIB}, "39.00 MiB of the peak, 5.00 %, were never asked for"),
+        ({"outside_bytes": 3 * 2**30}, "3.00 GiB of the device are used and not reserved by PyTorch"),
+        ({"work": replace(make_memory().work, segments_allocated=9, segments_freed=4)},
+         "The allocator gave 4 segments back to the driver and asked for 9"),
+    ],
+)  # fmt: skip
+def test_each_loss_is_named(changes: dict, text: str) -> None:
+    assert text in said(make_memory(**changes))
+    assert text.split(", ")[-1] not in said(make_memory())
+
+
+def test_what_nothing_is_known_of_is_told() -> None:
+    """1,000 of 1,500 MiB."""
+    assert "1,000.0 MiB of the peak, 66.7 %, were there before the recording" in said(make_bare())
+
+
+@pytest.mark.parametrize("make", [make_memory, make_inference, make_bare, make_oom, first_steps])
+def test_every_question_has_an_answer_in_the_course_s_order(make) -> None:
+    found = answers(make())
+    assert [one.question for one in found] == list(Question)
+    assert all(one.text.endswith(".") for one in found)
+
+
+def test_the_answers_of_a_training_step() -> None:
+    profile = make_memory()
+    assert answer(Question.TIMELINE, profile) == (
+        "Step 1 begins with 310.0 MiB; forward ends with 710.0 MiB after a peak of 710.0 MiB, backward ends with "
+        "410.0 MiB after a peak of 780.0 MiB, optimizer ends with 310.0 MiB after a peak of 415.0 MiB."
+    )
+    peak = answer(Question.PEAK, profile)
+    assert "and 900.0 MiB reserved; by phase forward 710.0 MiB, backward 780.0 MiB, optimizer 415.0 MiB." in peak
+    assert "out of memory" not in peak
+    assert "ran out of memory" in answer(Question.PEAK, make_oom())
+    # 10 x 20, 20 x 10 and 50 of 780 MiB
+    assert "float32 450.0 MiB (57.7 %)" in answer(Question.PRECISION, profile)
+    assert answer(Question.RESIDUAL, profile).startswith("6.25 MiB")
+    assert answer(Question.BLOCK, profile) == (
+        "block.1 saves 60.00 MiB (62,914,560 bytes); most of it attention > attention.softmax 4 x 5 x 512 x 512 "
+        "float32 20.00 MiB (33.3 %), ffn 4 x 512 x 2304 float32 18.00 MiB (30.0 %), ffn float32 12.00 MiB (20.0 %), "
+        "attention "
+        "float32 6.00 MiB (10.0 %), norm float32 3.00 MiB (5.00 %). Its gradients take 10.00 MiB (10,485,760 bytes)."
+    )
+
+
+def test_a_bare_snapshot_says_what_it_does_not_tell() -> None:
+    assert "does not say when phases ended" in answer(Question.TIMELINE, make_bare())
+    assert "does not tell the shape" in answer(Question.RESIDUAL, make_bare())
+    assert "names no data types" in answer(Question.PRECISION, make_bare())
+
+
+def test_answers_are_inert() -> None:
+    profile = make_memory(source=HOSTILE, largest=(make_like(1, name=HOSTILE, explanation=HOSTILE),))
+    text = answers_markdown(HOSTILE, [(one.question, [(HOSTILE, one.text)]) for one in answers(profile)])
+    assert "<" not in text
+    assert not any(character in text for character in "\r\t\0\x1b")

@@ -1,0 +1,297 @@
+"""Tables and files of hand-made memory profiles (see memory_profiles.py)."""
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.analysis.memory.profile import MemoryProfile, read_memory_profile, write_memory_profile
+from cs336_systems.report.formats import WRITERS
+from cs336_systems.report.memory.allocations import (
+    at_peak_listing,
+    blocks_listing,
+    largest_listing,
+    saved_listing,
+    typical,
+)
+from cs336_systems.report.memory.compare import compare_memory
+from cs336_systems.report.memory.files import listings, memory_tables, write_memory
+from cs336_systems.report.memory.tables import (
+    allocator_listing,
+    boundaries_listing,
+    categories_listing,
+    fragmentation_bytes,
+    peak_listing,
+)
+from cs336_systems.report.memory.words import Unit, consists_of, place_text, size, unit_for
+from tests.report.making import HOSTILE
+from tests.report.memory.profiles import (
+    GRADIENTS,
+    LOGITS,
+    MIB,
+    SAVED,
+    WEIGHTS,
+    make_bare,
+    make_block,
+    make_inference,
+    make_like,
+    make_memory,
+    make_moment,
+    make_oom,
+)
+
+MAKERS = (make_memory, make_inference, make_bare, make_oom)
+
+
+def column(table, name, number=0):
+    """Cells below the heading of this name, or of the one so many after it that is called the same."""
+    found = [index for index, heading in enumerate(table.headings) if heading.name == name]
+    return [row[found[number]] for row in table.rows]
+
+
+def rows(listing):
+    return list(csv.DictReader(io.StringIO(listing.csv, newline="")))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (1023, "1,023 bytes"), (1536, "1.50 KiB"), (6553600, "6.25 MiB"),
+     (104857600, "100.0 MiB"), (20229390336, "18.84 GiB"), (3 * 2**40, "3,072.0 GiB")],
+)  # fmt: skip
+def test_sizes_in_sentences(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_cells_of_one_unit() -> None:
+    assert (unit_for(2**30 - 1).name, unit_for(2**30).name) == ("MiB", "GiB")
+    unit = Unit("GiB", 2**30, 3)
+    assert [unit.cell(n) for n in (0, 512, 2**20, 3 * 2**29)] == ["0", "< 0.001", "0.001", "1.500"]
+
+
+def test_a_place_keeps_the_end_of_its_path() -> None:
+    assert place_text(WEIGHTS.places[0]) == "cs336_systems/model.py:77 softmax"
+    windows = replace(WEIGHTS.places[0], file=r"C:\Users\me\code\model.py")
+    assert place_text(windows) == "code/model.py:77 softmax"
+
+
+def test_crumbs_are_left_out_of_sentences() -> None:
+    moment = make_moment("forward", 0, 900, saved=999.5, gradients=0.5)
+    assert consists_of(moment.categories, moment.allocated_bytes) == "saved activations 999.5 MiB (100.0 %)"
+
+
+def test_the_peak_and_what_it_needs_beside() -> None:
+    """900 reserved and 780 allocated leave 120."""
+    values = {row["quantity"]: row["value"] for row in rows(peak_listing(make_memory()))}
+    assert int(values["peak allocated"]) == 780 * MIB
+    assert int(values["fragmentation"]) == 120 * MIB == fragmentation_bytes(make_memory())
+    assert int(values["outside of PyTorch"]) == 700 * MIB
+    assert int(values["residual stream"]) == 4 * 512 * 800 * 4
+    assert rows(peak_listing(make_bare()))[-4]["value"] == "", "what is not known is empty"
+    (table,) = peak_listing(make_memory()).tables
+    assert column(table, "value")[0] == "780.0 MiB"
+    assert column(table, "what it is")[0] == "13.0 ms after the first event, in backward of step 0"
+    assert table.notes == ("two blocks were joined",)
+    assert column(peak_listing(make_bare()).tables[0], "value")[-1] == "unknown"
+
+
+def test_boundaries_in_time_with_the_peak_among_them() -> None:
+    listing = boundaries_listing(make_memory())
+    (table,) = listing.tables
+    assert column(table, "moment") == [
+        "start", "end of forward", "peak, in backward", "end of backward", "end of optimizer",
+        "start", "end of forward", "end of backward", "end of optimizer",
+    ]  # fmt: skip
+    assert column(table, "step") == ["0"] * 5 + ["1"] * 4
+    assert column(table, "saved activations")[:4] == ["0", "400.00", "380.00", "0"]
+    assert column(table, "allocated")[:5] == ["310.00", "710.00", "780.00", "410.00", "310.00"]
+    assert column(table, "PyTorch's count")[:4] == ["310.00", "710.00", "", "410.00"]
+    assert "buffers" not in [heading.name for heading in table.headings], "there are none"
+    for row in rows(listing):
+        parts = [int(value) for name, value in row.items() if name.endswith("_bytes") and name.split("_bytes")[0] in (
+            "parameters", "buffers", "gradients", "optimizer_state", "autocast_copies", "saved_activations",
+            "temporary", "held_throughout")]  # fmt: skip
+        assert len(parts) == 8
+        assert sum(parts) == int(row["allocated_bytes"])
+
+
+def test_the_check_tells_of_agreement_and_of_none() -> None:
+    def note(profile):
+        return boundaries_listing(profile).tables[0].notes[0]
+
+    whole = make_memory()
+    assert note(whole).startswith(
+        "Check: at all 8 boundaries the categories add up to what PyTorch's allocator counted"
+    )
+    first, second, *others = whole.boundaries
+    wrong = (replace(first, counted_bytes=first.allocated_bytes + 512), second, *others)
+    assert "Check failed: at 1 of 8 boundaries" in note(replace(whole, boundaries=wrong))
+    assert "by -512 bytes at most" in note(replace(whole, boundaries=wrong))
+    assert "has no count of the allocator" in note(make_bare())
+    with pytest.raises(
+        ValueError, match=r"small.pickle: at 0.000000 s the categories add up to 325058560 bytes, needed"
+    ):
+        note(replace(whole, boundaries=(replace(first, allocated_bytes=1, counted_bytes=None),)))
+
+
+def test_categories_at_the_peak_add_up() -> None:
+    listing = categories_listing(make_memory())
+    (table,) = listing.tables
+    assert dict(zip(column(table, "category"), column(table, "share"), strict=True)) == {
+        "parameters": "12.8", "gradients": "5.1", "optimizer state": "25.6", "saved activations": "48.7",
+        "temporary": "6.4", "held throughout": "1.3", "allocated": "100.0",
+    }  # fmt: skip
+    *parts, whole = rows(listing)
+    assert sum(int(row["bytes"]) for row in parts) == int(whole["bytes"]) == 780 * MIB
+    assert sum(int(row["blocks"]) for row in parts) == int(whole["blocks"]) == 11 + 22 + 4 + 38 + 5 + 1
+
+
+def test_the_largest_allocations_with_their_code() -> None:
+    odd = make_like(2, requested_bytes=2 * MIB - 1000)
+    listing = largest_listing(make_memory(largest=(LOGITS, WEIGHTS, odd)), 2)
+    (table,) = listing.tables
+    assert column(table, "asked for") == ["52,428,800", "20,971,520"]
+    assert column(table, "asked for", 1) == ["50.00", "20.00"]
+    assert column(table, "count") == ["2", "24"]
+    assert column(table, "place") == ["", "cs336_systems/model.py:77 softmax"]
+    assert "Shown are 2 of 3 such rows." in table.notes
+    every = rows(listing)
+    assert [row["requested_bytes"] for row in every] == ["52428800", "20971520", "2096152"]
+    assert every[1]["places"].endswith("model.py:77 softmax < /home/someone/project/benchmark.py:3 <module>")
+
+
+def test_what_the_peak_consists_of_by_bytes_together() -> None:
+    """20 x 10, 10 x 20 and 1 x 50 of 780 MiB."""
+    listing = at_peak_listing(make_memory(), 10)
+    (table,) = listing.tables
+    assert column(table, "together") == ["200.00", "200.00", "50.00"]
+    assert column(table, "share") == ["25.6", "25.6", "6.4"]
+    assert table.notes == ("Shown are 57.7 % of the peak.",)
+    assert [float(row["share_of_peak"]) for row in rows(listing)] == pytest.approx([20 / 78, 20 / 78, 5 / 78])
+
+
+def test_what_a_block_saves_over_blocks_and_within_one() -> None:
+    """Three blocks save 20 + 18 + 12 + 6 + 3 + 1 MiB, the first one more."""
+    over, within = blocks_listing(make_memory()).tables
+    assert over.rows[0] == ("saved for backward", "60.00", "60.00", "61.00", "241.00")
+    assert over.rows[2] == ("gradients", "10.00", "10.00", "10.00", "40.00")
+    assert within.title == "Largest tensors that block.1 saves for backward"
+    assert column(within, "size") == ["20.00", "18.00", "12.00", "6.00", "3.00"]
+    assert column(within, "share") == ["33.3", "30.0", "20.0", "10.0", "5.0"]
+    assert "3 of 4 blocks save just these" in within.notes[0]
+    assert [row["saved_bytes"] for row in rows(blocks_listing(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
+    saved = rows(saved_listing(make_memory()))
+    assert len(saved) == 4 * 6
+    assert sum(int(row["bytes"]) for row in saved) == 241 * MIB
+    assert blocks_listing(make_inference()).tables == ()
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [((5, 6, 7), "block.1"), ((9, 6, 6, 7), "block.1"), ((8, 9, 6, 7), "block.3"), ((5,), "block.0")],
+)
+def test_a_typical_block_saves_the_median(weights: tuple[int, ...], name: str) -> None:
+    """Of an even number the lower of the middle two, and the first of those that save as much."""
+    assert typical([make_block(index, weight) for index, weight in enumerate(weights)]).name == name
+
+
+def test_no_block_is_typical_of_none() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        typical([])
+
+
+def test_running_out_of_memory_is_in_the_allocator_s_table() -> None:
+    values = {row["quantity"]: row["value"] for row in rows(allocator_listing(make_oom()))}
+    assert (values["out of memory"], values["asked for"], values["free then"]) == ("2", str(300 * MIB), str(120 * MIB))
+    assert "asked for" not in {row["quantity"] for row in rows(allocator_listing(make_memory()))}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_every_file_is_written_and_read_again(make, tmp_path) -> None:
+    paths = write_memory(make(), tmp_path / "out")
+    assert len(paths) == len(set(paths))
+    assert all(path.stat().st_size for path in paths)
+    assert read_memory_profile(tmp_path / "out" / "memory.json") == make()
+    assert {path.name for path in paths} >= {"memory.json", "findings.md", "answers.md", "peak.md", "timeline.png"}
+
+
+def test_files_of_another_profile_are_removed(tmp_path) -> None:
+    write_memory(make_memory(), tmp_path)
+    assert (tmp_path / "blocks.md").exists()
+    write_memory(make_inference(), tmp_path)
+    assert not list(tmp_path.glob("blocks.*")) + list(tmp_path.glob("saved.*"))
+
+
+def test_a_terminal_reads_the_findings_first() -> None:
+    first, *others = memory_tables(make_memory())
+    assert first.title == "Findings"
+    assert first.notes[0] == "small.pickle, GPU 0, 2 steps, counted from 0."
+    assert [table.title for table in others][:3] == ["Peak", "Categories at the peak", "Memory from phase to phase"]
+
+
+def test_what_grew_by_category_and_by_place() -> None:
+    """Saved activations halve, gradients are new by 30, logits are elsewhere."""
+    before = make_memory(at_peak=(WEIGHTS, LOGITS))
+    peak = make_moment("backward", 13, 900, counted=False, parameters=100, optimizer_state=200, gradients=70,
+                       saved=190, temporary=50, held=10)  # fmt: skip
+    after = make_memory(peak=peak, source="b.pickle", at_peak=(
+        replace(WEIGHTS, num_bytes=10 * MIB), LOGITS, make_like(30, category=GRADIENTS, name="lm_head.weight"),
+    ))  # fmt: skip
+    categories, places = compare_memory(before, after)
+    grown = dict(zip(column(categories, "category"), column(categories, "grown by"), strict=True))
+    assert grown == {"parameters": "0", "gradients": "+30.00", "optimizer state": "0", "saved activations": "-190.00",
+                     "temporary": "0", "held throughout": "0", "allocated": "-160.00",
+                     "reserved at most": "0"}  # fmt: skip
+    assert column(categories, "grown by", 1)[3] == "-50.0"
+    assert categories.notes[1] == "The peak shrank by 160.0 MiB."
+    assert [row[0] for row in places.rows] == [
+        f"{SAVED}, block.* > attention > attention.softmax", "gradients, lm_head.weight",
+    ]  # fmt: skip
+    assert column(places, "grown by") == ["-100.00", "+30.00"]
+    assert column(places, "place") == ["cs336_systems/model.py:77 softmax", ""]
+    same, none = compare_memory(before, before)
+    assert same.notes[1] == "The peaks are the same, to the byte."
+    assert none.rows == ()
+
+
+EVIL = (HOSTILE, "</script><img onerror=x>", "$x$ \\input{x}", "a\nb|c", "=1+1", "x" * 8000, "`" * 5)
+
+
+def with_texts(profile: MemoryProfile, text: str, tmp_path) -> MemoryProfile:
+    """The profile with all its free texts replaced."""
+
+    def renamed(value, key=""):
+        if isinstance(value, dict):
+            return {name: renamed(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [renamed(item, key) for item in value]
+        is_text = key in ("source", "name", "dtype", "phase", "explanation", "file", "function", "notes")
+        return text if is_text and value not in ("", "start") else value
+
+    path = tmp_path / "profile.json"
+    write_memory_profile(profile, path)
+    path.write_text(json.dumps(renamed(json.loads(path.read_text()))))
+    return read_memory_profile(path)
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_texts_are_inert_in_every_format(text: str, tmp_path) -> None:
+    """Whatever the texts are, a table has the shape that harmless ones give it."""
+    profile, quiet = (with_texts(make_memory(), words, tmp_path) for words in (text, "quiet"))
+    literal = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+    for found, harmless in zip(listings(profile, 10), listings(quiet, 10), strict=True):
+        assert [len(row) for row in rows(found)] == [len(row) for row in rows(harmless)]
+        for table, other in zip(found.tables, harmless.tables, strict=True):
+            written, expected = ({end: write(t) for end, write in WRITERS.items()} for t in (table, other))
+            assert literal.sub("", written["typ"]) == literal.sub("", expected["typ"])
+            assert not re.search(r"(?<!\\)[<`$]", written["md"])
+            bars = [re.sub(r"\\.", "", part).count("|") for part in (written["md"], expected["md"])]
+            assert bars[0] == bars[1]
+            assert r"\input" not in written["tex"]
+            assert written["tex"].count("\n") == expected["tex"].count("\n")
+    assert all((tmp_path / path).exists() for path in write_memory(profile, tmp_path / "files"))
+    answers = (tmp_path / "files" / "answers.md").read_text()
+    assert "<" not in answers
+    assert not any(character in answers for character in "\r\t\0\x1b")
