@@ -8,9 +8,10 @@ not split, segments. No constant is fitted; what is assumed stands where it is u
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
-from cs336_systems.config import CompileMode, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import CompileMode, Device, Phase, Precision, Profiler, RunConfig, SdpaBackend
 from cs336_systems.prediction.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.prediction.step import StepTape
 from cs336_systems.prediction.tape import Category, Tape, TensorSpec
@@ -19,6 +20,8 @@ STEPS = 3
 """Steps simulated: the optimizer's state appears in the first, and what it splits settles in the second."""
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Taken by the driver, the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 whose run out of memory is on record."""
+MAX_LAYERS = 1000
+"""Every layer is simulated: far above any model's number, and far below what would take minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +71,33 @@ class MemoryPrediction:
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
-    None for what is not predicted: the user's own model, compiled models, a fused attention that refuses fp32. The
+    None for what is not predicted: the user's own model, compiled models, a fused attention that refuses fp32, models
+    of more than MAX_LAYERS. The
     device is assumed to be a Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is;
     there `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out: scalars of
     GradScaler and of fused attention, buffers inside of kernels, a data loader's batch in flight.
     """
     if not _is_predictable(config):
         return None
+    return _predict(
+        replace(
+            config, size="", seed=0, repeat=0, warmup_steps=5, measured_steps=10, sync_phases=False, ranges=True,
+            tokens=None, profiler=Profiler.NONE,
+        )
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _predict(config: RunConfig) -> MemoryPrediction:
     return _Replay(_record(config)).prediction()
+
+
+def predicted_peak_bytes(config: RunConfig) -> int | None:
+    """What torch.cuda.max_memory_allocated would say of the measured steps; None where that is not predicted."""
+    if config.device is not Device.CUDA or (found := predict_memory(config)) is None:
+        return None
+    peaks = (found.peak, found.first_step_peak) if config.warmup_steps == 0 else (found.peak,)
+    return max(peak.allocated_bytes for peak in peaks)
 
 
 def fits(config: RunConfig, memory_bytes: int) -> bool | None:
@@ -148,7 +170,8 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
 def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    return config.model_factory is None and config.compile is CompileMode.NONE and not refused
+    is_known = config.model_factory is None and config.compile is CompileMode.NONE and not refused
+    return is_known and config.model.num_layers <= MAX_LAYERS
 
 
 def _record(config: RunConfig) -> Tape:

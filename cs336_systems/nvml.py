@@ -29,6 +29,8 @@ class Gpu:
     name: str
     memory_bytes: int | None
     """None where the GPU has no memory of its own."""
+    usable_bytes: int | None = None
+    """Of these, what the driver leaves to programs; None where it does not say."""
     driver: str
 
 
@@ -72,6 +74,13 @@ def select(gpus: list[Gpu], visible: str) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
+def usable_gpu_bytes() -> int | None:
+    """Memory that programs can have of the smallest visible GPU; None where that is not known."""
+    sizes = [gpu.usable_bytes or gpu.memory_bytes for gpu in visible_gpus()]
+    known = [size for size in sizes if size is not None]
+    return min(known, default=None)
+
+
 def _gpu(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     return Gpu(
@@ -79,6 +88,7 @@ def _gpu(index: int) -> Gpu:
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
         name=_text(pynvml.nvmlDeviceGetName(handle)),
         memory_bytes=_memory_bytes(handle),
+        usable_bytes=_usable_bytes(handle),
         driver=_text(pynvml.nvmlSystemGetDriverVersion()),
     )
 
@@ -86,6 +96,13 @@ def _gpu(index: int) -> Gpu:
 def _memory_bytes(handle: object) -> int | None:
     with contextlib.suppress(pynvml.NVMLError):
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return None
+
+
+def _usable_bytes(handle: object) -> int | None:
+    with contextlib.suppress(pynvml.NVMLError):
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return int(memory.total - memory.reserved)
     return None
 
 

@@ -21,6 +21,7 @@ LEVELS = (
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
     ("hardware", "record", "nsys_run", "prediction.*"),
     ("memory_model", "accounting", "nvml", "quality", "store", "studies.attention_records", "studies.fusion_records"),
+    ("planning",),
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
     ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters"),

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from cs336_systems import nvml
-from cs336_systems.nvml import Gpu, GpuMonitor, select, visible_gpus
+from cs336_systems.nvml import Gpu, GpuMonitor, select, usable_gpu_bytes, visible_gpus
 
 GPUS = [
     Gpu(index=i, uuid=uuid, name="NVIDIA H100", memory_bytes=2**36, driver="580.1")
@@ -81,7 +81,7 @@ def test_without_a_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.Monke
     assert visible_gpus("0") == ()
 
 
-def unsupported(*_: object) -> None:
+def unsupported(*_: object, **__: object) -> None:
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
@@ -96,7 +96,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, forget_driver: None) -> SimpleNamesp
         nvmlDeviceGetUUID=lambda handle: handle,
         nvmlDeviceGetName=lambda handle: "NVIDIA H100 80GB HBM3",
         nvmlSystemGetDriverVersion=lambda: "580.1",
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=85_520_809_984),
+        nvmlDeviceGetMemoryInfo=lambda handle, version=1: SimpleNamespace(
+            total=85_520_809_984, reserved=680_000_000 if version == pynvml.nvmlMemory_v2 else None
+        ),
         nvmlDeviceGetClockInfo=lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1755, pynvml.NVML_CLOCK_MEM: 2619}[kind],
         nvmlDeviceGetMaxClockInfo=lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind],
         nvmlDeviceGetPowerUsage=lambda handle: 698_250,
@@ -106,7 +108,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, forget_driver: None) -> SimpleNamesp
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1_234_567,
     )
     for name in vars(answers):
-        monkeypatch.setattr(pynvml, name, lambda *arguments, name=name: getattr(answers, name)(*arguments))
+        monkeypatch.setattr(
+            pynvml, name, lambda *arguments, name=name, **options: getattr(answers, name)(*arguments, **options)
+        )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return answers
 
@@ -130,6 +134,12 @@ def test_a_driver_that_answers_in_bytes_is_understood(driver: SimpleNamespace) -
 def test_a_gpu_that_shares_the_host_s_memory_has_no_size_of_its_own(driver: SimpleNamespace) -> None:
     driver.nvmlDeviceGetMemoryInfo = unsupported
     assert [(gpu.name, gpu.memory_bytes) for gpu in visible_gpus()] == [("NVIDIA H100 80GB HBM3", None)] * 2
+
+
+def test_what_programs_can_have_is_without_what_the_driver_keeps(driver: SimpleNamespace) -> None:
+    assert visible_gpus()[0].usable_bytes == 85_520_809_984 - 680_000_000 == usable_gpu_bytes()
+    driver.nvmlDeviceGetMemoryInfo = unsupported
+    assert usable_gpu_bytes() is None
 
 
 def test_units_are_si(driver: SimpleNamespace) -> None:

@@ -30,8 +30,10 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
-from cs336_systems.nvml import visible_gpus
+from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.planning import Plan, make_plan
 from cs336_systems.record import RunRecord
 from cs336_systems.store import PROFILE_DIRECTORIES
 
@@ -100,7 +102,7 @@ class SweepArguments:
             return self.precisions
         return tuple(one_precision(precision, True) for precision in self.precisions)
 
-    def configs(self) -> list[RunConfig]:
+    def plan(self) -> Plan:
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = resolve_device(self.step.device)
         on_gpu = device is Device.CUDA
@@ -118,11 +120,13 @@ class SweepArguments:
             )
             for size, context_length, mode, precision, warmup_steps in grid
         ]  # fmt: skip
-        configs = list(dict.fromkeys(once))
-        repeats = [replace(configs[index], repeat=repeat) for index, repeat in interleave(len(configs), self.repeats)]
-        if self.profiler is Profiler.NONE:
-            return repeats
-        return [c for plain in repeats for c in ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,))]
+        plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
+        order = interleave(len(plan.configs), self.repeats)
+        repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
+        if self.profiler is not Profiler.NONE:
+            pairs = ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
+            repeats = list(itertools.chain.from_iterable(pairs))
+        return replace(plan, configs=tuple(repeats))
 
     @property
     def profiler(self) -> Profiler:
@@ -185,20 +189,32 @@ def _differences(arguments: object, skip: tuple[str, ...]) -> list[tuple[str, st
 
 def run(arguments: SweepArguments) -> int:
     """Measure a grid and write its tables and plots."""
-    configs, directory = checked(arguments.configs), checked(arguments.directory)
+    plan, directory = checked(arguments.plan), checked(arguments.directory)
+    configs = plan.configs
     if arguments.dry_run:
         for config in configs:
-            print(f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps")
+            print(
+                f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps{_predicted(config)}"
+            )
+        for config in plan.too_large:
+            print(f"will not fit: {config.label}")
         print(f"{len(configs)} runs into {directory}")
         return OK
+    for config in plan.too_large:
+        print(f"will not fit on this GPU, and comes last: {config.label}{_predicted(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)
     if missing is not None:
         print(f"error: no profile: {missing}. The times are measured all the same.", file=sys.stderr)
-        configs = [config for config in configs if config.profiler is Profiler.NONE]
+        configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     status = measure_all(
         configs, directory, timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed
     )
     return FAILED if missing is not None and status == OK else status
+
+
+def _predicted(config: RunConfig) -> str:
+    peak_bytes = predicted_peak_bytes(config)
+    return "" if peak_bytes is None else f", predicted peak {peak_bytes / 2**30:.1f} GiB"
 
 
 def _why_no_profile(arguments: SweepArguments) -> str | None:

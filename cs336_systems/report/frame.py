@@ -20,6 +20,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.statistics import mean_interval
 
@@ -43,6 +44,7 @@ COLUMNS = (
     "forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms", "optimizer_mean_ms", "optimizer_std_ms",
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
+    "predicted_peak_gib",
 )  # fmt: skip
 """Columns of results.csv, in order."""
 QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
@@ -123,7 +125,7 @@ def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
 def _frame(groups: Sequence[Sequence[RunRecord]]) -> pd.DataFrame:
     index = pd.Index([group[0].config.configuration for group in groups], dtype="object", name="config")
     frame = pd.DataFrame([_row(group) for group in groups], columns=list(COLUMNS), index=index)
-    return frame.astype(dict.fromkeys(QUANTITIES, "float64") | dict.fromkeys(TEXTS, "object"))
+    return frame.astype(dict.fromkeys((*QUANTITIES, "predicted_peak_gib"), "float64") | dict.fromkeys(TEXTS, "object"))
 
 
 def _groups(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
@@ -191,6 +193,8 @@ def _row(group: Sequence[RunRecord]) -> dict[str, object]:
         "error": next((record.failure.message for record in failed if record.failure is not None), None),
         "warnings": ";".join(codes) or None,
     }
+    if (predicted_bytes := predicted_peak_bytes(config)) is not None:
+        row["predicted_peak_gib"] = predicted_bytes / 2**30
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if measured := _measured(done, phase):
             row |= {f"{phase}_mean_ms": _ms(_mean_s(measured)), f"{phase}_std_ms": _ms(_stdev_s(measured))}

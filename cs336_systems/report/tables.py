@@ -107,6 +107,7 @@ def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
         "tokens_per_s": _quantity("tokens/s", "tokens_per_s", "", 1, 4, spare=2),
         "mfu": _quantity("MFU", "mfu", "%", 100, 3, spare=1),
         "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3),
+        "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=4),
         "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3),
     }
     return [column for name, column in candidates.items() if _known(frame, name)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from cs336_systems import nvml
 from cs336_systems.cli import sweep
 from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
@@ -33,7 +34,7 @@ H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    for module in (flags_module, sweep_module):
+    for module in (flags_module, sweep_module, nvml):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
 
 
@@ -56,7 +57,7 @@ def one(flags: str = "") -> RunConfig:
 
 
 def grid(flags: str = "") -> list[RunConfig]:
-    return parse(SweepArguments, flags).configs()
+    return list(parse(SweepArguments, flags).plan().configs)
 
 
 def name(flags: str = "") -> str:
@@ -87,7 +88,7 @@ def test_without_flags_a_cpu_sweeps_tiny() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_without_flags_a_gpu_sweeps_the_assignment_s_grid() -> None:
     expected = [(size, length) for size in ("small", "medium", "large", "xl", "2.7B") for length in (128, 256, 512)]
-    assert [(c.size, c.model.context_length) for c in grid()] == expected
+    assert sorted((c.size, c.model.context_length) for c in grid()) == sorted(expected)
     assert {(c.device, c.mode, c.precision) for c in grid()} == {(Device.CUDA, Mode.TRAIN, Precision.FP32)}
 
 
@@ -335,3 +336,14 @@ def test_no_two_flags_share_a_name() -> None:
     groups = {f.name for f in fields(ModelArguments)} | {f.name for f in fields(StepArguments)}
     assert not {f.name for f in fields(ModelArguments)} & {f.name for f in fields(StepArguments)}
     assert all(groups & names == {"model"} for names in own), "model is the group there, and a flag within it"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139 GiB."""
+    flags = "--sizes 10B 2.7B small --context-lengths 512 --dry-run"
+    assert [config.size for config in grid(flags)] == ["small", "2.7B", "10B"]
+    assert sweep(shlex.split(flags)) == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
+    assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, predicted peak \d\.\d GiB", printed)

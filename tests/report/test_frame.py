@@ -11,7 +11,8 @@ import pytest
 import scipy.stats
 
 from cs336_systems.accounting import mfu, step_flops
-from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Mode, Precision, SdpaBackend
+from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Device, Mode, Precision, SdpaBackend
+from cs336_systems.memory_model import predict_memory
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
 from tests.report.making import CODES, make_config, make_failure, make_record
@@ -20,7 +21,7 @@ CONTRACT = """size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, cont
 attention, compile, optimizer, world_size, device_name, warmup_steps, measured_steps, status, error,
 forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_mean_ms, optimizer_std_ms,
 step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
-tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings"""
+tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib"""
 
 
 def only_row(*records):
@@ -95,7 +96,7 @@ def test_a_failed_run_has_a_row_and_no_quantity(status):
     frame = to_frame([make_failure(make_config(), status, "why")])
     (row,) = rows_of(frame)
     assert (row["status"], row["error"], row["size"]) == (status.value, "why", "small")
-    quantities = COLUMNS[COLUMNS.index("forward_mean_ms") :]
+    quantities = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("predicted_peak_gib")]
     assert [row[name] for name in (*quantities, "device_name")] == [None] * (len(quantities) + 1)
     assert frame["step_mean_ms"].dtype == "float64"
 
@@ -221,3 +222,21 @@ def test_rows_say_none_for_the_unknown():
 def test_the_report_layer_imports_no_torch():
     code = "import sys, cs336_systems.report.tables, cs336_systems.report.plots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_predicted_peak_stands_beside_the_measured_one():
+    """By another road than the columns': the prediction that the command prints."""
+    config = make_config("medium", 256)
+    row = only_row(make_record(config, (0.1,), peak_bytes=2**30))
+    assert row["predicted_peak_gib"] == predict_memory(config).peak.allocated_bytes / 2**30 > 5
+    assert only_row(make_failure(config))["predicted_peak_gib"] == row["predicted_peak_gib"]
+    first = predict_memory(config).first_step_peak.allocated_bytes
+    cold = only_row(make_record(replace(config, warmup_steps=0), (0.1,)))
+    assert cold["predicted_peak_gib"] == max(row["predicted_peak_gib"], first / 2**30)
+    assert only_row(make_record(replace(config, device=Device.CPU), (0.1,)))["predicted_peak_gib"] is None
+    assert only_row(make_record(make_config(model_factory="pkg.mod:make"), (0.1,)))["predicted_peak_gib"] is None
+
+
+def test_a_model_of_absurdly_many_layers_holds_no_table_up():
+    endless = make_config(model={"d_model": 8, "d_ff": 8, "num_heads": 4, "num_layers": 10**9, "vocab_size": 10})
+    assert only_row(make_failure(endless))["predicted_peak_gib"] is None

@@ -9,7 +9,7 @@ import rich.console
 from cs336_systems.config import Mode, Precision
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.formats import to_rich
-from cs336_systems.report.frame import COLUMNS, to_frame
+from cs336_systems.report.frame import COLUMNS, QUANTITIES, to_frame
 from cs336_systems.report.tables import results_table, warmup_table, write_tables
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
@@ -38,7 +38,8 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     table = [dict(zip(header, row, strict=True)) for row in rows]
     failed = next(row for row in table if row["status"] == "oom")
     assert (failed["size"], failed["context_length"], failed["error"]) == ("xl", "512", "no memory")
-    assert not any(failed[name] for name in COLUMNS[COLUMNS.index("forward_mean_ms") :])
+    assert not any(failed[name] for name in QUANTITIES)
+    assert float(failed["predicted_peak_gib"]) > 30
     first = table[0]
     assert float(first["step_mean_ms"]) == pytest.approx(100)
     assert float(first["step_std_ms"]) == pytest.approx(10)
@@ -59,7 +60,7 @@ def test_selection_shows_what_varies_and_says_the_rest_once(grid):
     table = results_table(to_frame(grid))
     assert names(table) == [
         "size", "context", "precision", "forward", "backward", "optimizer", "step",
-        "std/mean", "tokens/s", "MFU", "peak", "speed-up", "status",
+        "std/mean", "tokens/s", "MFU", "peak", "predicted", "speed-up", "status",
     ]  # fmt: skip
     assert "NVIDIA H200, cs336 architecture, batch 4, train, naive attention, adamw optimizer" in table.notes[0]
     assert table.rows[0][:7] == ("small", "128", "fp32", "25 ± 3", "50 ± 5", table.rows[0][5], "100 ± 10")
@@ -71,7 +72,7 @@ def test_selection_shows_what_varies_and_says_the_rest_once(grid):
 def test_failed_rows_say_so_in_words_and_have_no_numbers(grid):
     table = results_table(to_frame(grid))
     (index,) = table.failed
-    assert table.rows[index] == ("xl", "512", "fp32", *[""] * 9, "out of memory")
+    assert table.rows[index] == ("xl", "512", "fp32", *[""] * 8, "41.7", "", "out of memory")
 
 
 def test_settings_that_vary_get_columns_and_unambiguous_shapes():

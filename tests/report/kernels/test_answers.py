@@ -190,7 +190,7 @@ def test_markup_in_a_name_is_inert() -> None:
     name = HOSTILE + "x" * 8000
     profile = make_profile(kernels=make_kernels({FORWARD: ((name, 2, 10),), BACKWARD: ((name, 2, 10),)}), source=name)
     found = answers(replace(profile, attention=()))
-    text = answers_markdown("T", [(answer.question, [("label *", answer.text)]) for answer in found])
+    text = answers_markdown("T", [(answer.question.value, [("label *", answer.text)]) for answer in found])
     lines = text.splitlines()
     assert [line for line in lines if line.startswith("#")] == ["# T", *(f"## {q.value}" for q in Question)]
     assert len(lines) == 2 * (1 + 2 * len(Question)) - 1, "a heading and a paragraph each, blank lines between"
