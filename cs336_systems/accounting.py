@@ -1,44 +1,176 @@
-"""Parameters, FLOPs and MFU in closed form, from the configuration alone."""
+"""Parameters, bytes, FLOPs and MFU in closed form, from the configuration alone.
 
+A FLOP is one of a matrix product, in which a multiply-add counts as two. Norms, softmax, RoPE, the loss and the
+optimizer are left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says otherwise.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from cs336_systems.config import Arch, Mode, ModelConfig, Precision, RunConfig
-from cs336_systems.hardware import find_device
+from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
+from cs336_systems.hardware import DeviceSpec, find_device
+
+FP32_BYTES, HALF_BYTES, INT64_BYTES = 4, 2, 8
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the whole model; tied embeddings count once.
+class Component(StrEnum):
+    """A part of the model, in all layers together."""
+
+    EMBEDDING = "embedding"
+    NORMS = "norms"
+    QKV = "QKV"
+    SCORES = "scores"
+    VALUES = "values"
+    OUTPUT = "output"
+    FFN = "feed-forward"
+    HEAD = "head"
+
+
+def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
+    """Trainable parameters of each part that has any. A table that embedding and head share is the head's.
 
     cs336: no biases, RMSNorm (d_model each), SwiGLU. gpt2: biases, LayerNorm (2 d_model each), learned positions, tied.
     """
     d_model, d_ff, num_layers = model.d_model, model.d_ff, model.num_layers
-    vocabulary = model.vocab_size * d_model
-    matrices = num_layers * _matrix_parameters_per_block(model)
-    if model.arch is Arch.CS336:
-        norms = (2 * num_layers + 1) * d_model
-        return 2 * vocabulary + matrices + norms
-    biases = num_layers * (4 * d_model + d_ff + d_model)
-    norms = (2 * num_layers + 1) * 2 * d_model
-    positions = model.context_length * d_model
-    return vocabulary + positions + matrices + biases + norms
+    gpt2 = model.arch is Arch.GPT2
+    biases = num_layers if gpt2 else 0
+    weights = _weights(model)
+    return {
+        Component.EMBEDDING: (model.context_length if gpt2 else model.vocab_size) * d_model,
+        Component.NORMS: (2 * num_layers + 1) * d_model * (2 if gpt2 else 1),
+        Component.QKV: weights[Component.QKV] + biases * 3 * d_model,
+        Component.OUTPUT: weights[Component.OUTPUT] + biases * d_model,
+        Component.FFN: weights[Component.FFN] + biases * (d_ff + d_model),
+        Component.HEAD: weights[Component.HEAD],
+    }
 
 
-def _matrix_parameters_per_block(model: ModelConfig) -> int:
-    """Weights of one block's linear layers: q, k, v, output; w1, w2 and, in SwiGLU, w3. Biases are left out."""
-    ffn_matrices = 3 if model.arch is Arch.CS336 else 2
-    return 4 * model.d_model**2 + ffn_matrices * model.d_model * model.d_ff
+def count_parameters(model: ModelConfig) -> int:
+    """Trainable parameters of the whole model; tied embeddings count once."""
+    return sum(parameters_by_component(model).values())
+
+
+def _weights(model: ModelConfig) -> dict[Component, int]:
+    """Weights of the linear layers, by which tokens are multiplied; biases are left out."""
+    d_model, num_layers = model.d_model, model.num_layers
+    return {
+        Component.QKV: num_layers * 3 * d_model**2,
+        Component.OUTPUT: num_layers * d_model**2,
+        Component.FFN: num_layers * _ffn_matrices(model) * d_model * model.d_ff,
+        Component.HEAD: model.vocab_size * d_model,
+    }
+
+
+def _ffn_matrices(model: ModelConfig) -> int:
+    """w1, w2 and, in SwiGLU, w3."""
+    return 3 if model.arch is Arch.CS336 else 2
+
+
+def forward_flops(model: ModelConfig, batch_size: int, *, causal: bool = False) -> dict[Component, int]:
+    """FLOPs of each part in one forward pass; the embedding is a lookup and has none.
+
+    Attention counts in full, all T x T pairs, as what multiplies whole matrices does; with `causal` only the
+    T (T + 1) / 2 pairs of a query and a key that is not after it, the least that is needed.
+    """
+    context_length = model.context_length
+    tokens = batch_size * context_length
+    pairs = context_length * (context_length + 1) // 2 if causal else context_length**2
+    attention = 2 * model.num_layers * batch_size * pairs * model.d_model
+    linear = {component: 2 * tokens * weights for component, weights in _weights(model).items()}
+    return {Component.EMBEDDING: 0, Component.SCORES: attention, Component.VALUES: attention, **linear}
 
 
 def forward_matmul_flops(model: ModelConfig, batch_size: int) -> int:
-    """FLOPs of the matrix products in one forward pass.
+    """FLOPs of one forward pass, attention in full."""
+    return sum(forward_flops(model, batch_size).values())
 
-    A multiply-add counts as 2 FLOPs. Causal attention counts as full: the kernel computes the masked half too.
-    Norms, softmax, RoPE and the embedding lookup are left out (Chowdhery et al. 2022, appendix B).
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentFlops:
+    """FLOPs of one part in one step of a run's mode."""
+
+    component: Component
+    forward: int
+    backward: int
+    """Twice forward, one product for the gradient of each factor; 0 where the mode has no backward."""
+    recomputed: int
+    """Of forward's products, those that backward does once more."""
+
+    @property
+    def step(self) -> int:
+        """The model's FLOPs, whatever is computed again."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> int:
+        """The FLOPs that are carried out."""
+        return self.step + self.recomputed
+
+
+def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[ComponentFlops, ...]:
+    """FLOPs of one step of this project's model, part by part; `causal` as in forward_flops.
+
+    What an eager step computes again is known: the blocks between checkpoints, and in the backward of fused attention
+    the scores. What a compiler chooses to compute again is not, and a padded vocabulary's surplus is in no count.
+    Raises ValueError for a model of the user's own.
     """
-    tokens = batch_size * model.context_length
-    linears = model.num_layers * _matrix_parameters_per_block(model) + model.vocab_size * model.d_model
-    scores_and_values = model.num_layers * 2 * model.context_length * model.d_model
-    return 2 * tokens * (linears + scores_and_values)
+    if config.model_factory is not None:
+        raise ValueError(f"FLOPs are known of this project's model, got model_factory {config.model_factory!r}")
+    forward = forward_flops(config.model, config.batch_size, causal=causal)
+    passes = 2 if _has_backward(config) else 0
+    again = _recomputed(config, forward) if passes else {}
+    return tuple(
+        ComponentFlops(
+            component=part,
+            forward=forward[part],
+            backward=passes * forward[part],
+            recomputed=again.get(part, 0),
+        )
+        for part in Component
+        if part in forward
+    )
+
+
+def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Component, int]:
+    model = config.model
+    again: dict[Component, int] = {}
+    if config.checkpoint_blocks:
+        inside = (Component.QKV, Component.SCORES, Component.VALUES, Component.OUTPUT, Component.FFN)
+        again = {part: forward[part] for part in inside}
+        # the last product of the blocks between two checkpoints feeds nothing that backward needs
+        checkpoints = -(-model.num_layers // config.checkpoint_blocks)
+        again[Component.FFN] -= checkpoints * forward[Component.FFN] // (model.num_layers * _ffn_matrices(model))
+    if _is_fused(model):
+        again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
+    return again
+
+
+def _has_backward(config: RunConfig) -> bool:
+    return config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
+
+
+def _is_fused(model: ModelConfig) -> bool:
+    """Whether attention's scores never leave the kernel."""
+    return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
+
+
+def step_flops(config: RunConfig) -> int | None:
+    """Model FLOPs of one step in the run's mode, or None for the user's own model, whose products are not known.
+
+    Attention counts in full; anything computed again is left out: these are the model's FLOPs, not the hardware's.
+    """
+    return None if config.model_factory is not None else sum(part.step for part in component_flops(config))
+
+
+def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | None:
+    """Model FLOPs/s over the promised dense peak at `precision`, or None where no peak is known.
+
+    As step_flops counts causal attention as full, so does this (Chowdhery et al. 2022, section 4.1).
+    """
+    device = find_device(device_name)
+    peak = device.peak_flops_per_s.get(precision) if device else None
+    return None if peak is None else flops_per_s / peak
 
 
 SOFTMAX_FORWARD_FLOPS = 5
@@ -59,12 +191,12 @@ class AttentionFlops:
 def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
     """FLOPs of attention in one forward pass, written out, without the linear layers around it.
 
-    A multiply-add counts as 2 FLOPs, every operation of the softmax as one. Causal attention counts as full, as in
-    forward_matmul_flops; scaling and masking the scores are left out.
+    Every operation of the softmax counts as one. Attention counts in full; scaling and masking the scores are left out.
     """
+    flops = forward_flops(model, batch_size)
     weights = model.num_layers * batch_size * model.num_heads * model.context_length**2
-    product = 2 * weights * model.d_head
-    return AttentionFlops(scores=product, softmax=SOFTMAX_FORWARD_FLOPS * weights, values=product)
+    softmax = SOFTMAX_FORWARD_FLOPS * weights
+    return AttentionFlops(scores=flops[Component.SCORES], softmax=softmax, values=flops[Component.VALUES])
 
 
 def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
@@ -74,23 +206,120 @@ def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFl
     return AttentionFlops(scores=2 * forward.scores, softmax=softmax, values=2 * forward.values)
 
 
-def step_flops(config: RunConfig) -> int | None:
-    """Model FLOPs of one step in the run's mode, or None for the user's own model, whose products are not known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes that the parameters entail, without what the allocator adds; 0 for what the run's mode does not make."""
 
-    Backward is twice forward: one product for the gradient of each factor. The loss, the optimizer and anything
-    computed again (by a compiler or a fused kernel) are left out: these are the model's FLOPs, not the hardware's.
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    """AdamW's two moments; step counts, at most a number for each tensor, are left out."""
+    weight_copies: int
+    """Autocast's, in half precision: the weights and biases of all linear layers."""
+
+
+def state_bytes(config: RunConfig) -> StateBytes:
+    """Parameters, gradients and moments in fp32, and what autocast copies of the parameters; not for `cast_once`."""
+    parameters = count_parameters(config.model)
+    by_part = parameters_by_component(config.model)
+    linear = sum(by_part[part] for part in _weights(config.model))
+    return StateBytes(
+        parameters=FP32_BYTES * parameters,
+        gradients=FP32_BYTES * parameters if _has_backward(config) else 0,
+        optimizer_state=2 * FP32_BYTES * parameters if config.mode is Mode.TRAIN else 0,
+        weight_copies=HALF_BYTES * linear if _is_half(config) else 0,
+    )
+
+
+def _is_half(config: RunConfig) -> bool:
+    return config.precision in (Precision.BF16, Precision.FP16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """FLOPs of a part of the step, and the least bytes that it has to move between memory and arithmetic."""
+
+    name: str
+    flops: int
+    moved_bytes: int
+    precision: Precision
+    """Of the arithmetic, hence which of a device's peaks applies."""
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity, in FLOPs per byte."""
+        return self.flops / self.moved_bytes
+
+
+def forward_work(config: RunConfig) -> tuple[Work, ...]:
+    """The matrix products of one forward pass and the lookup of the embedding; attention's FLOPs in full.
+
+    Every factor and result of a product counts once, in the type of the run's products, but what several products of a
+    part read, such as the input of queries, keys and values, once for all. Fused attention keeps its scores to itself.
     """
-    if config.model_factory is not None:
+    element_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
+    elements, moved_bytes = _product_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
+    moved_bytes |= {part: element_bytes * count for part, count in elements.items()}
+    flops = forward_flops(config.model, config.batch_size)
+    return tuple(
+        Work(name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision)
+        for part in Component
+        if part in flops
+    )
+
+
+def _product_elements(config: RunConfig) -> dict[Component, int]:
+    """Elements of the factors and results of one forward pass's products."""
+    model, layers, parameters = config.model, config.model.num_layers, parameters_by_component(config.model)
+    tokens = config.batch_size * model.context_length
+    stream = tokens * model.d_model
+    scores = 0 if _is_fused(model) else tokens * model.num_heads * model.context_length
+    hidden = _ffn_matrices(model) * tokens * model.d_ff
+    return {
+        Component.QKV: layers * 4 * stream + parameters[Component.QKV],
+        Component.SCORES: layers * (2 * stream + scores),
+        Component.VALUES: layers * (2 * stream + scores),
+        Component.OUTPUT: layers * 2 * stream + parameters[Component.OUTPUT],
+        Component.FFN: layers * (2 * stream + hidden) + parameters[Component.FFN],
+        Component.HEAD: stream + parameters[Component.HEAD] + tokens * model.vocab_size,
+    }
+
+
+def _embedding_bytes(config: RunConfig) -> int:
+    """Token numbers, the rows that they name (repeated ones too), gpt2's positions, and the result; never in half."""
+    model = config.model
+    tokens = config.batch_size * model.context_length
+    positions = model.context_length * model.d_model if model.arch is Arch.GPT2 else 0
+    return INT64_BYTES * tokens + FP32_BYTES * (2 * tokens * model.d_model + positions)
+
+
+ADAMW_FLOPS = 13
+"""For each parameter: 3 for the first moment, 4 for the second, 2 for the denominator, 1 for decay, 3 for the update;
+factors that all parameters share are computed once and left out."""
+ADAMW_BYTES = 7 * FP32_BYTES
+"""For each parameter: it, its gradient and both moments read; all but the gradient written."""
+
+
+def optimizer_work(model: ModelConfig) -> Work:
+    """AdamW's update in one pass over everything, as only a fused kernel makes it."""
+    parameters = count_parameters(model)
+    return Work(
+        name="optimizer",
+        flops=ADAMW_FLOPS * parameters,
+        moved_bytes=ADAMW_BYTES * parameters,
+        precision=Precision.FP32,
+    )
+
+
+def ridge_point(device: DeviceSpec, precision: Precision) -> float | None:
+    """FLOPs per byte below which memory, not arithmetic, sets the time; None where no peak is known."""
+    peak = device.peak_flops_per_s.get(precision)
+    return None if peak is None else peak / device.memory_bandwidth_bytes_per_s
+
+
+def least_time_s(work: Work, device: DeviceSpec) -> float | None:
+    """Time at the promised peak or at the promised bandwidth, whichever is longer; None where no peak is known."""
+    peak = device.peak_flops_per_s.get(work.precision)
+    if peak is None:
         return None
-    has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    return (3 if has_backward else 1) * forward_matmul_flops(config.model, config.batch_size)
-
-
-def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | None:
-    """Model FLOPs/s over the promised dense peak at `precision`, or None where no peak is known.
-
-    As step_flops counts causal attention as full, so does this (Chowdhery et al. 2022, section 4.1).
-    """
-    device = find_device(device_name)
-    peak = device.peak_flops_per_s.get(precision) if device else None
-    return None if peak is None else flops_per_s / peak
+    return max(work.flops / peak, work.moved_bytes / device.memory_bandwidth_bytes_per_s)

@@ -14,6 +14,7 @@ from cs336_systems.commands import compare as _compare
 from cs336_systems.commands import fusion as _fusion
 from cs336_systems.commands import kernels as _kernels
 from cs336_systems.commands import memory as _memory
+from cs336_systems.commands import napkin as _napkin
 from cs336_systems.commands import precision as _precision
 from cs336_systems.commands import report as _report
 from cs336_systems.commands import sweep as _sweep
@@ -79,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`cs336`."""
     words = list(sys.argv[1:] if argv is None else argv)
     # A side of a comparison is a value, which the parser would take for a flag: a space before it tells the two apart.
-    words = [f" {word}" if _compare.is_side(word, words) else word for word in words]
+    if words[:1] == ["compare"]:
+        words = [f" {word}" if _compare.is_side(word, words) else word for word in words]
+    if words[:2] == ["account", "napkin"]:
+        return _napkin.run(parse(_napkin.NapkinArguments, "cs336 account napkin", words[2:]))
     question = "Where do the time and the memory of a Transformer training step go?"
     arguments: object = parse(Command, "cs336", words, question)  # type: ignore[arg-type]
     return _COMMANDS[type(arguments)](arguments)

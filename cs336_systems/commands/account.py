@@ -1,7 +1,12 @@
 """`cs336 account`: what a step costs, from its configuration alone."""
 
+import difflib
+import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
+
+import tyro
 
 from cs336_systems.commands.flags import (
     Flat,
@@ -14,6 +19,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, UsageError, checked
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
+from cs336_systems.hardware import DEVICES, DeviceSpec, find_device
 from cs336_systems.nvml import visible_gpus
 
 GIB = 2**30
@@ -21,10 +27,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class AccountArguments:
-    """Say what a training step costs without running it: parameters, FLOPs, and the peak of memory by what it holds.
+    """Say what a training step costs without running it: parameters, bytes, FLOPs and arithmetic intensity by part of
+    the model, and the peak of memory by what it holds.
 
     For an eager step on a GPU; no GPU and no torch are needed. Memory is predicted for NVIDIA Hopper: elsewhere up to
-    48 MiB less is taken.
+    48 MiB less is taken. `cs336 account napkin` answers how long training takes and how large a model fits.
     """
 
     size: str = "small"
@@ -41,24 +48,44 @@ class AccountArguments:
     """Short for --precision bf16."""
     optimizer: OptimizerKind = OptimizerKind.ADAMW
     """adamw: written out, one tensor at a time. foreach, fused: PyTorch's."""
+    checkpoint_blocks: int = 0
+    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
+    0 keeps everything."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     fit: Switch = False
     """Say the largest batch, and the longest context, that fit."""
     memory_gib: Annotated[float | None, unset("GIB", "this machine's GPU")] = None
     """Memory of the GPU for --fit (GiB)."""
+    device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
+    """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3"."""
+    step_ms: Annotated[float | None, unset("MS", "no rates")] = None
+    """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
     """Rows of the peak's contents to show."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory for the tables (account.md, .tex, .typ) and the numbers of each part (account.csv)."""
 
     def config(self) -> RunConfig:
         """The run that these flags mean; raise ValueError where they mean none."""
         return make_config(
-            self.model, StepArguments(batch_size=self.batch_size, optimizer=self.optimizer), Device.CUDA,
+            self.model,
+            StepArguments(
+                batch_size=self.batch_size, optimizer=self.optimizer, checkpoint_blocks=self.checkpoint_blocks
+            ),
+            Device.CUDA,
             size=self.size,
             context_length=self.context_length,
             mode=self.mode,
             precision=one_precision(self.precision, self.mixed_precision),
             warmup_steps=5,
-        )  # fmt: skip
+        )
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that cannot be meant."""
+        if self.top < 1:
+            raise ValueError(f"--top must be at least 1, got {self.top}")
+        if self.step_ms is not None and not 0 < self.step_ms < 1e12:
+            raise ValueError(f"--step-ms must be positive and below 1e12, got {self.step_ms}")
 
     def memory_bytes(self) -> int | None:
         """Memory of the GPU that is to hold the step; None without --fit. Raises ValueError where none is known."""
@@ -73,14 +100,38 @@ class AccountArguments:
         return gpus[0].memory_bytes
 
 
+def device_meant(name: str | None) -> DeviceSpec | None:
+    """The device of this name, by default this machine's GPU, or None where that is none whose peak is known.
+
+    Raises ValueError for a name that is not known: it was given to get what only a data sheet says.
+    """
+    if name is None:
+        gpus = visible_gpus()
+        return find_device(gpus[0].name) if gpus else None
+    if (device := find_device(name)) is not None:
+        return device
+    known = [name for device in DEVICES for name in device.names]
+    alike = [other for other in known if name and name.casefold() in other.casefold()]
+    close = alike or difflib.get_close_matches(name[:40], known, n=3) or known
+    raise ValueError(f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
+
+
 def run(arguments: AccountArguments) -> int:
-    """Print the tables."""
+    """Print the tables, and write them where asked."""
+    checked(arguments.check)
     config, memory_bytes = checked(arguments.config), checked(arguments.memory_bytes)
+    device = checked(functools.partial(device_meant, arguments.device_name))
     if config.model_factory is not None:
         raise UsageError("the cost of a model of your own is not known from its flags: leave --model out")
-    from cs336_systems.report.account import account_tables
-    from cs336_systems.report.terminal import print_table
+    from cs336_systems.report.account import account_listing
+    from cs336_systems.report.listing import texts_of, write_files
+    from cs336_systems.report.terminal import print_table, say
 
-    for table in account_tables(config, memory_bytes, arguments.top):
+    step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
+    listing = account_listing(config, device, step_s, memory_bytes, arguments.top)
+    if arguments.output is not None:
+        write_files(texts_of(listing), arguments.output)
+    for table in listing.tables:
         print_table(table)
+        say("")
     return OK

@@ -1,9 +1,20 @@
-"""What a step costs, as tables: parameters and FLOPs, the peak of memory and what it holds, what fits."""
+"""What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from cs336_systems.accounting import count_parameters, step_flops
-from cs336_systems.config import RunConfig
+from cs336_systems.accounting import (
+    Component,
+    Work,
+    component_flops,
+    forward_work,
+    least_time_s,
+    optimizer_work,
+    parameters_by_component,
+    ridge_point,
+    state_bytes,
+)
+from cs336_systems.config import Arch, Mode, Precision, RunConfig
+from cs336_systems.hardware import DeviceSpec
 from cs336_systems.memory_model import (
     MemoryPrediction,
     Part,
@@ -14,29 +25,73 @@ from cs336_systems.memory_model import (
     residual_stream_bytes,
     saved_by_block,
 )
-from cs336_systems.report.formats import Column, Heading, Table, make_table, significant
+from cs336_systems.napkin import rule_of_thumb_flops
+from cs336_systems.report.formats import Column, Heading, Table, make_table, significant, to_csv
+from cs336_systems.report.listing import Listing, percent
 
 GIB, MIB = 2**30, 2**20
+TERA, GIGA = 10**12, 10**9
+ALL = "all"
+FULL, CAUSAL = ("forward", "backward", "step", "recomputed", "hardware"), ("forward", "backward", "step")
+"""Which FLOPs of a part are shown with attention in full, and which as causal."""
+CSV_COLUMNS = (
+    "component", "parameters", *(f"{name}_flops" for name in FULL), *(f"{name}_causal_flops" for name in CAUSAL),
+    "forward_moved_bytes",
+)  # fmt: skip
+Numbers = Mapping[str, int]
+"""Of one part of the model, by the name of their column; what it has none of is not there."""
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
 
-def account_tables(config: RunConfig, memory_bytes: int | None, top: int) -> list[Table]:
-    """The tables of one configuration; `memory_bytes` adds what fits a GPU of so much, `top` limits the long ones."""
-    prediction = predict_memory(config)
-    tables = [_cost_table(config, prediction)]
+def account_listing(
+    config: RunConfig, device: DeviceSpec | None, step_s: float | None, memory_bytes: int | None, top: int
+) -> Listing:
+    """What is known of one configuration of this project's model; the CSV has a row for each part of the model.
+
+    `device` adds what its data sheet says, `step_s` the rates of a step that takes so long, `memory_bytes` what fits a
+    GPU of so much; `top` limits the tables of the peak and of a block.
+    """
+    prediction, parts = predict_memory(config), _numbers(config)
+    tables = [
+        _cost_table(config, parts[ALL], prediction),
+        _flops_table(parts),
+        _state_table(config, parts[ALL]),
+        _intensity_table(config, device),
+        _rule_table(config, parts),
+    ]
+    if step_s is not None:
+        tables.append(_rates_table(config, parts[ALL], device, step_s))
     if prediction is not None:
         tables += [_peak_table(prediction, top), _block_table(saved_by_block(config) or (), top)]
     if memory_bytes is not None:
         tables.append(_fit_table(config, memory_bytes))
-    return tables
+    csv = to_csv(CSV_COLUMNS, ([name, *map(row.get, CSV_COLUMNS[1:])] for name, row in parts.items()))
+    return Listing(name="account", tables=tuple(tables), csv=csv)
 
 
-def _cost_table(config: RunConfig, prediction: MemoryPrediction | None) -> Table:
-    flops = step_flops(config) or 0
+def _numbers(config: RunConfig) -> dict[str, dict[str, int]]:
+    """The rows of the CSV by component, and their sum."""
+    rows: dict[str, dict[str, int]] = {component: {} for component in Component}
+    for component, count in parameters_by_component(config.model).items():
+        rows[component]["parameters"] = count
+    for flops in component_flops(config):
+        rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FULL}
+    for flops in component_flops(config, causal=True):
+        rows[flops.component] |= {f"{name}_causal_flops": getattr(flops, name) for name in CAUSAL}
+    for work in forward_work(config):
+        rows[work.name]["forward_moved_bytes"] = work.moved_bytes
+    rows[ALL] = {name: sum(row.get(name, 0) for row in rows.values()) for name in CSV_COLUMNS[1:]}
+    return rows
+
+
+def _cost_table(config: RunConfig, whole: Numbers, prediction: MemoryPrediction | None) -> Table:
+    again = whole["recomputed_flops"]
     rows = [
-        ("parameters", f"{count_parameters(config.model):,}", ""),
-        ("model FLOPs of a step", significant(flops / 1e12), "TFLOP"),
-        ("tokens of a step", f"{config.batch_size * config.model.context_length:,}", ""),
+        ("parameters", f"{whole['parameters']:,}", ""),
+        ("model FLOPs of a step", _tera(whole["step_flops"]), "TFLOP"),
+        ("with attention counted as causal", _tera(whole["step_causal_flops"]), "TFLOP"),
+        *([("FLOPs computed again", _tera(again), "TFLOP")] if again else ()),
+        ("tokens of a step", f"{_tokens(config):,}", ""),
         ("one tensor of the residual stream", significant(residual_stream_bytes(config) / MIB), "MiB"),
         *(_memory_rows(prediction) if prediction else ()),
     ]
@@ -45,9 +100,169 @@ def _cost_table(config: RunConfig, prediction: MemoryPrediction | None) -> Table
         headings=(Heading("quantity", numeric=False), Heading("value"), Heading("unit", numeric=False)),
         rows=tuple(rows),
         notes=(
-            "Causal attention counts as full. Memory: as PyTorch's allocator counts it, predicted, eager, on Hopper.",
+            "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's allocator counts "
+            "it, predicted, eager, on Hopper.",
             *(() if prediction else (NOT_PREDICTED,)),
         ),
+    )
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.batch_size * config.model.context_length
+
+
+def _tera(count: int | None) -> str:
+    """FLOPs in TFLOP for a cell; empty for None."""
+    return "" if count is None else significant(count / TERA) if count else "0"
+
+
+def _flops_table(parts: Mapping[str, Numbers]) -> Table:
+    whole = parts[ALL]
+    columns: list[Column[tuple[str, Numbers]]] = [
+        Column(Heading("part", numeric=False), lambda row: row[0]),
+        Column(Heading("parameters"), lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""),
+        _flops_column("forward", "forward_flops"),
+    ]
+    notes = ["A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after it count."]
+    if whole["backward_flops"]:
+        columns += [_flops_column("backward", "backward_flops"), _flops_column("step", "step_flops")]
+    if whole["recomputed_flops"]:
+        columns.append(_flops_column("again", "recomputed_flops"))
+        notes.append(
+            "again: what backward computes once more, between checkpoints or in fused attention. It is no part of the "
+            f"model's FLOPs: the hardware's are {_tera(whole['hardware_flops'])} TFLOP."
+        )
+    columns.append(
+        Column(
+            Heading("share", "%", spare=1),
+            lambda row: percent(row[1]["step_flops"], whole["step_flops"]) if "step_flops" in row[1] else "",
+        )
+    )
+    columns.append(_flops_column("forward, causal", "forward_causal_flops", spare=3))
+    if whole["backward_flops"]:
+        columns.append(_flops_column("backward, causal", "backward_causal_flops", spare=4))
+        columns.append(_flops_column("step, causal", "step_causal_flops", spare=2))
+    return make_table("FLOPs by part of the model", columns, parts.items(), notes)
+
+
+def _flops_column(name: str, key: str, spare: int = 0) -> Column[tuple[str, Numbers]]:
+    return Column(Heading(name, "TFLOP", spare=spare), lambda row: _tera(row[1].get(key)))
+
+
+def _state_table(config: RunConfig, whole: Numbers) -> Table:
+    state = state_bytes(config)
+    until = "backward has used them" if state.gradients else "forward ends"
+    rows = (
+        ("parameters", Precision.FP32, state.parameters, "always"),
+        ("gradients", Precision.FP32, state.gradients, "from backward to the end of the step"),
+        ("optimizer's moments", Precision.FP32, state.optimizer_state, "from the first step's end on"),
+        ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
+    )
+    columns: list[Column[tuple[str, Precision, int, str]]] = [
+        Column(Heading("what", numeric=False), lambda row: row[0]),
+        Column(Heading("dtype", numeric=False), lambda row: row[1]),
+        Column(Heading("size", "GiB"), lambda row: significant(row[2] / GIB)),
+        Column(Heading("for each parameter", "byte"), lambda row: significant(row[2] / whole["parameters"], 3)),
+        Column(Heading("held", numeric=False), lambda row: row[3]),
+    ]
+    return make_table("Bytes that the parameters entail", columns, [row for row in rows if row[2]])
+
+
+def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
+    update = (optimizer_work(config.model),) if config.mode is Mode.TRAIN else ()
+    columns: list[Column[Work]] = [
+        Column(Heading("part", numeric=False), lambda work: work.name),
+        Column(Heading("FLOPs", "GFLOP"), lambda work: significant(work.flops / GIGA) if work.flops else "0"),
+        Column(Heading("moves at least", "MiB"), lambda work: significant(work.moved_bytes / MIB)),
+        Column(Heading("intensity", "FLOP/byte"), lambda work: significant(work.intensity) if work.flops else "0"),
+    ]
+    notes = [
+        "Every factor and result of a product moves once; the scores of fused attention do not. Norms, softmax, casts "
+        "and the loss come on top."
+    ]
+    if device is not None:
+        columns.append(Column(Heading("bound by", numeric=False), lambda work: _bound(work, device)))
+        columns.append(Column(Heading("takes at least", "ms"), lambda work: _least_ms(work, device)))
+        notes += _ridge_note(device, config.precision)
+    title = "Arithmetic intensity of forward and of the optimizer" if update else "Arithmetic intensity of forward"
+    return make_table(title, columns, [*forward_work(config), *update], notes)
+
+
+def _bound(work: Work, device: DeviceSpec) -> str:
+    """What sets the time on this device; empty where its peak is not known."""
+    ridge = ridge_point(device, work.precision)
+    if ridge is None:
+        return ""
+    return "memory" if work.intensity < ridge else "arithmetic"
+
+
+def _least_ms(work: Work, device: DeviceSpec) -> str:
+    time_s = least_time_s(work, device)
+    return "" if time_s is None else significant(time_s * 1e3)
+
+
+def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
+    ridge, name = ridge_point(device, precision), device.names[0]
+    if ridge is None:
+        yield f"No peak of {name} at {precision} is known."
+        return
+    yield (
+        f"{name}, by its data sheet: {device.peak_flops_per_s[precision] / TERA:g} TFLOP/s at {precision} over "
+        f"{device.memory_bandwidth_bytes_per_s / TERA:g} TB/s are {significant(ridge)} FLOP/byte; what has less is "
+        "bound by memory."
+    )
+
+
+def _rule_table(config: RunConfig, parts: Mapping[str, Numbers]) -> Table:
+    whole = parts[ALL]
+    multiplying = whole["parameters"] - parts[Component.EMBEDDING]["parameters"]
+    rules = [("2 N T", False, "forward")] + ([("6 N T", True, "step")] if whole["backward_flops"] else [])
+    rows = [
+        (rule, name, count, rule_of_thumb_flops(count, _tokens(config), backward=backward), key)
+        for rule, backward, key in rules
+        for name, count in (("all parameters", whole["parameters"]), ("without the embedding", multiplying))
+    ]
+    columns: list[Column[tuple[str, str, int, float, str]]] = [
+        Column(Heading("rule of thumb", numeric=False), lambda row: f"{row[0]}, {row[4]}"),
+        Column(Heading("N counts", numeric=False), lambda row: row[1]),
+        Column(Heading("N"), lambda row: f"{row[2]:,}"),
+        Column(Heading("rule", "TFLOP"), lambda row: significant(row[3] / TERA)),
+        Column(Heading("exact", "TFLOP"), lambda row: _tera(whole[f"{row[4]}_flops"])),
+        Column(Heading("exact / rule"), lambda row: f"{whole[f'{row[4]}_flops'] / row[3]:.4f}"),
+        Column(Heading("causal / rule"), lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
+    ]
+    shared = "positions alone, as its table is the head's" if _is_tied(config) else "the table that tokens look up"
+    note = f"T: the {_tokens(config):,} tokens of the batch. The embedding: {shared}. The rule knows no attention."
+    return make_table("The rule of thumb against the exact count", columns, rows, [note])
+
+
+def _is_tied(config: RunConfig) -> bool:
+    return config.model.arch is Arch.GPT2
+
+
+def _rates_table(config: RunConfig, whole: Numbers, device: DeviceSpec | None, step_s: float) -> Table:
+    peak = device.peak_flops_per_s.get(config.precision) if device else None
+    rows = [
+        ("time of a step", significant(step_s * 1e3), "ms"),
+        ("tokens", significant(_tokens(config) / step_s), "per s"),
+        ("model FLOPs", significant(whole["step_flops"] / step_s / TERA), "TFLOP/s"),
+    ]
+    if device is not None and peak is not None:
+        rows += [
+            (f"peak of {device.names[0]} at {config.precision}", significant(peak / TERA), "TFLOP/s"),
+            ("MFU", significant(100 * whole["step_flops"] / step_s / peak), "%"),
+            ("with attention counted as causal", significant(100 * whole["step_causal_flops"] / step_s / peak), "%"),
+        ]
+        if whole["recomputed_flops"]:
+            hardware = significant(100 * whole["hardware_flops"] / step_s / peak)
+            rows.append(("with what is computed again", hardware, "%"))
+    unknown = "No MFU: the peak of the GPU at this precision is not known (--device-name)."
+    meaning = "MFU: the model's FLOPs, attention in full, over the dense peak that the data sheet promises."
+    return Table(
+        title="What such a step achieves",
+        headings=(Heading("quantity", numeric=False), Heading("value"), Heading("unit", numeric=False)),
+        rows=tuple(rows),
+        notes=(unknown if peak is None else meaning,),
     )
 
 

@@ -1,16 +1,20 @@
-"""`cs336 account`: its numbers are those of the closed forms, and its rows add up."""
+"""`cs336 account`: what its flags mean, what it prints and writes, and what it refuses."""
 
+import csv
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems.accounting import count_parameters
+from cs336_systems.accounting import component_flops, count_parameters
 from cs336_systems.cli import main
-from cs336_systems.commands.account import AccountArguments
+from cs336_systems.commands import account as command
+from cs336_systems.commands.account import AccountArguments, device_meant
 from cs336_systems.config import SIZES, Precision
-from cs336_systems.memory_model import Part, predict_memory
+from cs336_systems.hardware import DEVICES
+from cs336_systems.memory_model import predict_memory
 from cs336_systems.prediction.tape import Category
-from cs336_systems.report.account import MIB, account_tables
 
 
 def account(*words: str) -> int:
@@ -22,15 +26,6 @@ def test_parameters_flops_and_memory_are_said(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert f"{count_parameters(SIZES['xl']):,}" in said
     assert "6.250  MiB" in said, "4 x 256 x 1600 x 4 bytes of the residual stream"
-
-
-def test_the_shown_parts_and_the_rest_are_the_peak() -> None:
-    config = AccountArguments(size="small", context_length=128).config()
-    _, peak, _ = account_tables(config, None, top=5)
-    sizes = [float(row[3].replace(",", "")) for row in peak.rows]
-    rest = float(re.search(r"hold ([\d,.]+) MiB", peak.notes[0])[1].replace(",", ""))
-    assert len(sizes) == 5
-    assert sum(sizes) + rest == pytest.approx(predict_memory(config).peak.allocated_bytes / MIB, rel=1e-3)
 
 
 def test_adamw_takes_sixteen_bytes_a_parameter() -> None:
@@ -57,13 +52,27 @@ def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--size", "huge"], "unknown size"),
         (["--fit", "--memory-gib", "-1"], "--memory-gib"),
+        (["--fit", "--memory-gib", "nan"], "--memory-gib"),
         (["--model", "a:b"], "model of your own"),
         (["--precision", "fp16", "--mixed-precision"], "--mixed-precision"),
+        (["--batch-size", str(10**18)], "batch_size"),
+        (["--checkpoint-blocks", "-1"], "checkpoint_blocks"),
+        (["--top", "0"], "--top"),
+        (["--top", "-3"], "--top"),
+        *((["--step-ms", value], "--step-ms") for value in ("0", "-1", "nan", "inf", "-inf", "1e300")),
+        (["--device-name", "A100"], "did you mean one of A100-SXM4-40GB"),
+        (["--device-name", "Gforce RTX 4090"], "GeForce RTX 4090"),
+        (["--device-name", ""], "RTX A6000"),
+        (["--device-name", "\x1b[2J\n" + "x" * 1000], "is not known"),
     ],
+    ids=lambda value: repr(value)[:40],
 )
 def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert account(*words) == 2
-    assert said in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"error: [^\n\x1b]+\n", printed.err)
+    assert said in printed.err
 
 
 def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,8 +81,66 @@ def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str]) -> No
     assert "Not predicted" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_part_is_a_row_of_its_own() -> None:
-    config = AccountArguments(size="tiny").config()
-    tables = account_tables(config, None, top=1000)
-    parts: tuple[Part, ...] = predict_memory(config).peak.parts
-    assert len(tables[1].rows) == len(parts)
+@pytest.mark.parametrize("flag", [["--device-name", "H100 80GB HBM3"], ["--device-name=H100 80GB HBM3"]], ids=len)
+def test_a_device_and_a_time_give_the_mfu(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: small's step of 1.602 TFLOP in 10 ms, of the 989.5 TFLOP/s that the data sheet promises."""
+    assert account("--size", "small", "--mixed-precision", *flag, "--step-ms", "10") == 0
+    said = capsys.readouterr().out
+    assert float(re.search(r"^MFU +(\S+) ", said, re.MULTILINE)[1]) == pytest.approx(100 * 160.2 / 989.5, rel=1e-3)
+    assert "bound by" in said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "known"),
+    [((), None), (("NVIDIA H20",), None), (("NVIDIA H200", "NVIDIA A10"), "H200")],
+    ids=["none", "unknown", "first"],
+)
+def test_the_device_is_by_default_this_machines_first_gpu(
+    gpus: tuple[str, ...], known: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus))
+    device = device_meant(None)
+    assert (device and device.names[0]) == known
+    assert account("--size", "tiny", "--step-ms", "1") == 0
+    assert ("bound by" in capsys.readouterr().out) == (known is not None)
+
+
+@pytest.mark.parametrize("name", [name for device in DEVICES for name in device.names])
+def test_every_known_device_can_be_named(name: str) -> None:
+    for given in (name, f"NVIDIA {name}"):
+        device = device_meant(given)
+        assert device is not None
+        assert name in device.names
+
+
+def test_checkpoints_cost_flops_and_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--size", "medium", "--context-length", "256", "--checkpoint-blocks", "4"]
+    assert account(*flags) == 0
+    said = capsys.readouterr().out
+    with_them = AccountArguments(size="medium", context_length=256, checkpoint_blocks=4).config()
+    without = AccountArguments(size="medium", context_length=256).config()
+    again = sum(part.recomputed for part in component_flops(with_them))
+    assert float(re.search(r"FLOPs computed again +(\S+) ", said)[1]) == pytest.approx(again / 1e12, rel=1e-3)
+    assert predict_memory(with_them).peak.allocated_bytes < predict_memory(without).peak.allocated_bytes
+
+
+def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place")) == 0
+    printed = capsys.readouterr().out
+    written = {path.name: path.read_text() for path in (tmp_path / "new" / "place").iterdir()}
+    assert set(written) == {"account.csv", "account.md", "account.tex", "account.typ"}
+    titles = re.findall(r"^### (.*)$", written["account.md"], re.MULTILINE)
+    assert len(titles) >= 5
+    assert all(title.split(" ")[0] in printed for title in titles)
+    rows = list(csv.DictReader(written["account.csv"].splitlines()))
+    assert [row["component"] for row in rows][-1] == "all"
+    flops = sum(part.step for part in component_flops(AccountArguments(size="tiny").config()))
+    assert int(rows[-1]["step_flops"]) == flops
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert account("--size", "tiny", "--output", str(tmp_path / "file")) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", printed.err)

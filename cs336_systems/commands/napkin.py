@@ -1,0 +1,113 @@
+"""`cs336 account napkin`: how long training takes, and how large a model fits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from cs336_systems.commands.account import device_meant
+from cs336_systems.commands.flags import unset
+from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.config import Precision
+
+NOT_ASKED = "not asked"
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "parameters": (1, 1e18),
+    "tokens": (1, 1e24),
+    "peak_tflops": (1e-6, 1e9),
+    "count": (1, 1e9),
+    "mfu": (1e-6, 1),
+    "memory_gb": (1e-6, 1e9),
+    "bytes_per_parameter": (1e-3, 1e6),
+}
+"""Least and largest value of each number; what is beyond is surely a slip of the keyboard, and could overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NapkinArguments:
+    """Answer from a handful of numbers: how many days training takes, and how large a model fits.
+
+    Give --parameters and --tokens for the days (6 N T FLOPs over count x peak x MFU), --memory-gb for the model. The
+    lecture's: --parameters 70e9 --tokens 15e12 --device-name "H100 80GB HBM3" --count 1024 --mfu 0.5 is about 144 days;
+    --count 8 --memory-gb 80 is 40e9 parameters.
+    """
+
+    parameters: Annotated[float | None, unset("N", NOT_ASKED)] = None
+    """Parameters of the model, such as 70e9."""
+    tokens: Annotated[float | None, unset("T", NOT_ASKED)] = None
+    """Tokens to train on, such as 15e12."""
+    device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
+    """GPU to train on, whose data sheet gives the peak."""
+    precision: Precision = Precision.BF16
+    """Of the matrix products; it chooses the peak."""
+    peak_tflops: Annotated[float | None, unset("TFLOP/S", "the device's")] = None
+    """Promised dense peak of one GPU, instead of a device's."""
+    count: int = 1
+    """GPUs."""
+    mfu: float = 0.5
+    """Share of the peak that the model's FLOPs reach; above 0.5 is good."""
+    memory_gb: Annotated[float | None, unset("GB", NOT_ASKED)] = None
+    """Memory of one GPU (GB, 1e9 bytes)."""
+    bytes_per_parameter: float = 16
+    """Bytes that a parameter takes with its gradient and the optimizer's state; 16 is AdamW in fp32."""
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that cannot be meant, and where nothing is asked."""
+        for name, (least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:  # nor is NaN
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be from {least:g} to {most:g}, got {str(value)[:40]}")
+        if (self.parameters is None) != (self.tokens is None):
+            raise ValueError("the days of training need both --parameters and --tokens")
+        if self.parameters is None and self.memory_gb is None:
+            raise ValueError(
+                "nothing is asked: give --parameters and --tokens for the days of training, or --memory-gb for the "
+                "largest model"
+            )
+
+    def peak(self) -> tuple[float, str]:
+        """Promised FLOP/s of one GPU, and who promises them; raise ValueError where nobody does."""
+        if self.peak_tflops is not None:
+            if self.device_name is not None:
+                raise ValueError("--peak-tflops takes the place of --device-name: give one of them")
+            return self.peak_tflops * 1e12, "given"
+        device = device_meant(self.device_name)
+        if device is None:
+            raise ValueError("needed --device-name or --peak-tflops: this machine has no GPU whose peak is known")
+        peak = device.peak_flops_per_s.get(self.precision)
+        if peak is None:
+            raise ValueError(f"no peak of {device.names[0]} at {self.precision} is known: give --peak-tflops")
+        return peak, f"{device.names[0]}, {self.precision}, dense, by its data sheet"
+
+
+def run(arguments: NapkinArguments) -> int:
+    """Print the answers to what is asked."""
+    checked(arguments.check)
+    from cs336_systems.report.napkin import days_table, largest_table
+    from cs336_systems.report.terminal import print_table, say
+
+    tables = []
+    if arguments.parameters is not None and arguments.tokens is not None:
+        peak_flops_per_s, source = checked(arguments.peak)
+        tables.append(
+            days_table(
+                parameters=arguments.parameters,
+                tokens=arguments.tokens,
+                peak_flops_per_s=peak_flops_per_s,
+                peak_source=source,
+                count=arguments.count,
+                mfu=arguments.mfu,
+            )
+        )
+    if arguments.memory_gb is not None:
+        tables.append(
+            largest_table(
+                memory_bytes=arguments.memory_gb * 1e9,
+                count=arguments.count,
+                bytes_per_parameter=arguments.bytes_per_parameter,
+            )
+        )
+    for table in tables:
+        print_table(table)
+        say("")
+    return OK

@@ -1,0 +1,76 @@
+"""The napkin's answers as tables: each line says how it follows from those above."""
+
+from cs336_systems.napkin import (
+    FORWARD_FLOPS,
+    SECONDS_PER_DAY,
+    TRAINING_FLOPS,
+    largest_model,
+    rule_of_thumb_flops,
+    training_days,
+)
+from cs336_systems.report.formats import Heading, Table, significant
+
+HEADINGS = (
+    Heading("quantity", numeric=False),
+    Heading("value"),
+    Heading("unit", numeric=False),
+    Heading("how", numeric=False),
+)
+
+
+def days_table(
+    *, parameters: float, tokens: float, peak_flops_per_s: float, peak_source: str, count: int, mfu: float
+) -> Table:
+    """How many days training takes; `peak_source` says where the peak comes from."""
+    flops, flops_per_s = rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
+    days = training_days(parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu)
+    backward = TRAINING_FLOPS - FORWARD_FLOPS
+    return Table(
+        title=f"Training takes {_power(days)} days",
+        headings=HEADINGS,
+        rows=(
+            ("parameters N", _power(parameters), "", "given"),
+            ("tokens T", _power(tokens), "", "given"),
+            ("FLOPs of the training", _power(flops), "FLOP", f"{TRAINING_FLOPS} N T"),
+            ("peak of one device", _power(peak_flops_per_s), "FLOP/s", peak_source),
+            ("devices", f"{count:,}", "", "given"),
+            ("MFU", significant(mfu), "", "given"),
+            ("FLOPs per second", _power(flops_per_s), "FLOP/s", "devices x peak x MFU"),
+            ("time", _power(flops / flops_per_s), "s", "FLOPs / FLOPs per second"),
+            ("time", _power(days), "days", f"seconds / {SECONDS_PER_DAY:,}"),
+        ),
+        notes=(
+            f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
+            f"{backward} in backward, one product for the gradient of the input and one for that of the weight. "
+            "MFU is the share of the promised dense peak that is put to these FLOPs. Attention's scores and values "
+            "come on top, and so do restarts.",
+        ),
+    )
+
+
+def largest_table(*, memory_bytes: float, count: int, bytes_per_parameter: float) -> Table:
+    """How large a model fits so many devices."""
+    parameters = largest_model(memory_bytes=memory_bytes, count=count, bytes_per_parameter=bytes_per_parameter)
+    return Table(
+        title=f"The largest model has {_power(parameters)} parameters",
+        headings=HEADINGS,
+        rows=(
+            ("memory of one device", _power(memory_bytes), "byte", "given, 1 GB = 1e9 bytes"),
+            ("devices", f"{count:,}", "", "given"),
+            ("memory of all", _power(count * memory_bytes), "byte", "devices x memory"),
+            ("bytes of a parameter", significant(bytes_per_parameter), "byte", "given"),
+            ("largest model", _power(parameters), "parameters", "memory of all / bytes of a parameter"),
+        ),
+        notes=(
+            "AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
+            "Nothing is held twice, so all of it is sharded over the devices; activations come on top.",
+        ),
+    )
+
+
+def _power(value: float) -> str:
+    """To four digits, from a million on in powers of a thousand, as on a napkin: `70e9`."""
+    if value < 1e6:
+        return significant(value)
+    exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
+    return f"{value / 10**exponent:.4g}e{exponent}"

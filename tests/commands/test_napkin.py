@@ -1,0 +1,137 @@
+"""`cs336 account napkin`: the lecture's answers come out, with what they follow from; nonsense does not get in."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from cs336_systems.cli import main
+from cs336_systems.commands import account
+from cs336_systems.hardware import find_device
+
+DAYS = ["--parameters", "70e9", "--tokens", "15e12", "--count", "1024", "--mfu", "0.5"]
+
+
+def napkin(*words: str) -> int:
+    return main(["account", "napkin", *words])
+
+
+def values(said: str) -> dict[str, str]:
+    """The second column by the first, of all tables; of equal names the last."""
+    return dict(re.findall(r"^(\S.*?)  +(\S+)", said, re.MULTILINE))
+
+
+@pytest.mark.parametrize("device", [["--device-name", "H100 80GB HBM3"], ["--device-name=NVIDIA H100 80GB HBM3"]])
+def test_the_lectures_days_come_with_what_they_follow_from(
+    device: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert napkin(*DAYS, *device) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Training takes 143.9 days")
+    found = values(said)
+    assert found["FLOPs of the training"] == "6.3e24", "6 x 70e9 x 15e12"
+    assert found["peak of one device"] == "989.5e12"
+    assert float(found["FLOPs per second"]) == pytest.approx(1024 * 989.5e12 * 0.5, rel=1e-3)
+    assert "data sheet" in said
+
+
+def test_a_peak_may_be_given_and_scales_the_days(capsys: pytest.CaptureFixture[str]) -> None:
+    assert napkin(*DAYS, "--peak-tflops", "1979") == 0
+    assert capsys.readouterr().out.startswith("Training takes 71.96 days"), "half of 143.92"
+
+
+def test_the_precision_chooses_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert napkin(*DAYS, "--device-name", "H100 80GB HBM3", "--precision", "fp32") == 0
+    assert values(capsys.readouterr().out)["peak of one device"] == "67e12"
+
+
+def test_the_lectures_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert napkin("--count", "8", "--memory-gb", "80") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("The largest model has 40e9 parameters")
+    assert values(said)["memory of all"] == "640e9"
+    assert napkin("--count", "8", "--memory-gb", "80", "--bytes-per-parameter", "8") == 0
+    assert values(capsys.readouterr().out)["largest model"] == "80e9"
+
+
+def test_both_questions_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert napkin(*DAYS, "--peak-tflops", "989.5", "--memory-gb", "80") == 0
+    said = capsys.readouterr().out
+    assert "143.9 days" in said
+    assert "5.12e12 parameters" in said, "1024 x 80e9 / 16"
+
+
+def test_the_gpu_of_this_machine_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cs336_systems.commands.napkin.device_meant", lambda name: find_device("A100-SXM4-80GB"))
+    assert napkin(*DAYS) == 0
+    assert values(capsys.readouterr().out)["peak of one device"] == "312e12"
+
+
+NUMBERS = (
+    "--parameters", "--tokens", "--peak-tflops", "--count", "--mfu", "--memory-gb", "--bytes-per-parameter",
+)  # fmt: skip
+ALL_GIVEN = [*DAYS, "--peak-tflops", "1", "--memory-gb", "1", "--bytes-per-parameter", "16"]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf", "1e300", "1e-300", "9" * 400])
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = list(ALL_GIVEN)
+    words[words.index(flag) + 1] = value
+    parsed_as_integer = flag != "--count" or value.lstrip("-").isdigit()
+    if parsed_as_integer:
+        assert napkin(*words) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert re.fullmatch(rf"error: {flag} must be from [^\n]{{10,150}}\n", said.err)
+    else:  # the parser's own box
+        with pytest.raises(SystemExit, match="2"):
+            napkin(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing is asked"),
+        (["--count", "8"], "nothing is asked"),
+        (["--parameters", "7e9"], "--tokens"),
+        (["--tokens", "7e9", "--memory-gb", "80"], "--parameters"),
+        ([*DAYS, "--device-name", "H100"], "H100 80GB HBM3, H100 PCIe, H100 NVL"),
+        ([*DAYS, "--device-name", "h20"], "H200"),
+        ([*DAYS, "--device-name", ""], "H100 PCIe"),
+        ([*DAYS, "--device-name", "\x1b[2J" + "x" * 1000], "not known"),
+        ([*DAYS, "--device-name", "B200", "--precision", "fp32"], "give --peak-tflops"),
+        ([*DAYS, "--device-name", "B200", "--peak-tflops", "1"], "give one of them"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value[-2:])[:40],
+)
+def test_what_cannot_be_answered_is_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert napkin(*words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"error: [^\n\x1b]+\n", printed.err)
+    assert said in printed.err
+
+
+@pytest.mark.parametrize("gpus", [(), ("an H20, whose peak is not known",)], ids=["none", "unknown"])
+def test_without_a_known_gpu_the_device_must_be_named(
+    gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(account, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus))
+    assert napkin(*DAYS) == 2
+    assert "--device-name or --peak-tflops" in capsys.readouterr().err
+
+
+def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        napkin("--help")
+    said = capsys.readouterr().out
+    assert said.startswith("usage: cs336 account napkin")
+    assert "None" not in said
+    with pytest.raises(SystemExit, match="0"):
+        main(["account", "--help"])
+    assert "cs336 account napkin" in capsys.readouterr().out
