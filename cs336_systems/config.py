@@ -12,6 +12,8 @@ MAX_PARAMETERS = 10**12
 """More fp32 parameters than this (4 TB) fit no device there is: surely a slip of the keyboard."""
 MAX_ELEMENTS = 2**42
 """Bound on the elements of the logits and of one block's attention scores, for the same reason."""
+MAX_PADDING = 2**16
+"""Multiple to pad a vocabulary to: above any that a kernel likes."""
 
 
 class Arch(StrEnum):
@@ -160,6 +162,15 @@ class RunConfig:
     """Compile each block on its own instead of the whole model."""
     checkpoint_blocks: int = 0
     """Keep only the input of every so many blocks for backward, and compute the rest again; 0 keeps everything."""
+    pad_vocabulary: int = 1
+    """Compute logits for a vocabulary rounded up to a multiple of this, and leave the surplus out of the loss."""
+    cast_once: bool = False
+    """Keep the weights of linear layers in bf16, and their fp32 masters with the optimizer, which writes both: autocast
+    casts no weight and no gradient."""
+    cuda_graph: bool = False
+    """Record the whole step as one CUDA graph, and replay it."""
+    learning_rate: float = 1e-3
+    """Of AdamW."""
     device: Device = Device.CPU
     warmup_steps: int = 5
     measured_steps: int = 10
@@ -179,7 +190,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         least_values = {
-            "batch_size": 1, "checkpoint_blocks": 0, "warmup_steps": 0, "measured_steps": 1, "seed": 0, "repeat": 0,
+            "batch_size": 1, "checkpoint_blocks": 0, "pad_vocabulary": 1, "warmup_steps": 0, "measured_steps": 1,
+            "seed": 0, "repeat": 0,
         }  # fmt: skip
         for name, least in least_values.items():
             if getattr(self, name) < least:
@@ -205,6 +217,9 @@ class RunConfig:
             raise ValueError(f"compile_blocks needs this project's model, got model_factory {self.model_factory!r}")
         if self.checkpoint_blocks and self.model_factory is not None:
             raise ValueError(f"checkpoint_blocks needs this project's model, got model_factory {self.model_factory!r}")
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
+        self._check_shortcuts()
         if self.device is Device.CPU and self.precision is Precision.TF32:
             raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
         if self.device is Device.CPU and self.profiler is Profiler.NSYS:
@@ -215,6 +230,39 @@ class RunConfig:
             raise ValueError(f"tokens needs a file name that is valid UTF-8, got {self.tokens!r}; rename the file")
         if self.model_factory is not None and not _is_factory(self.model_factory):
             raise ValueError(f"model must be package.module:factory, got {self.model_factory!r}")
+
+    def _check_shortcuts(self) -> None:
+        """Raise ValueError where what makes the step faster does not go with the rest."""
+        trains = self.mode is Mode.TRAIN
+        if self.pad_vocabulary > MAX_PADDING:
+            raise ValueError(f"pad_vocabulary must be at most {MAX_PADDING}, got {self.pad_vocabulary}")
+        for name, is_set in (("pad_vocabulary", self.pad_vocabulary > 1), ("cast_once", self.cast_once)):
+            if is_set and self.model_factory is not None:
+                raise ValueError(f"{name} needs this project's model, got model_factory {self.model_factory!r}")
+        if self.cast_once and self.precision is not Precision.BF16:
+            raise ValueError(f"cast_once keeps weights in bf16, got precision {self.precision}")
+        if trains and self.optimizer is not OptimizerKind.FUSED:
+            for name in ("cast_once", "cuda_graph"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} needs the fused optimizer, got optimizer {self.optimizer}")
+        if not self.cuda_graph:
+            return
+        needs = {
+            "device cuda": (self.device, self.device is Device.CUDA),
+            "a precision without loss scaling, which decides on the host": (
+                self.precision, self.precision is not Precision.FP16
+            ),
+            "a compile mode without graphs of its own": (
+                self.compile, self.compile is not CompileMode.REDUCE_OVERHEAD
+            ),
+            "phases timed by events (no sync_phases)": (self.sync_phases, not self.sync_phases),
+            "another profiler: a replayed graph allocates nothing": (
+                self.profiler, self.profiler is not Profiler.MEMORY
+            ),
+        }  # fmt: skip
+        for needed, (found, is_met) in needs.items():
+            if not is_met:
+                raise ValueError(f"cuda_graph needs {needed}, got {found}")
 
     @property
     def key(self) -> str:
@@ -255,6 +303,8 @@ class RunConfig:
         for name in ("attention", "sdpa_backend", "optimizer", "compile", "model_factory", "profiler"):
             words += [str(others[name])] if name in others else []
         words += [f"checkpoint {self.checkpoint_blocks}"] if self.checkpoint_blocks else []
+        words += [f"padded to {self.pad_vocabulary}"] if self.pad_vocabulary > 1 else []
+        words += [word for word, is_said in (("cast once", self.cast_once), ("graph", self.cuda_graph)) if is_said]
         words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []
         words += [f"#{self.repeat}"] if self.repeat else []
         return " ".join(words)

@@ -15,12 +15,17 @@ class Counters:
     allocator: dict[str, int] | None
     graphs: int
 
-    def memory_since(self, before: "Counters", first_step_peak_bytes: int | None) -> Memory | None:
-        """What the allocator did since `before`, whose reading reset the peaks."""
+    def memory_since(
+        self, before: "Counters", first_step_peak_bytes: int | None, graph_peak_bytes: int | None = None
+    ) -> Memory | None:
+        """What the allocator did since `before`, whose reading reset the peaks.
+
+        A replayed graph allocates nothing: `graph_peak_bytes` is what was allocated at most when it was captured.
+        """
         if self.allocator is None or before.allocator is None:
             return None
         return Memory(
-            peak_allocated_bytes=self.allocator["allocated_bytes.all.peak"],
+            peak_allocated_bytes=max(self.allocator["allocated_bytes.all.peak"], graph_peak_bytes or 0),
             peak_reserved_bytes=self.allocator["reserved_bytes.all.peak"],
             first_step_peak_allocated_bytes=first_step_peak_bytes,
             segments_allocated=self.allocator["segment.all.allocated"] - before.allocator["segment.all.allocated"],

@@ -20,7 +20,6 @@ from cs336_systems.config import Device, Mode, Phase, RunConfig
 from cs336_systems.counters import compiled_graphs, read_counters
 from cs336_systems.environment import environment
 from cs336_systems.failure import classify, describe
-from cs336_systems.model import num_parameters
 from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.precision import apply_math_mode
 from cs336_systems.profiling import annotate, set_annotator
@@ -105,7 +104,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, make_watch(step, progress.profile)
     clock = progress.watch.clock(make_clock(config))
-    progress.num_parameters = num_parameters(step.model)
+    progress.num_parameters = step.num_parameters
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
     progress.setup_s = perf_counter() - progress.started
@@ -126,7 +125,8 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     telemetry = _telemetry(monitor, progress.state_before, energy_before, timed)
 
     measurements = _measurements(progress)
-    memory = counters.memory_since(counters_before, progress.first_step_peak_bytes)
+    graph_peak_bytes = step.graph.peak_bytes if step.graph else None
+    memory = counters.memory_since(counters_before, progress.first_step_peak_bytes, graph_peak_bytes)
     _judge(progress, memory, telemetry, counters.graphs - counters_before.graphs)
     return RunRecord(
         config=config,

@@ -71,18 +71,18 @@ class MemoryPrediction:
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
-    None for what is not predicted: the user's own model, compiled models, a fused attention that refuses fp32, models
-    of more than MAX_LAYERS. The
-    device is assumed to be a Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is;
-    there `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out: scalars of
-    GradScaler and of fused attention, buffers inside of kernels, a data loader's batch in flight.
+    None for what is not predicted: the user's own model, compiled models, what else makes a step faster (cast_once,
+    ...), a fused attention that refuses fp32, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
+    (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
+    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler and of fused attention, buffers
+    inside of kernels, a data loader's batch in flight.
     """
     if not _is_predictable(config):
         return None
     return _predict(
         replace(
-            config, size="", seed=0, repeat=0, warmup_steps=5, measured_steps=10, sync_phases=False, ranges=True,
-            tokens=None, profiler=Profiler.NONE,
+            config, size="", seed=0, repeat=0, learning_rate=1e-3, warmup_steps=5, measured_steps=10,
+            sync_phases=False, ranges=True, tokens=None, profiler=Profiler.NONE,
         )
     )  # fmt: skip
 
@@ -171,7 +171,8 @@ def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
     is_known = config.model_factory is None and config.compile is CompileMode.NONE and not refused
-    return is_known and config.model.num_layers <= MAX_LAYERS
+    is_plain = config.pad_vocabulary == 1 and not config.cast_once and not config.cuda_graph
+    return is_known and is_plain and config.model.num_layers <= MAX_LAYERS
 
 
 def _record(config: RunConfig) -> Tape:

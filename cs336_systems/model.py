@@ -75,7 +75,10 @@ class TransformerLM(nn.Module):
                 for first in range(0, len(blocks), self.checkpoint_blocks):
                     group = blocks[first : first + self.checkpoint_blocks]
                     # nothing in a block is random
-                    x = checkpoint(_again, group, x, rotations, future, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(
+                        _again, group, x, rotations, future, self.config.sdpa_backend,
+                        use_reentrant=False, preserve_rng_state=False,
+                    )  # fmt: skip
             else:  # in place: a function's argument would keep the first x until the last block
                 for block in blocks:
                     with annotate(block.range):
@@ -88,9 +91,13 @@ def _again(
     x: Float[Tensor, "batch seq d_model"],
     rotations: Float[Tensor, "seq pairs 2"] | None,
     future: Bool[Tensor, "seq seq"] | None,
+    backend: SdpaBackend,
 ) -> Float[Tensor, "batch seq d_model"]:
-    """The blocks in a range of forward's, which tells a profiler inside backward that this is forward once more."""
-    with annotate(Range.FORWARD):
+    """The blocks in a range of forward's, which tells a profiler inside backward that this is forward once more.
+
+    There the model has long left the context that chooses the attention's kernel.
+    """
+    with annotate(Range.FORWARD), _sdpa_backend(backend):
         for block in blocks:
             with annotate(block.range):
                 x = block(x, rotations, future)
@@ -260,9 +267,13 @@ class LMHead(Linear):
     """Logits from the residual stream."""
 
     range: str = Range.LM_HEAD
+    multiple: int = 1
+    """Of which the product computes logits, with weights of 0 for the surplus, which is not returned."""
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
         with annotate(self.range):
+            if surplus := -len(self.weight) % self.multiple:
+                return F.linear(x, F.pad(_cast_once(self.weight), (0, 0, 0, surplus)))[..., : len(self.weight)]
             return F.linear(x, self.weight)
 
 

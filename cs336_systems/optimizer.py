@@ -76,8 +76,11 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
+    capturable: bool = False,
 ) -> torch.optim.Optimizer:
     """AdamW of the given kind: the same update, to rounding, in many small kernels or in few.
+
+    `capturable`: the fused one counts its steps on the device, as a CUDA graph needs.
 
     Raises ValueError for hyperparameters out of range, and where there is no parameter.
     """
@@ -88,7 +91,7 @@ def make_optimizer(
         case OptimizerKind.FOREACH:
             return torch.optim.AdamW(parameters, lr, betas, eps, weight_decay, foreach=True)
         case OptimizerKind.FUSED:
-            return torch.optim.AdamW(parameters, lr, betas, eps, weight_decay, fused=True)
+            return torch.optim.AdamW(parameters, lr, betas, eps, weight_decay, fused=True, capturable=capturable)
 
 
 def _check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

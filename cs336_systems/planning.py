@@ -20,11 +20,11 @@ class Plan:
 def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
     """Order `configs` by predicted peak, and name what will not fit into `memory_bytes`; None: memory is not known.
 
-    A compiled model counts as if it were eager, which takes more, and is never said not to fit. Where nothing is
-    predicted (on a CPU, for a user's own model) the order stays, after what is known to fit.
+    A compiled model, and one with other shortcuts, counts as if it were eager and plain, and is never said not to fit.
+    Where nothing is predicted (on a CPU, for a user's own model) the order stays, after what is known to fit.
     """
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
-    eager = [replace(config, compile=CompileMode.NONE, compile_blocks=False) for config in configs]
+    eager = [_plain(config) for config in configs]
     peaks = dict(zip(configs, map(predicted_peak_bytes, eager), strict=True))
     ordered = sorted(configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0))
     return Plan(configs=tuple(ordered), too_large=tuple(config for config in ordered if config in too_large))
@@ -35,3 +35,10 @@ def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
     if found is None or found.reserved_bytes + CUDA_CONTEXT_BYTES <= memory_bytes:
         return False
     return fits(config, memory_bytes) is False
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """The same step without what makes it faster, and seldom larger."""
+    return replace(
+        config, compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, cuda_graph=False
+    )

@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from cs336_systems.clock import Clock, StepTimes
 from cs336_systems.config import CompileMode, Mode, ModelConfig, Phase, RunConfig
 from cs336_systems.data import Batch, make_batches
-from cs336_systems.model import TransformerLM
+from cs336_systems.master_adamw import MasterAdamW
+from cs336_systems.model import TransformerLM, num_parameters
 from cs336_systems.optimizer import make_optimizer
-from cs336_systems.precision import autocast, make_grad_scaler
+from cs336_systems.precision import AUTOCAST_DTYPES, autocast, make_grad_scaler
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range
+from cs336_systems.step_graph import StepGraph
+from cs336_systems.weights import cast_linear_weights
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The mean loss of a batch, from its tokens and its targets."""
 
 
 def load_factory(name: str) -> Callable[..., nn.Module]:
@@ -59,20 +65,21 @@ def make_model(config: RunConfig) -> nn.Module:
         if config.model_factory is None:
             model = TransformerLM(config.model)
             model.checkpoint_blocks = config.checkpoint_blocks
+            model.lm_head.multiple = config.pad_vocabulary
             return model
         return call_factory(load_factory(config.model_factory), config.model).to(config.device.value)
 
 
-def compile_model(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model compiled as the configuration says; itself where that is `none`."""
+def compile_loss(loss: Loss, model: nn.Module, config: RunConfig) -> Loss:
+    """What computes the loss of a batch, with `model` in it, compiled as the configuration says; itself for `none`."""
     if config.compile is CompileMode.NONE:
-        return model
+        return loss
     mode = None if config.compile is CompileMode.DEFAULT else config.compile.value
     if config.compile_blocks:
         for block in cast(TransformerLM, model).layers:
             block.compile(mode=mode)
-        return model
-    return cast(nn.Module, torch.compile(model, mode=mode))
+        return loss
+    return cast(Loss, torch.compile(loss, mode=mode))
 
 
 class TrainingStep:
@@ -84,17 +91,31 @@ class TrainingStep:
         self.model.train(config.mode is not Mode.INFERENCE)
         self.batches = make_batches(config)
         self.scaler = make_grad_scaler(config.precision, config.device)
-        self.optimizer = (
-            make_optimizer(config.optimizer, self.model.parameters()) if config.mode is Mode.TRAIN else None
-        )
+        self.num_parameters = num_parameters(self.model)
+        self.optimizer = self._make_optimizer()
         self.phase = Phase.DATA
         """What the step is at, for whoever has to say where it failed."""
-        self._forward = compile_model(self.model, config)
+        self._loss = compile_loss(self._loss_of, self.model, config)
+        self._criterion = _cross_entropy
+        if config.compile_blocks:
+            self._criterion = torch.compile(_cross_entropy)
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
+        recorded = tuple(phase for phase in config.phases if phase is not Phase.DATA)
+        self.graph = StepGraph(self._run, recorded, self._captured) if config.cuda_graph else None
+
+    def _make_optimizer(self) -> torch.optim.Optimizer | None:
+        config = self.config
+        weights = cast_linear_weights(self.model, AUTOCAST_DTYPES[config.precision]) if config.cast_once else None
+        if config.mode is not Mode.TRAIN:
+            return None
+        if weights is not None:
+            return MasterAdamW(weights, config.learning_rate)
+        return make_optimizer(
+            config.optimizer, self.model.parameters(), lr=config.learning_rate, capturable=config.cuda_graph
+        )
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
         """Run one step by `clock`; return its times and its loss, still on the device."""
-        mode = self.config.mode
         if self.config.compile is CompileMode.REDUCE_OVERHEAD:
             torch.compiler.cudagraph_mark_step_begin()
         with annotate(Range.STEP):
@@ -103,29 +124,43 @@ class TrainingStep:
             batch = self.batches()
             if self.config.tokens is not None:
                 clock.lap(Phase.DATA)
-            self.phase = Phase.FORWARD
-            loss = self.forward(batch)
-            clock.lap(Phase.FORWARD)
-            if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
-                self.phase = Phase.BACKWARD
-                self.backward(loss)
-                clock.lap(Phase.BACKWARD)
-            if mode is Mode.TRAIN:
-                self.phase = Phase.OPTIMIZER
-                self.update()
-                clock.lap(Phase.OPTIMIZER)
+            loss = (self.graph or self._run)(batch, clock)
             times = clock.stop()
-        if mode is Mode.FORWARD_BACKWARD:
+        if self.config.mode is Mode.FORWARD_BACKWARD and self.graph is None:
             self.model.zero_grad(set_to_none=True)
         return times, loss.detach()
 
+    def _run(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
+        """The phases that the mode asks for; returns the loss."""
+        mode = self.config.mode
+        self.phase = Phase.FORWARD
+        loss = self.forward(batch)
+        clock.lap(Phase.FORWARD)
+        if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+            self.phase = Phase.BACKWARD
+            self.backward(loss)
+            clock.lap(Phase.BACKWARD)
+        if mode is Mode.TRAIN:
+            self.phase = Phase.OPTIMIZER
+            self.update()
+            clock.lap(Phase.OPTIMIZER)
+        return loss
+
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
         """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and nothing else."""
-        tokens, targets = batch
         with self._grad(), annotate(Range.FORWARD), autocast(self.config.precision, self.config.device):
-            logits = check_logits(self._forward(tokens), targets, self.config.model.vocab_size)
-            with annotate(Range.LOSS):
-                return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return self._loss(*batch)
+
+    # below, plain tensors: the compiler cannot trace the shape checks of tests
+    def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = check_logits(self.model(tokens), targets, self.config.model.vocab_size)
+        with annotate(Range.LOSS):
+            return self._criterion(logits, targets)
+
+    def logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+        """What the model, in the precision and with the weights of this step, makes of `tokens`."""
+        with torch.no_grad(), autocast(self.config.precision, self.config.device):
+            return cast(Tensor, self.model(tokens))
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
         """Gradients of the loss, scaled where the precision needs it."""
@@ -147,8 +182,16 @@ class TrainingStep:
         """GradScaler's factor, which falls exactly when a step was skipped; None without one. Synchronises."""
         return None if self.scaler is None else self.scaler.get_scale()
 
+    def _captured(self) -> None:
+        if isinstance(self.optimizer, MasterAdamW):
+            self.optimizer.captured()
 
-def check_logits(logits: object, targets: Int[Tensor, "batch seq"], vocab_size: int) -> Tensor:
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def check_logits(logits: object, targets: Tensor, vocab_size: int) -> Tensor:
     """The logits; raise ValueError where a user's own model returned something else."""
     if not isinstance(logits, Tensor) or logits.shape != (*targets.shape, vocab_size):
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

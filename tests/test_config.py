@@ -159,7 +159,7 @@ OTHER_RUN = {
     "size": "tiny", "model": None, "batch_size": 5, "mode": Mode.FORWARD, "precision": Precision.BF16,
     "optimizer": OptimizerKind.FUSED, "compile": CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, "compile_blocks": True,
     "device": Device.CUDA, "warmup_steps": 6, "measured_steps": 11, "seed": 1, "sync_phases": True, "ranges": False,
-    "checkpoint_blocks": 2,
+    "checkpoint_blocks": 2, "pad_vocabulary": 128, "cast_once": True, "cuda_graph": True, "learning_rate": 1e-4,
     "tokens": "x.npy", "model_factory": "a:b", "profiler": Profiler.KINETO, "repeat": 1,
 }  # fmt: skip
 
@@ -167,13 +167,20 @@ OTHER_RUN = {
 def test_every_field_changes_the_key() -> None:
     assert set(OTHER_MODEL) == {field.name for field in fields(ModelConfig)}
     assert set(OTHER_RUN) == {field.name for field in fields(RunConfig)}
-    base = run(shape(num_heads=1, attention=Attention.SDPA), compile=CompileMode.DEFAULT)
+    base = run(shape(num_heads=1, attention=Attention.SDPA), compile=CompileMode.DEFAULT, mode=Mode.FORWARD_BACKWARD)
+    needed = {
+        "cast_once": {"precision": Precision.BF16}, "cuda_graph": {"device": Device.CUDA},
+    }  # fmt: skip
     others = [
         replace(base, model=replace(base.model, attention=Attention.NAIVE) if name == "attention"
                 else replace(base.model, **{name: value}))
         for name, value in OTHER_MODEL.items()
     ]  # fmt: skip
-    others += [replace(base, **{name: value}) for name, value in OTHER_RUN.items() if name != "model"]
+    others += [
+        replace(base, **{name: value}, **needed.get(name, {})) for name, value in OTHER_RUN.items() if name != "model"
+    ]
+    # what some need is one of the others itself
+    assert {replace(base, **settings) for settings in needed.values()} < set(others)
     assert len({config.key for config in [base, *others]}) == 1 + len(OTHER_MODEL) + len(OTHER_RUN) - 1
 
 
@@ -267,3 +274,32 @@ def test_the_label_says_what_is_unusual() -> None:
         warmup_steps=2, repeat=3,
     )  # fmt: skip
     assert config.label == "custom ctx 64 train bf16 sdpa fused warm-up 2 #3"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pad_vocabulary": 0}, "pad_vocabulary must be at least 1, got 0"),
+        ({"pad_vocabulary": 10**6}, "pad_vocabulary must be at most 65536, got 1000000"),
+        ({"learning_rate": 0.0}, "learning_rate must be between 0 and 1, got 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be between 0 and 1, got nan"),
+        ({"cast_once": True}, "cast_once keeps weights in bf16, got precision fp32"),
+        ({"cast_once": True, "precision": Precision.BF16}, "cast_once needs the fused optimizer, got optimizer adamw"),
+        ({"cast_once": True, "model_factory": "a:b"}, "cast_once needs this project's model, got model_factory 'a:b'"),
+        ({"pad_vocabulary": 64, "model_factory": "a:b"}, "pad_vocabulary needs this project's model"),
+        ({"cuda_graph": True, "optimizer": OptimizerKind.FUSED}, "cuda_graph needs device cuda, got cpu"),
+        ({"cuda_graph": True, "device": Device.CUDA}, "cuda_graph needs the fused optimizer, got optimizer adamw"),
+        *(
+            ({"cuda_graph": True, "device": Device.CUDA, "optimizer": OptimizerKind.FUSED, **other}, said)
+            for other, said in (
+                ({"precision": Precision.FP16}, "a precision without loss scaling, .* got fp16"),
+                ({"compile": CompileMode.REDUCE_OVERHEAD}, "a compile mode without graphs of its own, got reduce"),
+                ({"sync_phases": True}, "phases timed by events .no sync_phases., got True"),
+                ({"profiler": Profiler.MEMORY}, "another profiler: a replayed graph allocates nothing, got memory"),
+            )
+        ),
+    ],
+)
+def test_what_makes_a_step_faster_must_go_with_the_rest(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run(**settings)

@@ -20,12 +20,15 @@ LEVELS = (
     ("report", "report.kernels", "report.memory", "studies"),
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
     ("hardware", "record", "nsys_run", "prediction.*"),
-    ("memory_model", "accounting", "nvml", "quality", "store", "studies.attention_records", "studies.fusion_records"),
+    ("memory_model", "accounting", "napkin", "nvml", "quality", "store"),
+    ("studies.attention_records", "studies.fusion_records"),
     ("planning",),
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
-    ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters"),
-    ("model", "environment"),
+    ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "adamw_kernel"),
+    ("model", "environment", "step_graph"),
+    ("weights",),
+    ("master_adamw",),
     ("step", "report.*"),
     ("report.kernels.*", "report.memory.*"),
     ("report.terminal",),
@@ -46,6 +49,7 @@ LEVELS = (
 
 NEEDS_TORCH = {
     "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "model", "step", "memory_recording",
+    "adamw_kernel", "step_graph", "weights", "master_adamw",
     "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",
     "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
 }  # fmt: skip

@@ -638,3 +638,17 @@ def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for kept, computed_again in zip(*gradients, strict=True):
         assert torch.equal(kept, computed_again)
+
+
+def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
+    """PyTorch checks that what is computed again is what was there: by another kernel it would not be."""
+    config = ModelConfig(
+        vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4, attention=Attention.SDPA,
+        sdpa_backend=SdpaBackend.MATH,
+    )  # fmt: skip
+    model, gradients = TransformerLM(config), []
+    for model.checkpoint_blocks in (0, 1):
+        model(torch.arange(8).view(1, 8)).sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(gradients[1], gradients[0])

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from cs336_systems.clock import HostClock
 from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.model import TransformerLM
-from cs336_systems.step import TrainingStep, call_factory, check_logits, compile_model, load_factory, make_model
+from cs336_systems.step import TrainingStep, call_factory, check_logits, compile_loss, load_factory, make_model
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3)
@@ -334,7 +334,8 @@ def test_a_compiled_step_trains_the_same(compiled_eagerly: list[object], mode: C
 
 def test_eager_is_not_compiled(compiled_eagerly: list[object]) -> None:
     model = TransformerLM(MODEL)
-    assert compile_model(model, CONFIG) is model
+    step = TrainingStep(CONFIG, model)
+    assert compile_loss(step.forward, model, CONFIG) == step.forward
     assert compiled_eagerly == []
 
 
@@ -343,7 +344,7 @@ def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(nn.Module, "compile", lambda self, mode: calls.append((self, mode)))
     model = TransformerLM(MODEL)
     config = replace(CONFIG, compile=CompileMode.DEFAULT, compile_blocks=True)
-    assert compile_model(model, config) is model
+    TrainingStep(config, model)
     assert calls == [(block, None) for block in model.layers]
 
 

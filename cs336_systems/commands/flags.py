@@ -94,6 +94,14 @@ class StepArguments:
     checkpoint_blocks: int = 0
     """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
     0 keeps everything."""
+    pad_vocabulary: int = 1
+    """Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss."""
+    cast_once: Switch = False
+    """Keep the weights of linear layers in bf16 and their fp32 masters with the optimizer, which writes both."""
+    cuda_graph: Switch = False
+    """Record the whole step as one CUDA graph, and replay it."""
+    learning_rate: float = 1e-3
+    """Of AdamW."""
     measured_steps: int = 10
     """Steps that are timed, after the warm-up."""
     sync_phases: Switch = False

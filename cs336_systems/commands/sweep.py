@@ -193,15 +193,14 @@ def run(arguments: SweepArguments) -> int:
     configs = plan.configs
     if arguments.dry_run:
         for config in configs:
-            print(
-                f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps{_predicted(config)}"
-            )
+            steps = f"{config.warmup_steps} + {config.measured_steps} steps"
+            print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
         for config in plan.too_large:
             print(f"will not fit: {config.label}")
         print(f"{len(configs)} runs into {directory}")
         return OK
     for config in plan.too_large:
-        print(f"will not fit on this GPU, and comes last: {config.label}{_predicted(config)}", file=sys.stderr)
+        print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)
     if missing is not None:
         print(f"error: no profile: {missing}. The times are measured all the same.", file=sys.stderr)

@@ -106,8 +106,10 @@ EVERY_FLAG = (
     "--size medium --context-length 100 --mode forward --precision bf16 --warmup-steps 1 --measured-steps 2 "
     "--vocab-size 99 --d-model 40 --d-ff 41 --num-layers 3 --num-heads 5 --rope-theta 7.5 --attention sdpa "
     "--sdpa-backend math --batch-size 6 --optimizer fused --compile reduce-overhead --sync-phases --no-ranges "
-    "--tokens t.npy --device cpu --seed 8 --model a.b:c --profile"
+    "--tokens t.npy --device cpu --seed 8 --model a.b:c --profile --learning-rate 1e-4"
 )
+OWN_MODEL_ALONE = {"checkpoint_blocks": 3, "pad_vocabulary": 64, "compile_blocks": True, "cast_once": True}
+"""Settings that a model of the user's own does not know."""
 
 
 def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +125,21 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
         batch_size=6, mode=Mode.FORWARD, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
         compile=CompileMode.REDUCE_OVERHEAD, device=Device.CPU, warmup_steps=1, measured_steps=2, seed=8,
         sync_phases=True, ranges=False, tokens="t.npy", model_factory="a.b:c", profiler=Profiler.KINETO,
+        learning_rate=1e-4,
     )  # fmt: skip
-    assert one("--compile default --compile-blocks").compile_blocks
     unlike = {f.name for f in fields(RunConfig) if getattr(config, f.name) != getattr(one(), f.name)}
-    assert unlike == {f.name for f in fields(RunConfig)} - {"device", "compile_blocks", "checkpoint_blocks", "repeat"}
-    assert one("--checkpoint-blocks 3").checkpoint_blocks == 3
-    with pytest.raises(ValueError, match="this project's model"):
-        one("--checkpoint-blocks 3 --model a:b")
+    assert unlike == {f.name for f in fields(RunConfig)} - {"device", "cuda_graph", "repeat", *OWN_MODEL_ALONE}
+    for name, value in OWN_MODEL_ALONE.items():
+        flags = f"--{name.replace('_', '-')} " + ("" if value is True else str(value))
+        needed = "--compile default --precision bf16 --optimizer fused"
+        assert getattr(one(f"{flags} {needed}"), name) == value
+        with pytest.raises(ValueError, match="this project's model"):
+            one(f"{flags} {needed} --model a:b")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_graph_is_asked_for_by_a_flag() -> None:
+    assert one("--cuda-graph --optimizer fused").cuda_graph
 
 
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
