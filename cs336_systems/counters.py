@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from cs336_systems.config import CompileMode, Device, RunConfig
-from cs336_systems.record import Memory
+from cs336_systems.record import Compilation, Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +49,19 @@ def compiled_graphs(config: RunConfig) -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def compilation(config: RunConfig, before: Compilation | None = None) -> Compilation | None:
+    """What torch.compile has done in this process, since `before` if that is given; None for an eager run."""
+    if config.compile is CompileMode.NONE:
+        return None
+    from torch._dynamo.utils import calculate_time_spent, counters, get_compilation_metrics
+
+    # numbered frame/attempt; backward, compiled later, has the number of its forward
+    ids = {str(metrics.compile_id) for metrics in get_compilation_metrics()}
+    return Compilation(
+        seconds=calculate_time_spent()["total_wall_time"] - (before.seconds if before else 0),
+        graphs=compiled_graphs(config) - (before.graphs if before else 0),
+        graph_breaks=sum(counters["graph_break"].values()) - (before.graph_breaks if before else 0),
+        recompiles=sum(not name.endswith("/0") for name in ids) - (before.recompiles if before else 0),
+    )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cs336_systems.clock import Clock, StepTimes, make_clock
 from cs336_systems.config import Device, Mode, Phase, RunConfig
-from cs336_systems.counters import compiled_graphs, read_counters
+from cs336_systems.counters import compilation, compiled_graphs, read_counters
 from cs336_systems.environment import environment
 from cs336_systems.failure import classify, describe
 from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
@@ -100,6 +100,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
+    compiled_before = compilation(config)
     step = TrainingStep(config, model)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, make_watch(step, progress.profile)
@@ -140,6 +141,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         collector_on=progress.collector_on,
         num_parameters=progress.num_parameters,
         memory=memory,
+        compilation=compilation(config, compiled_before),
         telemetry=telemetry,
         environment=environment(config.device, progress.gpu),
         durations=_durations(progress),

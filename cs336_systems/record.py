@@ -218,6 +218,19 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compilation:
+    """What torch.compile did for the run, all of it in the warm-up unless a warning says otherwise."""
+
+    seconds: float
+    """Spent compiling, by the compiler's own count; what is in its cache on disk takes little."""
+    graphs: Count
+    graph_breaks: Count
+    """Places where a graph had to end, and Python goes on."""
+    recompiles: Count
+    """Times that code was compiled again, because something had changed that it was compiled for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """Everything kept of one run."""
 
@@ -240,6 +253,8 @@ class RunRecord:
     """Whether Python's garbage collector was on during the measured steps."""
     num_parameters: Count | None = None
     memory: Memory | None = None
+    compilation: Compilation | None = None
+    """None for an eager run, and where the run failed."""
     telemetry: Telemetry | None = None
     environment: Environment | None = None
     durations: Durations | None = None

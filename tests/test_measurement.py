@@ -5,6 +5,7 @@ import datetime
 import gc
 import itertools
 import shutil
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -275,6 +276,24 @@ def test_the_warm_up_goes_on_while_anything_is_still_compiled() -> None:
     assert len(record.warmup_times_s) == 6
     assert len(record.measurement(Phase.STEP).times_s) == 3
     assert not codes(record)
+    assert (record.compilation.graphs, record.compilation.recompiles) == (5, 4)
+
+
+class TalksInBetween(nn.Sequential):
+    """Says something after its first layer, where a graph has to end."""
+
+    def forward(self, tokens):
+        x = self[0](tokens)
+        print("half way", file=sys.stderr)
+        return self[1](x)
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_where_a_graph_breaks_is_counted() -> None:
+    record = measure(COMPILED, TalksInBetween(nn.Embedding(11, 8), nn.Linear(8, 11)))
+    assert record.status is Status.OK
+    assert record.compilation.graph_breaks >= 1
+    assert record.compilation.graphs >= 2
 
 
 @pytest.mark.usefixtures("compiled_eagerly")
@@ -305,6 +324,13 @@ def test_a_step_is_compiled_for_real() -> None:
     compiled, eager = measure(replace(COMPILED, seed=7), model), measure(replace(CONFIG, seed=7), twin)
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert not codes(compiled)
+    assert (compiled.compilation.graphs, compiled.compilation.graph_breaks, compiled.compilation.recompiles) == (
+        1,
+        0,
+        0,
+    )
+    assert 0.1 * compiled.warmup_times_s[0] < compiled.compilation.seconds < compiled.warmup_times_s[0]
+    assert eager.compilation is None
 
 
 # Tokens from a file

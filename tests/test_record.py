@@ -32,6 +32,7 @@ from cs336_systems.config import (
 from cs336_systems.record import (
     FORMAT_VERSION,
     MAX_RECORD_BYTES,
+    Compilation,
     Durations,
     Environment,
     Failure,
@@ -61,8 +62,10 @@ CONFIG = RunConfig(
     batch_size=3, mode=Mode.FORWARD, precision=Precision.FP16, optimizer=OptimizerKind.FUSED,
     compile=CompileMode.REDUCE_OVERHEAD, compile_blocks=True, device=Device.CUDA, warmup_steps=2, measured_steps=3,
     seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4,
-    profiler=Profiler.KINETO, checkpoint_blocks=2,
+    profiler=Profiler.KINETO, checkpoint_blocks=2, pad_vocabulary=64, learning_rate=1 / 3,
 )  # fmt: skip
+PLAIN = {"compile_blocks": False, "checkpoint_blocks": 0, "pad_vocabulary": 1}
+"""What a model of one's own does not know."""
 STATE = GpuState(
     sm_clock_hz=1_980_000_000, max_sm_clock_hz=2_000_000_000, memory_clock_hz=3_000_000_000, power_w=700.25,
     temperature_c=-1, throttle_reasons=("power cap", "hardware thermal"), other_processes=2,
@@ -87,6 +90,7 @@ FULL = RunRecord(
         peak_allocated_bytes=2**53 + 1, peak_reserved_bytes=1, first_step_peak_allocated_bytes=2, segments_allocated=3,
         alloc_retries=4,
     ),
+    compilation=Compilation(seconds=0.1, graphs=2, graph_breaks=3, recompiles=4),
     telemetry=Telemetry(before=STATE, after=replace(STATE, power_w=0.1), energy_per_step_j=0.3),
     environment=Environment(
         identity=Identity(device_name="NVIDIA H100", driver="580.1", torch="2.13.0", code="0123456789abcdef"),
@@ -118,14 +122,19 @@ def at_default(value: object, path: str = "record") -> list[str]:
 
 
 def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: Path) -> None:
-    # Compiled blocks and a model of one's own exclude each other; there is one version only.
-    assert at_default(FULL) == ["record.config.model_factory", "record.format_version"]
+    # Compiled blocks and a model of one's own exclude each other, and so do fp16 and shortcuts; there is one version.
+    assert at_default(FULL) == [
+        "record.config.cast_once", "record.config.cuda_graph", "record.config.model_factory", "record.format_version",
+    ]  # fmt: skip
     path = write_record(FULL, tmp_path)
     assert path == tmp_path / f"{FULL.key}.json"
     assert read_record(path) == FULL
-    own = replace(FULL, config=replace(CONFIG, compile_blocks=False, checkpoint_blocks=0, model_factory="a.b:c"))
+    own = replace(FULL, config=replace(CONFIG, **PLAIN, model_factory="a.b:c"))
     assert read_record(write_record(own, tmp_path)) == own
-    assert len(list(tmp_path.iterdir())) == 2, "nothing temporary is left"
+    graph = {"precision": Precision.BF16, "compile": CompileMode.DEFAULT, "sync_phases": False, "cuda_graph": True}
+    fast = replace(FULL, config=replace(CONFIG, **graph, cast_once=True))
+    assert read_record(write_record(fast, tmp_path)) == fast
+    assert len(list(tmp_path.iterdir())) == 3, "nothing temporary is left"
 
 
 def test_another_json_library_reads_the_same(tmp_path: Path) -> None:
@@ -291,7 +300,7 @@ def test_a_model_named_in_a_record_is_never_imported(tmp_path: Path, monkeypatch
     (tmp_path / "trap_for_records.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\ndef model(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    config = replace(CONFIG, compile_blocks=False, checkpoint_blocks=0, model_factory="trap_for_records:model")
+    config = replace(CONFIG, **PLAIN, model_factory="trap_for_records:model")
     write_record(replace(FULL, config=config), tmp_path)
     records, problems = load_records(tmp_path)
     assert [record.config.model_factory for record in records] == ["trap_for_records:model"]
