@@ -17,6 +17,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile
 from cs336_systems.config import SIZES, CompileMode, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measurement import measure
+from cs336_systems.planning import Plan
 from cs336_systems.profiling import Annotator, annotate, set_annotator
 from cs336_systems.record import Status, load_records
 from cs336_systems.store import kernel_profile_path, raw_profile_path
@@ -166,7 +167,8 @@ def test_without_nsys_the_times_are_kept_and_what_to_install_is_said(
     monkeypatch.setenv("PATH", str(tmp_path))
     asked: list[RunConfig] = []
     monkeypatch.setattr(command, "measure_all", lambda configs, *_, **__: asked.extend(configs) or 0)
-    monkeypatch.setattr(command.SweepArguments, "configs", lambda self: [CONFIG.unprofiled, CONFIG])
+    plan = Plan(configs=(CONFIG.unprofiled, CONFIG), too_large=())
+    monkeypatch.setattr(command.SweepArguments, "plan", lambda self: plan)
     assert command.run(command.SweepArguments(nsys=True, name="p", output=tmp_path)) == 1
     assert asked == [CONFIG.unprofiled]
     said = capsys.readouterr().err

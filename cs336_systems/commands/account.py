@@ -69,15 +69,14 @@ class AccountArguments:
         """The run that these flags mean; raise ValueError where they mean none."""
         return make_config(
             self.model,
-            StepArguments(
-                batch_size=self.batch_size, optimizer=self.optimizer, checkpoint_blocks=self.checkpoint_blocks
-            ),
+            StepArguments(batch_size=self.batch_size, optimizer=self.optimizer),
             Device.CUDA,
             size=self.size,
             context_length=self.context_length,
             mode=self.mode,
             precision=one_precision(self.precision, self.mixed_precision),
             warmup_steps=5,
+            checkpoint_blocks=self.checkpoint_blocks,
         )
 
     def check(self) -> None:

@@ -49,6 +49,9 @@ class BenchmarkArguments:
     """Short for --precision bf16."""
     warmup_steps: int = 5
     """Steps before the timed ones."""
+    checkpoint_blocks: int = 0
+    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
+    0 keeps everything."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     profile: Switch = False
@@ -73,6 +76,7 @@ class BenchmarkArguments:
             mode=self.mode,
             precision=one_precision(self.precision, self.mixed_precision),
             warmup_steps=self.warmup_steps,
+            checkpoint_blocks=self.checkpoint_blocks,
         )  # fmt: skip
         return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
 

@@ -91,9 +91,6 @@ class StepArguments:
     """Mode of torch.compile; none is eager."""
     compile_blocks: Switch = False
     """Compile block by block: seconds instead of tens of seconds to wait."""
-    checkpoint_blocks: int = 0
-    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
-    0 keeps everything."""
     pad_vocabulary: int = 1
     """Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss."""
     cast_once: Switch = False
@@ -145,6 +142,7 @@ def make_config(
     mode: Mode,
     precision: Precision,
     warmup_steps: int,
+    checkpoint_blocks: int = 0,
 ) -> RunConfig:
     """One configuration from flags; raise ValueError where a value cannot be meant."""
     if size not in SIZES:
@@ -169,6 +167,7 @@ def make_config(
         precision=precision,
         device=device,
         warmup_steps=warmup_steps,
+        checkpoint_blocks=checkpoint_blocks,
         model_factory=model.model,
         **{f.name: getattr(step, f.name) for f in fields(step) if f.name != "device"},
     )

@@ -62,6 +62,9 @@ class SweepArguments:
     """Short for --precisions bf16."""
     warmup_steps: tuple[int, ...] = (5,)
     """Steps before the timed ones; several make a warm-up study."""
+    checkpoint_blocks: tuple[int, ...] = (0,)
+    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
+    0 keeps everything. Several make a study of what it costs and saves."""
     repeats: int = 1
     """Fresh processes per configuration, interleaved; the confidence interval is then over process means."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
@@ -91,7 +94,7 @@ class SweepArguments:
     """Print what would run, and stop."""
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "context_lengths", "modes", "precisions", "warmup_steps"):
+        for name in ("sizes", "context_lengths", "modes", "precisions", "warmup_steps", "checkpoint_blocks"):
             if getattr(self, name) == ():
                 raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
         check_limits(self.timeout_s, self.repeats, least_repeats=1)
@@ -112,13 +115,15 @@ class SweepArguments:
             self.modes,
             self.chosen_precisions,
             self.warmup_steps,
+            self.checkpoint_blocks,
         )
         once = [
             make_config(
                 self.model, self.step, device,
                 size=size, context_length=context_length, mode=mode, precision=precision, warmup_steps=warmup_steps,
+                checkpoint_blocks=checkpoint_blocks,
             )
-            for size, context_length, mode, precision, warmup_steps in grid
+            for size, context_length, mode, precision, warmup_steps, checkpoint_blocks in grid
         ]  # fmt: skip
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)

@@ -44,9 +44,11 @@ COLUMNS = (
     "forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms", "optimizer_mean_ms", "optimizer_std_ms",
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
-    "predicted_peak_gib",
+    "predicted_peak_gib", "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate",
 )  # fmt: skip
 """Columns of results.csv, in order."""
+SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]
+"""Columns of settings that make a step smaller or faster, and of the learning rate."""
 QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
 """Columns that were measured or follow from what was measured; NaN where that is unknown."""
 
@@ -159,7 +161,16 @@ def order(config: RunConfig) -> tuple[object, ...]:
     model = config.model
     shape = (model.d_model, model.num_layers, model.d_ff, model.num_heads)
     precision, mode = list(Precision).index(config.precision), list(Mode).index(config.mode)
-    return (rank, config.size, *shape, model.context_length, precision, mode, config.warmup_steps)
+    return (
+        rank,
+        config.size,
+        *shape,
+        model.context_length,
+        precision,
+        mode,
+        config.warmup_steps,
+        config.checkpoint_blocks,
+    )
 
 
 def _row(group: Sequence[RunRecord]) -> dict[str, object]:
@@ -192,6 +203,7 @@ def _row(group: Sequence[RunRecord]) -> dict[str, object]:
         "status": str(failed[0].status if failed else Status.OK),
         "error": next((record.failure.message for record in failed if record.failure is not None), None),
         "warnings": ";".join(codes) or None,
+        **{name: getattr(config, name) for name in SHORTCUTS},
     }
     if (predicted_bytes := predicted_peak_bytes(config)) is not None:
         row["predicted_peak_gib"] = predicted_bytes / 2**30

@@ -5,14 +5,25 @@ from typing import Any
 
 from cs336_systems.config import RunConfig
 from cs336_systems.record import RunRecord
-from cs336_systems.report.frame import COLUMNS, rows_of, to_frame
+from cs336_systems.report.frame import COLUMNS, SHORTCUTS, rows_of, to_frame
 
-IDENTITY = tuple(name for name in COLUMNS[: COLUMNS.index("warmup_steps")] if name != "world_size")
+IDENTITY = (*(name for name in COLUMNS[: COLUMNS.index("warmup_steps")] if name != "world_size"), *SHORTCUTS)
 """Columns of results.csv that say which configuration a row is of."""
-_TOLD = ("mode", "precision", "batch_size", "attention", "compile", "optimizer", "arch", "device_name", "profiler")
+_TOLD = ("mode", "precision", "batch_size", "attention", "compile", "optimizer", "arch", "device_name", "profiler",
+         *SHORTCUTS)  # fmt: skip
 """Settings that have a column of their own where they vary."""
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
-_WORDS = {"context_length": "ctx {}", "batch_size": "batch {}", "repeat": "#{}", **{n: f"{n} {{}}" for n in _SHAPE}}
+_WORDS = {
+    "context_length": "ctx {}",
+    "batch_size": "batch {}",
+    "repeat": "#{}",
+    "checkpoint_blocks": "checkpoint {}",
+    "pad_vocabulary": "padded to {}",
+    "cast_once": "cast once {}",
+    "cuda_graph": "graph {}",
+    "learning_rate": "lr {}",
+    **{n: f"{n} {{}}" for n in _SHAPE},
+}
 
 
 def identity(config: RunConfig, record: RunRecord) -> dict[str, Any]:

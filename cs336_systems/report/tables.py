@@ -18,7 +18,7 @@ from cs336_systems.report.formats import (
     significant,
     to_csv,
 )
-from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.frame import COLUMNS, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -88,9 +88,20 @@ def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
     shapes = frame[["size", *SHAPE]].drop_duplicates()
     told = [] if shapes["size"].is_unique else [name for name in SHAPE if shapes[name].nunique() > 1]
     varying = [name for name in SETTINGS if name != "precision" and frame[name].dropna().nunique() > 1]
-    numbers = {*SHAPE, "context_length", "batch_size", "world_size", "warmup_steps", "measured_steps"}
+    numbers = {
+        *SHAPE,
+        "context_length",
+        "batch_size",
+        "world_size",
+        "warmup_steps",
+        "measured_steps",
+        "checkpoint_blocks",
+        "pad_vocabulary",
+        "learning_rate",
+    }
     names = {"context_length": "context", "device_name": "device", "warmup_steps": "warm-up", "batch_size": "batch",
-             "measured_steps": "steps", "world_size": "processes"}  # fmt: skip
+             "measured_steps": "steps", "world_size": "processes",
+             **{name: name.replace("_", " ") for name in SHORTCUTS}}  # fmt: skip
     return [
         Column(Heading(names.get(name, name), numeric=name in numbers), _text(name))
         for name in ("size", *told, "context_length", "precision", *varying)

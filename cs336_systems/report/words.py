@@ -1,9 +1,12 @@
 """How tables and pictures say the settings and the end of a run."""
 
+from dataclasses import fields
+
 import pandas as pd
 
-from cs336_systems.config import Mode
+from cs336_systems.config import Mode, RunConfig
 from cs336_systems.record import Status
+from cs336_systems.report.frame import SHORTCUTS
 
 STATUS_WORDS = {
     Status.OK: "ok",
@@ -32,13 +35,20 @@ SETTINGS = {
     "world_size": "{} processes",
     "warmup_steps": "{} warm-up steps",
     "measured_steps": "{} measured steps",
+    "checkpoint_blocks": "a checkpoint every {} blocks",
+    "pad_vocabulary": "vocabulary padded to a multiple of {}",
+    "cast_once": "weights cast once",
+    "cuda_graph": "the whole step one CUDA graph",
+    "learning_rate": "learning rate {}",
 }
 """How to say a setting that all rows share; one that varies has a column, or a picture, of its own."""
+
+_DEFAULTS = {field.name: field.default for field in fields(RunConfig)}
 
 
 def describe(frame: pd.DataFrame) -> str:
     """The settings that all rows share, in words, without those that say nothing."""
-    unsaid = {("compile", "none"), ("world_size", 1)}
+    unsaid = {("compile", "none"), ("world_size", 1)} | {(name, _DEFAULTS[name]) for name in SHORTCUTS}
     if Mode.TRAIN not in set(frame["mode"]):
         unsaid |= {("optimizer", kind) for kind in frame["optimizer"]}
     shared = {name: frame[name].dropna().unique() for name in SETTINGS}

@@ -357,3 +357,11 @@ def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(capsys: pyte
     printed = capsys.readouterr().out
     assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
     assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, predicted peak \d\.\d GiB", printed)
+
+
+def test_checkpointing_is_an_axis_of_a_sweep() -> None:
+    found = grid("--sizes tiny --context-lengths 64 --checkpoint-blocks 0 1 2 --warmup-steps 1 2")
+    assert [(config.checkpoint_blocks, config.warmup_steps) for config in found] == [
+        (blocks, steps) for steps in (1, 2) for blocks in (0, 1, 2)
+    ]
+    assert name("--checkpoint-blocks 0 1 2") == "train_fp32_checkpoint-blocks-0-1-2_cpu"

@@ -21,7 +21,8 @@ CONTRACT = """size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, cont
 attention, compile, optimizer, world_size, device_name, warmup_steps, measured_steps, status, error,
 forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_mean_ms, optimizer_std_ms,
 step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
-tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib"""
+tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib,
+checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate"""
 
 
 def only_row(*records):
