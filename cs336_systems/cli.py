@@ -10,6 +10,7 @@ import tyro
 from cs336_systems.commands import account as _account
 from cs336_systems.commands import attention as _attention
 from cs336_systems.commands import benchmark as _benchmark
+from cs336_systems.commands import ceilings as _ceilings
 from cs336_systems.commands import compare as _compare
 from cs336_systems.commands import fusion as _fusion
 from cs336_systems.commands import kernels as _kernels
@@ -30,6 +31,7 @@ Command = (
     | Annotated[_account.AccountArguments, tyro.conf.subcommand("account")]
     | Annotated[_fusion.FusionArguments, tyro.conf.subcommand("fusion")]
     | Annotated[_attention.AttentionArguments, tyro.conf.subcommand("attention")]
+    | Annotated[_ceilings.CeilingsArguments, tyro.conf.subcommand("ceilings")]
     | Annotated[_compare.CompareArguments, tyro.conf.subcommand("compare")]
     | Annotated[_report.ReportArguments, tyro.conf.subcommand("report")]
 )
@@ -95,6 +97,7 @@ _COMMANDS: dict[type, Callable[..., int]] = {
     _account.AccountArguments: _account.run,
     _fusion.FusionArguments: _fusion.run,
     _attention.AttentionArguments: _attention.run,
+    _ceilings.CeilingsArguments: _ceilings.run,
     _compare.CompareArguments: _compare.run,
     _report.ReportArguments: _report.run,
 }

@@ -21,7 +21,7 @@ LEVELS = (
     ("config", "ranges", "process", "locks", "statistics", "report.formats"),
     ("hardware", "record", "nsys_run", "prediction.*"),
     ("memory_model", "accounting", "napkin", "nvml", "quality", "store"),
-    ("studies.attention_records", "studies.fusion_records"),
+    ("studies.attention_records", "studies.fusion_records", "studies.ceilings_records", "studies.ceilings_files"),
     ("planning",),
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
@@ -34,8 +34,8 @@ LEVELS = (
     ("report.terminal",),
     ("memory_recording",),
     ("watching",),
-    ("measurement", "studies.precision", "studies.fusion_ops"),
-    ("worker", "studies.precision_tables", "studies.fusion_study"),
+    ("measurement", "studies.precision", "studies.fusion_ops", "studies.ceilings_timing", "studies.ceilings_ranks"),
+    ("worker", "studies.precision_tables", "studies.fusion_study", "studies.ceilings_study"),
     ("isolation",),
     ("studies.attention_cell",),
     ("interrupts", "studies.attention_study"),
@@ -52,6 +52,7 @@ NEEDS_TORCH = {
     "adamw_kernel", "step_graph", "weights", "master_adamw",
     "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",
     "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
+    "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",
 }  # fmt: skip
 
 

@@ -1,0 +1,182 @@
+"""`cs336 ceilings`: what this machine reaches at its best, beside what its data sheet promises."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cs336_systems.commands.flags import DeviceChoice, Switch, checked_name, resolve_device, unset, value_or
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked
+from cs336_systems.config import SIZES, Device
+from cs336_systems.environment import identity
+from cs336_systems.nvml import visible_gpus
+from cs336_systems.record import read_record
+from cs336_systems.store import make_writable
+from cs336_systems.studies.ceilings_files import encode_study, read_study
+from cs336_systems.studies.ceilings_records import CeilingsGrid, ProductPrecision, Shape
+
+if TYPE_CHECKING:
+    from cs336_systems.report.roofline import StepParts
+
+GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
+GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
+GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 128)
+CPU_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.BF16)
+GPU_LOOP_S, CPU_LOOP_S = 0.06, 0.02
+BATCH_SIZE = 4
+ALIGNED, PADDED = 8, 128
+"""Elements of half precision that tensor cores load at once (16 bytes), and what a vocabulary is padded to."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CeilingsArguments:
+    """Measure what this machine reaches: matrix products by precision and size, memory, launches, all-reduce.
+
+    Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables and plots; other commands take them for the
+    measured ceilings of this device. With --profile the parts of a step stand on the roofline too.
+    """
+
+    sizes: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")] = (
+        None
+    )
+    """Sides of square matrices."""
+    presets: Annotated[
+        tuple[str, ...] | None, unset("[SIZE ...]", "small medium large xl 2.7B gpt2 on a GPU, tiny on a CPU")
+    ] = None
+    """Presets whose first feed-forward product to measure, at batch 4 and the preset's context, and whose head, as it
+    is and padded, if the vocabulary is no multiple of 8."""
+    precisions: Annotated[tuple[ProductPrecision, ...] | None, unset("NAME [NAME ...]", "all; fp32 bf16 on a CPU")] = (
+        None
+    )
+    """fp32, tf32, bf16, fp16, fp8 (e4m3)."""
+    memory_mib: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 128 on a CPU")] = (
+        None
+    )
+    """What a copy, a sum and an AdamW step move; also what an all-reduce sums (MiB)."""
+    world_size: Annotated[int | None, unset("INT", "all GPUs, 1 on a CPU")] = None
+    """Processes of an all-reduce, on a GPU each; 1 leaves it out."""
+    loops: int = 5
+    """Timed loops of each cell, whose median counts."""
+    loop_s: Annotated[float | None, unset("FLOAT", "0.06 on a GPU, 0.02 on a CPU")] = None
+    """Least time of one loop (seconds)."""
+    profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
+    """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline."""
+    record: Annotated[Path | None, unset("JSON", "the run's own, if --profile is one of benchmark_sweep.py's")] = None
+    """Record of the profiled run; it says what was computed."""
+    measured: Annotated[Path | None, unset("FILE", "measure now")] = None
+    """ceilings.json of an earlier study: measure nothing, and write its tables and plots again beside it."""
+    device: DeviceChoice = "auto"
+    """Where to run; auto is the GPU if there is one."""
+    seed: int = 0
+    """Seed of the matrices."""
+    name: Annotated[str | None, unset("NAME", "the device's")] = None
+    """Name of the directory."""
+    output: Path = Path("data")
+    """Directory for results."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+
+    def grid(self) -> CeilingsGrid:
+        """What these flags mean to measure; raise ValueError where they mean nothing."""
+        device = resolve_device(self.device)
+        on_gpu = device is Device.CUDA
+        sizes = value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
+        squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
+        layers = layer_shapes(value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
+        memory_mib = value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
+        return CeilingsGrid(
+            device=device,
+            shapes=(*squares, *layers),
+            precisions=value_or(self.precisions, tuple(ProductPrecision) if on_gpu else CPU_PRECISIONS),
+            stream_bytes=tuple(size * MIB for size in memory_mib),
+            loops=self.loops,
+            loop_s=value_or(self.loop_s, GPU_LOOP_S if on_gpu else CPU_LOOP_S),
+            world_size=self._world_size(device),
+            seed=self.seed,
+        )
+
+    def _world_size(self, device: Device) -> int:
+        gpus = len(visible_gpus())
+        if device is Device.CUDA and self.world_size is not None and self.world_size > gpus:
+            raise ValueError(f"--world-size {self.world_size} needs as many GPUs, this process sees {gpus}")
+        return value_or(self.world_size, gpus if device is Device.CUDA else 1)
+
+    def directory(self) -> Path:
+        """Where the results go; raise ValueError for a name that is no plain directory name."""
+        if self.measured is not None:
+            if self.name is not None:
+                raise ValueError("--measured writes beside its file: leave --name out")
+            return self.measured.parent
+        return self.output / "ceilings" / (checked_name(self.name) if self.name else _device_word(self.device))
+
+
+def _device_word(device: DeviceChoice) -> str:
+    """The device as the name of a directory."""
+    if resolve_device(device) is Device.CPU:
+        return "cpu"
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", visible_gpus()[0].name).strip("-")
+
+
+def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
+    """The first feed-forward product of each preset, and the head where the vocabulary is unlucky.
+
+    Raises ValueError for an unknown preset.
+    """
+    if unknown := [name for name in presets if name not in SIZES]:
+        raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
+    shapes = []
+    for name in dict.fromkeys(presets):
+        model = SIZES[name]
+        tokens = BATCH_SIZE * model.context_length
+        shapes.append(Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward"))
+        if model.vocab_size % ALIGNED:
+            head = Shape(rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head")
+            padded = -(-model.vocab_size // PADDED) * PADDED
+            shapes += [head, Shape(rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head, padded")]
+    return tuple(shapes)
+
+
+def run(arguments: CeilingsArguments) -> int:
+    """Measure in this process, or read what was measured; print, and write."""
+    directory, grid = checked(arguments.directory), checked(arguments.grid)
+    study = None if arguments.measured is None else read_study(arguments.measured)
+    device_name = identity(grid.device).device_name if study is None else study.device_name
+    parts = None if arguments.profile is None else _parts(arguments.profile, arguments.record, device_name)
+    make_writable(directory)
+    from cs336_systems.report.ceilings import ceilings_tables, write_ceilings
+    from cs336_systems.report.terminal import print_table, say
+
+    if study is None:
+        from cs336_systems.studies.ceilings_study import run_ceilings_study
+
+        study = run_ceilings_study(grid)
+    write_ceilings(study, directory, parts)
+    if arguments.json:
+        sys.stdout.write(encode_study(study).decode())
+    else:
+        for table in ceilings_tables(study, parts):
+            print_table(table)
+        say(f"results: {directory}")
+    return OK if all(timing.status.is_result for timing in study.timings) else FAILED
+
+
+def _parts(path: Path, record: Path | None, device_name: str) -> "StepParts":
+    """Parts of the profiled step; raise UsageError where they are of another device or nobody knows what was run."""
+    from cs336_systems.analysis.kernels.step_profile import read_profile
+    from cs336_systems.report.roofline import step_parts
+
+    profile = read_profile(path)
+    if profile is None:
+        raise UsageError(
+            f"{path}: --profile needs what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
+        )
+    if profile.device_names and device_name not in profile.device_names:
+        raise UsageError(f"{path} is of {', '.join(profile.device_names)}, the ceilings are of {device_name}")
+    beside = path.parent.parent / "runs" / path.name
+    if record is None and not beside.is_file():
+        raise UsageError(f"{path}: what was run is not known, there is no {beside}; give its record with --record")
+    config = read_record(record or beside).config
+    return checked(lambda: step_parts(profile, config))

@@ -1,0 +1,209 @@
+"""What a machine reaches, for people: a summary beside the data sheet, what it means for a step, and all files."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.config import Device
+from cs336_systems.hardware import find_device
+from cs336_systems.report.ceilings_plots import ceilings_pictures
+from cs336_systems.report.ceilings_tables import (
+    GIGA,
+    MIB,
+    TERA,
+    Fields,
+    launch_words,
+    launches_listing,
+    percent,
+    products_listing,
+    promised_bandwidth,
+    promised_flops,
+    ratio,
+    reductions_listing,
+    scaled,
+    streams_listing,
+)
+from cs336_systems.report.drawing import to_png
+from cs336_systems.report.formats import Column, Heading, Table, make_table, significant
+from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
+from cs336_systems.report.roofline import StepParts, parts_listing
+from cs336_systems.report.roofline_plot import draw_roofline
+from cs336_systems.studies.ceilings_files import FILE_NAME, encode_study
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream
+
+BUSY = 1.5
+"""Load for each CPU above which others must have been at work too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """One line of the summary."""
+
+    name: str
+    value: float
+    """In SI units."""
+    unit: str
+    unit_value: float
+    """What one of `unit` is in SI units."""
+    promised: float | None = None
+    """By the data sheet, in SI units."""
+    reached_at: str = ""
+
+
+def ceilings_of(study: CeilingsStudy) -> list[Ceiling]:
+    """The best of each kind, those without a time left out."""
+    return [*_product_ceilings(study), *_memory_ceilings(study), *_launch_ceilings(study), *_reduce_ceilings(study)]
+
+
+def _product_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+    spec = find_device(study.device_name)
+    for precision in dict.fromkeys(study.grid.precisions):
+        best = study.best_product(precision)
+        if best is not None and best.flops_per_s is not None:
+            yield Ceiling(
+                name=f"{precision} product",
+                value=best.flops_per_s,
+                unit="TFLOP/s",
+                unit_value=TERA,
+                promised=promised_flops(spec, precision),
+                reached_at=best.shape.label,
+            )
+
+
+def _memory_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+    for stream in Stream:
+        largest = study.largest_stream(stream)
+        if largest is not None and largest.bytes_per_s is not None:
+            yield Ceiling(
+                name=f"{stream} (memory)",
+                value=largest.bytes_per_s,
+                unit="GB/s",
+                unit_value=GIGA,
+                promised=promised_bandwidth(study),
+                reached_at=f"{significant(largest.moved_bytes / MIB)} MiB",
+            )
+
+
+def _launch_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+    for launch in Launch:
+        if (time_s := study.launch_s(launch)) is not None:
+            yield Ceiling(name=f"kernel, {launch_words(study, launch)}", value=time_s, unit="µs", unit_value=1e-6)
+
+
+def _reduce_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+    timed = [(rate, cell) for cell in study.reductions if (rate := cell.bus_bytes_per_s) is not None]
+    if timed:
+        rate, best = max(timed, key=lambda pair: pair[0])
+        yield Ceiling(
+            name=f"all-reduce among {best.world_size} (bus)",
+            value=rate,
+            unit="GB/s",
+            unit_value=GIGA,
+            reached_at=f"{significant(best.num_bytes / MIB)} MiB",
+        )
+
+
+def ceilings_tables(study: CeilingsStudy, parts: StepParts | None = None) -> list[Table]:
+    """The summary, then all cells of one kind after the other, then the parts of a step, where there are any."""
+    return [table for listing in ceilings_listings(study, parts) for table in listing.tables]
+
+
+def ceilings_listings(study: CeilingsStudy, parts: StepParts | None = None) -> list[Listing]:
+    """All subjects in the order to read them; one that there is nothing of is empty."""
+    return [
+        summary_listing(study),
+        products_listing(study),
+        streams_listing(study),
+        launches_listing(study),
+        reductions_listing(study),
+        parts_listing(study, parts),
+    ]
+
+
+def summary_listing(study: CeilingsStudy) -> Listing:
+    """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
+    rows = ceilings_of(study)
+    columns: list[Column[Ceiling]] = [
+        Column(Heading("ceiling", numeric=False), lambda row: row.name),
+        Column(Heading("measured"), lambda row: significant(row.value / row.unit_value)),
+        Column(Heading("unit", numeric=False), lambda row: row.unit),
+    ]
+    if any(row.promised for row in rows):
+        columns += [
+            Column(Heading("data sheet"), lambda row: scaled(row.promised, row.unit_value)),
+            Column(Heading("of data sheet", "%"), lambda row: percent(row.value, row.promised)),
+        ]
+    columns.append(Column(Heading("reached at", numeric=False), lambda row: row.reached_at))
+    fields: Fields = {
+        "ceiling": lambda row: row.name,
+        "device_name": lambda _: study.device_name,
+        "measured": lambda row: row.value / row.unit_value,
+        "unit": lambda row: row.unit,
+        "data_sheet": lambda row: ratio(row.promised, row.unit_value),
+        "data_sheet_share": lambda row: ratio(row.value, row.promised),
+        "reached_at": lambda row: row.reached_at,
+    }
+    table = make_table(f"Ceilings of {study.device_name}", columns, rows, _findings(study))
+    return Listing(name="results", tables=(table,), csv=csv_of(fields, rows))
+
+
+def _findings(study: CeilingsStudy) -> Iterator[str]:
+    """What the ceilings mean for a step."""
+    rates, bandwidth, launch_s = study.product_ceilings, study.bandwidth(), study.launch_s(Launch.EAGER)
+    if rates and bandwidth is not None:
+        texts = [f"{name} {significant(rate / bandwidth, 3)}" for name, rate in rates.items()]
+        yield f"FLOPs per byte below which memory, not arithmetic, is the limit: {', '.join(texts)}."
+    sides = {name: _half_rate_side(study, name, rate) for name, rate in rates.items()}
+    if any(sides.values()):
+        texts = [f"{name} {side}" for name, side in sides.items() if side is not None]
+        yield f"Square products run at half of their ceiling or more from these sides on: {', '.join(texts)}."
+    if rates and launch_s is not None and study.grid.device is Device.CUDA:
+        texts = [f"{name} {(launch_s * rate / 2) ** (1 / 3):,.0f}" for name, rate in rates.items()]
+        yield (
+            "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
+            f"{', '.join(texts)}."
+        )
+    yield from _padding(study)
+    yield from _company(study)
+
+
+def _half_rate_side(study: CeilingsStudy, precision: ProductPrecision, ceiling: float) -> int | None:
+    """The least side from which on all square products run at half of the ceiling; None where all do, or none."""
+    squares = {
+        cell.shape.rows: rate
+        for cell in study.products_of(precision)
+        if cell.shape.is_square and (rate := cell.flops_per_s) is not None
+    }
+    slowest = max((side for side, rate in squares.items() if rate < ceiling / 2), default=None)
+    return None if slowest is None else min((side for side in squares if side > slowest), default=None)
+
+
+def _padding(study: CeilingsStudy) -> Iterator[str]:
+    """What padding gains, for pairs of products of which one is called as the other with `, padded`."""
+    by_name = {(cell.shape.name, cell.precision): cell for cell in study.products}
+    for name in dict.fromkeys(shape.name for shape in study.grid.shapes):
+        gains = {}
+        for precision in dict.fromkeys(study.grid.precisions):
+            pair = by_name.get((name, precision)), by_name.get((f"{name}, padded", precision))
+            plain_s, padded_s = (cell.timing.time_s if cell else None for cell in pair)
+            if plain_s is not None and padded_s is not None:
+                gains[precision] = significant(plain_s / padded_s, 3)
+        if gains:
+            yield f"{name}, times as fast with padded columns: {', '.join(f'{n} {gain}' for n, gain in gains.items())}."
+
+
+def _company(study: CeilingsStudy) -> Iterator[str]:
+    """What others did to the times on a CPU, where an operation waits for the slowest of its threads."""
+    load, cpus = study.environment.load_1min, study.environment.cpu_count
+    if study.grid.device is Device.CPU and load is not None and load > BUSY * cpus:
+        yield f"The machine was busy (load {load:.1f} on {cpus} CPUs): it can reach more than this."
+
+
+def write_ceilings(study: CeilingsStudy, directory: Path, parts: StepParts | None = None) -> list[Path]:
+    """Write ceilings.json, each subject as tables, and plots/ into the directory, which is made; return the paths."""
+    files: dict[str, str | bytes] = {FILE_NAME: encode_study(study)}
+    for listing in ceilings_listings(study, parts):
+        files |= texts_of(listing)
+    pictures = {**ceilings_pictures(study), "roofline": draw_roofline(study, parts)}
+    files |= {f"plots/{name}.png": b"" if figure is None else to_png(figure) for name, figure in pictures.items()}
+    return write_files(files, directory)

@@ -1,0 +1,295 @@
+"""What a machine reaches at its best, beside what its data sheet promises: what to run, and what came of it.
+
+Matrix products, memory, launches, all-reduce. The best product and the largest copy of a study are the ceilings that
+later shares are shares of.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+from typing import Annotated
+
+import msgspec
+
+from cs336_systems.config import Device
+from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure
+from cs336_systems.studies.attention_records import CellStatus
+
+FORMAT_VERSION = 1
+MAX_SIDE = 2**20
+MAX_BYTES = 2**42
+MAX_LOOPS = 1000
+MIN_TIME_S = 1e-9
+FP32_BYTES = 4
+
+Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIDE)]
+"""Rows or columns of a matrix; bounded so that a slip of the keyboard asks for no petabyte."""
+
+
+class ProductPrecision(StrEnum):
+    """What a matrix product multiplies. Sums are in fp32; fp8 is e4m3 with one scale for each matrix."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+
+FACTOR_BYTES = {
+    ProductPrecision.FP32: 4, ProductPrecision.TF32: 4, ProductPrecision.BF16: 2, ProductPrecision.FP16: 2,
+    ProductPrecision.FP8: 1,
+}  # fmt: skip
+RESULT_BYTES = FACTOR_BYTES | {ProductPrecision.FP8: 2}
+"""The result of an fp8 product is in bf16."""
+
+
+class Stream(StrEnum):
+    """What passes over memory once: a copy, a sum (which only reads), PyTorch's fused AdamW on one flat tensor."""
+
+    COPY = "copy"
+    READ = "read"
+    ADAMW = "adamw"
+
+
+STREAM_BYTES = {Stream.COPY: 2 * FP32_BYTES, Stream.READ: FP32_BYTES, Stream.ADAMW: 7 * FP32_BYTES}
+"""Moved for each element. AdamW: parameter, gradient and both moments read, all but the gradient written."""
+
+
+class Launch(StrEnum):
+    """How a kernel that does next to nothing is launched: each by the host, or many as one CUDA graph."""
+
+    EAGER = "eager"
+    GRAPH = "graph"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A product of (rows, inner) by (inner, columns), as a linear layer makes it: the second matrix is transposed."""
+
+    rows: Side
+    inner: Side
+    columns: Side
+    name: str = "square"
+
+    def __post_init__(self) -> None:
+        sides = (self.rows, self.inner, self.columns)
+        if not 1 <= min(sides) <= max(sides) <= MAX_SIDE:
+            raise ValueError(f"sides of a product must be from 1 to {MAX_SIDE}, got {self.label}")
+
+    @property
+    def label(self) -> str:
+        """`rows x inner x columns`."""
+        return f"{self.rows} x {self.inner} x {self.columns}"
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as 2."""
+        return 2 * self.rows * self.inner * self.columns
+
+    @property
+    def cube_side(self) -> float:
+        """Side of the square product with as many FLOPs."""
+        return float((self.flops // 2) ** (1 / 3))
+
+    @property
+    def is_square(self) -> bool:
+        return self.rows == self.inner == self.columns
+
+    def moved_bytes(self, precision: ProductPrecision) -> int:
+        """Both factors read once and the result written once: no product can do with less."""
+        factors = self.rows * self.inner + self.inner * self.columns
+        return FACTOR_BYTES[precision] * factors + RESULT_BYTES[precision] * self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CeilingsGrid:
+    """What to run."""
+
+    device: Device
+    shapes: tuple[Shape, ...]
+    precisions: tuple[ProductPrecision, ...]
+    stream_bytes: tuple[int, ...]
+    """Bytes that a pass over memory moves; also sizes of the tensor to reduce."""
+    loops: int = 5
+    """Loops of each cell, whose median counts."""
+    loop_s: float = 0.06
+    """Least time of a loop: repetitions are added until it takes as long."""
+    world_size: int = 1
+    """Processes of an all-reduce, each with a GPU of its own; 1 leaves it out."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if empty := [name for name in ("shapes", "precisions", "stream_bytes") if not getattr(self, name)]:
+            raise ValueError(f"{empty[0]} needs at least one value")
+        if not STREAM_BYTES[Stream.ADAMW] <= min(self.stream_bytes) <= max(self.stream_bytes) <= MAX_BYTES:
+            raise ValueError(
+                f"stream_bytes must be from {STREAM_BYTES[Stream.ADAMW]} to {MAX_BYTES}, got {self.stream_bytes}"
+            )
+        if not 1 <= self.loops <= MAX_LOOPS:
+            raise ValueError(f"loops must be from 1 to {MAX_LOOPS}, got {self.loops}")
+        if not 0 < self.loop_s <= 60:
+            raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loops:
+    """Raw times of loops of `count` repetitions each. Statistics are derived from them, never stored."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    times_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
+            raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
+
+    @property
+    def median_s(self) -> float:
+        """Time of one repetition in the median loop."""
+        return median(self.times_s) / self.count
+
+    @property
+    def spread(self) -> float:
+        """Slowest loop over fastest, less 1."""
+        return max(self.times_s) / min(self.times_s) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Loops of one cell, or why there are none."""
+
+    status: CellStatus
+    failure: Failure | None = None
+    loops: Loops | None = None
+
+    @property
+    def time_s(self) -> float | None:
+        """Time of one repetition; None unless status is ok."""
+        return None if self.loops is None else self.loops.median_s
+
+    def rate(self, amount: float) -> float | None:
+        """So much of something for each repetition, per second."""
+        return None if self.loops is None else amount / self.loops.median_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductCell:
+    """One matrix product."""
+
+    precision: ProductPrecision
+    shape: Shape
+    timing: Timing
+
+    @property
+    def flops_per_s(self) -> float | None:
+        return self.timing.rate(self.shape.flops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCell:
+    """One pass over memory."""
+
+    stream: Stream
+    moved_bytes: Count
+    timing: Timing
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes read plus bytes written, per second."""
+        return self.timing.rate(self.moved_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCell:
+    """One kernel that does next to nothing, among many in a row, by the host's clock; on a CPU, one operation."""
+
+    launch: Launch
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceCell:
+    """One all-reduce of a tensor in fp32, as the first of the processes timed it."""
+
+    num_bytes: Count
+    """Of the tensor."""
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=2**20)]
+    timing: Timing
+
+    @property
+    def algorithm_bytes_per_s(self) -> float | None:
+        """Bytes of the tensor over the time."""
+        return self.timing.rate(self.num_bytes)
+
+    @property
+    def bus_bytes_per_s(self) -> float | None:
+        """Bytes that each process must send, 2 (n - 1) / n of the tensor, over the time (as NCCL's tests count)."""
+        return self.timing.rate(self.num_bytes * 2 * (self.world_size - 1) / self.world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CeilingsStudy:
+    """Everything kept of a study; tables and pictures are made from it alone."""
+
+    grid: CeilingsGrid
+    products: tuple[ProductCell, ...] = ()
+    streams: tuple[StreamCell, ...] = ()
+    launches: tuple[LaunchCell, ...] = ()
+    reductions: tuple[ReduceCell, ...] = ()
+    cache_bytes: Count | None = None
+    """Last cache of a GPU before its memory; None on a CPU."""
+    environment: Environment
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def device_name(self) -> str:
+        return self.environment.identity.device_name
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        """Of all cells."""
+        cells: tuple[ProductCell | StreamCell | LaunchCell | ReduceCell, ...] = (
+            *self.products, *self.streams, *self.launches, *self.reductions,
+        )  # fmt: skip
+        return tuple(cell.timing for cell in cells)
+
+    def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
+        """The products at one precision, in the order in which they were measured."""
+        return [cell for cell in self.products if cell.precision is precision]
+
+    def best_product(self, precision: ProductPrecision) -> ProductCell | None:
+        """The product of the highest rate, or None where none has a time."""
+        timed = [cell for cell in self.products_of(precision) if cell.flops_per_s is not None]
+        return max(timed, key=lambda cell: cell.flops_per_s or 0.0, default=None)
+
+    def product_ceiling(self, precision: ProductPrecision) -> float | None:
+        """FLOP/s of the best product, or None where none has a time."""
+        best = self.best_product(precision)
+        return None if best is None else best.flops_per_s
+
+    @property
+    def product_ceilings(self) -> dict[ProductPrecision, float]:
+        """FLOP/s of the best product of each precision that has any."""
+        found = {precision: self.product_ceiling(precision) for precision in dict.fromkeys(self.grid.precisions)}
+        return {precision: ceiling for precision, ceiling in found.items() if ceiling is not None}
+
+    def largest_stream(self, stream: Stream) -> StreamCell | None:
+        """The largest pass over memory that has a time: it is the surest to be out of caches."""
+        timed = [cell for cell in self.streams if cell.stream is stream and cell.bytes_per_s is not None]
+        return max(timed, key=lambda cell: cell.moved_bytes, default=None)
+
+    def bandwidth(self, stream: Stream = Stream.COPY) -> float | None:
+        """Bytes per second of the largest pass over memory, or None where none has a time."""
+        largest = self.largest_stream(stream)
+        return None if largest is None else largest.bytes_per_s
+
+    def launch_s(self, launch: Launch) -> float | None:
+        """Time of one launch, or None where it was not measured."""
+        return next((cell.timing.time_s for cell in self.launches if cell.launch is launch), None)
+
+    def roof(self, precision: ProductPrecision, intensity: float) -> float | None:
+        """FLOP/s that arithmetic, or memory at so many FLOPs per byte, allows; None where a ceiling is not known."""
+        ceiling, bandwidth = self.product_ceiling(precision), self.bandwidth()
+        return None if ceiling is None or bandwidth is None else min(ceiling, bandwidth * intensity)

@@ -1,0 +1,203 @@
+"""`cs336 ceilings` from end to end on a CPU: what it measures, prints and writes, and what it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cs336_systems.analysis.kernels.step_profile import write_profile
+from cs336_systems.commands import ceilings
+from cs336_systems.commands.ceilings import CeilingsArguments, layer_shapes, run
+from cs336_systems.commands.flags import parse
+from cs336_systems.commands.outcome import FAILED, OK, UsageError
+from cs336_systems.config import SIZES, Device, ModelConfig, RunConfig
+from cs336_systems.nvml import Gpu
+from cs336_systems.record import RecordError, RunRecord, Status, write_record
+from cs336_systems.studies import ceilings_study
+from cs336_systems.studies.ceilings_files import encode_study, find_ceiling, read_study
+from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision, Shape, Stream
+from tests.report.ceilings import make_ceilings, make_whole
+from tests.report.kernels.profiles import make_profile
+
+TINY = "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001"
+MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4)
+
+
+def parsed(*words: object) -> CeilingsArguments:
+    return parse(CeilingsArguments, "cs336 ceilings", [str(word) for word in words])
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A profile as a sweep keeps it, its run's record beside."""
+    config = RunConfig(size="custom", model=MODEL, batch_size=3)
+    for folder in ("kernels", "runs"):
+        (tmp_path / "sweep" / folder).mkdir(parents=True)
+    record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
+    write_record(record, tmp_path / "sweep" / "runs")
+    path = tmp_path / "sweep" / "kernels" / f"{config.key}.json"
+    write_profile(make_profile(), path)
+    return path
+
+
+def write_study(directory: Path, study: CeilingsStudy) -> Path:
+    directory.mkdir()
+    (directory / "ceilings.json").write_bytes(encode_study(study))
+    return directory / "ceilings.json"
+
+
+def test_a_cpu_is_measured_and_its_ceilings_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parsed(*TINY.split(), "--output", tmp_path)) == OK
+    printed = capsys.readouterr().out
+    for words in ("Ceilings of", "Matrix products, fp32", "Passes over memory", "Launches", "32 x 32 x 32"):
+        assert words in printed
+    directory = tmp_path / "ceilings" / "cpu"
+    study = read_study(directory / "ceilings.json")
+    assert [cell.shape.rows for cell in study.products] == [16, 32]
+    assert {cell.stream for cell in study.streams} == set(Stream)
+    assert find_ceiling(directory.parent, study.device_name, ProductPrecision.FP32) == study.product_ceiling(
+        ProductPrecision.FP32
+    )
+    assert {"results.md", "products.csv", "bandwidth.tex", "launches.typ"} <= {p.name for p in directory.iterdir()}
+    assert (directory / "plots" / "roofline.png").is_file()
+
+
+def test_json_is_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parsed(*TINY.split(), "--output", tmp_path, "--name", "mine", "--json")) == OK
+    printed = msgspec.json.decode(capsys.readouterr().out, type=CeilingsStudy)
+    assert printed == read_study(tmp_path / "ceilings" / "mine" / "ceilings.json")
+
+
+def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("it broke")
+
+    monkeypatch.setattr(ceilings_study, "make_product", broken)
+    assert run(parsed(*TINY.split(), "--output", tmp_path)) == FAILED
+    study = read_study(tmp_path / "ceilings" / "cpu" / "ceilings.json")
+    assert {cell.timing.failure.message for cell in study.products} == {"RuntimeError: it broke"}
+    assert study.bandwidth() > 0
+
+
+def test_a_profile_stands_on_the_roofline_of_an_earlier_study(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = write_study(tmp_path / "h200", make_whole())
+    assert run(parsed("--measured", measured, "--profile", profile)) == OK
+    assert "Parts of a step on the roofline: custom ctx 8 train fp32" in capsys.readouterr().out
+    assert read_study(measured) == make_whole()
+    assert "linear layers, products alone" in (tmp_path / "h200" / "roofline.md").read_text()
+    elsewhere = tmp_path / "elsewhere.json"
+    profile.rename(elsewhere)
+    (record,) = (tmp_path / "sweep" / "runs").iterdir()
+    assert run(parsed("--measured", measured, "--profile", elsewhere, "--record", record)) == OK
+
+
+@pytest.mark.parametrize("kind", ["device", "record", "trace", "missing"])
+def test_a_profile_that_cannot_be_placed_is_refused_before_anything_is_measured(
+    tmp_path: Path, profile: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda _: pytest.fail("it measured"))
+    words = [*TINY.split(), "--output", tmp_path / "data", "--profile", profile]
+    expected = "is of NVIDIA H200, the ceilings are of "
+    if kind == "record":
+        words = ["--measured", write_study(tmp_path / "a", make_whole()), "--profile", tmp_path / "p.json"]
+        profile.rename(tmp_path / "p.json")
+        expected = "give its record with --record"
+    if kind in ("trace", "missing"):
+        words[-1] = tmp_path / "trace.json"
+        expected = "--profile needs what `cs336 kernels FILE --output DIR`"
+    if kind == "trace":
+        (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    with pytest.raises(UsageError, match=expected):
+        run(parsed(*words))
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_profile_of_a_model_of_ones_own_is_refused(tmp_path: Path, profile: Path) -> None:
+    config = RunConfig(size="custom", model=MODEL, model_factory="my.module:make")
+    record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
+    words = ["--measured", write_study(tmp_path / "a", make_whole()), "--profile", profile]
+    with pytest.raises(UsageError, match="FLOPs are known of this project's model"):
+        run(parsed(*words, "--record", write_record(record, tmp_path)))
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ceilings.json").write_text("{}")
+    with pytest.raises(RecordError, match="not a study of ceilings"):
+        run(parsed("--measured", tmp_path / "ceilings.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["ceilings.json"]
+
+
+def test_flags_mean_a_grid() -> None:
+    grid = parsed("--device", "cpu").grid()
+    assert (grid.device, grid.loop_s, grid.world_size) == (Device.CPU, 0.02, 1)
+    assert grid.precisions == (ProductPrecision.FP32, ProductPrecision.BF16)
+    assert grid.shapes[0] == Shape(rows=64, inner=64, columns=64)
+    assert grid.shapes[-1] == Shape(rows=4 * 512, inner=128, columns=512, name="tiny feed-forward")
+    assert grid.stream_bytes == (2**20, 2**24, 2**27)
+    chosen = parsed("--device", "cpu", "--sizes", 7, "--presets", "xl", "--precisions", "fp8", "--world-size", 2).grid()
+    assert chosen.shapes == (
+        Shape(rows=7, inner=7, columns=7), Shape(rows=2048, inner=1600, columns=6400, name="xl feed-forward"),
+    )  # fmt: skip
+    assert (chosen.precisions, chosen.world_size) == ((ProductPrecision.FP8,), 2)
+
+
+def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(
+        Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200 (of mine)", memory_bytes=1, driver="1")
+        for index in (0, 1)
+    )
+    for module in ("cs336_systems.commands.ceilings", "cs336_systems.commands.flags"):
+        monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
+    grid = parsed().grid()
+    assert (grid.device, grid.world_size, grid.precisions) == (Device.CUDA, 2, tuple(ProductPrecision))
+    assert [shape.rows for shape in grid.shapes if shape.is_square] == list(ceilings.GPU_SIZES)
+    assert parsed().directory() == Path("data/ceilings/NVIDIA-H200-of-mine")
+    assert parsed("--world-size", 1).grid().world_size == 1
+    with pytest.raises(ValueError, match="--world-size 3 needs as many GPUs, this process sees 2"):
+        parsed("--world-size", 3).grid()
+
+
+def test_a_head_that_is_unlucky_is_measured_padded_too() -> None:
+    shapes = {shape.name: shape for shape in layer_shapes(["small", "gpt2", "gpt2"])}
+    assert list(shapes) == ["small feed-forward", "gpt2 feed-forward", "gpt2 head", "gpt2 head, padded"]
+    head, padded = shapes["gpt2 head"], shapes["gpt2 head, padded"]
+    assert (head.rows, head.inner, head.columns) == (4 * 1024, 768, SIZES["gpt2"].vocab_size)
+    assert (padded.columns % 128, 0 < padded.columns - head.columns < 128) == (0, True)
+    assert replace(padded, columns=head.columns, name=head.name) == head
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--presets", "huge"], "unknown preset 'huge'. Presets: tiny, small"),
+        (["--sizes", "0"], "sides of a product must be from 1"),
+        (["--memory-mib", "0"], "stream_bytes must be from 28"),
+        (["--loops", "0"], "loops must be from 1"),
+        (["--name", "../up"], "--name must be"),
+        (["--measured", "x/ceilings.json", "--name", "y"], "leave --name out"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_meant_is_wrong_usage(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(parsed("--device", "cpu", *words))
+
+
+def test_an_interrupted_study_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ceilings_study, "run_ceilings_study", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(parsed(*TINY.split(), "--output", tmp_path))
+    assert list((tmp_path / "ceilings" / "cpu").iterdir()) == []
+
+
+def test_the_study_of_a_device_that_nobody_knows_is_written(tmp_path: Path) -> None:
+    measured = write_study(tmp_path / "a", make_ceilings(device_name="?"))
+    assert run(parsed("--measured", measured)) == OK
+    assert (tmp_path / "a" / "results.md").is_file()
+    assert not (tmp_path / "a" / "plots" / "products.png").exists()

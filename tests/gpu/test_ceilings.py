@@ -1,0 +1,155 @@
+"""Ceilings where they count: on a GPU, against its data sheet and against times by other means."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.config import Device
+from cs336_systems.hardware import find_device
+from cs336_systems.report.ceilings_tables import promised_flops
+from cs336_systems.studies.attention_records import CellStatus
+from cs336_systems.studies.ceilings_ranks import measure_reductions
+from cs336_systems.studies.ceilings_records import CeilingsGrid, Launch, ProductPrecision, Shape, Stream
+from cs336_systems.studies.ceilings_study import (
+    make_product,
+    measure_launches,
+    measure_product,
+    measure_stream,
+    run_ceilings_study,
+    why_unavailable,
+)
+from cs336_systems.studies.ceilings_timing import device_timer, measure, replayed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+MIB = 2**20
+LARGE, SMALL = (Shape(rows=side, inner=side, columns=side) for side in (8192, 256))
+GRID = CeilingsGrid(
+    device=Device.CUDA, shapes=(SMALL, LARGE), precisions=tuple(ProductPrecision), stream_bytes=(MIB, 1024 * MIB),
+    loops=3, loop_s=0.03,
+)  # fmt: skip
+SLEEP_CYCLES = 2_000_000
+
+
+def measured(precision: ProductPrecision, shape: Shape) -> float:
+    """TFLOP/s."""
+    cell = measure_product(GRID, precision, shape)
+    if cell.timing.status is CellStatus.UNAVAILABLE:
+        pytest.skip(cell.timing.failure.message)
+    assert cell.timing.status is CellStatus.OK, cell.timing.failure
+    print(f"{precision} {shape.label}: {cell.flops_per_s / 1e12:.1f} TFLOP/s, {cell.timing}")
+    return cell.flops_per_s / 1e12
+
+
+@pytest.mark.parametrize("precision", ProductPrecision)
+def test_no_product_is_faster_than_promised_and_large_ones_come_near(precision: ProductPrecision) -> None:
+    rate = measured(precision, LARGE)
+    promised = promised_flops(find_device(torch.cuda.get_device_name()), precision)
+    if promised is None:
+        pytest.skip("the peak of this device is not known")
+    assert 0.5 * promised < 1e12 * rate < promised
+
+
+def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
+    fp32, tf32, bf16 = (
+        measured(precision, LARGE)
+        for precision in (ProductPrecision.FP32, ProductPrecision.TF32, ProductPrecision.BF16)
+    )
+    assert fp32 < 0.5 * tf32
+    assert tf32 < 0.8 * bf16
+    if why_unavailable(Device.CUDA, ProductPrecision.FP8, LARGE) is None:
+        assert measured(ProductPrecision.FP8, LARGE) > 1.2 * bf16
+
+
+def test_small_products_fall_short() -> None:
+    assert measured(ProductPrecision.BF16, SMALL) < 0.1 * measured(ProductPrecision.BF16, LARGE)
+
+
+def test_products_of_fp8_are_right_but_for_rounding() -> None:
+    shape = Shape(rows=64, inner=128, columns=32)
+    if reason := why_unavailable(Device.CUDA, ProductPrecision.FP8, shape):
+        pytest.skip(reason)
+    generator = torch.Generator("cuda").manual_seed(GRID.seed)
+    left, right = (
+        torch.randn(rows, 128, generator=generator, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        for rows in (64, 32)
+    )
+    exact = left.double() @ right.double().t()
+    made = make_product(GRID, ProductPrecision.FP8, shape)()
+    assert made.dtype is torch.bfloat16
+    torch.testing.assert_close(made.double(), exact, rtol=2**-7, atol=0.1)
+
+
+def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
+    """Short sleeps are repeated from a graph, long ones launched; both give the time by events around one alone."""
+
+    def seconds(cycles: int) -> float:
+        torch.cuda._sleep(cycles)
+        return min(device_timer(lambda: torch.cuda._sleep(cycles), 1) for _ in range(5))
+
+    for cycles in (SLEEP_CYCLES // 100, SLEEP_CYCLES):  # about 10 us and 1 ms
+        loops = measure(lambda cycles=cycles: torch.cuda._sleep(cycles), GRID)
+        assert loops.median_s == pytest.approx(seconds(cycles), rel=0.05, abs=1e-5), cycles
+        assert min(loops.times_s) >= GRID.loop_s
+
+
+def test_a_graph_runs_as_often_as_it_says() -> None:
+    counter = torch.zeros(1, device="cuda")
+
+    def run() -> object:
+        return counter.add_(1)
+
+    run()
+    graph = replayed(run, 7)
+    assert counter.item() == 1  # capturing runs nothing
+    graph()
+    graph()
+    assert counter.item() == 1 + 2 * 7
+
+
+def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
+    rates = {
+        (stream, size): measure_stream(GRID, stream, size).bytes_per_s
+        for stream in Stream
+        for size in GRID.stream_bytes
+    }
+    print({f"{stream} {size // MIB} MiB": f"{rate / 1e9:.0f} GB/s" for (stream, size), rate in rates.items()})
+    spec = find_device(torch.cuda.get_device_name())
+    if spec is None:
+        pytest.skip("the bandwidth of this device is not known")
+    for stream in Stream:
+        assert 0.5 * spec.memory_bandwidth_bytes_per_s < rates[stream, 1024 * MIB] < spec.memory_bandwidth_bytes_per_s
+
+
+def test_a_graph_saves_most_of_a_launch() -> None:
+    eager, graph = measure_launches(GRID)
+    assert (eager.launch, graph.launch) == (Launch.EAGER, Launch.GRAPH)
+    print(f"launch: {eager.timing.time_s * 1e6:.2f} us one by one, {graph.timing.time_s * 1e6:.2f} us in a graph")
+    assert 1e-6 < eager.timing.time_s < 1e-4
+    assert graph.timing.time_s < eager.timing.time_s
+
+
+def test_what_does_not_fit_is_a_row_and_the_next_is_measured() -> None:
+    huge = Shape(rows=2**20, inner=2**20, columns=16)
+    cell = measure_product(GRID, ProductPrecision.FP32, huge)
+    assert cell.timing.status is CellStatus.OOM
+    assert cell.timing.failure.requested_bytes == 2**42
+    assert measure_product(GRID, ProductPrecision.FP32, SMALL).timing.status is CellStatus.OK
+
+
+def test_a_whole_study() -> None:
+    study = run_ceilings_study(replace(GRID, shapes=(SMALL,), stream_bytes=(MIB,)))
+    assert {timing.status for timing in study.timings} <= {CellStatus.OK, CellStatus.UNAVAILABLE}
+    assert study.cache_bytes == torch.cuda.get_device_properties().L2_cache_size
+    assert study.device_name in torch.cuda.get_device_name() or torch.cuda.get_device_name() in study.device_name
+
+
+def test_gpus_reduce_together() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    small, large = measure_reductions(replace(GRID, world_size=2, stream_bytes=(MIB, 256 * MIB)))
+    for cell in (small, large):
+        assert cell.timing.status is CellStatus.OK, cell.timing.failure
+        print(f"all-reduce of {cell.num_bytes // MIB} MiB: {cell.bus_bytes_per_s / 1e9:.1f} GB/s on the bus")
+    assert large.bus_bytes_per_s > small.bus_bytes_per_s

@@ -1,0 +1,94 @@
+"""Hand-made studies of ceilings, small enough to work out by hand."""
+
+from cs336_systems.config import Device
+from cs336_systems.record import Failure
+from cs336_systems.studies.attention_records import CellStatus
+from cs336_systems.studies.ceilings_records import (
+    CeilingsGrid,
+    CeilingsStudy,
+    Launch,
+    LaunchCell,
+    Loops,
+    ProductCell,
+    ProductPrecision,
+    ReduceCell,
+    Shape,
+    Stream,
+    StreamCell,
+    Timing,
+)
+from tests.report.making import H200, make_environment
+
+MIB = 2**20
+BF16, FP32, FP8 = ProductPrecision.BF16, ProductPrecision.FP32, ProductPrecision.FP8
+
+
+def square(side):
+    return Shape(rows=side, inner=side, columns=side)
+
+
+def lasting(time_s, count=1):
+    """Three loops whose median is `time_s` for each repetition."""
+    return Timing(
+        status=CellStatus.OK, loops=Loops(count=count, times_s=tuple(count * time_s * x for x in (1, 0.5, 2)))
+    )
+
+
+def lost(status=CellStatus.OOM, message="no memory"):
+    return Timing(status=status, failure=Failure(message=message))
+
+
+def product_at(shape, tflops_per_s, precision=BF16):
+    """A product at this rate."""
+    return ProductCell(precision=precision, shape=shape, timing=lasting(shape.flops / tflops_per_s / 1e12))
+
+
+def stream_at(gb_per_s, num_bytes=64 * MIB, stream=Stream.COPY):
+    return StreamCell(stream=stream, moved_bytes=num_bytes, timing=lasting(num_bytes / gb_per_s / 1e9))
+
+
+def make_ceilings(products=(), streams=(), launches=(), reductions=(), device_name=H200, **fields):
+    """Of those cells; the shapes and precisions of the grid are theirs."""
+    grid = CeilingsGrid(
+        device=fields.pop("device", Device.CUDA),
+        shapes=tuple(dict.fromkeys(cell.shape for cell in products)) or (square(8),),
+        precisions=tuple(dict.fromkeys(cell.precision for cell in products)) or (FP32,),
+        stream_bytes=tuple(dict.fromkeys(cell.moved_bytes for cell in streams)) or (MIB,),
+        loops=3,
+        world_size=reductions[0].world_size if reductions else 1,
+    )
+    return CeilingsStudy(
+        grid=grid, products=tuple(products), streams=tuple(streams), launches=tuple(launches),
+        reductions=tuple(reductions), environment=make_environment(device_name), **fields,
+    )  # fmt: skip
+
+
+def make_whole():
+    """On an H200: bf16 reaches 800 TFLOP/s and fp32 50, copies 4000 GB/s: ridges at 200 and 12.5 FLOPs a byte."""
+    return make_ceilings(
+        products=(
+            product_at(square(1024), 300),
+            product_at(square(4096), 800),
+            product_at(square(8192), 700),
+            product_at(Shape(rows=2048, inner=768, columns=50257, name="gpt2 head"), 400),
+            product_at(Shape(rows=2048, inner=768, columns=50304, name="gpt2 head, padded"), 600),
+            product_at(square(1024), 50, FP32),
+            ProductCell(precision=FP8, shape=square(1024), timing=lost(CellStatus.UNAVAILABLE, "too old.")),
+            ProductCell(precision=FP8, shape=square(4096), timing=lost(CellStatus.UNAVAILABLE, "too old.")),
+        ),
+        streams=(
+            stream_at(9000, MIB),
+            stream_at(4000, 4096 * MIB),
+            StreamCell(stream=Stream.COPY, moved_bytes=8192 * MIB, timing=lost()),
+            stream_at(3600, 4096 * MIB, Stream.ADAMW),
+        ),
+        launches=(
+            LaunchCell(launch=Launch.EAGER, timing=lasting(4e-6, count=1000)),
+            LaunchCell(launch=Launch.GRAPH, timing=lasting(1e-6, count=1000)),
+        ),
+        reductions=(
+            ReduceCell(num_bytes=MIB, world_size=4, timing=lasting(MIB / 100e9)),
+            ReduceCell(num_bytes=64 * MIB, world_size=4, timing=lasting(64 * MIB / 200e9)),
+        ),
+        cache_bytes=50 * MIB,
+    )

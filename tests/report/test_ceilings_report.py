@@ -1,0 +1,237 @@
+import csv
+import io
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cs336_systems.config import Device
+from cs336_systems.report.ceilings import ceilings_tables, summary_listing, write_ceilings
+from cs336_systems.report.ceilings_plots import draw_bandwidth, draw_products, draw_reductions
+from cs336_systems.report.ceilings_tables import products_listing, reductions_listing, streams_listing
+from cs336_systems.report.roofline_plot import draw_roofline
+from cs336_systems.studies.attention_records import CellStatus
+from cs336_systems.studies.ceilings_files import read_study
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell, Stream
+from tests.report.ceilings import (
+    BF16,
+    FP8,
+    FP32,
+    MIB,
+    lasting,
+    lost,
+    make_ceilings,
+    make_whole,
+    product_at,
+    square,
+    stream_at,
+)
+from tests.report.drawn import overlaps, texts
+from tests.report.making import HOSTILE
+
+UNKNOWN = "A device that nobody knows"
+
+
+@pytest.fixture
+def study():
+    return make_whole()
+
+
+def column(table, name):
+    index = [heading.name for heading in table.headings].index(name)
+    return [row[index] for row in table.rows]
+
+
+def rows_of(listing):
+    return list(csv.DictReader(io.StringIO(listing.csv)))
+
+
+def near(*points):
+    return pytest.approx(np.array(points))
+
+
+def lines_of(panel):
+    """The points of each line of a picture that has any."""
+    return [line.get_xydata() for line in panel.get_lines() if len(line.get_xydata())]
+
+
+def test_the_summary_by_hand(study):
+    (table,) = summary_listing(study).tables
+    assert column(table, "ceiling") == [
+        "bf16 product", "fp32 product", "copy (memory)", "adamw (memory)",
+        "kernel, launched one by one", "kernel, in a CUDA graph", "all-reduce among 4 (bus)",
+    ]  # fmt: skip
+    assert column(table, "measured") == ["800.0", "50.00", "4,000", "3,600", "4.000", "1.000", "300.0"]
+    assert column(table, "unit") == ["TFLOP/s", "TFLOP/s", "GB/s", "GB/s", "µs", "µs", "GB/s"]
+    assert column(table, "data sheet") == ["989.5", "67.00", "4,800", "4,800", "", "", ""]
+    assert column(table, "of data sheet") == ["80.8", "74.6", "83.3", "75.0", "", "", ""]
+    assert column(table, "reached at")[:3] == ["4096 x 4096 x 4096", "1024 x 1024 x 1024", "4,096 MiB"]
+    (row, *_) = rows_of(summary_listing(study))
+    assert float(row["data_sheet_share"]) == pytest.approx(800 / 989.5)
+
+
+def test_sentences_by_hand(study):
+    (table,) = summary_listing(study).tables
+    assert table.notes == (
+        "FLOPs per byte below which memory, not arithmetic, is the limit: bf16 200, fp32 12.5.",
+        "Square products run at half of their ceiling or more from these sides on: bf16 4096.",
+        # the cube roots of 4e-6 x 800e12 / 2 and 4e-6 x 50e12 / 2
+        "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
+        "bf16 1,170, fp32 464.",
+        # 600 over 400 TFLOP/s, for 50304 over 50257 times the FLOPs
+        "gpt2 head, times as fast with padded columns: bf16 1.50.",
+    )
+
+
+def test_products_by_hand(study):
+    bf16, fp32, fp8 = products_listing(study).tables
+    assert bf16.title == "Matrix products, bf16, NVIDIA H200"
+    assert column(bf16, "rate") == ["300.0", "800.0", "700.0", "400.0", "600.0"]
+    assert column(bf16, "of data sheet") == ["30.3", "80.8", "70.7", "40.4", "60.6"]
+    assert column(bf16, "of best") == ["37.5", "100", "87.5", "50.0", "75.0"]
+    assert column(bf16, "time")[1] == "0.1718"  # 2 x 4096^3 over 800e12
+    assert column(bf16, "intensity")[0] == "341"  # 2 x 1024^3 over 3 x 1024^2 x 2
+    assert column(fp32, "of best") == ["100"]
+    assert "of data sheet" not in [heading.name for heading in fp8.headings]  # which gives none
+    assert column(fp8, "time") == ["no kernel", "no kernel"]
+    assert fp8.failed == {0, 1}
+    assert fp8.notes[-1] == "1024 x 1024 x 1024 and 1 more: too old."
+    rows = rows_of(products_listing(study))
+    assert [rows[0][name] for name in ("precision", "name", "rows", "status")] == ["bf16", "square", "1024", "ok"]
+    assert float(rows[0]["flops"]) == 2 * 1024**3
+    assert float(rows[0]["moved_mib"]) == 6
+    assert float(rows[0]["tflops_per_s"]) == pytest.approx(300)
+    assert float(rows[0]["loop_spread"]) == pytest.approx(3)
+    assert [rows[6][name] for name in ("status", "error", "median_ms", "tflops_per_s", "best_share")] == [
+        "unavailable", "too old.", "", "", "",
+    ]  # fmt: skip
+
+
+def test_memory_and_all_reduce_by_hand(study):
+    (memory,) = streams_listing(study).tables
+    assert column(memory, "pass") == ["copy", "copy", "copy", "adamw"]
+    assert column(memory, "moved") == ["1.000", "4,096", "8,192", "4,096"]
+    assert column(memory, "rate") == ["9,000", "4,000", "", "3,600"]
+    assert column(memory, "of data sheet") == ["188", "83.3", "", "75.0"]
+    assert column(memory, "time")[2] == "out of memory"
+    assert "The last cache holds 50.00 MiB." in memory.notes
+    (reduce,) = reductions_listing(study).tables
+    assert column(reduce, "algorithm") == ["100.0", "200.0"]
+    assert column(reduce, "bus") == ["150.0", "300.0"]  # four processes: 2 x 3 / 4
+    assert [float(row["bus_gb_per_s"]) for row in rows_of(reductions_listing(study))] == pytest.approx([150, 300])
+    assert reductions_listing(make_ceilings()).tables == ()
+
+
+def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
+    study = make_ceilings(
+        [product_at(square(64), 0.05, FP32)], [stream_at(20)],
+        [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6))], device_name=UNKNOWN, device=Device.CPU,
+    )  # fmt: skip
+    summary, *others = ceilings_tables(study)
+    assert column(summary, "measured") == ["0.05000", "20.00", "2.000"]
+    assert column(summary, "ceiling")[2] == "kernel, one operation after the other"
+    for table in (summary, *others):
+        assert not any("data sheet" in heading.name for heading in table.headings)
+        assert not any("CUDA" in note or "launch" in note for note in table.notes)
+    for figure in (draw_products(study), draw_bandwidth(study), draw_roofline(study)):
+        assert "data sheet" not in texts(figure)
+
+
+@pytest.mark.parametrize(("load", "busy"), [(None, False), (11.9, False), (12.1, True)], ids=str)
+def test_a_busy_machine_is_said_to_be_so(load, busy):
+    """Of eight CPUs."""
+    study = make_ceilings([product_at(square(64), 0.05, FP32)], device=Device.CPU)
+    loaded = replace(study, environment=replace(study.environment, load_1min=load))
+    (table,) = summary_listing(loaded).tables
+    assert any("load 12.1 on 8 CPUs" in note for note in table.notes) == busy
+
+
+def test_rates_of_products_stand_over_their_size(study):
+    figure = draw_products(study)
+    points = lines_of(figure.axes[0])
+    assert points[0] == near((1024, 300), (4096, 800), (8192, 700))
+    side = (2048 * 768 * 50257) ** (1 / 3)
+    assert points[1][0] == near(side, 400)
+    assert [y for (x, y), *_ in points if x == 0] == pytest.approx([989.5, 67])  # lines across
+    assert [y for x, y in points[3]] == pytest.approx([50])
+    assert {"bf16", "fp32", "a layer's", "data sheet"} <= set(texts(figure))
+    assert "fp8" not in texts(figure)
+    assert not overlaps(figure)
+
+
+def test_rates_of_memory_stand_over_their_bytes(study):
+    figure = draw_bandwidth(study)
+    points = lines_of(figure.axes[0])
+    assert points[0] == near((1, 9000), (4096, 4000))
+    assert points[1] == near((4096, 3600))
+    assert points[2][0][1] == pytest.approx(4800)
+    assert points[3][0][0] == pytest.approx(50)
+    hidden = "10000"  # a tick above the picture, which is not drawn
+    assert not [pair for pair in overlaps(figure) if hidden not in pair]
+    (points,) = lines_of(draw_reductions(study).axes[0])
+    assert points == near((1, 150), (64, 300))
+
+
+def test_the_roof_has_its_corners_where_memory_and_arithmetic_meet(study):
+    figure = draw_roofline(study)
+    slope, bf16, fp32, *others = lines_of(figure.axes[0])
+    assert slope[1] == near(200, 800)
+    assert slope[0][1] / slope[0][0] == pytest.approx(4)  # 4000 GB/s
+    assert bf16[0] == near(200, 800)
+    assert bf16[1][1] == pytest.approx(800)
+    assert fp32[0] == near(12.5, 50)
+    promised_slope, promised_bf16, promised_fp32, *_ = others
+    assert promised_slope[1] == near(989.5 / 4.8, 989.5)
+    assert promised_bf16[0] == near(989.5 / 4.8, 989.5)
+    assert promised_fp32[0] == near(67 / 4.8, 67)
+    products = others[3]
+    assert products[0] == near(1024 / 3, 300)
+    left, right = figure.axes[0].get_xlim()
+    assert left < 12.5 < 1024 / 3 < right
+    assert not overlaps(figure)
+
+
+def test_without_times_there_are_no_pictures():
+    empty = make_ceilings([ProductCell(precision=FP32, shape=square(8), timing=lost())])
+    assert (draw_products(empty), draw_bandwidth(empty), draw_reductions(empty), draw_roofline(empty)) == (None,) * 4
+    assert draw_roofline(make_ceilings([product_at(square(1024), 3)])) is None  # no slope
+    (table, *_) = ceilings_tables(empty)
+    assert (table.rows, table.notes) == ((), ())
+
+
+def test_everything_is_written_and_read_back(study, tmp_path):
+    directory = tmp_path / "deep" / "er"
+    written = write_ceilings(study, directory)
+    assert read_study(directory / "ceilings.json") == study
+    tables = ("results", "products", "bandwidth", "launches", "all_reduce")
+    expected = {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex", "typ")}
+    expected |= {"ceilings.json"} | {f"{name}.png" for name in ("products", "bandwidth", "all_reduce", "roofline")}
+    assert {path.name for path in written} == expected
+    assert {path.name for path in directory.rglob("*.*")} == expected
+    for path in (directory / "plots").iterdir():
+        with Image.open(path) as image:
+            image.verify()
+            assert image.width >= 600
+    write_ceilings(replace(study, reductions=()), directory)
+    assert not (directory / "all_reduce.md").exists()
+    assert not (directory / "plots" / "all_reduce.png").exists()
+
+
+def test_names_and_messages_are_inert(study, tmp_path):
+    cell = ProductCell(precision=FP8, shape=replace(square(8), name=HOSTILE), timing=lost(CellStatus.CRASHED, HOSTILE))
+    named = make_ceilings([*study.products, cell], study.streams, device_name=HOSTILE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_ceilings(named, tmp_path)
+    assert "</script>" not in (tmp_path / "products.md").read_text()
+    assert list(csv.DictReader((tmp_path / "products.csv").open(newline="")))[-1]["name"].startswith("'=HYPERLINK")
+    assert "</script>" not in (tmp_path / "results.md").read_text()
+
+
+def test_streams_and_sizes_that_are_unknown_do_not_show(study):
+    only_read = make_ceilings([product_at(square(1024), 3)], [stream_at(5, MIB, Stream.READ)])
+    assert column(ceilings_tables(only_read)[0], "ceiling") == ["bf16 product", "read (memory)"]
+    assert not any("FLOPs per byte" in note for note in ceilings_tables(only_read)[0].notes)
+    assert only_read.roof(BF16, 1.0) is None

@@ -1,0 +1,175 @@
+"""Records of ceilings: derived by hand, round trips, files that are none, and finding them again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cs336_systems.config import Device, Precision
+from cs336_systems.record import RecordError
+from cs336_systems.studies.ceilings_files import encode_study, find_bandwidth, find_ceiling, find_studies, read_study
+from cs336_systems.studies.ceilings_records import (
+    CeilingsGrid,
+    Launch,
+    Loops,
+    ProductPrecision,
+    ReduceCell,
+    Shape,
+    Stream,
+)
+from tests.report.ceilings import (
+    BF16,
+    FP8,
+    FP32,
+    MIB,
+    lasting,
+    make_ceilings,
+    make_whole,
+    product_at,
+    square,
+    stream_at,
+)
+from tests.report.making import H200
+
+GRID = CeilingsGrid(device=Device.CPU, shapes=(square(8),), precisions=(FP32,), stream_bytes=(MIB,))
+
+
+def test_the_median_loop_counts() -> None:
+    loops = Loops(count=4, times_s=(8.0, 2.0, 4.0))
+    assert loops.median_s == 1.0
+    assert loops.spread == 3.0
+    cell = product_at(square(100), 2.5)
+    assert cell.flops_per_s == pytest.approx(2.5e12)
+    assert cell.timing.time_s == pytest.approx(2 * 100**3 / 2.5e12)
+
+
+@pytest.mark.parametrize(("world_size", "times"), [(2, 1.0), (4, 1.5), (8, 1.75)], ids=str)
+def test_each_process_sends_all_but_its_own_share_twice(world_size: int, times: float) -> None:
+    cell = ReduceCell(num_bytes=1000, world_size=world_size, timing=lasting(0.001))
+    assert cell.algorithm_bytes_per_s == pytest.approx(1e6)
+    assert cell.bus_bytes_per_s == pytest.approx(times * 1e6)
+
+
+def test_ceilings_by_hand() -> None:
+    study = make_whole()
+    assert study.product_ceiling(BF16) == pytest.approx(800e12)
+    assert study.best_product(BF16).shape == square(4096)
+    assert study.product_ceiling(FP8) is None
+    assert study.product_ceilings == {BF16: study.product_ceiling(BF16), FP32: study.product_ceiling(FP32)}
+    assert study.bandwidth() == pytest.approx(4000e9)  # of the largest that has a time, not of the fastest
+    assert study.bandwidth(Stream.ADAMW) == pytest.approx(3600e9)
+    assert study.bandwidth(Stream.READ) is None
+    assert study.launch_s(Launch.EAGER) == pytest.approx(4e-6)
+    assert study.roof(BF16, 100) == pytest.approx(400e12)
+    assert study.roof(BF16, 1000) == pytest.approx(800e12)
+    assert study.roof(FP8, 100) is None
+    assert len(study.timings) == 8 + 4 + 2 + 2
+
+
+def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_bytes(encode_study(make_whole()))
+    assert read_study(path) == make_whole()
+
+
+def hostile(**changes: object) -> bytes:
+    """A good study with parts of its JSON replaced."""
+    raw = msgspec.json.decode(encode_study(make_whole()))
+    for place, value in changes.items():
+        *outer, last = place.split("__")
+        inner = raw
+        for key in outer:
+            inner = inner[int(key) if key.isdigit() else key]
+        inner[last] = value
+    return msgspec.json.encode(raw)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[" * 100_000,
+        b"{}",
+        b"\xff",
+        hostile(products=[{}]),
+        hostile(products__0__shape__rows=10**400),
+        hostile(products__0__shape__inner=0),
+        hostile(products__0__precision="fp4"),
+        hostile(products__0__timing__loops__count=0),
+        hostile(products__0__timing__loops__times_s=[]),
+        hostile(products__0__timing__loops__times_s=[0.0]),
+        hostile(products__0__timing__loops__times_s=[1e300]),
+        hostile(streams__0__moved_bytes=-1),
+        hostile(reductions__0__world_size=0),
+        hostile(grid__loops=0),
+        hostile(environment=None),
+    ],
+    ids=[
+        "empty", "deep", "incomplete", "bytes", "no cell", "huge", "no side", "precision", "count", "no times",
+        "no time", "thirty years", "negative", "one process", "no loops", "nowhere",
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_study_is_said_to_be_none(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_bytes(data)
+    with pytest.raises(RecordError, match="not a study of ceilings"):
+        read_study(path)
+
+
+def test_a_file_of_another_program_version_or_none_is_said_to_be_so(tmp_path: Path) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_bytes(hostile(format_version=2, products="of another kind"))
+    with pytest.raises(RecordError, match="version 2 is newer"):
+        read_study(path)
+    with pytest.raises(RecordError, match="not a file"):
+        read_study(tmp_path / "none")
+
+
+def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
+    studies = {
+        "a": make_ceilings([product_at(square(512), 700)], [stream_at(4100)]),
+        "b": make_ceilings([product_at(square(512), 750), product_at(square(512), 40, FP32)], [stream_at(4000)]),
+        "other": make_ceilings([product_at(square(512), 900)], [stream_at(9000)], device_name="NVIDIA H200 NVL"),
+    }
+    for name, study in studies.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ceilings.json").write_bytes(encode_study(study))
+    assert find_studies(tmp_path, H200) == [studies["a"], studies["b"]]
+    assert find_ceiling(tmp_path, H200, Precision.BF16) == pytest.approx(750e12)
+    assert find_ceiling(tmp_path, H200, ProductPrecision.FP32) == pytest.approx(40e12)
+    assert find_bandwidth(tmp_path, H200) == pytest.approx(4100e9)
+    assert find_ceiling(tmp_path, "NVIDIA H200 NVL", Precision.BF16) == pytest.approx(900e12)
+    assert find_ceiling(tmp_path, H200, Precision.TF32) is None
+    assert find_ceiling(tmp_path, "H200", Precision.BF16) is None
+    assert find_bandwidth(tmp_path, H200, Stream.READ) is None
+    assert find_ceiling(tmp_path / "nowhere", H200, Precision.BF16) is None
+    (tmp_path / "a" / "ceilings.json").write_bytes(b"{")
+    with pytest.raises(RecordError, match="not a study"):
+        find_ceiling(tmp_path, H200, Precision.BF16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shapes": ()}, "shapes needs at least one"),
+        ({"precisions": ()}, "precisions needs"),
+        ({"stream_bytes": ()}, "stream_bytes needs"),
+        ({"stream_bytes": (27,)}, "stream_bytes must be from 28"),
+        ({"stream_bytes": (2**60,)}, "stream_bytes must"),
+        ({"loops": 0}, "loops must be from 1"),
+        ({"loop_s": 0.0}, "loop_s must be above 0"),
+        ({"loop_s": float("nan")}, "loop_s must"),
+        ({"world_size": 0}, "world_size must be at least 1"),
+    ],
+    ids=str,
+)
+def test_a_grid_that_cannot_be_meant_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(GRID, **changes)
+
+
+@pytest.mark.parametrize("side", [0, -4, 2**20 + 1])
+def test_a_product_that_cannot_be_meant_is_refused(side: int) -> None:
+    with pytest.raises(ValueError, match=f"got {side} x 8 x 8"):
+        Shape(rows=side, inner=8, columns=8)

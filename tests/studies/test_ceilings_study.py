@@ -1,0 +1,266 @@
+"""Ceilings on a CPU: FLOPs, bytes and results by other libraries, rates by clocks of a known rate, known failures."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems.config import Device
+from cs336_systems.studies import ceilings_study
+from cs336_systems.studies.attention_records import CellStatus
+from cs336_systems.studies.ceilings_ranks import measure_reductions
+from cs336_systems.studies.ceilings_records import (
+    STREAM_BYTES,
+    CeilingsGrid,
+    Launch,
+    ProductPrecision,
+    Shape,
+    Stream,
+)
+from cs336_systems.studies.ceilings_study import (
+    make_product,
+    make_stream,
+    measure_product,
+    measure_stream,
+    run_ceilings_study,
+    why_unavailable,
+)
+from cs336_systems.studies.ceilings_timing import MOST_GROWTH, host_timer, next_count, timed_loops
+
+SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
+GRID = CeilingsGrid(
+    device=Device.CPU, shapes=(SHAPE,), precisions=(ProductPrecision.FP32,), stream_bytes=(2800,), loops=3, loop_s=0.002
+)
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [
+        (ProductPrecision.FP32, torch.float32, 1e-5),
+        (ProductPrecision.BF16, torch.bfloat16, 2**-7),
+        (ProductPrecision.FP16, torch.float16, 2**-10),
+    ],
+    ids=str,
+)
+def test_a_product_is_that_of_a_linear_layer(precision, dtype, tolerance) -> None:
+    left, right = drawn((5, 7), (3, 7), dtype=dtype)
+    expected = np.einsum("ri,ci->rc", left.double().numpy(), right.double().numpy())
+    made = make_product(GRID, precision, SHAPE)()
+    assert made.dtype is dtype
+    np.testing.assert_allclose(made.double().numpy(), expected, rtol=tolerance, atol=10 * tolerance)
+    other = make_product(replace(GRID, seed=1), precision, SHAPE)()
+    assert not torch.equal(made, other)
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    with FlopCounterMode(display=False) as counter:
+        make_product(GRID, ProductPrecision.FP32, SHAPE)()
+    assert SHAPE.flops == counter.get_total_flops()
+    assert Shape(rows=6, inner=6, columns=6).cube_side == pytest.approx(6)
+    assert Shape(rows=2, inner=4, columns=64).cube_side == pytest.approx(8)
+
+
+@pytest.mark.parametrize("precision", ProductPrecision)
+def test_bytes_of_a_product_are_those_of_its_matrices(precision: ProductPrecision) -> None:
+    dtype = ceilings_study.DTYPES[precision]
+    result = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
+    matrices = [torch.empty(5, 7, dtype=dtype), torch.empty(3, 7, dtype=dtype), torch.empty(5, 3, dtype=result)]
+    assert SHAPE.moved_bytes(precision) == sum(matrix.nbytes for matrix in matrices)
+
+
+def test_a_copy_copies_and_a_sum_sums() -> None:
+    source = torch.rand(100, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(make_stream(GRID, Stream.COPY, 100)(), source)
+    assert float(make_stream(GRID, Stream.READ, 100)()) == pytest.approx(float(source.double().sum()))
+    assert STREAM_BYTES[Stream.COPY] * 100 == source.nbytes + source.clone().nbytes
+    assert STREAM_BYTES[Stream.READ] * 100 == source.nbytes
+
+
+def test_the_step_of_adamw_is_that_of_torch_and_its_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = torch._fused_adamw_
+
+    def watched(*tensors, **settings):
+        before = [[tensor.clone() for tensor in group] for group in tensors]
+        real(*tensors, **settings)
+        seen.append((before, tensors))
+
+    monkeypatch.setattr(torch, "_fused_adamw_", watched)
+    make_stream(GRID, Stream.ADAMW, 100)()
+    before, (parameters, _, *state) = seen[0]
+    parameter = torch.nn.Parameter(before[0][0].clone())
+    parameter.grad = before[1][0]
+    torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, foreach=False).step()
+    torch.testing.assert_close(parameters[0], parameter.detach())
+    read = [group[0] for group in before[:4]]
+    written = [a for (a,), (b,) in zip([parameters, *state[:2]], [before[0], *before[2:4]], strict=True)
+               if not torch.equal(a, b)]  # fmt: skip
+    assert STREAM_BYTES[Stream.ADAMW] * 100 == sum(tensor.nbytes for tensor in (*read, *written))
+
+
+def test_a_clock_of_known_rate_gives_that_rate() -> None:
+    loops = timed_loops(lambda: None, lambda _, count: count * 1e-5, replace(GRID, loops=4))
+    assert len(loops.times_s) == 4
+    assert min(loops.times_s) >= GRID.loop_s
+    assert loops.median_s == pytest.approx(1e-5)
+    of_graphs = timed_loops(lambda: None, lambda _, count: count * 1e-5, GRID, runs_per_call=50)
+    assert of_graphs.median_s == pytest.approx(2e-7)
+
+
+def test_one_interruption_does_not_end_the_search() -> None:
+    """The first loops take 50 ms longer, which is longer than asked for."""
+    pauses = itertools.chain([0.05, 0.05], itertools.repeat(0.0))
+    loops = timed_loops(lambda: None, lambda _, count: count * 1e-6 + next(pauses), GRID)
+    assert loops.count * 1e-6 >= GRID.loop_s
+    assert loops.median_s == pytest.approx(1e-6)
+
+
+def test_a_run_is_called_as_often_as_it_is_counted() -> None:
+    calls = itertools.count()
+    asked = []
+
+    def timer(run, count):
+        asked.append(count)
+        return host_timer(run, count)
+
+    loops = timed_loops(lambda: (next(calls), time.sleep(0.001)), timer, GRID)
+    assert next(calls) == sum(asked)
+    assert loops.median_s >= 0.001
+    assert asked[-3:] == [loops.count] * 3
+
+
+@pytest.mark.parametrize("time_s", [1e-9, 1e-6, 3e-4, 0.0019])
+@pytest.mark.parametrize("wanted_s", [0.002, 0.06])
+def test_the_search_ends_soon_and_not_far_above(time_s: float, wanted_s: float) -> None:
+    count, tries = 1, 0
+    while count * time_s < wanted_s:
+        count, before = next_count(count, count * time_s, wanted_s), count
+        assert before < count <= MOST_GROWTH * before or count == before + 1
+        tries += 1
+    assert tries <= 6
+    assert count * time_s <= 1.1 * wanted_s + time_s
+    assert next_count(7, 0.0, 1.0) == 7 * MOST_GROWTH
+
+
+@pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])
+def test_what_a_cpu_does_not_have_is_a_row_that_says_so(precision: ProductPrecision) -> None:
+    cell = measure_product(GRID, precision, SHAPE)
+    assert cell.timing.status is CellStatus.UNAVAILABLE
+    assert str(precision) in cell.timing.failure.message
+    assert (cell.flops_per_s, cell.timing.time_s) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing"),
+    [
+        ((7, 5), {ProductPrecision.TF32, ProductPrecision.BF16, ProductPrecision.FP8}),
+        ((8, 6), {ProductPrecision.FP8}),
+        ((8, 9), set()),
+        ((9, 0), set()),
+    ],
+    ids=str,
+)
+def test_a_gpu_multiplies_what_its_generation_does(monkeypatch, capability, missing) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    lucky = Shape(rows=5, inner=64, columns=48)
+    assert {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, lucky)} == missing
+    for unlucky in (replace(lucky, columns=50257), replace(lucky, inner=24)):
+        found = {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, unlucky)}
+        assert found == missing | {ProductPrecision.FP8}
+
+
+@pytest.mark.parametrize(
+    ("precision", "mode"),
+    [(ProductPrecision.FP32, "highest"), (ProductPrecision.TF32, "high"), (ProductPrecision.BF16, "highest")],
+    ids=str,
+)
+def test_fp32_is_true_fp32_and_tf32_is_not(monkeypatch: pytest.MonkeyPatch, precision, mode) -> None:
+    seen = []
+
+    def measured(run, grid):
+        seen.append(torch.get_float32_matmul_precision())
+        return timed_loops(run, host_timer, grid)
+
+    monkeypatch.setattr(ceilings_study, "measure", measured)
+    monkeypatch.setattr(ceilings_study, "why_unavailable", lambda *_: None)
+    try:
+        assert measure_product(GRID, precision, SHAPE).timing.status is CellStatus.OK
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [mode]
+
+
+def test_a_failure_is_a_row_and_the_next_cell_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(run, grid):
+        if run().shape == (5, 3):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        return timed_loops(run, host_timer, grid)
+
+    monkeypatch.setattr(ceilings_study, "measure", measured)
+    failed = measure_product(GRID, ProductPrecision.FP32, SHAPE)
+    assert failed.timing.status is CellStatus.OOM
+    assert failed.timing.failure.requested_bytes == 2**31
+    assert failed.timing.failure.where == "fp32 5 x 7 x 3"
+    assert measure_product(GRID, ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
+
+
+def test_bytes_are_those_of_whole_elements() -> None:
+    assert measure_stream(GRID, Stream.ADAMW, 100).moved_bytes == 3 * 28
+    assert measure_stream(GRID, Stream.COPY, 100).moved_bytes == 12 * 8
+
+
+def test_a_whole_study_on_a_cpu() -> None:
+    grid = replace(
+        GRID, shapes=(SHAPE, SHAPE, replace(SHAPE, rows=9)), precisions=(ProductPrecision.FP32, ProductPrecision.FP8)
+    )
+    study = run_ceilings_study(grid)
+    assert [(cell.precision, cell.shape.rows) for cell in study.products] == [
+        (ProductPrecision.FP32, 5), (ProductPrecision.FP32, 9), (ProductPrecision.FP8, 5), (ProductPrecision.FP8, 9),
+    ]  # fmt: skip
+    assert [cell.timing.status for cell in study.products] == [CellStatus.OK] * 2 + [CellStatus.UNAVAILABLE] * 2
+    assert [(cell.stream, cell.moved_bytes) for cell in study.streams] == [(stream, 2800) for stream in Stream]
+    assert [cell.launch for cell in study.launches] == [Launch.EAGER]
+    assert 1e-8 < study.launch_s(Launch.EAGER) < 1e-2
+    assert study.product_ceiling(ProductPrecision.FP32) == max(cell.flops_per_s for cell in study.products[:2])
+    assert (study.reductions, study.cache_bytes) == ((), None)
+    for timing in study.timings:
+        assert timing.status is CellStatus.UNAVAILABLE or (
+            len(timing.loops.times_s) == 3 and min(timing.loops.times_s) > 0
+        )
+
+
+def test_processes_reduce_together() -> None:
+    grid = replace(GRID, world_size=2, stream_bytes=(1 << 14, 4097, 1 << 14))
+    small, large = measure_reductions(grid)
+    assert (small.num_bytes, large.num_bytes) == (4096, 1 << 14)
+    for cell in (small, large):
+        assert cell.timing.status is CellStatus.OK
+        assert cell.world_size == 2
+        assert len(cell.timing.loops.times_s) == 3
+        assert cell.bus_bytes_per_s == pytest.approx(cell.algorithm_bytes_per_s)  # 2 (2 - 1) / 2 is 1
+
+
+def test_one_process_reduces_nothing() -> None:
+    assert measure_reductions(GRID) == ()
+
+
+def test_a_process_that_fails_is_a_row_for_every_size() -> None:
+    """More processes than there are GPUs: the last has no device."""
+    grid = replace(GRID, device=Device.CUDA, world_size=torch.cuda.device_count() + 1, stream_bytes=(4096, 8192))
+    if grid.world_size == 1:
+        grid = replace(grid, world_size=2)
+    cells = measure_reductions(grid)
+    assert [cell.num_bytes for cell in cells] == [4096, 8192]
+    for cell in cells:
+        assert cell.timing.status in (CellStatus.CRASHED, CellStatus.CUDA_ERROR)
+        assert cell.timing.failure.message
+        assert "set_device" in cell.timing.failure.traceback
