@@ -41,7 +41,7 @@ class MasterAdamW(torch.optim.Optimizer):
         kinds: dict[tuple[bool, int], list[Weight]] = {}
         for weight in self._weights:
             if gradients := weight.gradients():
-                kinds.setdefault((weight.copy is not None, len(gradients)), []).append(weight)
+                kinds.setdefault((weight.source is not None, len(gradients)), []).append(weight)
                 self._make_state(weight)
         for kind, weights in kinds.items():
             if self._steps.is_cuda:
@@ -54,8 +54,8 @@ class MasterAdamW(torch.optim.Optimizer):
         """Drop the gradients of masters and copies."""
         super().zero_grad(set_to_none)
         for weight in self._weights:
-            if weight.copy is not None:
-                weight.copy.grad = None
+            if weight.source is not None:
+                weight.source.grad = None
 
     def captured(self) -> None:
         """A graph with this step in it has been captured, and is about to be replayed."""
@@ -76,7 +76,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 [weight.master for weight in weights],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [weight.copy for weight in weights if weight.copy is not None],
+                [copy for weight in weights if (copy := weight.copy) is not None],
             )
         self._kernels[kind]([weight.gradients() for weight in weights], self._steps, **self._settings)
 
@@ -94,5 +94,4 @@ class MasterAdamW(torch.optim.Optimizer):
         denominator = (second / (1 - beta2**self._steps)).sqrt_().add_(settings["eps"])
         weight.master.mul_(1 - lr * settings["weight_decay"])
         weight.master.sub_(lr / (1 - beta1**self._steps) * first / denominator)
-        if weight.copy is not None:
-            weight.copy.copy_(weight.master)
+        weight.refresh()

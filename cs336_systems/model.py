@@ -143,6 +143,8 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.d_model, config.d_model, bias=bias)
         self.v_proj = Linear(config.d_model, config.d_model, bias=bias)
         self.output_proj = Linear(config.d_model, config.d_model, bias=bias)
+        self.joint: Copies | None = None
+        """Weights and biases of q_proj, k_proj and v_proj in one, to be read in their place (weights.py)."""
 
     def forward(
         self,
@@ -153,7 +155,11 @@ class SelfAttention(nn.Module):
         with annotate(self.range):
             x = _cast_once(x)
             heads = (*x.shape[:2], self.num_heads, -1)
-            q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+            if self.joint is None:
+                q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            else:
+                q, k, v = F.linear(x, *self.joint).chunk(3, dim=-1)
+            q, k, v = q.view(heads), k.view(heads), v.view(heads)
             if rotations is not None:
                 # both in one tensor: half the kernels
                 q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
@@ -213,11 +219,16 @@ class SwiGLU(nn.Module):
         self.w1 = Linear(d_model, d_ff)
         self.w2 = Linear(d_ff, d_model)
         self.w3 = Linear(d_model, d_ff)
+        self.joint: Copies | None = None
+        """Weights of w1 and w3 in one, to be read in their place (weights.py)."""
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
             x = _cast_once(x)
-            return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
+            if self.joint is None:
+                return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
+            gate, up = F.linear(x, *self.joint).chunk(2, dim=-1)
+            return cast("Tensor", self.w2(F.silu(gate) * up))
 
 
 class GeluMLP(nn.Module):
@@ -251,6 +262,10 @@ class Embedding(nn.Module):
             return x if self.positions is None else x + self.positions[: tokens.shape[1]]
 
 
+Copies = tuple[Tensor, Tensor | None]
+"""A weight and, where there is one, a bias, in low precision."""
+
+
 class Linear(nn.Module):
     """x W^T, plus a bias where asked for."""
 
@@ -258,9 +273,12 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
+        self.copies: Copies | None = None
+        """Copies of both, to be read in their place (weights.py)."""
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        return F.linear(x, self.weight, self.bias)
+        weight, bias = self.copies or (self.weight, self.bias)
+        return F.linear(x, weight, bias)
 
 
 class LMHead(Linear):
@@ -272,6 +290,8 @@ class LMHead(Linear):
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
         with annotate(self.range):
+            if self.copies is not None:
+                return F.linear(x, self.copies[0])[..., : len(self.weight)]
             if surplus := -len(self.weight) % self.multiple:
                 return F.linear(x, F.pad(_cast_once(self.weight), (0, 0, 0, surplus)))[..., : len(self.weight)]
             return F.linear(x, self.weight)

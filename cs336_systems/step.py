@@ -92,6 +92,8 @@ class TrainingStep:
         self.batches = make_batches(config)
         self.scaler = make_grad_scaler(config.precision, config.device)
         self.num_parameters = num_parameters(self.model)
+        self.weights = cast_linear_weights(self.model, AUTOCAST_DTYPES[config.precision]) if config.cast_once else ()
+        """With their copies; empty where every step casts the parameters."""
         self.optimizer = self._make_optimizer()
         self.phase = Phase.DATA
         """What the step is at, for whoever has to say where it failed."""
@@ -105,11 +107,10 @@ class TrainingStep:
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         config = self.config
-        weights = cast_linear_weights(self.model, AUTOCAST_DTYPES[config.precision]) if config.cast_once else None
         if config.mode is not Mode.TRAIN:
             return None
-        if weights is not None:
-            return MasterAdamW(weights, config.learning_rate)
+        if config.cast_once:
+            return MasterAdamW(self.weights, config.learning_rate)
         return make_optimizer(
             config.optimizer, self.model.parameters(), lr=config.learning_rate, capturable=config.cuda_graph
         )
@@ -127,8 +128,14 @@ class TrainingStep:
             loss = (self.graph or self._run)(batch, clock)
             times = clock.stop()
         if self.config.mode is Mode.FORWARD_BACKWARD and self.graph is None:
-            self.model.zero_grad(set_to_none=True)
+            self._drop_gradients()
         return times, loss.detach()
+
+    def _drop_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        for weight in self.weights:
+            if weight.source is not None:
+                weight.source.grad = None
 
     def _run(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
         """The phases that the mode asks for; returns the loss."""

@@ -1,17 +1,20 @@
 """Weights kept twice: fp32 masters that the optimizer updates, and low-precision copies that the model reads.
 
 Under autocast every step casts each weight, and each gradient back. Products see the same rounded weights either way,
-and gradients come out of them in low precision either way, so this is the same training with fewer bytes moved.
+and gradients come out of them in low precision either way, so this is the same training with fewer bytes moved. The
+model's parameters are the masters, and its state dict knows nothing of copies.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.model import Linear
+from cs336_systems.model import Linear, LMHead, SelfAttention, SwiGLU
+
+ALIGNMENT = 16
+"""Bytes at which the parts of a joint weight must begin, for kernels that read so many at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,52 +22,77 @@ class Weight:
     """One tensor that is trained."""
 
     master: nn.Parameter
-    """fp32; the model's own parameter where it has no copy, or where another module reads it as it is (tied)."""
-    copy: nn.Parameter | None
-    """What a linear layer of the model reads in its place; None where the model reads the master alone."""
+    """The model's parameter, in fp32."""
+    source: Tensor | None = None
+    """Leaf that has the copy among its rows, and gathers its gradient; None where the model reads the master alone."""
+    rows: slice | None = None
+    """Those of the copy; None where there is none."""
+
+    @property
+    def copy(self) -> Tensor | None:
+        """The copy in low precision, of the master's shape."""
+        return None if self.source is None else self.source.detach()[self.rows]
 
     def gradients(self) -> list[Tensor]:
         """Gradients whose sum is that of the weight: the master's own and the copy's, as far as there are any."""
-        sources = (self.master, self.copy)
-        return [source.grad for source in sources if source is not None and source.grad is not None]
+        own = [] if self.master.grad is None else [self.master.grad]
+        copied = [] if self.source is None or self.source.grad is None else [self.source.grad[self.rows]]
+        return own + copied
+
+    def refresh(self) -> None:
+        """Make the copy that of the master again."""
+        if (copy := self.copy) is not None:
+            copy.copy_(self.master.detach())
 
 
 def cast_linear_weights(model: nn.Module, dtype: torch.dtype) -> tuple[Weight, ...]:
-    """Give every linear layer of `model` a copy of its weight and bias in `dtype`; return all weights, once each.
+    """Give the linear layers of `model` copies in `dtype`; return all weights of the model, once each.
 
-    The state dict stays that of the masters, in fp32, whether it is saved or loaded.
+    Layers that read the same tensor share one copy, and so one product: q_proj, k_proj and v_proj; w1 and w3. That of
+    the head is padded to the multiple that it computes.
     """
-    copies: dict[nn.Parameter, nn.Parameter] = {}
-    masters: dict[str, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, Linear):
-            for name, master in list(module.named_parameters(recurse=False)):
-                copies[master] = nn.Parameter(master.detach().to(dtype))
-                setattr(module, name, copies[master])
-                masters[f"{prefix}.{name}"] = master
-    _keep_state_dict(model, masters)
-    every = dict.fromkeys([*masters.values(), *_read_as_they_are(model, copies.values())])
-    return tuple(Weight(master=master, copy=copies.get(master)) for master in every)
+    found: dict[nn.Parameter, Weight] = {}
+    for module in list(model.modules()):
+        if isinstance(module, SelfAttention):
+            module.joint = _join((module.q_proj, module.k_proj, module.v_proj), dtype, found)
+        elif isinstance(module, SwiGLU):
+            module.joint = _join((module.w1, module.w3), dtype, found)
+    for module in model.modules():
+        if isinstance(module, Linear) and module.weight not in found:
+            surplus = -len(module.weight) % module.multiple if isinstance(module, LMHead) else 0
+            weight = _copy([module.weight], dtype, found, surplus)
+            module.copies = (weight, None if module.bias is None else _copy([module.bias], dtype, found))
+    weights = tuple(found.get(parameter) or Weight(master=parameter) for parameter in model.parameters())
+    model.register_load_state_dict_post_hook(lambda _model, _keys: _refresh(weights))
+    return weights
 
 
-def _read_as_they_are(model: nn.Module, copies: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    cast = set(copies)
-    return [parameter for parameter in model.parameters() if parameter not in cast]
+def _join(
+    layers: Sequence[Linear], dtype: torch.dtype, found: dict[nn.Parameter, Weight]
+) -> tuple[Tensor, Tensor | None] | None:
+    """One weight and bias for all layers; None where a part would not be aligned."""
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if any(part.numel() * dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
+        return None
+    return _copy(weights, dtype, found), _copy(biases, dtype, found) if biases else None
 
 
-def _keep_state_dict(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
-    """Have `model` save the masters, and load into them; its own loading then fills the copies."""
+def _copy(
+    masters: Sequence[nn.Parameter], dtype: torch.dtype, found: dict[nn.Parameter, Weight], surplus: int = 0
+) -> Tensor:
+    """A leaf with copies of the masters one below the other, and `surplus` rows of 0; `found` learns of them."""
+    first = masters[0]
+    num_rows = sum(len(master) for master in masters)
+    source = torch.zeros(num_rows + surplus, *first.shape[1:], dtype=dtype, device=first.device, requires_grad=True)
+    start = 0
+    for master in masters:
+        found[master] = Weight(master=master, source=source, rows=slice(start, start + len(master)))
+        found[master].refresh()
+        start += len(master)
+    return source
 
-    def save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-        for name, master in masters.items():
-            state[prefix + name] = master.detach()
 
-    def load(_module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        with torch.no_grad():
-            for name, master in masters.items():
-                loaded = state.get(prefix + name)
-                if isinstance(loaded, Tensor) and loaded.shape == master.shape:  # else loading says what is wrong
-                    master.copy_(loaded)
-
-    model.register_state_dict_post_hook(save)
-    model.register_load_state_dict_pre_hook(load)
+def _refresh(weights: Iterable[Weight]) -> None:
+    for weight in weights:
+        weight.refresh()

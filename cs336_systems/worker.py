@@ -19,7 +19,7 @@ from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import ModelConfig, Profiler, RunConfig
 from cs336_systems.failure import describe
 from cs336_systems.measurement import measure
-from cs336_systems.nsys_run import NsysError, is_under_nsys, run_under_nsys
+from cs336_systems.nsys_run import is_under_nsys, run_under_nsys
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with, die_with_forker
 from cs336_systems.record import RunRecord, Status, read_record, write_record
 from cs336_systems.store import kernel_profile_path, memory_profile_path, raw_profile_path
@@ -53,7 +53,7 @@ def _explained(config: RunConfig, runs: Path, record_to: Callable[[Path], RunRec
     try:
         record = record_to(raw)
         if record.status is Status.OK and not raw.is_file():
-            raise NsysError(f"the run ended well and {config.profiler} left no {raw.name}: see what it printed")
+            raise RuntimeError(f"the run ended well and {config.profiler} left no {raw.name}: see what it printed")
         if is_memory and raw.is_file():  # of a run that ran out of memory too: it is evidence
             write_memory_profile(explain_memory(raw, *_shape(config)), profile)
         elif record.status is Status.OK:

@@ -132,7 +132,7 @@ def _print_memory(config: RunConfig, runs: Path) -> None:
 
 
 def _print_kernels(config: RunConfig, runs: Path) -> None:
-    """Where the time went, and what the profiler cost if the same run is known without it."""
+    """Where the time went."""
     from cs336_systems.analysis.kernels.step_profile import decode_profile
     from cs336_systems.report.terminal import print_profile
     from cs336_systems.store import kernel_profile_path
