@@ -37,6 +37,7 @@ from cs336_systems.record import (
     WarningCode,
 )
 from cs336_systems.step import TrainingStep
+from cs336_systems.step_graph import EAGER_STEPS
 from cs336_systems.watching import Watch, annotator_of, make_watch
 
 MAX_EXTRA_WARMUP_STEPS = 20
@@ -174,7 +175,7 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
 
 def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
     config = progress.config
-    wanted = config.warmup_steps
+    wanted = max(config.warmup_steps, EAGER_STEPS + 1) if config.cuda_graph else config.warmup_steps
     while len(progress.warmup) < wanted:
         if len(progress.warmup) == wanted - 1:
             _settle(progress, monitor)

@@ -125,6 +125,7 @@ class TrainingStep:
             batch = self.batches()
             if self.config.tokens is not None:
                 clock.lap(Phase.DATA)
+            self.phase = Phase.FORWARD
             loss = (self.graph or self._run)(batch, clock)
             times = clock.stop()
         if self.config.mode is Mode.FORWARD_BACKWARD and self.graph is None:
@@ -140,7 +141,6 @@ class TrainingStep:
     def _run(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
         """The phases that the mode asks for; returns the loss."""
         mode = self.config.mode
-        self.phase = Phase.FORWARD
         loss = self.forward(batch)
         clock.lap(Phase.FORWARD)
         if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
