@@ -1,26 +1,32 @@
 """Record what the CUDA allocator does in a step, and beside it what only the live process knows.
 
-The snapshot is PyTorch's own, for its viewer and ours; the notes say what lay where (analysis/memory_notes.py).
+The snapshot is PyTorch's own, for its viewer and ours; the notes say what lay where (analysis/memory/notes.py).
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.analysis.memory.notes import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
 from cs336_systems.clock import Clock, StepTimes
-from cs336_systems.config import Phase
+from cs336_systems.config import CompileMode, Phase
+from cs336_systems.model import TransformerLM
 from cs336_systems.profiling import current_path
+from cs336_systems.ranges import Range
 from cs336_systems.step import TrainingStep
 
 MAX_EVENTS = 1_000_000
 """Events that the allocator keeps: a ring, so that a long run costs at most some hundred MB of host memory."""
 START = "start"
+CHECKPOINT = "checkpoint"
+"""In a name, in the place of an operator: a checkpoint keeps it, the input of its first block."""
 
 
 class MemoryRecorder:
@@ -28,8 +34,10 @@ class MemoryRecorder:
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step
-        self._parameters = dict(step.model.named_parameters())
-        self._known = {p.untyped_storage().data_ptr(): name for name, p in self._parameters.items()}
+        self._weights = list(_weights(step))
+        self._known = {_address(weight): name for _, name, weight in self._weights}
+        self._checkpoint_blocks = _checkpoint_blocks(step)
+        self._again: list[saved_tensors_hooks] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -39,8 +47,8 @@ class MemoryRecorder:
         torch.cuda.memory._record_memory_history(None)
         self._start = _position(_counters())
         torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MAX_EVENTS)
-        for name, parameter in self._parameters.items():
-            self._see(Kind.PARAMETER, name, parameter)
+        for kind, name, weight in self._weights:
+            self._see(kind, name, weight)
         for name, buffer in self._step.model.named_buffers():
             self._see(Kind.BUFFER, name, buffer)
 
@@ -51,7 +59,9 @@ class MemoryRecorder:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """While open, what autograd saves for backward is sighted. The tensors saved stay what they are."""
-        with saved_tensors_hooks(self._saved, lambda tensor: tensor):
+        with saved_tensors_hooks(self._saved, lambda tensor: tensor), contextlib.ExitStack() as handles:
+            for handle in self._watch_checkpoints():
+                handles.callback(handle.remove)
             yield
 
     def clock(self, inner: Clock) -> Clock:
@@ -73,9 +83,9 @@ class MemoryRecorder:
             )
         )
         if name == Phase.BACKWARD:
-            for parameter_name, parameter in self._parameters.items():
-                if parameter.grad is not None:
-                    self._see(Kind.GRADIENT, parameter_name, parameter.grad)
+            for _, weight_name, weight in self._weights:
+                if weight.grad is not None:
+                    self._see(Kind.GRADIENT, weight_name, weight.grad)
 
     def end_step(self) -> None:
         """The next mark belongs to the next step."""
@@ -103,7 +113,7 @@ class MemoryRecorder:
 
     def _see(self, kind: Kind, name: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if tensor.is_cuda and storage.nbytes():
+        if tensor.device.type == self._step.config.device.value and storage.nbytes():
             self._sightings.append(
                 Sighting(
                     kind=kind,
@@ -120,18 +130,56 @@ class MemoryRecorder:
         optimizer = self._step.optimizer
         if optimizer is None:
             return
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {names[parameter]}", value)
+                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {self._known[_address(parameter)]}", value)
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in self._known:
+        path = current_path()
+        is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (Range.FORWARD,)  # sighted in the block it is of
+        if not is_of_checkpoint:
+            self._see_saved(tensor, *path)
+        return tensor.detach()  # the tensor itself would be a cycle where an operator saves its own output
+
+    def _see_saved(self, tensor: Tensor, *path: str) -> None:
+        if _address(tensor) not in self._known:
             copied = self._copied_parameter(tensor.grad_fn)
             kind = Kind.SAVED if copied is None else Kind.AUTOCAST_COPY
-            self._see(kind, " > ".join(current_path()) if copied is None else copied, tensor)
-        return tensor.detach()  # the tensor itself would be a cycle where an operator saves its own output
+            self._see(kind, " > ".join(path) if copied is None else copied, tensor)
+
+    def _watch_checkpoints(self) -> Iterator[RemovableHandle]:
+        """Hooks on the blocks: forward keeps the inputs of checkpoints alone, backward saves what it computes again.
+
+        There the checkpoint's own hooks hide those of `watching`, so others, that call them, are put before them.
+        """
+        model = self._step.model
+        if not self._checkpoint_blocks or not isinstance(model, TransformerLM):
+            return
+        for index, block in enumerate(model.layers):
+            if index % self._checkpoint_blocks == 0:
+                yield block.register_forward_pre_hook(self._see_input)
+            yield block.register_forward_pre_hook(self._begin_again)
+            yield block.register_forward_hook(self._end_again, always_call=True)  # a checkpoint ends by an exception
+
+    def _see_input(self, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._step.phase is Phase.FORWARD and torch.is_grad_enabled():
+            self._see_saved(inputs[0], *current_path(), CHECKPOINT)
+
+    def _begin_again(self, _block: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        if self._step.phase is Phase.BACKWARD:
+            pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            hooks = saved_tensors_hooks(functools.partial(self._saved_again, pack), unpack)
+            hooks.__enter__()
+            self._again.append(hooks)
+
+    def _end_again(self, _block: nn.Module, _inputs: tuple[Any, ...], _output: object) -> None:
+        if self._again:
+            self._again.pop().__exit__()
+
+    def _saved_again(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        self._see_saved(tensor, *current_path())
+        return pack(tensor)
 
     def _copied_parameter(self, node: Node | None) -> str | None:
         """Name of the parameter of which `node` made a copy in another type, or a view of such; None for others."""
@@ -140,7 +188,7 @@ class MemoryRecorder:
                 return None
             node = node.next_functions[0][0]
         variable: Tensor | None = getattr(node, "variable", None)
-        return None if variable is None else self._known.get(variable.untyped_storage().data_ptr())
+        return None if variable is None else self._known.get(_address(variable))
 
 
 class _MarkingClock:
@@ -159,6 +207,30 @@ class _MarkingClock:
         times = self._inner.stop()
         self._recorder.end_step()
         return times
+
+
+def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
+    """What is trained, by name; where the model computes with low-precision copies of it, those too."""
+    trained = [p for group in step.optimizer.param_groups for p in group["params"]] if step.optimizer else []
+    parameter_at: dict[int, Tensor] = {_address(parameter): parameter for parameter in trained}
+    kept: dict[str, Tensor] = step.model.state_dict() if isinstance(step.model, TransformerLM) else {}
+    for name, parameter in step.model.named_parameters():
+        master = kept.get(name, parameter)
+        if _address(master) != _address(parameter):
+            yield Kind.AUTOCAST_COPY, name, parameter
+            yield Kind.PARAMETER, name, parameter_at.get(_address(master), master)  # with its gradient
+        else:
+            yield Kind.PARAMETER, name, parameter
+
+
+def _checkpoint_blocks(step: TrainingStep) -> int:
+    """Blocks in a checkpoint, 0 for none; compiled ones have no hooks that could see into them."""
+    is_eager = isinstance(step.model, TransformerLM) and step.config.compile is CompileMode.NONE
+    return step.config.checkpoint_blocks if is_eager else 0
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _counters() -> dict[str, Any]:

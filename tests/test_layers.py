@@ -175,7 +175,7 @@ def test_what_is_measured_with_is_part_of_the_identity() -> None:
         reached |= more
     around = {
         "", "record", "nvml", "environment", "quality", "statistics", "ranges", "failure", "memory_recording",
-        "analysis.memory.notes", "analysis.columns",
+        "analysis.memory.notes", "analysis.columns", "analysis.files",
     }  # fmt: skip
     # they see a step from outside, or are there in profiled runs alone, whose times are not published
     assert {f"{name}.py" for name in reached - around} == set(MEASURING_FILES)

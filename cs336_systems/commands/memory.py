@@ -9,7 +9,7 @@ import tyro
 
 from cs336_systems.commands.flags import ModelArguments, StepArguments, Switch, make_config, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked
-from cs336_systems.config import Device, Mode, ModelConfig, Precision, RunConfig
+from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.record import read_record
 
 if TYPE_CHECKING:
@@ -42,25 +42,21 @@ class MemoryArguments:
     json: Switch = False
     """Print JSON instead of tables."""
 
-    def shape(self, file: Path) -> tuple[ModelConfig, int] | tuple[None, None]:
-        """The model's shape and the batch size, as far as anything tells; raise ValueError for an unknown size."""
+    def config_of(self, file: Path) -> RunConfig | None:
+        """What ran, as far as anything tells; raise UsageError for an unknown size, RecordError for a bad record."""
         if self.size is not None:
-            step = StepArguments(batch_size=self.batch_size)
-            config: RunConfig | None = make_config(
-                ModelArguments(), step, Device.CUDA,
-                size=self.size, context_length=self.context_length, mode=Mode.TRAIN, precision=Precision.FP32,
-                warmup_steps=0,
-            )  # fmt: skip
-        else:
-            config = self._config_of(file)
-        if config is None or config.model_factory is not None:
-            return None, None
-        return config.model, config.batch_size
-
-    def _config_of(self, file: Path) -> RunConfig | None:
+            return checked(self._preset)
         beside = file.parent.parent / "runs" / f"{file.stem}.json"
         path = beside if self.record is None and beside.is_file() else self.record
         return None if path is None else read_record(path).config
+
+    def _preset(self) -> RunConfig:
+        step = StepArguments(batch_size=self.batch_size)
+        return make_config(
+            ModelArguments(), step, Device.CUDA,
+            size=self.size or "", context_length=self.context_length, mode=Mode.TRAIN, precision=Precision.FP32,
+            warmup_steps=0,
+        )  # fmt: skip
 
 
 def run(arguments: MemoryArguments) -> int:
@@ -72,7 +68,7 @@ def run(arguments: MemoryArguments) -> int:
     profiles = [_explain(arguments, file) for file in arguments.files]
     from cs336_systems.report.memory.compare import compare_memory
     from cs336_systems.report.memory.files import memory_tables, write_memory
-    from cs336_systems.report.terminal import print_table
+    from cs336_systems.report.terminal import print_table, say
 
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -84,12 +80,17 @@ def run(arguments: MemoryArguments) -> int:
         return OK
     for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(profiles[0], arguments.top):
         print_table(table)
+        say("")
     return OK
 
 
 def _explain(arguments: MemoryArguments, file: Path) -> "MemoryProfile":
-    model, batch_size = checked(lambda: arguments.shape(file))
+    config = arguments.config_of(file)
     from cs336_systems.analysis.memory.explain import explain_memory
     from cs336_systems.analysis.memory.profile import read_memory_profile
 
-    return read_memory_profile(file) if file.suffix == ".json" else explain_memory(file, model, batch_size)
+    if file.suffix == ".json":
+        return read_memory_profile(file)
+    if config is None or config.model_factory is not None:  # the shape of a user's own model is not known
+        return explain_memory(file)
+    return explain_memory(file, config.model, config.batch_size)

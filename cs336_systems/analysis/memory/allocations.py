@@ -16,6 +16,7 @@ from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.block_sizes import block_sizes, may_be_larger, rounds_to_powers
 from cs336_systems.analysis.memory.device_memory import Action, BlockState, DeviceMemory
 from cs336_systems.analysis.memory.lifetimes import BEFORE, LifetimeReader, Lifetimes
+from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.analysis.memory.snapshot import Setting
 from cs336_systems.analysis.memory.stacks import NO_STACK
 
@@ -79,6 +80,12 @@ class Replay:
         """What was asked for of those: exact where `num_bytes` is a conclusion."""
         return self.curve(self.allocations.requested_bytes, self.allocations.end)
 
+    @cached_property
+    def recorded_bytes(self) -> Ints:
+        """The blocks that were held throughout, and what was asked for of the others in use."""
+        rows = self.allocations
+        return self.curve(np.where(self.is_held_throughout, rows.num_bytes, rows.requested_bytes), rows.end)
+
     def curve(self, values: Ints, end: Ints) -> Ints:
         """At each moment the sum of a value over the allocations that began before it and do not end before it."""
         start, num_events = self.allocations.start, len(self.memory.events)
@@ -105,6 +112,11 @@ class Replay:
         """Of each allocation, whether it was there before the first event and after the last."""
         is_held: Mask = (self.allocations.start == BEFORE) & (self.allocations.end == len(self.memory.events))
         return is_held
+
+    @property
+    def num_held_with_stack(self) -> int:
+        """Blocks held throughout whose allocation was recorded all the same, in events that are not there."""
+        return int(np.count_nonzero(self.is_held_throughout & (self.allocations.stack != NO_STACK)))
 
     @property
     def out_of_memory(self) -> tuple[OutOfMemory, ...]:
@@ -218,18 +230,15 @@ class _Held:
 
     def notes(self) -> Iterator[str]:
         """Where the events and the segments do not fit together."""
-        blocks, num_events = self._memory.blocks, len(self._memory.events)
-        if num := np.count_nonzero(self._is_gone):
-            num_bytes = self._recorded.num_bytes[self._is_gone].sum()
-            yield f"{num} allocations ({num_bytes} bytes) are gone without a free: recording ended before the snapshot."
-        if num := np.count_nonzero(self._is_late):
-            num_bytes = blocks.requested_bytes[self._is_late].sum()
-            yield f"{num} blocks ({num_bytes} bytes) came after the last event, and are left out."
-        if num_events and (num := np.count_nonzero(blocks.stack[self._rows] != NO_STACK)):
+        if num := int(np.count_nonzero(self._is_gone)):
+            num_bytes = int(self._recorded.num_bytes[self._is_gone].sum())
             yield (
-                f"{num} blocks that were held throughout have a stack: the oldest events were dropped (max_entries), "
-                "or recording was begun anew."
+                f"Gone without a free: {counted(num, 'allocation')} of {counted(num_bytes, 'byte')}; recording ended "
+                "before the snapshot."
             )
+        if num := int(np.count_nonzero(self._is_late)):
+            num_bytes = int(self._memory.blocks.requested_bytes[self._is_late].sum())
+            yield (f"Left out: {counted(num, 'block')} of {counted(num_bytes, 'byte')} that came after the last event.")
 
 
 def _overlap(address: Ints, num_bytes: Ints, recorded: Lifetimes) -> Mask:
@@ -253,10 +262,10 @@ def _reserved(memory: DeviceMemory) -> Ints:
 
 def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Setting]) -> Iterator[str]:
     is_guessed = (lifetimes.start == BEFORE) & (lifetimes.end < never) & may_be_larger(lifetimes.num_bytes, settings)
-    if num := np.count_nonzero(is_guessed):
+    if num := int(np.count_nonzero(is_guessed)):
         yield (
-            f"{num} large allocations were made before the recording and freed in it: each block may be up to 1 MiB "
-            "larger than shown; what was asked for is exact."
+            f"Made before the recording and freed in it: {counted(num, 'large allocation')}. Each block may be up to "
+            "1 MiB larger than shown; what was asked for is exact."
         )
     if rounds_to_powers(settings):
         yield (
@@ -268,6 +277,6 @@ def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Set
 def _notes_on_reserved(reserved_bytes: Ints) -> Iterator[str]:
     if reserved_bytes.min() < 0:
         yield (
-            f"More segments were given back than there were ({-reserved_bytes.min()} bytes too many): "
+            f"More segments were given back than there were ({-reserved_bytes.min():,} bytes too many): "
             "what was reserved is not known."
         )

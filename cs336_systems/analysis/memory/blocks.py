@@ -10,6 +10,7 @@ from cs336_systems.analysis.memory.groups import Known, explain_sighting
 from cs336_systems.analysis.memory.names import block_of_parameter, block_of_ranges, short_name, within_block
 from cs336_systems.analysis.memory.notes import Kind, Sighting
 from cs336_systems.analysis.memory.profile import BlockMemory, Category, SavedTensor
+from cs336_systems.config import Phase
 from cs336_systems.ranges import block_range
 
 
@@ -17,7 +18,8 @@ def block_memory(known: Known, row_of: Ints, moments: Ints) -> tuple[BlockMemory
     """The blocks in the first step that saved anything; `row_of` and `moments` are those of the sightings.
 
     A storage counts once, for the block that saved it first. What is saved and is a parameter or a buffer, such as the
-    mask, takes no memory of its own.
+    mask, takes no memory of its own. Of a checkpoint, its input counts for its first block, and what backward computes
+    again for the block that it is of.
     """
     steps = np.array(known.phases.steps, dtype=np.int64)[known.phases.at(moments)]
     in_blocks = [
@@ -37,7 +39,7 @@ def block_memory(known: Known, row_of: Ints, moments: Ints) -> tuple[BlockMemory
     saved = _by_block(known.sightings, first_of_row.values(), ranges=True)
     parameters = _of_kind(known, row_of, Kind.PARAMETER, range(len(known.sightings)))
     gradients = _of_kind(known, row_of, Kind.GRADIENT, np.flatnonzero(steps == steps[in_blocks[0]]).tolist())
-    num_bytes = known.replay.allocations.num_bytes
+    num_bytes = known.replay.allocations.requested_bytes
     return tuple(
         BlockMemory(
             name=block_range(block),
@@ -70,16 +72,18 @@ def _by_block(sightings: Sequence[Sighting], indices: Iterable[int], *, ranges: 
 
 
 def _saved_tensors(known: Known, row_of: Ints, indices: Sequence[int]) -> tuple[SavedTensor, ...]:
-    tensors = []
+    tensors, rows, phases = [], known.replay.allocations, known.phases
     for index in indices:
         sighting, name = known.sightings[index], short_name(known.sightings[index])
+        row = row_of[index]
         tensors.append(
             SavedTensor(
                 name=within_block(name),
                 shape=sighting.shape,
                 dtype=sighting.dtype,
-                num_bytes=int(known.replay.allocations.num_bytes[row_of[index]]),
+                num_bytes=int(rows.requested_bytes[row]),
                 explanation=explain_sighting(known.formulas, sighting, name),
+                is_recomputed=phases.names[int(phases.at(rows.start[row]))] == Phase.BACKWARD,
             )
         )
     return tuple(sorted(tensors, key=lambda tensor: -tensor.num_bytes))

@@ -88,15 +88,17 @@ class LiveSums:
 
     moments: Ints
     num_bytes: Ints
+    requested_bytes: Ints
     counts: Ints
 
     def at(self, moment: int) -> tuple[CategoryBytes, ...]:
         """At one of the moments, the categories of which there is something."""
         column = int(np.searchsorted(self.moments, moment))
-        cells = zip(CATEGORIES, self.num_bytes[:, column].tolist(), self.counts[:, column].tolist(), strict=True)
+        sums = (self.num_bytes, self.requested_bytes, self.counts)
+        cells = zip(CATEGORIES, *(table[:, column].tolist() for table in sums), strict=True)
         return tuple(
-            CategoryBytes(category=category, num_bytes=num_bytes, count=count)
-            for category, num_bytes, count in cells
+            CategoryBytes(category=category, num_bytes=num_bytes, requested_bytes=requested_bytes, count=count)
+            for category, num_bytes, requested_bytes, count in cells
             if count
         )
 
@@ -106,11 +108,11 @@ def live_sums(replay: Replay, contents: Contents, moments: Ints) -> LiveSums:
     rows = replay.allocations
     first = np.searchsorted(moments, rows.start, side="right")
     behind = np.searchsorted(moments, rows.free_requested, side="right")
-    sums = LiveSums(
-        moments=moments,
-        num_bytes=_sums(contents.category, rows.num_bytes, first, behind, len(moments)),
-        counts=_sums(contents.category, np.ones(len(rows), dtype=np.int64), first, behind, len(moments)),
+    num_bytes, requested_bytes, counts = (
+        _sums(contents.category, values, first, behind, len(moments))
+        for values in (rows.num_bytes, rows.requested_bytes, np.ones(len(rows), dtype=np.int64))
     )
+    sums = LiveSums(moments=moments, num_bytes=num_bytes, requested_bytes=requested_bytes, counts=counts)
     missed = sums.num_bytes.sum(axis=0) - replay.allocated_bytes[moments]
     if missed.any():
         where = int(np.flatnonzero(missed)[0])

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Ints, ProfileError
-from cs336_systems.analysis.memory.allocations import replay
+from cs336_systems.analysis.files import read_head
+from cs336_systems.analysis.memory.allocations import OutOfMemory, replay
 from cs336_systems.analysis.memory.block_sizes import may_be_larger, rounds_to_powers
 from cs336_systems.analysis.memory.blocks import block_memory
 from cs336_systems.analysis.memory.categories import (
@@ -29,14 +29,26 @@ from cs336_systems.analysis.memory.formulas import Formulas
 from cs336_systems.analysis.memory.groups import Groups, Known
 from cs336_systems.analysis.memory.lifetimes import BEFORE
 from cs336_systems.analysis.memory.notes import Mark, MemoryNotes, notes_path, read_notes
+from cs336_systems.analysis.memory.places import places_of
 from cs336_systems.analysis.memory.positions import (
     NO_PHASES,
     NOWHERE,
+    START,
     Positions,
     find_phases,
     notes_on_positions,
+    times_s,
 )
-from cs336_systems.analysis.memory.profile import AllocatorWork, Category, MemoryProfile, Moment, Timeline
+from cs336_systems.analysis.memory.profile import (
+    AllocatorWork,
+    Category,
+    FailedRequest,
+    MemoryProfile,
+    Moment,
+    PhaseMemory,
+    Timeline,
+)
+from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Snapshot, read_snapshot
 from cs336_systems.config import ModelConfig
 
@@ -63,7 +75,10 @@ def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int
     categories missed what the allocator counted.
     """
     beside = notes_path(path)
-    notes = read_notes(beside) if beside.exists() else None
+    notes = None
+    if beside.exists():
+        read_head(beside, 0, "notes on a memory snapshot")  # a pipe would be read for ever
+        notes = read_notes(beside)
     snapshot = read_snapshot(path)
     memory = _choose_device(snapshot, notes)
     return _Explanation(snapshot, memory, notes, Formulas(model, batch_size)).profile(
@@ -119,7 +134,6 @@ class _Explanation:
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
         groups = Groups(self._known)
-        rounding = (allocations.num_bytes - allocations.requested_bytes)[is_live].sum()
         return MemoryProfile(
             source=self._snapshot.path.name,
             device=self._memory.device,
@@ -127,14 +141,16 @@ class _Explanation:
             num_allocations=int(np.count_nonzero(~is_held)),
             held_bytes=int(allocations.num_bytes[is_held].sum()),
             peak=self._peak_moment(sums),
+            peak_requested_bytes=int(self._replay.requested_bytes.max()),
+            peak_recorded_bytes=int(self._replay.recorded_bytes.max()),
             peak_reserved_bytes=int(self._replay.reserved_bytes.max()),
             boundaries=tuple(self._boundaries(sums)),
+            phases=tuple(self._phases_of_steps()),
             largest=groups.largest(~is_held, is_live, MAX_LARGEST),
             at_peak=groups.at_peak(is_live),
             blocks=block_memory(self._known, self._row_of, self._sighted_at),
             timeline=self._timeline(sums),
             work=self._work(),
-            rounding_bytes_at_peak=int(rounding),
             outside_bytes=None if notes is None else notes.used_on_device_bytes - notes.reserved_bytes,
             residual_stream_bytes=residual_stream_bytes,
             notes=tuple(self._notes_to_reader()),
@@ -153,24 +169,42 @@ class _Explanation:
                 )
             yield self._moment(sums, moment, mark.step, mark.name, mark)
 
+    def _phases_of_steps(self) -> Iterator[PhaseMemory]:
+        """From mark to mark within a step; behind the last, the phase that ran out of memory, up to where it did."""
+        phases, moments = self._phases, self._phases.moments.tolist()
+        for index, mark in enumerate(phases.marks[1:], start=1):
+            if mark.name != START and mark.step == phases.marks[index - 1].step:
+                yield self._phase_memory(index, moments[index - 1], moments[index], is_finished=True)
+        if phases.names[-1]:
+            failed_at = self._replay.out_of_memory[-1].moment
+            yield self._phase_memory(len(moments), moments[-1], failed_at, is_finished=False)
+
+    def _phase_memory(self, stretch: int, begin: int, end: int, *, is_finished: bool) -> PhaseMemory:
+        peak = begin + int(self._allocated[begin : end + 1].argmax())
+        begin_s, end_s, peak_s = times_s(self._memory.events, np.array([begin, end, peak])).tolist()
+        return PhaseMemory(
+            step=self._phases.steps[stretch],
+            phase=self._phases.names[stretch],
+            begin_s=begin_s,
+            end_s=end_s,
+            begin_bytes=int(self._allocated[begin]),
+            peak_bytes=int(self._allocated[peak]),
+            peak_s=peak_s,
+            end_bytes=int(self._allocated[end]),
+            is_finished=is_finished,
+        )
+
     def _moment(self, sums: LiveSums, moment: int, step: int, phase: str, mark: Mark | None) -> Moment:
         return Moment(
             step=step,
             phase=phase,
-            time_s=float(self._time_s(np.array(moment))),
+            time_s=float(times_s(self._memory.events, np.array(moment))),
             allocated_bytes=int(self._allocated[moment]),
             reserved_bytes=int(self._replay.reserved_bytes[moment]),
             categories=sums.at(moment),
             counted_bytes=None if mark is None else mark.allocated_bytes,
+            counted_requested_bytes=None if mark is None else mark.requested_bytes,
         )
-
-    def _time_s(self, moments: Ints) -> NDArray[np.float64]:
-        """Of the last event before each moment, since the first event."""
-        time_us = self._memory.events.time_us
-        if not len(time_us):
-            return np.zeros(moments.shape)
-        since_first_us: Ints = time_us[np.maximum(moments - 1, 0)] - time_us[0]
-        return since_first_us / 1e6
 
     def _points(self) -> Ints:
         """Moments, evenly over the events, each the peak among those around it; all of them where they are few."""
@@ -184,7 +218,7 @@ class _Explanation:
     def _timeline(self, sums: LiveSums) -> Timeline:
         present = [category for category in FROM_BOTTOM if sums.counts[CODES[category]].any()]
         return Timeline(
-            time_s=tuple(self._time_s(sums.moments).tolist()),
+            time_s=tuple(times_s(self._memory.events, sums.moments).tolist()),
             categories=tuple(present),
             num_bytes=tuple(tuple(sums.num_bytes[CODES[category]].tolist()) for category in present),
             reserved_bytes=tuple(self._replay.reserved_bytes[sums.moments].tolist()),
@@ -195,11 +229,26 @@ class _Explanation:
         oom = self._replay.out_of_memory
         return AllocatorWork(
             allocations=int(counts[Action.ALLOC]),
+            events=len(self._memory.events),
             segments_allocated=int(counts[Action.SEGMENT_ALLOC] + counts[Action.SEGMENT_MAP]),
             segments_freed=int(counts[Action.SEGMENT_FREE] + counts[Action.SEGMENT_UNMAP]),
             out_of_memory=len(oom),
-            oom_requested_bytes=oom[0].requested_bytes if oom else None,
-            oom_free_bytes=oom[0].free_bytes if oom else None,
+            first_failure=self._failed_request(oom[0]) if oom else None,
+        )
+
+    def _failed_request(self, failure: OutOfMemory) -> FailedRequest:
+        moment = failure.moment
+        stretch = int(self._phases.at(np.array(moment)))
+        return FailedRequest(
+            requested_bytes=failure.requested_bytes,
+            free_bytes=failure.free_bytes,
+            allocated_bytes=int(self._allocated[moment]),
+            reserved_bytes=int(self._replay.reserved_bytes[moment]),
+            step=self._phases.steps[stretch],
+            phase=self._phases.names[stretch],
+            time_s=float(times_s(self._memory.events, np.array(moment + 1))),
+            event=moment,
+            places=places_of(self._snapshot.stacks[failure.stack]),
         )
 
     @property
@@ -218,14 +267,20 @@ class _Explanation:
         if not len(self._memory.events):
             yield f"No event was recorded, so nothing is known but what was there at the end; {HOW_TO_RECORD}."
         if self._notes is None:
+            # with notes it is known whether events were dropped
+            if len(self._memory.events) and (num := self._replay.num_held_with_stack):
+                yield (
+                    f"A stack, though no event, has {counted(num, 'block')} of those held throughout: the oldest "
+                    "events were dropped (max_entries), or recording was begun anew."
+                )
             yield "Nothing beside it tells what the blocks held and when phases ended: record with --memory."
             return
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)
         if lost := int(np.count_nonzero(self._row_of == NOT_SIGHTED)):
-            yield f"{lost} of {len(self._row_of)} sightings are of no block in use then, and are left out."
+            yield f"Left out: {lost:,} of {len(self._row_of):,} sightings, which are of no block in use then."
         missed = [
             abs(int(self._allocated[moment]) - mark.allocated_bytes)
             for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True)
         ]
         if any(missed):
-            yield f"Where phases end, the blocks differ by up to {max(missed)} bytes from what the allocator counted."
+            yield f"Where phases end, the blocks differ by up to {max(missed):,} bytes from what the allocator counted."

@@ -145,7 +145,7 @@ class Formulas:
         fitting = _narrowed(fitting, [(c, size) for c, size in fitting if c.role is role])
         fitting = _narrowed(fitting, [(c, size) for c, size in fitting if any(f in function for f in c.functions)])
         if not fitting and requested_bytes in CUBLAS_WORKSPACE_BYTES:
-            return f"{requested_bytes} bytes: workspace of cuBLAS"
+            return "workspace of cuBLAS"
         return " or ".join(_explained(c.formula(size), c.what) for c, size in fitting)
 
 

@@ -1,4 +1,4 @@
-"""Like allocations put together: those of one size, category, name, phase and line of code."""
+"""Like allocations put together: those of one requested size, category, name, phase and line of code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,6 @@ class Groups:
         self._phase_of_row = np.where(rows.start == BEFORE, 0, known.phases.at(rows.start) + 1)
         columns = (
             rows.requested_bytes,
-            rows.num_bytes,
             known.contents.category,
             _numbered([like_name(name) for name in self._names], sighting),
             _numbered(self._phase_names, self._phase_of_row),
@@ -64,30 +63,32 @@ class Groups:
     def largest(self, chosen: Mask, live: Mask, limit: int) -> tuple[LikeAllocations, ...]:
         """The groups of the chosen allocations with the largest of them; counted at the peak are those that `live`."""
         counts = np.bincount(self._group[chosen], minlength=self._num_groups)
-        sizes = self._known.replay.allocations.num_bytes[self._first]
+        sizes = self._known.replay.allocations.requested_bytes[self._first]
         order = np.lexsort((-counts, -sizes))
         return self._rows(order[counts[order] > 0][:limit], live)
 
     def at_peak(self, live: Mask) -> tuple[LikeAllocations, ...]:
         """The groups of which some `live`, those that take most first."""
-        counts = np.bincount(self._group[live], minlength=self._num_groups)
-        order = np.argsort(-counts * self._known.replay.allocations.num_bytes[self._first], kind="stable")
-        return self._rows(order[counts[order] > 0], live)
+        num_bytes = np.zeros(self._num_groups, dtype=np.int64)
+        np.add.at(num_bytes, self._group[live], self._known.replay.allocations.num_bytes[live])
+        order = np.argsort(-num_bytes, kind="stable")
+        return self._rows(order[num_bytes[order] > 0], live)
 
     def _rows(self, groups: Ints, live: Mask) -> tuple[LikeAllocations, ...]:
-        counts_at_peak = np.bincount(self._group[live], minlength=self._num_groups)
-        return tuple(self._row(group, int(counts_at_peak[group])) for group in groups.tolist())
+        return tuple(self._row(group, live) for group in groups.tolist())
 
-    def _row(self, group: int, count_at_peak: int) -> LikeAllocations:
+    def _row(self, group: int, live: Mask) -> LikeAllocations:
         known, first = self._known, int(self._first[group])
         rows, members = known.replay.allocations, self._order[self._begin[group] : self._begin[group + 1]]
+        at_peak = members[live[members]]
         sighting = self._sighting(first)
         name = self._name(members)
         return LikeAllocations(
-            num_bytes=int(rows.num_bytes[first]),
+            num_bytes=int(rows.num_bytes[members].max()),
             requested_bytes=int(rows.requested_bytes[first]),
             count=len(members),
-            count_at_peak=count_at_peak,
+            count_at_peak=len(at_peak),
+            bytes_at_peak=int(rows.num_bytes[at_peak].sum()),
             category=CATEGORIES[known.contents.category[first]],
             name=name,
             shape=() if sighting is None else sighting.shape,

@@ -8,6 +8,7 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.device_memory import Action, Events
+from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.analysis.memory.stacks import NO_STACK
 
 BEFORE = -1
@@ -105,4 +106,4 @@ class LifetimeReader:
             yield "No completed frees were recorded: memory counts as free as soon as the program gives it back."
         for what, count in self._contradictions.items():
             if count:
-                yield f"Events contradict each other: {count} times memory is {what}."
+                yield f"Events contradict each other: {counted(count, 'time')} memory is {what}."

@@ -6,7 +6,7 @@ from cs336_systems.analysis.memory.notes import Kind, Sighting
 from cs336_systems.ranges import Range
 
 SEPARATOR = " > "
-_AROUND = frozenset({Range.WARMUP, Range.MEASURE, Range.STEP, Range.FORWARD})
+_AROUND = frozenset({Range.WARMUP, Range.MEASURE, Range.STEP, Range.FORWARD, Range.BACKWARD})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\s|$)")
 _BLOCK = re.compile(r"^block\.(\d+|\*)$")
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Ints
 from cs336_systems.analysis.memory.device_memory import Action, Events
@@ -44,6 +45,15 @@ class Positions:
         return np.where(fits, inside, NOWHERE)
 
 
+def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
+    """Of the last event before each moment, since the first event."""
+    time_us = events.time_us
+    if not len(time_us):
+        return np.zeros(moments.shape)
+    since_first_us: Ints = time_us[np.maximum(moments - 1, 0)] - time_us[0]
+    return since_first_us / 1e6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
     """The stretches of events between one mark and the next, the first before all marks, the last behind them."""
@@ -77,7 +87,7 @@ def find_phases(positions: Positions, notes: MemoryNotes, last_oom: int) -> Phas
     return Phases(
         marks=marks,
         moments=moments,
-        names=(*names, _NEXT_PHASE[marks[-1].name] if is_unfinished else ""),
+        names=(*names, _NEXT_PHASE[marks[-1].name].value if is_unfinished else ""),
         steps=(*steps, marks[-1].step if is_unfinished else UNKNOWN_STEP),
     )
 
@@ -88,10 +98,12 @@ def notes_on_positions(phases: Phases, notes: MemoryNotes, events: Events) -> It
     recorded = int(np.count_nonzero(events.action == Action.ALLOC))
     if recorded < counted:
         yield (
-            f"{counted - recorded} of {counted} allocations are not in the file: its oldest events were dropped "
+            f"Not in the file: {counted - recorded:,} of {counted:,} allocations. Its oldest events were dropped "
             "(max_entries), and phases are placed by counting from its end."
         )
     elif recorded > counted:
-        yield f"The file has {recorded} allocations and the notes count {counted}: some came before the notes began."
+        yield (
+            f"The file has {recorded:,} allocations and the notes count {counted:,}: some came before the notes began."
+        )
     if lost := len(notes.marks) - len(phases.marks):
-        yield f"{lost} of {len(notes.marks)} marks of phases have no place in the events, and are left out."
+        yield f"Left out: {lost} of {len(notes.marks)} marks of phases, which have no place in the events."

@@ -1,7 +1,8 @@
 """Where the memory of the recorded steps went: all that is kept of one snapshot, and all that its tables are made of.
 
 Bytes are those of the allocator's blocks, as `torch.cuda.memory_allocated` counts them, unless said otherwise. So the
-categories of any moment add up to what the allocator itself said then.
+categories of any moment add up to what the allocator itself said then. Requested bytes are what the program asked for,
+the sizes of its tensors: a block is rounded up to 512 bytes, and may hold a rest of up to a MiB that is not split off.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.files import read_head
 from cs336_systems.record import write_atomically
 
-MEMORY_FORMAT_VERSION = 1
+MEMORY_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
 
 
@@ -26,7 +28,7 @@ class Category(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     AUTOCAST_COPIES = "autocast copies"
     SAVED = "saved activations"
-    """By autograd, for backward."""
+    """By autograd, for backward; what a checkpoint computes again in backward too."""
     TEMPORARY = "temporary"
     """What came or went in the recording and is none of the others."""
     HELD = "held throughout"
@@ -39,6 +41,7 @@ class CategoryBytes:
 
     category: Category
     num_bytes: int
+    requested_bytes: int
     count: int
     """Blocks."""
 
@@ -58,6 +61,32 @@ class Moment:
     categories: tuple[CategoryBytes, ...]
     counted_bytes: int | None
     """What the allocator itself said it had allocated, at the boundary of a phase; None elsewhere."""
+    counted_requested_bytes: int | None
+    """What it said it had been asked for, then; what another stream may still use is among it."""
+
+    @property
+    def requested_bytes(self) -> int:
+        """What was asked for of all that was allocated."""
+        return sum(category.requested_bytes for category in self.categories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseMemory:
+    """One phase of one step, from the boundary before it to its own; no point of it is left out."""
+
+    step: int
+    phase: str
+    begin_s: float
+    """Since the first event, as all times."""
+    end_s: float
+    begin_bytes: int
+    peak_bytes: int
+    """Allocated at most."""
+    peak_s: float
+    """The first time that so much was."""
+    end_bytes: int
+    is_finished: bool
+    """Whether the phase came to its end; else memory ran out in it, and its end is the request that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +101,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikeAllocations:
-    """Allocations of one size, category, name and place, together."""
+    """Allocations of one requested size, category, name and place, together."""
 
     num_bytes: int
-    """Of each."""
+    """Of the largest of their blocks."""
     requested_bytes: int
-    """Of each, what was asked for."""
+    """Of each."""
     count: int
     count_at_peak: int
+    bytes_at_peak: int
+    """Of all blocks that were there at the peak."""
     category: Category
     name: str
     """Of the parameter, or the ranges around the operator that saved it; empty where unknown. Block numbers are as they
@@ -106,11 +137,13 @@ class SavedTensor:
     dtype: str
     num_bytes: int
     explanation: str
+    is_recomputed: bool
+    """Made in backward, by a checkpoint that computes the block again: it is not kept from forward on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMemory:
-    """One block of the model, in one step."""
+    """One block of the model, in one step. Its bytes are requested ones: exactly those of the tensors."""
 
     name: str
     saved_bytes: int
@@ -119,6 +152,11 @@ class BlockMemory:
     """The largest first."""
     parameter_bytes: int
     gradient_bytes: int
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Of `saved_bytes`, what is there only while backward computes the block again."""
+        return sum(tensor.num_bytes for tensor in self.saved if tensor.is_recomputed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +172,39 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRequest:
+    """Memory that the allocator could not give, and when that was."""
+
+    requested_bytes: int
+    """As the allocator rounded it."""
+    free_bytes: int
+    """On the device."""
+    allocated_bytes: int
+    reserved_bytes: int
+    step: int
+    """-1 where the snapshot knows no steps."""
+    phase: str
+    """Empty where unknown."""
+    time_s: float
+    """Since the first event."""
+    event: int
+    """Events of the recording before it."""
+    places: tuple[Place, ...]
+    """As those of an allocation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorWork:
     """What the allocator had to do with the device over the recording."""
 
     allocations: int
+    events: int
+    """Of all kinds."""
     segments_allocated: int
     segments_freed: int
     out_of_memory: int
-    oom_requested_bytes: int | None
-    """Of the first, as the allocator rounded it."""
-    oom_free_bytes: int | None
-    """On the device, then."""
+    """Requests that failed."""
+    first_failure: FailedRequest | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +221,15 @@ class MemoryProfile:
     """Throughout."""
     peak: Moment
     """`phase` is the one in which it is."""
+    peak_requested_bytes: int
+    """At most asked for at a time: what PyTorch's viewer draws, which knows blocks by what was asked for."""
+    peak_recorded_bytes: int
+    """At most, if what was held throughout counts with its blocks, and what was recorded with what was asked for: the
+    sizes of the events on top of what the allocator counted before them."""
     peak_reserved_bytes: int
     boundaries: tuple[Moment, ...]
+    phases: tuple[PhaseMemory, ...]
+    """Between the boundaries, and one that ran out of memory behind the last."""
     largest: tuple[LikeAllocations, ...]
     """By bytes of each: the first some dozens, of `num_allocations`."""
     at_peak: tuple[LikeAllocations, ...]
@@ -171,14 +238,17 @@ class MemoryProfile:
     """Of the first step that saved anything; empty where nothing tells which block saved what."""
     timeline: Timeline
     work: AllocatorWork
-    rounding_bytes_at_peak: int
-    """By which the blocks at the peak are larger than what was asked for; part of `allocated_bytes`."""
     outside_bytes: int | None
     """Used on the device at the end and not reserved by PyTorch: the CUDA context, libraries, other processes."""
     residual_stream_bytes: int | None
     """One tensor of batch x T x d_model in fp32; None where the model is not known."""
     notes: tuple[str, ...]
     format_version: int = MEMORY_FORMAT_VERSION
+
+    @property
+    def rounding_bytes_at_peak(self) -> int:
+        """By which the blocks at the peak are larger than what was asked for; part of what was allocated then."""
+        return self.peak.allocated_bytes - self.peak.requested_bytes
 
 
 def encode_memory_profile(profile: MemoryProfile) -> bytes:
@@ -193,11 +263,30 @@ def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
 
 def read_memory_profile(path: Path) -> MemoryProfile:
     """The profile at `path`; raise ProfileError where there is none."""
+    read_head(path, 0, "a memory profile")  # a pipe would be read for ever
     try:
         if (size := path.stat().st_size) > MAX_PROFILE_BYTES:
             raise ProfileError(path, f"{size} bytes are more than a memory profile ever has ({MAX_PROFILE_BYTES})")
-        return msgspec.json.decode(path.read_bytes(), type=MemoryProfile)
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Versioned).format_version
+        if version != MEMORY_FORMAT_VERSION:
+            raise ProfileError(path, _other_version(version))
+        return msgspec.json.decode(data, type=MemoryProfile)
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProfileError(path, f"not a memory profile: {error}") from error
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
+
+
+def _other_version(version: int) -> str:
+    """What to do about a profile of that format version."""
+    if version > MEMORY_FORMAT_VERSION:
+        return f"format version {version} is newer than this program's {MEMORY_FORMAT_VERSION}; update it"
+    return (
+        f"needed format version {MEMORY_FORMAT_VERSION}, got {version}, which lacks requested bytes: "
+        "explain the snapshot again (cs336 memory SNAPSHOT --output DIR)"
+    )

@@ -6,6 +6,7 @@ from operator import attrgetter
 from statistics import median
 
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
+from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.report.formats import Column, Heading, Table, make_table
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
 from cs336_systems.report.memory.words import MIB, Unit, innermost, shape_text, size, unit_for
@@ -34,24 +35,22 @@ def at_peak_listing(profile: MemoryProfile, top: int) -> Listing:
     rows, whole_bytes = profile.at_peak, profile.peak.allocated_bytes
     unit = unit_for(whole_bytes)
     columns: list[Column[LikeAllocations]] = [
-        Column(Heading("together", unit.name), lambda row: unit.cell(_together(row))),
-        Column(Heading("share", "%"), lambda row: percent(_together(row), whole_bytes)),
+        Column(Heading("together", unit.name), lambda row: unit.cell(row.bytes_at_peak)),
+        Column(Heading("share", "%"), lambda row: percent(row.bytes_at_peak, whole_bytes)),
         Column(Heading("count"), lambda row: f"{row.count_at_peak:,}"),
-        Column(Heading("each", "MiB"), lambda row: _MIB.cell(row.num_bytes)),
+        Column(Heading("each", "MiB"), lambda row: _MIB.cell(row.requested_bytes)),
         *_what_columns(),
     ]
-    shown_bytes = sum(map(_together, rows[:top]))
-    notes = [f"Shown are {percent(shown_bytes, whole_bytes)} % of the peak."]
+    shown_bytes = sum(row.bytes_at_peak for row in rows[:top])
+    notes = [
+        "Together: in blocks; each: what was asked for.",
+        f"Shown are {percent(shown_bytes, whole_bytes)} % of the peak.",
+    ]
     csv = _csv_columns() | {
-        "bytes_at_peak": _together,
-        "share_of_peak": lambda row: share(_together(row), whole_bytes),
+        "share_of_peak": lambda row: share(row.bytes_at_peak, whole_bytes),
     }
     table = make_table("What the peak consists of", columns, rows[:top], notes)
     return Listing(name="at_peak", tables=(table,) if rows else (), csv=csv_of(csv, rows))
-
-
-def _together(row: LikeAllocations) -> int:
-    return row.num_bytes * row.count_at_peak
 
 
 def _what_columns() -> list[Column[LikeAllocations]]:
@@ -72,6 +71,7 @@ def _csv_columns() -> dict[str, Callable[[LikeAllocations], object]]:
         "requested_bytes": attrgetter("requested_bytes"),
         "count": attrgetter("count"),
         "count_at_peak": attrgetter("count_at_peak"),
+        "bytes_at_peak": attrgetter("bytes_at_peak"),
         "category": attrgetter("category"),
         "phase": attrgetter("phase"),
         "name": attrgetter("name"),
@@ -121,12 +121,15 @@ def blocks_listing(profile: MemoryProfile) -> Listing:
     csv: dict[str, Callable[[BlockMemory], object]] = {
         "block": attrgetter("name"),
         "saved_bytes": attrgetter("saved_bytes"),
+        "recomputed_bytes": attrgetter("recomputed_bytes"),
         "saved_tensors": lambda row: len(row.saved),
         "parameter_bytes": attrgetter("parameter_bytes"),
         "gradient_bytes": attrgetter("gradient_bytes"),
     }
-    note = f"Over {len(blocks)} block{'' if len(blocks) == 1 else 's'}, in one step; each is in blocks.csv."
-    tables = (make_table("Memory of a block", columns, rows, [note]), _contributors_table(blocks)) if blocks else ()
+    notes = [f"Over {counted(len(blocks), 'block')}, in one step, without rounding; each is in blocks.csv."]
+    if again := sum(block.recomputed_bytes for block in blocks):
+        notes.append(f"Of what is saved, {size(again)} are not kept from forward on: backward computes them again.")
+    tables = (make_table("Memory of a block", columns, rows, notes), _contributors_table(blocks)) if blocks else ()
     return Listing(name="blocks", tables=tables, csv=csv_of(csv, blocks))
 
 
@@ -141,8 +144,8 @@ def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
     ]
     alike = sum(_tensors(other) == _tensors(block) for other in blocks)
     notes = [
-        f"Of all {size(block.saved_bytes)} in {len(block.saved)} tensors; {alike} of {len(blocks)} blocks save just "
-        "these. Each tensor of each block is in saved.csv."
+        f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, the same in {alike} of "
+        f"{counted(len(blocks), 'block')}. Each tensor of each block is in saved.csv."
     ]
     rows = block.saved[:NUM_CONTRIBUTORS]
     return make_table(f"Largest tensors that {label(block.name)} saves for backward", columns, rows, notes)
@@ -168,5 +171,6 @@ def _saved_csv(rows: Iterable[tuple[BlockMemory, SavedTensor]]) -> str:
         "bytes": lambda row: row[1].num_bytes,
         "share": lambda row: share(row[1].num_bytes, row[0].saved_bytes),
         "explanation": lambda row: row[1].explanation,
+        "recomputed": lambda row: row[1].is_recomputed,
     }
     return csv_of(columns, rows)

@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from cs336_systems.analysis.memory.profile import MemoryProfile
+from cs336_systems.analysis.memory.profile import MemoryProfile, PhaseMemory
 from cs336_systems.report.listing import label
 from cs336_systems.report.memory.allocations import NUM_CONTRIBUTORS, typical
-from cs336_systems.report.memory.facts import phase_peaks, spans
-from cs336_systems.report.memory.findings import largest_words
+from cs336_systems.report.memory.facts import phase_peaks
+from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.words import MIB, consists_of, parts_of, shape_text, size, when
 from cs336_systems.report.sentences import percent_of
 
 NUM_LARGEST = 5
-"""Allocations to name in an answer."""
+"""Sizes of allocations to name in an answer."""
 
 
 class Question(Enum):
@@ -53,18 +53,19 @@ def answers(profile: MemoryProfile) -> tuple[Answer, ...]:
 
 def _timeline(profile: MemoryProfile) -> str:
     """The last step, which is as steady as the recording goes."""
-    found = [span for span in spans(profile) if span.step == profile.boundaries[-1].step]
+    found = [phase for phase in profile.phases if phase.step == profile.phases[-1].step]
     if not found:
         return (
             f"The snapshot {label(profile.source)} does not say when phases ended; its curve has its peak "
             f"{when(profile.peak)}. A recording by --memory marks them."
         )
-    begin = next(moment for moment in profile.boundaries if moment.step == found[0].step)
-    steps = [
-        f"{label(span.phase)} ends with {size(span.end_bytes)} after a peak of {size(span.peak_bytes)}"
-        for span in found
-    ]
-    return f"Step {begin.step} begins with {size(begin.allocated_bytes)}; {', '.join(steps)}."
+    return f"Step {found[0].step} begins with {size(found[0].begin_bytes)}; {', '.join(map(_phase_words, found))}."
+
+
+def _phase_words(phase: PhaseMemory) -> str:
+    if not phase.is_finished:
+        return f"{label(phase.phase)} runs out of memory at {size(phase.end_bytes)}"
+    return f"{label(phase.phase)} ends with {size(phase.end_bytes)} after a peak of {size(phase.peak_bytes)}"
 
 
 def _peak(profile: MemoryProfile) -> str:
@@ -82,7 +83,7 @@ def _precision(profile: MemoryProfile) -> str:
     sums: dict[str, int] = {}
     for row in profile.at_peak:
         if row.dtype:
-            sums[row.dtype] = sums.get(row.dtype, 0) + row.num_bytes * row.count_at_peak
+            sums[row.dtype] = sums.get(row.dtype, 0) + row.bytes_at_peak
     if not sums:
         return f"The snapshot {label(profile.source)} names no data types. A recording by --memory does."
     said = parts_of(sums, profile.peak.allocated_bytes)
@@ -96,7 +97,7 @@ def _residual(profile: MemoryProfile) -> str:
 
 
 def _largest(profile: MemoryProfile) -> str:
-    return f"{largest_words(profile.largest[:NUM_LARGEST])}." if profile.largest else "Nothing was allocated."
+    return f"{largest_words(profile.largest, NUM_LARGEST)}." if profile.largest else "Nothing was allocated."
 
 
 def _block(profile: MemoryProfile) -> str:
@@ -113,7 +114,9 @@ def _block(profile: MemoryProfile) -> str:
         f"{size(tensor.num_bytes)} ({percent_of(tensor.num_bytes, block.saved_bytes)})"
         for tensor in block.saved[:NUM_CONTRIBUTORS]
     ]
+    again = block.recomputed_bytes
+    kept = f" Of that, {size(again)} are there only while backward computes the block again." if again else ""
     return (
         f"{label(block.name)} saves {size(block.saved_bytes)} ({block.saved_bytes:,} bytes); most of it "
-        f"{', '.join(parts)}. {gradients}"
+        f"{', '.join(parts)}.{kept} {gradients}"
     )

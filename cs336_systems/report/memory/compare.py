@@ -71,7 +71,7 @@ def _sums(rows: Iterable[LikeAllocations]) -> dict[tuple[str, str], int]:
     for row in rows:
         name = label(row.name) or row.explanation
         key = f"{row.category}, {name}" if name else str(row.category), innermost(row.places)
-        sums[key] = sums.get(key, 0) + row.num_bytes * row.count_at_peak
+        sums[key] = sums.get(key, 0) + row.bytes_at_peak
     return sums
 
 
@@ -81,7 +81,9 @@ def _values(unit: Unit) -> list[Column[Change]]:
         return f"{'-' if row.grown_bytes < 0 else '+'}{text}" if row.grown_bytes else "0"
 
     def relative(row: Change) -> str:
-        return f"{100 * row.grown_bytes / row.before_bytes:+.1f}" if row.before_bytes else ""
+        if not row.grown_bytes:
+            return "0"
+        return f"{100 * row.grown_bytes / row.before_bytes:+.1f}" if row.before_bytes else "new"
 
     cells: tuple[tuple[Heading, Callable[[Change], str]], ...] = (
         (Heading("before", unit.name), lambda row: unit.cell(row.before_bytes)),

@@ -9,13 +9,9 @@ from cs336_systems.report.listing import Listing, texts_of, write_files
 from cs336_systems.report.memory.allocations import at_peak_listing, blocks_listing, largest_listing, saved_listing
 from cs336_systems.report.memory.answers import answers
 from cs336_systems.report.memory.findings import findings
+from cs336_systems.report.memory.phases import boundaries_listing, phases_listing
 from cs336_systems.report.memory.plots import write_pictures
-from cs336_systems.report.memory.tables import (
-    allocator_listing,
-    boundaries_listing,
-    categories_listing,
-    peak_listing,
-)
+from cs336_systems.report.memory.tables import allocator_listing, categories_listing, peak_listing
 from cs336_systems.report.memory.words import about
 from cs336_systems.report.sentences import answers_markdown
 
@@ -26,6 +22,7 @@ def listings(profile: MemoryProfile, top: int) -> list[Listing]:
         peak_listing(profile),
         categories_listing(profile),
         boundaries_listing(profile),
+        phases_listing(profile),
         at_peak_listing(profile, top),
         largest_listing(profile, top),
         blocks_listing(profile),

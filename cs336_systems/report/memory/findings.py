@@ -3,20 +3,20 @@
 A finding beside the peak is told only where it costs at least what its threshold below says.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
-from cs336_systems.analysis.memory.profile import Category, LikeAllocations, MemoryProfile
-from cs336_systems.report.listing import label
+from cs336_systems.analysis.memory.profile import Category, MemoryProfile
+from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.report.memory.facts import late_state_bytes, starts, step_peaks
-from cs336_systems.report.memory.tables import bytes_of, difference_bytes, fragmentation_bytes
+from cs336_systems.report.memory.largest import largest_words
+from cs336_systems.report.memory.phases import difference_bytes
+from cs336_systems.report.memory.tables import bytes_of, fragmentation_bytes
 from cs336_systems.report.memory.words import GIB, MIB, consists_of, innermost, size, times, when
 from cs336_systems.report.sentences import percent_of
 
 NUM_LARGEST = 3
-"""Allocations to name."""
-MANY_TIMES_ROUNDED = 1.01
-"""A block by so much larger than what was asked for is worth a word."""
+"""Sizes of allocations to name."""
 MIN_FRAGMENTATION = 0.15
 """Of what is reserved at the peak: below it, the cache is the usual one of a few segments."""
 MIN_FRAGMENTATION_BYTES = 256 * MIB
@@ -44,17 +44,20 @@ def findings(profile: MemoryProfile) -> tuple[str, ...]:
 
 
 def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
-    work = profile.work
-    if not work.out_of_memory:
+    failure = profile.work.first_failure
+    if failure is None:
         return
-    asked = "" if work.oom_requested_bytes is None else f": the first request was for {size(work.oom_requested_bytes)}"
-    free = "" if work.oom_free_bytes is None else f", {size(work.oom_free_bytes)} were free on the device"
-    text = f"Out of memory {times(work.out_of_memory)}{asked}{free}."
-    unused = fragmentation_bytes(profile)
-    enough = work.oom_requested_bytes is not None and unused + (work.oom_free_bytes or 0) >= work.oom_requested_bytes
-    if enough and unused > 0:
+    first = " first" if profile.work.out_of_memory > 1 else ""
+    place = f", at {innermost(failure.places)}" if failure.places else ""
+    text = (
+        f"Out of memory {times(profile.work.out_of_memory)},{first} {when(failure)} (after {failure.event:,} of "
+        f"{counted(profile.work.events, 'event')}){place}: {size(failure.requested_bytes)} were asked for and "
+        f"{size(failure.free_bytes)} were free on the device."
+    )
+    unused = failure.reserved_bytes - failure.allocated_bytes
+    if unused > 0 and unused + failure.free_bytes >= failure.requested_bytes:
         text += (
-            f" PyTorch itself held {size(unused)} that no block used at the peak, in pieces: "
+            f" PyTorch itself held {size(unused)} that no block used then, in pieces: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may make room."
         )
     yield text
@@ -132,7 +135,7 @@ def _segments(profile: MemoryProfile) -> Iterator[str]:
     work = profile.work
     if work.segments_freed:
         yield (
-            f"The allocator gave {work.segments_freed:,} segments back to the driver and asked for "
+            f"The allocator gave {counted(work.segments_freed, 'segment')} back to the driver and asked it for "
             f"{work.segments_allocated:,}: memory was short, or torch.cuda.empty_cache() was called. Each time the "
             "host waits for the device."
         )
@@ -141,10 +144,12 @@ def _segments(profile: MemoryProfile) -> Iterator[str]:
 def _unknown(profile: MemoryProfile) -> Iterator[str]:
     held, whole = bytes_of(profile.peak, Category.HELD), profile.peak.allocated_bytes
     if held and held / whole >= MIN_UNKNOWN:
+        is_sighted = bytes_of(profile.peak, Category.PARAMETERS) > 0
+        guess = "workspaces of libraries" if is_sighted else "parameters and the optimizer's state"
+        remedy = "" if is_sighted else " A recording by --memory knows."
         yield (
             f"{size(held)} of the peak, {percent_of(held, whole)}, were there before the recording and after it, and "
-            "nothing says what they are: most likely parameters and the optimizer's state. A recording by --memory "
-            "knows."
+            f"nothing says what they are: most likely {guess}.{remedy}"
         )
 
 
@@ -158,20 +163,4 @@ def _outside(profile: MemoryProfile) -> Iterator[str]:
 
 def _largest(profile: MemoryProfile) -> Iterator[str]:
     if profile.largest:
-        yield f"The largest allocations: {largest_words(profile.largest[:NUM_LARGEST])}."
-
-
-def largest_words(rows: Sequence[LikeAllocations]) -> str:
-    """The allocations for a sentence, each with its bytes, how often, what it is and where it was made."""
-    return "; ".join(map(_like_words, rows))
-
-
-def _like_words(row: LikeAllocations) -> str:
-    name = f", {label(row.name)}" if row.name else ""
-    formula = f" = {row.explanation}" if row.explanation else ""
-    where = f" in {label(row.phase)}" if row.phase else ""
-    place = f", at {innermost(row.places)}" if row.places else ""
-    many = f"{times(row.count)}{where}"
-    block = f" in a block of {size(row.num_bytes)}" if row.num_bytes > MANY_TIMES_ROUNDED * row.requested_bytes else ""
-    asked = f"{row.requested_bytes:,} bytes ({size(row.requested_bytes)}){formula}{block}"
-    return f"{asked}, {many}, {row.category}{name}{place}"
+        yield f"The largest allocations: {largest_words(profile.largest, NUM_LARGEST)}."

@@ -11,14 +11,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile
+from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
 from cs336_systems.record import write_atomically
 from cs336_systems.report import drawing
 from cs336_systems.report.drawing import LONGEST_SOURCE, shorten
 from cs336_systems.report.formats import plain, significant
-from cs336_systems.report.memory.facts import START, Span, allocated, spans
+from cs336_systems.report.memory.facts import START, allocated
 from cs336_systems.report.memory.tables import bytes_of
-from cs336_systems.report.memory.words import GIB, size
+from cs336_systems.report.memory.words import GIB, Unit, size, unit_for
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
 """For where the name of a phase does not fit."""
@@ -54,7 +54,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "") -> Figure:
     if not profile.timeline.time_s:
         raise ValueError(f"{profile.source}: a picture needs points on the timeline, but this profile has none")
     source = shorten(plain(profile.source).replace(", ", " "), LONGEST_SOURCE)
-    words = [settings or source, f"GPU {profile.device}", *_oom_words(profile), "below: what the peak consists of"]
+    words = [settings or source, f"GPU {profile.device}", *_oom_words(profile), "legend: sizes at the peak"]
     shown = _shown(profile)
     failed = ", out of memory" if profile.work.out_of_memory else ""
     figure = drawing.new_figure(
@@ -63,13 +63,13 @@ def draw_memory(profile: MemoryProfile, settings: str = "") -> Figure:
         f"Memory over time: peak {size(profile.peak.allocated_bytes)}{failed}",
         ", ".join(words),
     )
-    panel = figure.subplots()
-    _draw_stack(panel, profile)
+    panel, unit = figure.subplots(), unit_for(_highest(profile))
+    _draw_stack(panel, profile, unit)
     _draw_phases(panel, profile)
-    _annotate_peak(panel, profile)
+    _annotate_peak(panel, profile, unit)
     drawing.style(panel)
     panel.set_xlabel("time (ms)", fontsize=9)
-    panel.set_ylabel("memory (GiB)", fontsize=9)
+    panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
     handles: list[Patch | Line2D] = [
         Patch(color=drawing.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
         for category, num_bytes in shown.items()
@@ -80,14 +80,14 @@ def draw_memory(profile: MemoryProfile, settings: str = "") -> Figure:
 
 
 def _oom_words(profile: MemoryProfile) -> Iterator[str]:
-    work = profile.work
-    if work.out_of_memory and work.oom_requested_bytes is not None and work.oom_free_bytes is not None:
-        yield f"asked for {size(work.oom_requested_bytes)} with {size(work.oom_free_bytes)} free"
+    if failure := profile.work.first_failure:
+        where = f" in {shorten(plain(failure.phase), 20)} of step {failure.step}" if failure.phase else ""
+        yield f"asked for {size(failure.requested_bytes)} with {size(failure.free_bytes)} free{where}"
 
 
 def _shown(profile: MemoryProfile) -> dict[Category, int]:
     """Categories that can ever be seen, from the bottom up, with what they have at the peak."""
-    timeline, least = profile.timeline, VISIBLE * _highest(profile) * GIB
+    timeline, least = profile.timeline, VISIBLE * _highest(profile)
     return {
         category: bytes_of(profile.peak, category)
         for category, values in zip(timeline.categories, timeline.num_bytes, strict=True)
@@ -95,63 +95,60 @@ def _shown(profile: MemoryProfile) -> dict[Category, int]:
     }
 
 
-def _draw_stack(panel: Axes, profile: MemoryProfile) -> None:
+def _draw_stack(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
     timeline = profile.timeline
     time_ms = np.array(timeline.time_s) * 1e3
     bottom = np.zeros(len(time_ms))
     for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
-        top = bottom + np.array(values) / GIB
+        top = bottom + np.array(values) / unit.num_bytes
         if any(values):
             colour = drawing.CATEGORY_COLOURS[category]
             panel.fill_between(time_ms, bottom, top, step="post", color=colour, linewidth=0, label=str(category))
         bottom = top
-    panel.plot(time_ms, np.array(timeline.reserved_bytes) / GIB, drawstyle="steps-post", **RESERVED)
+    panel.plot(time_ms, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
     panel.set_xlim(time_ms[0], time_ms[-1] if time_ms[-1] > time_ms[0] else time_ms[0] + 1.0)
-    panel.set_ylim(0, HEADROOM * _highest(profile) or 1.0)
+    panel.set_ylim(0, HEADROOM * _highest(profile) / unit.num_bytes or 1.0)
 
 
-def _highest(profile: MemoryProfile) -> float:
-    """The highest value of the picture in GiB."""
-    timeline = profile.timeline
-    values = (profile.peak.allocated_bytes, int(allocated(profile).max()), *timeline.reserved_bytes)
-    return max(values) / GIB
+def _highest(profile: MemoryProfile) -> int:
+    """The highest value of the picture in bytes."""
+    return max(profile.peak.allocated_bytes, int(allocated(profile).max()), *profile.timeline.reserved_bytes)
 
 
 def _draw_phases(panel: Axes, profile: MemoryProfile) -> None:
     """A line wherever a phase ends, a firm one where a step begins; names between them, above the panel."""
-    found = spans(profile)
     for moment in profile.boundaries:
         dashes = "solid" if moment.phase == START else (0, (3, 2))
         panel.axvline(moment.time_s * 1e3, color="#444444", linewidth=0.8, linestyle=dashes)
-    for span in found:
-        _write_between(panel, span, span.phase, 1.012)
-    steps = dict.fromkeys(span.step for span in found)
+    for phase in profile.phases:
+        _write_between(panel, [phase], phase.phase, 1.012)
+    steps = dict.fromkeys(phase.step for phase in profile.phases)
     for step in steps if len(steps) > 1 else ():
-        own = [span for span in found if span.step == step]
-        whole = Span(step=step, phase="", begin_s=own[0].begin_s, end_s=own[-1].end_s, peak_bytes=0, end_bytes=0)
-        _write_between(panel, whole, f"step {step}", 1.08, bold=True)
+        own = [phase for phase in profile.phases if phase.step == step]
+        _write_between(panel, own, f"step {step}", 1.08, bold=True)
 
 
-def _write_between(panel: Axes, span: Span, name: str, y: float, bold: bool = False) -> None:
-    """The name in the middle of the span, or a short one, where that fits."""
+def _write_between(panel: Axes, phases: Sequence[PhaseMemory], name: str, y: float, bold: bool = False) -> None:
+    """The name in the middle of the phases, or a short one, where that fits."""
     left, right = panel.get_xlim()
-    room = (span.end_s - span.begin_s) * 1e3 / (right - left) / CHARACTER
+    begin_ms, end_ms = phases[0].begin_s * 1e3, phases[-1].end_s * 1e3
+    room = (end_ms - begin_ms) / (right - left) / CHARACTER
     fitting = next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), "")
     if fitting:
         panel.text(
-            (span.begin_s + span.end_s) * 1e3 / 2, y, drawing.inert(fitting), ha="center", va="bottom", fontsize=8.5,
+            (begin_ms + end_ms) / 2, y, drawing.inert(fitting), ha="center", va="bottom", fontsize=8.5,
             transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
         )  # fmt: skip
 
 
-def _annotate_peak(panel: Axes, profile: MemoryProfile) -> None:
+def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
     """A point at the peak and its size; the words above the line of what is reserved where that is close."""
     peak = profile.peak
-    x, y = peak.time_s * 1e3, peak.allocated_bytes / GIB
+    x, y = peak.time_s * 1e3, peak.allocated_bytes / unit.num_bytes
     left, right = panel.get_xlim()
     limit = panel.get_ylim()[1]
-    reserved = peak.reserved_bytes / GIB
-    base = y if reserved - y > APART * limit else max(y, _highest(profile))
+    reserved = peak.reserved_bytes / unit.num_bytes
+    base = y if reserved - y > APART * limit else max(y, _highest(profile) / unit.num_bytes)
     across = (x - left) / (right - left)
     side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
     where = f", in {drawing.inert(peak.phase, 20)}" if peak.phase else ""

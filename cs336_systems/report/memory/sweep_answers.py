@@ -8,7 +8,7 @@ from cs336_systems.report.formats import significant
 from cs336_systems.report.memory.allocations import typical
 from cs336_systems.report.memory.answers import Question, answers
 from cs336_systems.report.memory.entries import MemoryEntry, identities, labels
-from cs336_systems.report.memory.findings import largest_words
+from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.tables import bytes_of
 from cs336_systems.report.memory.words import size
 from cs336_systems.report.sentences import answers_markdown
@@ -99,7 +99,7 @@ def _largest(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
     if not pairs:
         return []
     row, name = max(pairs, key=lambda pair: pair[0].requested_bytes)
-    return [f"The largest of all, in {name}: {largest_words([row])}."]
+    return [f"The largest of all, in {name}: {largest_words([row], 1)}."]
 
 
 def _blocks(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:

@@ -1,21 +1,22 @@
-"""Tables of one `MemoryProfile`: its peak, its memory from phase to phase, what the allocator did.
+"""Tables of one `MemoryProfile`: its peak, what that consists of, what the allocator did.
 
-Those of single allocations and of blocks of the model are in memory_allocations.py.
+Those over its phases are in phases.py, those of single allocations and of blocks of the model in allocations.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
-from cs336_systems.report.formats import Column, Heading, make_table, significant
-from cs336_systems.report.listing import Listing, csv_of, label, percent, share
-from cs336_systems.report.memory.words import GIB, Unit, size, unit_for, when
+from cs336_systems.analysis.memory.profile import Category, CategoryBytes, MemoryProfile, Moment
+from cs336_systems.report.formats import Column, Heading, make_table
+from cs336_systems.report.listing import Listing, csv_of, percent, share
+from cs336_systems.report.memory.words import GIB, MIB, innermost, size, unit_for, when
 
 WHOLE = "allocated"
 """What stands in the place of a category for all of them together."""
-SMALL = 0.01
-"""Of the peak: a category that never has more can be left out on a narrow terminal."""
+MIN_ROUNDED = 0.01
+"""Of a category: with less, its blocks and what was asked for look the same in a table."""
+MIN_ROUNDED_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +47,23 @@ def bytes_of(moment: Moment, category: Category) -> int:
     return sum(row.num_bytes for row in moment.categories if row.category is category)
 
 
+def requested_of(moment: Moment, category: Category) -> int:
+    """How much of the category had been asked for."""
+    return sum(row.requested_bytes for row in moment.categories if row.category is category)
+
+
 def peak_listing(profile: MemoryProfile) -> Listing:
-    """The peak and what it needs beside the blocks themselves."""
+    """The peak, counted in each way that is in use, and what it needs beside the blocks themselves."""
     peak = profile.peak
     rows = [
         Quantity(name="peak allocated", value=peak.allocated_bytes, about=when(peak)),
-        Quantity(name="held throughout", value=profile.held_bytes, about="there before the recording and after it"),
         Quantity(name="rounding", value=profile.rounding_bytes_at_peak,
                  about="part of the peak: blocks are larger than what was asked for"),
+        Quantity(name="peak asked for", value=profile.peak_requested_bytes,
+                 about="the peak without rounding: what PyTorch's viewer draws"),
+        Quantity(name="peak recorded", value=profile.peak_recorded_bytes,
+                 about="held throughout as blocks, all else as asked for"),
+        Quantity(name="held throughout", value=profile.held_bytes, about="there before the recording and after it"),
         Quantity(name="reserved at the peak", value=peak.reserved_bytes, about="segments that PyTorch held then"),
         Quantity(name="fragmentation", value=fragmentation_bytes(profile),
                  about="reserved at the peak and not allocated: cache, and the rests between blocks"),
@@ -63,7 +73,20 @@ def peak_listing(profile: MemoryProfile) -> Listing:
         Quantity(name="residual stream", value=profile.residual_stream_bytes,
                  about="one tensor of batch x T x d_model in fp32"),
     ]  # fmt: skip
-    return _quantities(profile, "peak", "Peak", rows, profile.notes)
+    return _quantities(profile, "peak", "Peak", rows, [*_several_counts(profile), *profile.notes])
+
+
+def _several_counts(profile: MemoryProfile) -> Iterator[str]:
+    """Why one peak has several sizes, where it has."""
+    counts = (profile.peak.allocated_bytes, profile.peak_requested_bytes, profile.peak_recorded_bytes)
+    allocated, requested, recorded = map(size, counts)
+    if allocated != requested:
+        mixed = f"; {recorded} if the requests of the recorded events are added to the blocks held throughout"
+        yield (
+            f"One peak, counted in several ways: {allocated} in blocks, as torch.cuda.max_memory_allocated() does; "
+            f"{requested} as asked for, as PyTorch's viewer does{mixed if recorded != requested else ''}. A block is "
+            "larger than what was asked for: rounded up to 512 bytes, and a rest of up to 1 MiB is not split off."
+        )
 
 
 def allocator_listing(profile: MemoryProfile) -> Listing:
@@ -78,11 +101,16 @@ def allocator_listing(profile: MemoryProfile) -> Listing:
         Quantity(name="segments freed", value=work.segments_freed, unit="segments", about="given back to the driver"),
         Quantity(name="out of memory", value=work.out_of_memory, unit="times"),
     ]  # fmt: skip
-    if work.out_of_memory:
+    if failure := work.first_failure:
+        place = f", at {innermost(failure.places)}" if failure.places else ""
         rows += [
-            Quantity(name="asked for", value=work.oom_requested_bytes, about="the first time, rounded up"),
-            Quantity(name="free then", value=work.oom_free_bytes, about="on the device"),
-        ]
+            Quantity(name="asked for", value=failure.requested_bytes, about=f"{when(failure)}{place}"),
+            Quantity(name="free then", value=failure.free_bytes, about="on the device"),
+            Quantity(name="allocated then", value=failure.allocated_bytes, about="in blocks"),
+            Quantity(name="reserved then", value=failure.reserved_bytes, about="segments that PyTorch held"),
+            Quantity(name="events before it", value=failure.event, unit="events",
+                     about=f"of {work.events:,} in the recording"),
+        ]  # fmt: skip
     return _quantities(profile, "allocator", "Work of the allocator", rows)
 
 
@@ -107,97 +135,28 @@ def _quantities(
     return Listing(name=name, tables=(make_table(title, columns, rows, notes),), csv=csv_of(csv, [*rows, *source]))
 
 
-def moment_name(moment: Moment) -> str:
-    """`start`, or `end of forward`; the boundary of a phase that is not known is called so."""
-    if not moment.phase:
-        return "unknown"
-    return moment.phase if moment.phase == "start" else f"end of {label(moment.phase)}"
-
-
-def boundaries_listing(profile: MemoryProfile) -> Listing:
-    """What there was whenever a phase ended, and at the peak, beside the allocator's own count."""
-    rows = _in_time(profile)
-    present = [category for category in Category if _most(rows, category)]
-    unit = unit_for(max(moment.reserved_bytes for _, moment in rows))
-    columns: list[Column[tuple[str, Moment]]] = [
-        Column(Heading("step"), lambda row: "" if row[1].step < 0 else str(row[1].step)),
-        Column(Heading("moment", numeric=False), itemgetter(0)),
-        Column(Heading("at", "ms", spare=3), lambda row: significant(row[1].time_s * 1e3)),
-        *(
-            _category_column(category, unit, _most(rows, category) < SMALL * profile.peak.allocated_bytes)
-            for category in present
-        ),
-        Column(Heading("allocated", unit.name), lambda row: unit.cell(row[1].allocated_bytes)),
-        Column(Heading("PyTorch's count", unit.name), lambda row: _if_known(row[1].counted_bytes, unit)),
-        Column(Heading("reserved", unit.name, spare=2), lambda row: unit.cell(row[1].reserved_bytes)),
-    ]
-    csv: dict[str, Callable[[tuple[str, Moment]], object]] = {
-        "step": lambda row: None if row[1].step < 0 else row[1].step,
-        "moment": itemgetter(0),
-        "time_ms": lambda row: row[1].time_s * 1e3,
-        "allocated_bytes": lambda row: row[1].allocated_bytes,
-        "counted_bytes": lambda row: row[1].counted_bytes,
-        "difference_bytes": lambda row: difference_bytes(row[1]),
-        "reserved_bytes": lambda row: row[1].reserved_bytes,
-        **{f"{name_of(category)}_bytes": _bytes_getter(category) for category in Category},
-    }
-    table = make_table("Memory from phase to phase", columns, rows, [_check(profile)])
-    return Listing(name="boundaries", tables=(table,), csv=csv_of(csv, rows))
-
-
 def name_of(category: Category) -> str:
     """The category as part of a column's name: `optimizer_state`."""
     return category.replace(" ", "_")
 
 
-def difference_bytes(moment: Moment) -> int | None:
-    """By how much the blocks of the snapshot are more than what the allocator counted; None where it did not count."""
-    return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes
+def rounding_words(moments: Iterable[Moment]) -> Iterator[str]:
+    """A sentence on the categories whose blocks are larger than what was asked for, where a table shows that."""
+    most: dict[Category, CategoryBytes] = {}
+    for row in (row for moment in moments for row in moment.categories):
+        if row.category not in most or _rounding(row) > _rounding(most[row.category]):
+            most[row.category] = row
+    said = [
+        f"{name} {size(most[name].num_bytes)} for {size(most[name].requested_bytes)}"
+        for name in Category
+        if name in most and _rounding(most[name]) >= max(MIN_ROUNDED_BYTES, MIN_ROUNDED * most[name].requested_bytes)
+    ]
+    if said:
+        yield f"Blocks are larger than what was asked for: {', '.join(said)}."
 
 
-def _in_time(profile: MemoryProfile) -> list[tuple[str, Moment]]:
-    """The boundaries with their names, and among them the peak."""
-    phase = f", in {label(profile.peak.phase)}" if profile.peak.phase else ""
-    named = [*((moment_name(moment), moment) for moment in profile.boundaries), (f"peak{phase}", profile.peak)]
-    return sorted(named, key=lambda row: row[1].time_s)
-
-
-def _most(rows: Iterable[tuple[str, Moment]], category: Category) -> int:
-    return max(bytes_of(moment, category) for _, moment in rows)
-
-
-def _category_column(category: Category, unit: Unit, is_small: bool) -> Column[tuple[str, Moment]]:
-    heading = Heading(category, unit.name, spare=4 if is_small else 0)
-    return Column(heading, lambda row: unit.cell(bytes_of(row[1], category)))
-
-
-def _bytes_getter(category: Category) -> Callable[[tuple[str, Moment]], int]:
-    return lambda row: bytes_of(row[1], category)
-
-
-def _if_known(num_bytes: int | None, unit: Unit) -> str:
-    return "" if num_bytes is None else unit.cell(num_bytes)
-
-
-def _check(profile: MemoryProfile) -> str:
-    """Whether categories and allocator agree; raise ValueError where categories do not add up to what is allocated."""
-    for moment in (profile.peak, *profile.boundaries):
-        if (total := sum(row.num_bytes for row in moment.categories)) != moment.allocated_bytes:
-            raise ValueError(
-                f"{profile.source}: at {moment.time_s:.6f} s the categories add up to {total} bytes, needed all "
-                f"{moment.allocated_bytes} that are allocated. Explain the snapshot again."
-            )
-    differences = [found for moment in profile.boundaries if (found := difference_bytes(moment)) is not None]
-    if not differences:
-        return "Check: categories add up to what is allocated; the snapshot has no count of the allocator beside it."
-    where = "the one boundary" if len(differences) == 1 else f"all {len(differences)} boundaries"
-    if not any(differences):
-        return f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
-    wrong = [difference for difference in differences if difference]
-    return (
-        f"Check failed: at {len(wrong)} of {len(differences)} boundaries the blocks of the snapshot differ from what "
-        f"PyTorch's allocator counted, by {max(wrong, key=abs):+,} bytes at most."
-    )
+def _rounding(row: CategoryBytes) -> int:
+    return row.num_bytes - row.requested_bytes
 
 
 def categories_listing(profile: MemoryProfile) -> Listing:
@@ -205,22 +164,25 @@ def categories_listing(profile: MemoryProfile) -> Listing:
     peak = profile.peak
     unit = unit_for(peak.allocated_bytes)
     kept = sorted(peak.categories, key=lambda row: list(Category).index(row.category))
-    rows: list[tuple[str, int, int]] = [
-        *((str(row.category), row.num_bytes, row.count) for row in kept if row.num_bytes),
-        (WHOLE, peak.allocated_bytes, sum(row.count for row in kept)),
+    rows: list[tuple[str, int, int, int]] = [
+        *((str(row.category), row.num_bytes, row.requested_bytes, row.count) for row in kept if row.num_bytes),
+        (WHOLE, peak.allocated_bytes, peak.requested_bytes, sum(row.count for row in kept)),
     ]
-    columns: list[Column[tuple[str, int, int]]] = [
+    columns: list[Column[tuple[str, int, int, int]]] = [
         Column(Heading("category", numeric=False), itemgetter(0)),
         Column(Heading("size", unit.name), lambda row: unit.cell(row[1])),
         Column(Heading("share", "%"), lambda row: percent(row[1], peak.allocated_bytes)),
-        Column(Heading("blocks"), lambda row: f"{row[2]:,}"),
+        Column(Heading("asked for", unit.name), lambda row: unit.cell(row[2])),
+        Column(Heading("blocks"), lambda row: f"{row[3]:,}"),
     ]
-    csv: dict[str, Callable[[tuple[str, int, int]], object]] = {
+    csv: dict[str, Callable[[tuple[str, int, int, int]], object]] = {
         "category": itemgetter(0),
         "bytes": itemgetter(1),
         "gib": lambda row: row[1] / GIB,
         "share": lambda row: share(row[1], peak.allocated_bytes),
-        "blocks": itemgetter(2),
+        "requested_bytes": itemgetter(2),
+        "blocks": itemgetter(3),
     }
-    table = make_table("Categories at the peak", columns, rows, [f"The peak is {when(peak)}."])
+    notes = [f"The peak is {when(peak)}.", *rounding_words([peak])]
+    table = make_table("Categories at the peak", columns, rows, notes)
     return Listing(name="categories", tables=(table,), csv=csv_of(csv, rows))

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cs336_systems.analysis.memory.profile import CategoryBytes, MemoryProfile, Moment, Place
+from cs336_systems.analysis.memory.profile import CategoryBytes, FailedRequest, MemoryProfile, Moment, Place
+from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.report.formats import plain, significant
 from cs336_systems.report.listing import label
 
@@ -42,7 +43,7 @@ def size(num_bytes: int) -> str:
     for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:,.{1 if abs(num_bytes) >= 100 * unit else 2}f} {name}"
-    return f"{num_bytes:,} byte{'' if num_bytes == 1 else 's'}"
+    return counted(num_bytes, "byte")
 
 
 def times(count: int) -> str:
@@ -52,16 +53,21 @@ def times(count: int) -> str:
 
 def about(profile: MemoryProfile) -> str:
     """Which file, device and steps the tables are of, as a sentence."""
-    steps = f"{profile.num_steps} step{'' if profile.num_steps == 1 else 's'}, counted from 0"
+    steps = f"{counted(profile.num_steps, 'step')}, counted from 0" if profile.num_steps > 1 else "1 step, number 0"
     known = steps if profile.num_steps else "no steps known to the file"
     return f"{label(profile.source)}, GPU {profile.device}, {known}."
 
 
-def when(moment: Moment) -> str:
+def when(moment: Moment | FailedRequest) -> str:
     """The moment for a sentence: `15.0 ms after the first event, in backward of step 0`."""
     where = f", in {label(moment.phase)}" if moment.phase else ""
     step = f"{' of' if moment.phase else ', in'} step {moment.step}" if moment.step >= 0 else ""
-    return f"{significant(moment.time_s * 1e3, 3)} ms after the first event{where}{step}"
+    return f"{milliseconds(moment.time_s)} ms after the first event{where}{step}"
+
+
+def milliseconds(time_s: float) -> str:
+    """The time in ms, to a tenth, or to three digits where that is more."""
+    return f"{time_s * 1e3:,.1f}" if time_s >= 0.01 else significant(time_s * 1e3, 3)
 
 
 def consists_of(categories: Iterable[CategoryBytes], whole_bytes: int) -> str:

@@ -34,6 +34,10 @@ class Program(Allocator):
         self.books: list[Counter[str]] = []
         """By mark: bytes of each category."""
         self.num_blocks: list[Counter[str]] = []
+        self.requested: list[Counter[str]] = []
+        """By mark: bytes of each category that were asked for."""
+        self.moments: list[int] = []
+        """Of each mark: events that had happened."""
         self.start = self.position
 
     @property
@@ -71,9 +75,12 @@ class Program(Allocator):
             )
         )
         in_use = [block for block in self.blocks.values() if block.state == "active_allocated"]
+        self.moments.append(len(self.events or []))
         self.books.append(Counter())
+        self.requested.append(Counter())
         for block in in_use:
             self.books[-1][self.labels[block.address]] += block.size
+            self.requested[-1][self.labels[block.address]] += block.requested
         self.num_blocks.append(Counter(self.labels[block.address] for block in in_use))
 
     def see(self, kind: Kind, name: str, address: int, shape: tuple[int, ...] = (), dtype: str = "float32") -> None:

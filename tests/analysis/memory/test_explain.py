@@ -41,10 +41,12 @@ def explained(training: Training, tmp_path: Path) -> MemoryProfile:
     return explain_memory(training.end(tmp_path), MODEL, BATCH)
 
 
-def by_category(moment: Moment) -> tuple[Counter[str], Counter[str]]:
+def by_category(moment: Moment) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Bytes of the blocks, number of the blocks, bytes asked for."""
     return (
         Counter({str(c.category): c.num_bytes for c in moment.categories}),
         Counter({str(c.category): c.count for c in moment.categories}),
+        Counter({str(c.category): c.requested_bytes for c in moment.categories}),
     )
 
 
@@ -52,13 +54,25 @@ def test_categories_at_every_boundary_are_those_of_the_books(training: Training,
     assert [(moment.step, moment.phase) for moment in explained.boundaries] == [
         (step, phase) for step in range(3) for phase in ("start", "forward", "backward", "optimizer")
     ]
-    for moment, mark, books, blocks in zip(
-        explained.boundaries, training.program.marks, training.program.books, training.program.num_blocks, strict=True
+    program = training.program
+    for moment, mark, books, blocks, requested in zip(
+        explained.boundaries, program.marks, program.books, program.num_blocks, program.requested, strict=True
     ):
-        assert by_category(moment) == (books, blocks)
+        assert by_category(moment) == (books, blocks, requested)
         assert moment.allocated_bytes == moment.counted_bytes == mark.allocated_bytes == sum(books.values())
+        assert moment.requested_bytes == moment.counted_requested_bytes == mark.requested_bytes
         assert moment.reserved_bytes == mark.reserved_bytes
-    assert {category for books in training.program.books for category in books} == {str(c) for c in Category}
+    assert {category for books in program.books for category in books} == {str(c) for c in Category}
+
+
+def test_weights_gradients_and_moments_are_4_4_and_8_bytes_a_parameter(explained: MemoryProfile) -> None:
+    """Two weights of 96 x 320, each with two moments; of blocks this is not so."""
+    after_backward = next(moment for moment in explained.boundaries if moment.phase == "backward")
+    blocks, _, requested = by_category(after_backward)
+    params = 2 * 96 * 320
+    names = ("parameters", "gradients", "optimizer state")
+    assert [requested[name] for name in names] == [4 * params, 4 * params, 8 * params]
+    assert sum(blocks[name] for name in names) >= 16 * params
 
 
 def test_the_peak_is_the_largest_truth_and_its_groups_add_up_to_it(
@@ -71,9 +85,15 @@ def test_the_peak_is_the_largest_truth_and_its_groups_add_up_to_it(
         == sum(by_category(explained.peak)[0].values())
     )
     assert explained.peak_reserved_bytes == max(t.reserved for t in truth)
-    assert sum(group.num_bytes * group.count_at_peak for group in explained.at_peak) == explained.peak.allocated_bytes
+    assert sum(group.bytes_at_peak for group in explained.at_peak) == explained.peak.allocated_bytes
     at_peak = max(truth, key=lambda t: t.allocated)
     assert explained.rounding_bytes_at_peak == sum(size - requested for _, size, requested in at_peak.in_use)
+    assert explained.rounding_bytes_at_peak > 0
+    assert explained.peak_requested_bytes == max(t.requested for t in truth)
+    held = {address for address, *_ in truth[-1].in_use if training.program.born[address] == BEFORE}
+    assert explained.peak_recorded_bytes == max(
+        sum(size if address in held else requested for address, size, requested in t.in_use) for t in truth
+    )
     moment = truth.index(at_peak)
     marks = [t for t in training.program.marks if t.position.allocations <= _allocations_before(training, moment)]
     following = training.program.marks[len(marks)]
@@ -113,15 +133,48 @@ def test_a_long_timeline_keeps_the_peaks(tmp_path: Path) -> None:
     assert profile.num_allocations == sum(e["action"] == "alloc" for e in program.events)
 
 
+def test_peaks_of_phases_are_those_of_all_events(tmp_path: Path) -> None:
+    """Far more events than points of the timeline; what is highest in a phase may be in no point."""
+    program, rng = Program(is_expandable=True), random.Random(4)
+    use_at_random(program, rng, 60)
+    program.record()
+    for step in range(40):
+        for name in ("start", "forward", "backward", "optimizer"):
+            use_at_random(program, rng, rng.randrange(20, 60))
+            program.mark(step, name)
+    profile = explain_memory(program.write(tmp_path))
+    assert len(program.truth) > 2 * MAX_POINTS
+    assert len(profile.phases) == 3 * 40
+    allocated, events = [truth.allocated for truth in program.truth], program.events
+    of_steps = [
+        (program.moments[index - 1], program.moments[index], mark)
+        for index, mark in enumerate(program.marks)
+        if mark.name != "start"
+    ]
+    lost = 0
+    for phase, (begin, end, mark) in zip(profile.phases, of_steps, strict=True):
+        peak = max(range(begin, end + 1), key=allocated.__getitem__)
+        assert (phase.step, phase.phase, phase.is_finished) == (mark.step, mark.name, True)
+        assert (phase.begin_bytes, phase.peak_bytes, phase.end_bytes) == tuple(
+            allocated[moment] for moment in (begin, peak, end)
+        )
+        if peak > begin:  # where it begins, the free before the mark may be half done
+            assert phase.peak_s == pytest.approx((events[peak - 1]["time_us"] - events[0]["time_us"]) / 1e6)
+        points = zip(profile.timeline.time_s, np.array(profile.timeline.num_bytes).sum(axis=0).tolist(), strict=True)
+        lost += phase.peak_bytes not in {total for at, total in points if phase.begin_s <= at <= phase.end_s}
+    assert lost, "points of the timeline would do, and this test shows nothing"
+
+
 def test_each_block_saves_each_storage_once_and_nothing_that_is_shared(
     training: Training, explained: MemoryProfile
 ) -> None:
     assert [block.name for block in explained.blocks] == ["block.0", "block.1"]
-    weight = training.program.blocks[training.weights[0]].size
+    weight = training.program.blocks[training.weights[0]].requested
     for block, sizes in zip(explained.blocks, training.saved_sizes[:2], strict=True):
         assert sorted(tensor.num_bytes for tensor in block.saved) == sorted(sizes)
         assert block.saved_bytes == sum(sizes)
-        assert block.parameter_bytes == block.gradient_bytes == weight
+        assert block.parameter_bytes == block.gradient_bytes == weight == 96 * 320 * 4
+        assert not any(tensor.is_recomputed for tensor in block.saved)
         index = block.name.removeprefix("block.")
         assert {(tensor.name, tensor.explanation) for tensor in block.saved} == {
             ("attention > attention.softmax", f"batch x heads x T x T x 4: softmax of block {index}"),
@@ -154,8 +207,9 @@ def test_a_single_allocation_keeps_the_number_of_its_block(tmp_path: Path) -> No
 
 
 def test_the_largest_are_those_that_came_or_went(explained: MemoryProfile, training: Training) -> None:
-    sizes = [group.num_bytes for group in explained.largest]
+    sizes = [group.requested_bytes for group in explained.largest]
     assert sizes == sorted(sizes, reverse=True)
+    assert all(group.num_bytes >= group.requested_bytes for group in explained.largest)
     assert Category.HELD not in {group.category for group in explained.largest}
     assert len(sizes) <= MAX_LARGEST
     told = [event["size"] for event in training.program.events if event["action"] == "alloc"]
@@ -167,7 +221,8 @@ def test_what_the_allocator_did_and_what_others_use(training: Training, explaine
     assert explained.work.allocations == actions["alloc"]
     assert explained.work.segments_allocated == actions["segment_alloc"]
     assert explained.work.segments_freed == actions["segment_free"]
-    assert explained.work.oom_requested_bytes is None
+    assert explained.work.events == len(training.program.events)
+    assert (explained.work.out_of_memory, explained.work.first_failure) == (0, None)
     assert explained.outside_bytes == 777 * MIB
     assert explained.residual_stream_bytes == BATCH * 64 * 96 * 4
     assert explained.num_steps == 3
@@ -189,11 +244,40 @@ def test_a_count_that_differs_from_the_allocator_is_an_error(training: Training,
 def test_a_phase_that_runs_out_of_memory_goes_on_to_the_end(tmp_path: Path) -> None:
     run = Training(limit_bytes=40 * MIB)
     run.forward(0)
+    assert run.program.malloc(60 * MIB, frames=STACK) is None
+    before, num_events = run.program.truth[-1], len(run.program.events) - 1
+    run.program.malloc(MIB)  # by whoever reports it
+    profile = explain_memory(run.end(tmp_path))
+    failure = profile.work.first_failure
+    assert (profile.work.out_of_memory, failure.requested_bytes) == (1, 60 * MIB)
+    assert failure.free_bytes == 40 * MIB - before.reserved
+    assert (failure.allocated_bytes, failure.reserved_bytes) == (before.allocated, before.reserved)
+    assert (failure.step, failure.phase, failure.event) == (0, "backward", num_events)
+    events = run.program.events
+    assert failure.time_s == pytest.approx((events[num_events]["time_us"] - events[0]["time_us"]) / 1e6)
+    assert failure.places[0] == Place(file="lm/model.py", line=17, function="attend")
+    assert [m.phase for m in profile.boundaries] == ["start", "forward"]
+    assert [(p.phase, p.is_finished) for p in profile.phases] == [("forward", True), ("backward", False)]
+    assert (profile.phases[1].begin_bytes, profile.phases[1].end_bytes) == (
+        profile.boundaries[1].allocated_bytes, before.allocated
+    )  # fmt: skip
+
+
+def test_the_first_of_several_failures_is_told_with_its_own_phase(tmp_path: Path) -> None:
+    """One in forward that the program survives, one in the next step's backward."""
+    run = Training(limit_bytes=40 * MIB)
+    run.program.mark(0, "start")
+    assert run.program.malloc(50 * MIB) is None
+    run.program.free(run.program.malloc(MIB))
+    run.program.mark(0, "forward")
+    run.step(1)
+    run.forward(2)
     assert run.program.malloc(60 * MIB) is None
     profile = explain_memory(run.end(tmp_path))
-    assert (profile.work.out_of_memory, profile.work.oom_requested_bytes) == (1, 60 * MIB)
-    assert profile.work.oom_free_bytes == 40 * MIB - run.program.truth[-1].reserved
-    assert [m.phase for m in profile.boundaries] == ["start", "forward"]
+    failure = profile.work.first_failure
+    assert (profile.work.out_of_memory, failure.requested_bytes) == (2, 50 * MIB)
+    assert (failure.step, failure.phase) == (0, "forward")
+    assert [(p.step, p.phase) for p in profile.phases if not p.is_finished] == [(2, "backward")]
 
 
 def test_what_is_allocated_before_running_out_belongs_to_the_phase_that_did(tmp_path: Path) -> None:
@@ -343,7 +427,60 @@ def test_notes_that_do_not_fit_are_left_out_and_said_to_be(
 ) -> None:
     path = training.end(tmp_path)
     write_notes(change(training.program.notes()), notes_path(path))
-    assert any("left out" in note for note in explain_memory(path).notes)
+    assert any("Left out" in note for note in explain_memory(path).notes)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_stacks_of_what_was_held_throughout_are_told_of_only_without_notes(tmp_path: Path, is_known: bool) -> None:
+    """Recording was begun anew, which the notes tell."""
+    program = Program()
+    program.malloc(700, frames=[frame("a", 3)])
+    program.record()
+    program.malloc(900, frames=[frame("b", 4)])
+    path = program.write(tmp_path)
+    if not is_known:
+        notes_path(path).unlink()
+    told = [note for note in explain_memory(path).notes if "recording was begun anew" in note]
+    assert len(told) == (not is_known)
+    assert is_known or told[0].startswith("A stack, though no event, has 1 block of those held throughout")
+
+
+def test_what_backward_computes_again_belongs_to_its_block(tmp_path: Path) -> None:
+    """A checkpoint around two blocks keeps the first one's input, which its norm saves too."""
+    program = Program()
+    program.record()
+    program.mark(0, "start")
+    kept = program.malloc(3000)
+    program.see(Kind.SAVED, "step > forward > forward > block.0 > checkpoint", kept, (750,))
+    program.mark(0, "forward")
+    program.see(Kind.SAVED, "forward > block.0 > norm", kept, (750,))
+    for block, size in enumerate((5000, 7000)):
+        program.see(Kind.SAVED, f"forward > block.{block} > ffn", program.malloc(size), (size // 4,))
+    program.free(program.malloc(100))
+    program.mark(0, "backward")
+    first, second = explain_memory(program.write(tmp_path)).blocks
+    assert [(t.name, t.num_bytes, t.is_recomputed) for t in first.saved] == [
+        ("ffn", 5000, True), ("checkpoint", 3000, False)
+    ]  # fmt: skip
+    assert (first.saved_bytes, first.recomputed_bytes) == (8000, 5000)
+    assert [(t.name, t.num_bytes, t.is_recomputed) for t in second.saved] == [("ffn", 7000, True)]
+    assert first.saved[1].explanation == "750 x 4: checkpoint of block 0"
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (1, r"needed format version 2, got 1.*explain the snapshot again"),
+        (3, "version 3 is newer than this program's 2; update it"),
+    ],
+)
+def test_a_profile_of_another_version_says_what_to_do(
+    explained: MemoryProfile, tmp_path: Path, version: int, words: str
+) -> None:
+    path = tmp_path / "profile.json"
+    write_memory_profile(replace(explained, format_version=version), path)
+    with pytest.raises(ProfileError, match=words):
+        read_memory_profile(path)
 
 
 def test_damaged_notes_are_refused(training: Training, tmp_path: Path) -> None:

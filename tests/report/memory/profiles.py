@@ -9,8 +9,12 @@ make_memory, two training steps of 30 ms each:
     end of backward      100              200        100      0          0    10         410       900
     end of optimizer     100              200          0      0          0    10         310       900
 
+Blocks are as large as what was asked for, but that 3 of the temporary ones at the peak are rounding. Peaks of the
+phases: forward 710, backward 780, optimizer 415.
+
 make_inference, one step of 10 ms: parameters 100, temporary 0, 60 at the peak, 0; reserved 200.
 make_bare, a snapshot without notes: held 1000, temporary 500 at the peak; reserved 2000; nothing else is known.
+make_oom, make_memory whose second forward asks for 300 at 35 ms, when 530 are allocated, 900 reserved and 120 free.
 """
 
 from dataclasses import replace
@@ -20,9 +24,11 @@ from cs336_systems.analysis.memory.profile import (
     BlockMemory,
     Category,
     CategoryBytes,
+    FailedRequest,
     LikeAllocations,
     MemoryProfile,
     Moment,
+    PhaseMemory,
     Place,
     SavedTensor,
     Timeline,
@@ -37,19 +43,33 @@ NAMES = {PARAMETERS: 11, OPTIMIZER_STATE: 22, GRADIENTS: 4, SAVED: 38, TEMPORARY
 """Number of blocks of each category, wherever there is any of it."""
 
 
-def make_moment(phase, time_ms, reserved, step=0, counted=True, **sizes):
-    """`sizes` by name of the category, in MiB."""
+def make_moment(phase, time_ms, reserved, step=0, counted=True, rounding=(), **sizes):
+    """`sizes` by name of the category, in MiB; of these, `rounding` was not asked for."""
+    lost = dict(rounding)
     found = tuple(
         CategoryBytes(
-            category=Category[name.upper()], num_bytes=round(value * MIB), count=NAMES[Category[name.upper()]]
+            category=Category[name.upper()],
+            num_bytes=round(value * MIB),
+            requested_bytes=round((value - lost.get(name, 0)) * MIB),
+            count=NAMES[Category[name.upper()]],
         )
         for name, value in sizes.items()
         if value
     )
-    allocated = sum(row.num_bytes for row in found)
+    allocated, requested = (sum(getattr(row, field) for row in found) for field in ("num_bytes", "requested_bytes"))
     return Moment(
         step=step, phase=phase, time_s=time_ms / 1e3, allocated_bytes=allocated, reserved_bytes=reserved * MIB,
         categories=found, counted_bytes=allocated if counted else None,
+        counted_requested_bytes=requested if counted else None,
+    )  # fmt: skip
+
+
+def make_phase(step, phase, times_ms, sizes, is_finished=True):
+    """Times of the begin, the peak and the end; what was allocated at each, in MiB."""
+    (begin_s, peak_s, end_s), (begin, peak, end) = ([time / 1e3 for time in times_ms], [n * MIB for n in sizes])
+    return PhaseMemory(
+        step=step, phase=phase, begin_s=begin_s, end_s=end_s, begin_bytes=begin, peak_bytes=peak, peak_s=peak_s,
+        end_bytes=end, is_finished=is_finished,
     )  # fmt: skip
 
 
@@ -66,8 +86,8 @@ def make_timeline(times_ms, reserved, **sizes):
 def make_like(size, count=1, count_at_peak=1, category=TEMPORARY, **fields):
     return LikeAllocations(**{
         "num_bytes": round(size * MIB), "requested_bytes": round(size * MIB), "count": count,
-        "count_at_peak": count_at_peak, "category": category, "name": "", "shape": (), "dtype": "", "phase": "",
-        "explanation": "", "places": (), **fields,
+        "count_at_peak": count_at_peak, "bytes_at_peak": round(size * MIB) * count_at_peak, "category": category,
+        "name": "", "shape": (), "dtype": "", "phase": "", "explanation": "", "places": (), **fields,
     })  # fmt: skip
 
 
@@ -85,7 +105,10 @@ MOMENTS = make_like(10, 20, 20, OPTIMIZER_STATE, name="layers.*.ffn.w1.weight", 
 
 
 def make_saved(name, size, shape=(), explanation=""):
-    return SavedTensor(name=name, shape=shape, dtype="float32", num_bytes=round(size * MIB), explanation=explanation)
+    return SavedTensor(
+        name=name, shape=shape, dtype="float32", num_bytes=round(size * MIB), explanation=explanation,
+        is_recomputed=False,
+    )  # fmt: skip
 
 
 def make_block(index, weights=20):
@@ -111,6 +134,14 @@ def make_boundaries(step, begin_ms):
     )
 
 
+def make_phases(step, begin_ms):
+    return (
+        make_phase(step, "forward", (begin_ms, begin_ms + 10, begin_ms + 10), (310, 710, 710)),
+        make_phase(step, "backward", (begin_ms + 10, begin_ms + 13, begin_ms + 20), (710, 780, 410)),
+        make_phase(step, "optimizer", (begin_ms + 20, begin_ms + 25, begin_ms + 30), (410, 415, 310)),
+    )
+
+
 def make_memory(**changes):
     """Of a training run; see above."""
     moves = {"gradients": (0, 0, 0, 40, 100, 100), "saved": (0, 200, 400, 380, 0, 0), "temporary": (0, 20, 0, 50, 0, 5)}
@@ -121,9 +152,12 @@ def make_memory(**changes):
         num_allocations=1234,
         held_bytes=310 * MIB,
         peak=make_moment("backward", 13, 900, counted=False, parameters=100, optimizer_state=200, gradients=40,
-                         saved=380, temporary=50, held=10),
+                         saved=380, temporary=50, held=10, rounding={"temporary": 3}),
+        peak_requested_bytes=777 * MIB,
+        peak_recorded_bytes=778 * MIB,
         peak_reserved_bytes=900 * MIB,
         boundaries=(*make_boundaries(0, 0), *make_boundaries(1, 30)),
+        phases=(*make_phases(0, 0), *make_phases(1, 30)),
         largest=(LOGITS, WEIGHTS, MOMENTS),
         at_peak=(MOMENTS, WEIGHTS, LOGITS),
         blocks=(make_block(0, 21), make_block(1), make_block(2), make_block(3)),
@@ -132,9 +166,8 @@ def make_memory(**changes):
             held=[10] * 13, parameters=[100] * 13, optimizer_state=[200] * 13,
             **{name: [*values, *values, 0] for name, values in moves.items()},
         ),
-        work=AllocatorWork(allocations=1200, segments_allocated=0, segments_freed=0, out_of_memory=0,
-                           oom_requested_bytes=None, oom_free_bytes=None),
-        rounding_bytes_at_peak=3 * MIB,
+        work=AllocatorWork(allocations=1200, events=3600, segments_allocated=0, segments_freed=0, out_of_memory=0,
+                           first_failure=None),
         outside_bytes=700 * MIB,
         residual_stream_bytes=6553600,
         notes=("two blocks were joined",),
@@ -147,8 +180,11 @@ def make_inference(**changes):
     profile = make_memory(
         num_steps=1,
         peak=make_moment("forward", 6, 200, counted=False, parameters=100, temporary=60),
+        peak_requested_bytes=160 * MIB,
+        peak_recorded_bytes=160 * MIB,
         peak_reserved_bytes=200 * MIB,
         boundaries=(make_moment("start", 0, 200, parameters=100), make_moment("forward", 10, 200, parameters=100)),
+        phases=(make_phase(0, "forward", (0, 6, 10), (100, 160, 100)),),
         largest=(make_like(30, 4, 2),),
         at_peak=(make_like(30, 4, 2),),
         blocks=(),
@@ -164,8 +200,11 @@ def make_bare(**changes):
         source="other.pickle",
         num_steps=0,
         peak=make_moment("", 6, 2000, step=-1, counted=False, held=1000, temporary=500),
+        peak_requested_bytes=1500 * MIB,
+        peak_recorded_bytes=1500 * MIB,
         peak_reserved_bytes=2000 * MIB,
         boundaries=(),
+        phases=(),
         timeline=make_timeline((0, 6, 10), 2000, held=[1000] * 3, temporary=[0, 500, 0]),
         held_bytes=1000 * MIB,
         outside_bytes=None,
@@ -176,7 +215,15 @@ def make_bare(**changes):
 
 
 def make_oom(**changes):
-    """The training run of which forward asks for 300 MiB where 120 are free."""
-    work = AllocatorWork(allocations=700, segments_allocated=9, segments_freed=4, out_of_memory=2,
-                         oom_requested_bytes=300 * MIB, oom_free_bytes=120 * MIB)  # fmt: skip
-    return make_memory(work=work, **changes)
+    """The training run of which the second forward asks for 300 MiB where 120 are free."""
+    failure = FailedRequest(
+        requested_bytes=300 * MIB, free_bytes=120 * MIB, allocated_bytes=530 * MIB, reserved_bytes=900 * MIB, step=1,
+        phase="forward", time_s=0.035, event=1999, places=(SOFTMAX, CALLER),
+    )  # fmt: skip
+    whole = make_memory(
+        boundaries=make_memory().boundaries[:5],
+        phases=(*make_phases(0, 0), make_phase(1, "forward", (30, 35, 35), (310, 530, 530), is_finished=False)),
+        work=AllocatorWork(allocations=700, events=2100, segments_allocated=9, segments_freed=4, out_of_memory=2,
+                           first_failure=failure),
+    )  # fmt: skip
+    return replace(whole, **changes)

@@ -5,21 +5,25 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.report.memory.answers import Question, answers
-from cs336_systems.report.memory.facts import phase_peaks, spans, step_peaks
+from cs336_systems.report.memory.facts import phase_peaks, step_peaks
 from cs336_systems.report.memory.findings import findings
+from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.sentences import answers_markdown
 from tests.report.making import HOSTILE
 from tests.report.memory.profiles import (
     LOGITS,
     MIB,
+    WEIGHTS,
     make_bare,
+    make_block,
     make_boundaries,
     make_inference,
     make_like,
     make_memory,
     make_moment,
     make_oom,
-    make_timeline,
+    make_phase,
+    make_phases,
 )
 
 
@@ -43,22 +47,22 @@ def first_steps():
     )  # fmt: skip
     peak = make_moment("backward", 43, 900, 1, counted=False, parameters=100, optimizer_state=200, gradients=40,
                        saved=380, temporary=50, held=10)  # fmt: skip
-    timeline = make_timeline(
-        (0, 13, 30, 43, 60), 900, held=[10] * 5, parameters=[100] * 5, optimizer_state=[0, 0, 200, 200, 200],
-        gradients=[0, 40, 0, 40, 0], saved=[0, 380, 0, 380, 0], temporary=[0, 50, 0, 50, 0],
-    )  # fmt: skip
-    return make_memory(peak=peak, timeline=timeline, boundaries=(*early, end, *make_boundaries(1, 30)))
+    phases = (
+        make_phase(0, "forward", (0, 10, 10), (110, 510, 510)),
+        make_phase(0, "backward", (10, 13, 20), (510, 580, 210)),
+        make_phase(0, "optimizer", (20, 29, 30), (210, 415, 310)),
+    )
+    return make_memory(
+        peak=peak, phases=(*phases, *make_phases(1, 30)), boundaries=(*early, end, *make_boundaries(1, 30))
+    )
 
 
 def test_phases_have_their_peaks() -> None:
-    """The timeline has 530 MiB in forward, the end of it 710; 415 in the optimizer."""
-    profile = make_memory()
-    assert [(span.step, span.phase) for span in spans(profile)] == [
-        (step, phase) for step in (0, 1) for phase in ("forward", "backward", "optimizer")
-    ]
+    """Of all steps; whatever the picture, which has no room for all points, shows."""
+    profile = make_memory(timeline=make_bare().timeline)
     assert phase_peaks(profile) == {"forward": 710 * MIB, "backward": 780 * MIB, "optimizer": 415 * MIB}
-    assert step_peaks(first_steps()) == {0: 650 * MIB - 70 * MIB, 1: 780 * MIB}
-    assert spans(make_bare()) == []
+    assert step_peaks(first_steps()) == {0: 580 * MIB, 1: 780 * MIB}
+    assert phase_peaks(make_bare()) == step_peaks(make_bare()) == {}
 
 
 def test_the_peak_and_the_largest_allocations_are_always_told() -> None:
@@ -68,25 +72,48 @@ def test_the_peak_and_the_largest_allocations_are_always_told() -> None:
         "380.0 MiB (48.7 %), optimizer state 200.0 MiB (25.6 %), parameters 100.0 MiB (12.8 %), temporary 50.00 MiB "
         "(6.4 %), gradients 40.00 MiB (5.1 %), held throughout 10.00 MiB (1.3 %)."
     )
-    assert largest.startswith(
-        "The largest allocations: 52,428,800 bytes (50.00 MiB) = batch x T x vocabulary x 4: gradient of the logits, "
-        "2 times in backward, temporary, lm_head; 20,971,520 bytes (20.00 MiB)"
+    assert largest == (
+        "The largest allocations: 2 times 52,428,800 bytes (50.00 MiB) = batch x T x vocabulary x 4 (gradient of the "
+        "logits): temporary in backward; 24 times 20,971,520 bytes (20.00 MiB) = batch x heads x T x T x 4: saved "
+        "activations in forward at cs336_systems/model.py:77 softmax; 20 times 10,485,760 bytes (10.00 MiB): optimizer "
+        "state."
     )
-    assert "at cs336_systems/model.py:77 softmax" in largest
 
 
 def test_a_block_larger_than_what_was_asked_for_is_told() -> None:
     odd = make_like(40, requested_bytes=40_960_000)
-    assert "40,960,000 bytes (39.06 MiB) in a block of 40.00 MiB, once" in said(make_memory(largest=(odd,)))
+    assert "once 40,960,000 bytes (39.06 MiB, in a block of 40.00 MiB): temporary." in said(make_memory(largest=(odd,)))
     assert "in a block" not in said(make_memory(largest=(LOGITS,)))
 
 
+def test_allocations_of_one_size_are_told_once() -> None:
+    """2 + 3 + 4 of 7 MiB are made in three ways in forward and backward, one of 5 may be either of two things."""
+    rows = (
+        make_like(7, 2, phase="forward", explanation="T x 4: a"),
+        make_like(7, 3, phase="backward", explanation="T x 4: b"),
+        make_like(7, 4, phase="forward", places=WEIGHTS.places),
+        make_like(5, explanation="T x 2: a or d x 2: c"),
+        make_like(3),
+    )
+    assert largest_words(rows, 2) == (
+        "9 times 7,340,032 bytes (7.00 MiB) = T x 4 (a, b): temporary in forward at cs336_systems/model.py:77 softmax, "
+        "temporary in backward; once 5,242,880 bytes (5.00 MiB) = T x 2 (a) or d x 2 (c): temporary"
+    )
+    many = [make_like(1, phase=str(number)) for number in range(6)]
+    assert largest_words(many, 1).endswith("temporary in 2, temporary in 3, others")
+
+
 def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:
-    """120 MiB free and 120 unused by PyTorch are less than 300; with 400 unused they would do."""
+    """PyTorch has 370 MiB that no block uses: with 120 free that would do for 300, with 179 less of its own not."""
     first = findings(make_oom())[0]
-    assert first == "Out of memory 2 times: the first request was for 300.0 MiB, 120.0 MiB were free on the device."
-    peak = replace(make_memory().peak, reserved_bytes=1180 * MIB)
-    assert "PyTorch itself held 400.0 MiB that no block used" in findings(make_oom(peak=peak))[0]
+    told = (
+        "Out of memory 2 times, first 35.0 ms after the first event, in forward of step 1 (after 1,999 of 2,100 "
+        "events), at cs336_systems/model.py:77 softmax: 300.0 MiB were asked for and 120.0 MiB were free on the device."
+    )
+    assert first.startswith(f"{told} PyTorch itself held 370.0 MiB that no block used then, in pieces: PYTORCH_CUDA")
+    work = make_oom().work
+    full = replace(work, out_of_memory=1, first_failure=replace(work.first_failure, reserved_bytes=709 * MIB))
+    assert findings(make_oom(work=full))[0] == told.replace("2 times, first", "once,")
 
 
 @pytest.mark.parametrize(("reserved", "told"), [(1030, False), (1040, True)])
@@ -106,7 +133,7 @@ def test_the_first_step_is_not_what_a_run_needs() -> None:
         "The optimizer's state, 200.0 MiB, appears during the recording: step 0 peaks at 580.0 MiB, step 1 at "
         "780.0 MiB."
     ) in said(first_steps())
-    one = replace(first_steps(), boundaries=first_steps().boundaries[:4], num_steps=1)
+    one = replace(first_steps(), boundaries=first_steps().boundaries[:4], phases=first_steps().phases[:3], num_steps=1)
     assert "this is the first step, and later ones need that much more" in said(one)
     assert "appears" not in said(make_memory())
 
@@ -137,10 +164,13 @@ def test_a_count_that_differs_is_told() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"rounding_bytes_at_peak": 39 * MIB}, "39.00 MiB of the peak, 5.00 %, were never asked for"),
+        ({"peak": make_moment("backward", 13, 900, saved=780, rounding={"saved": 39})},
+         "39.00 MiB of the peak, 5.00 %, were never asked for"),
         ({"outside_bytes": 3 * 2**30}, "3.00 GiB of the device are used and not reserved by PyTorch"),
         ({"work": replace(make_memory().work, segments_allocated=9, segments_freed=4)},
-         "The allocator gave 4 segments back to the driver and asked for 9"),
+         "The allocator gave 4 segments back to the driver and asked it for 9"),
+        ({"work": replace(make_memory().work, segments_allocated=9, segments_freed=1)},
+         "The allocator gave 1 segment back to the driver and asked it for 9"),
     ],
 )  # fmt: skip
 def test_each_loss_is_named(changes: dict, text: str) -> None:
@@ -149,8 +179,15 @@ def test_each_loss_is_named(changes: dict, text: str) -> None:
 
 
 def test_what_nothing_is_known_of_is_told() -> None:
-    """1,000 of 1,500 MiB."""
-    assert "1,000.0 MiB of the peak, 66.7 %, were there before the recording" in said(make_bare())
+    """1,000 of 1,500 MiB; where parameters are known, it is none of them."""
+    held = (
+        "1,000.0 MiB of the peak, 66.7 %, were there before the recording and after it, and nothing says what they are"
+    )
+    assert f"{held}: most likely parameters and the optimizer's state. A recording by --memory knows." in said(
+        make_bare()
+    )
+    sighted = make_moment("forward", 6, 2000, parameters=500, held=1000)
+    assert f"{held}: most likely workspaces of libraries." in said(make_memory(peak=sighted))
 
 
 @pytest.mark.parametrize("make", [make_memory, make_inference, make_bare, make_oom, first_steps])
@@ -179,6 +216,24 @@ def test_the_answers_of_a_training_step() -> None:
         "attention "
         "float32 6.00 MiB (10.0 %), norm float32 3.00 MiB (5.00 %). Its gradients take 10.00 MiB (10,485,760 bytes)."
     )
+
+
+def test_a_phase_that_ran_out_of_memory_has_no_end() -> None:
+    assert (
+        answer(Question.TIMELINE, make_oom())
+        == "Step 1 begins with 310.0 MiB; forward runs out of memory at 530.0 MiB."
+    )
+    assert "optimizer 415.0 MiB." in answer(Question.PEAK, make_oom())
+
+
+def test_what_a_checkpoint_computes_again_is_told() -> None:
+    """All but 6 and 3 of the 60 MiB."""
+    block = make_block(0)
+    again = replace(block, saved=tuple(replace(t, is_recomputed=t.name in ("ffn", "", "attention > attention.softmax"))
+                                       for t in block.saved))  # fmt: skip
+    text = answer(Question.BLOCK, make_memory(blocks=(again,)))
+    assert "Of that, 51.00 MiB are there only while backward computes the block again." in text
+    assert "again" not in answer(Question.BLOCK, make_memory())
 
 
 def test_a_bare_snapshot_says_what_it_does_not_tell() -> None:

@@ -15,14 +15,13 @@ from cs336_systems.report.memory.plots import draw_memory, draw_peaks, write_pic
 from tests.report.drawn import overlaps, texts
 from tests.report.kernels.test_plots import SIGHT, lab
 from tests.report.making import HOSTILE
-from tests.report.memory.profiles import MIB, make_bare, make_inference, make_memory, make_moment, make_oom
+from tests.report.memory.profiles import make_bare, make_inference, make_memory, make_moment, make_oom
 
-GIB = 2**30
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 
 def areas(figure):
-    """GiB x ms of each category that is drawn."""
+    """Memory x ms of each category that is drawn."""
     found = {}
     for patch in (part for part in figure.axes[0].collections if isinstance(part, PolyCollection)):
         (path,) = patch.get_paths()
@@ -34,7 +33,7 @@ def areas(figure):
 
 def test_each_category_has_the_area_of_its_bytes_over_time() -> None:
     """Each step: 200 MiB for 5 ms, 400 for 3, 380 for 7 are saved; 20, 50 and 5 for 5, 7 and 5 ms temporary."""
-    assert {name: area * 1024 for name, area in areas(draw_memory(make_memory())).items()} == pytest.approx({
+    assert areas(draw_memory(make_memory())) == pytest.approx({
         "held throughout": 10 * 60, "parameters": 100 * 60, "optimizer state": 200 * 60,
         "gradients": 2 * (40 * 7 + 100 * 10), "saved activations": 2 * (200 * 5 + 400 * 3 + 380 * 7),
         "temporary": 2 * (20 * 5 + 50 * 7 + 5 * 5),
@@ -53,11 +52,23 @@ def test_phases_and_steps_are_named_between_their_lines() -> None:
     assert not any("step" in text for text in one), "the only step needs no number"
 
 
+def test_memory_from_a_gib_on_is_drawn_in_gib() -> None:
+    (panel,) = draw_memory(make_memory()).axes
+    assert panel.get_ylabel() == "memory (MiB)"
+    figure = draw_memory(make_bare())
+    assert figure.axes[0].get_ylabel() == "memory (GiB)"
+    assert areas(figure) == pytest.approx({"held throughout": 1000 * 10 / 1024, "temporary": 500 * 4 / 1024})
+    assert figure.axes[0].get_ylim()[1] > 2000 / 1024
+
+
 def test_a_narrow_phase_has_a_short_name_or_none() -> None:
     whole = make_memory(num_steps=1, boundaries=make_memory().boundaries[:4])
-    moved = [replace(moment, time_s=time_s) for moment, time_s in zip(whole.boundaries, (0, 0.050, 0.0545, 0.0549),
-                                                                      strict=True)]  # fmt: skip
-    shown = texts(draw_memory(replace(whole, boundaries=tuple(moved))))
+    times_s = (0, 0.050, 0.0545, 0.0549)
+    moved = [
+        replace(phase, begin_s=begin_s, end_s=end_s)
+        for phase, begin_s, end_s in zip(whole.phases[:3], times_s[:-1], times_s[1:], strict=True)
+    ]
+    shown = texts(draw_memory(replace(whole, phases=tuple(moved))))
     assert "forward" in shown
     assert "bwd" in shown
     assert not {"backward", "optimizer", "opt."} & set(shown)
@@ -67,11 +78,11 @@ def test_the_peak_is_marked_where_it_is() -> None:
     figure = draw_memory(make_memory())
     (panel,) = figure.axes
     (point,) = [line for line in panel.lines if line.get_marker() == "o"]
-    assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((13, 780 * MIB / GIB))
+    assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((13, 780))
     assert "peak 780.0 MiB, in backward" in texts(figure)
-    assert panel.get_ylim()[1] > 900 * MIB / GIB
+    assert panel.get_ylim()[1] > 900
     reserved = next(line for line in panel.lines if len(line.get_xdata()) == 13)
-    assert set(reserved.get_ydata()) == {900 * MIB / GIB}
+    assert set(reserved.get_ydata()) == {900}
 
 
 def test_the_legend_says_what_the_peak_consists_of() -> None:
@@ -85,7 +96,9 @@ def test_the_legend_says_what_the_peak_consists_of() -> None:
 def test_out_of_memory_is_said() -> None:
     shown = texts(draw_memory(make_oom()))
     assert "Memory over time: peak 780.0 MiB, out of memory" in shown
-    assert any("asked\N{NO-BREAK SPACE}for\N{NO-BREAK SPACE}300.0" in text for text in shown)
+    words = "asked for 300.0 MiB with 120.0 MiB free in forward of step 1".replace(" ", "\N{NO-BREAK SPACE}")
+    assert any(words in text for text in shown)
+    assert [shown.count(name) for name in ("forward", "fwd", "backward", "optimizer")] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -134,7 +147,12 @@ def test_hostile_names_are_drawn_as_they_are(tmp_path) -> None:
     bad = f"</script>$x$ $\\frac{{\n{HOSTILE}" + "y" * 8000
     whole = make_memory()
     boundaries = tuple(m if m.phase == "start" else replace(m, phase=bad) for m in whole.boundaries)
-    profile = replace(whole, source=bad, boundaries=boundaries, peak=replace(whole.peak, phase=bad))
+    phases = tuple(replace(phase, phase=bad) for phase in whole.phases)
+    failure = replace(make_oom().work.first_failure, phase=bad)
+    work = replace(make_oom().work, first_failure=failure)
+    profile = replace(
+        whole, source=bad, boundaries=boundaries, phases=phases, work=work, peak=replace(whole.peak, phase=bad)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(write_pictures(profile, tmp_path)) == 1

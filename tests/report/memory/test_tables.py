@@ -19,19 +19,15 @@ from cs336_systems.report.memory.allocations import (
 )
 from cs336_systems.report.memory.compare import compare_memory
 from cs336_systems.report.memory.files import listings, memory_tables, write_memory
-from cs336_systems.report.memory.tables import (
-    allocator_listing,
-    boundaries_listing,
-    categories_listing,
-    fragmentation_bytes,
-    peak_listing,
-)
-from cs336_systems.report.memory.words import Unit, consists_of, place_text, size, unit_for
+from cs336_systems.report.memory.phases import boundaries_listing, phases_listing
+from cs336_systems.report.memory.tables import allocator_listing, categories_listing, fragmentation_bytes, peak_listing
+from cs336_systems.report.memory.words import Unit, about, consists_of, milliseconds, place_text, size, unit_for
 from tests.report.making import HOSTILE
 from tests.report.memory.profiles import (
     GRADIENTS,
     LOGITS,
     MIB,
+    MOMENTS,
     SAVED,
     WEIGHTS,
     make_bare,
@@ -93,13 +89,39 @@ def test_the_peak_and_what_it_needs_beside() -> None:
     (table,) = peak_listing(make_memory()).tables
     assert column(table, "value")[0] == "780.0 MiB"
     assert column(table, "what it is")[0] == "13.0 ms after the first event, in backward of step 0"
-    assert table.notes == ("two blocks were joined",)
+    assert table.notes[-1] == "two blocks were joined"
     assert column(peak_listing(make_bare()).tables[0], "value")[-1] == "unknown"
+
+
+def test_the_peak_is_counted_in_three_ways_and_a_note_says_why() -> None:
+    """780 in blocks, 777 as asked for, 778 with what was held throughout in blocks."""
+    profile = make_memory()
+    values = {row["quantity"]: int(row["value"] or 0) for row in rows(peak_listing(profile))}
+    counts = [values[name] // MIB for name in ("peak allocated", "rounding", "peak asked for", "peak recorded")]
+    assert counts == [780, 3, 777, 778]
+    (table,) = peak_listing(profile).tables
+    assert table.notes[0].startswith(
+        "One peak, counted in several ways: 780.0 MiB in blocks, as torch.cuda.max_memory_allocated() does; 777.0 MiB "
+        "as asked for, as PyTorch's viewer does; 778.0 MiB if the requests of the recorded events are added to the "
+    )
+    (alike,) = peak_listing(replace(profile, peak_recorded_bytes=777 * MIB)).tables
+    assert "as PyTorch's viewer does. A block" in alike.notes[0]
+    (exact,) = peak_listing(make_bare()).tables
+    assert exact.notes == (), "all three are 1,500"
+
+
+@pytest.mark.parametrize(("time_s", "text"), [(0, "0.00"), (0.00438, "4.38"), (0.0157, "15.7"), (3.7189, "3,718.9")])
+def test_times_have_a_tenth_of_a_millisecond(time_s: float, text: str) -> None:
+    assert milliseconds(time_s) == text
+
+
+def test_one_step_needs_no_count() -> None:
+    assert about(make_inference()) == "small.pickle, GPU 0, 1 step, number 0."
 
 
 def test_boundaries_in_time_with_the_peak_among_them() -> None:
     listing = boundaries_listing(make_memory())
-    (table,) = listing.tables
+    table = listing.tables[0]
     assert column(table, "moment") == [
         "start", "end of forward", "peak, in backward", "end of backward", "end of optimizer",
         "start", "end of forward", "end of backward", "end of optimizer",
@@ -115,6 +137,59 @@ def test_boundaries_in_time_with_the_peak_among_them() -> None:
             "temporary", "held_throughout")]  # fmt: skip
         assert len(parts) == 8
         assert sum(parts) == int(row["allocated_bytes"])
+        requested = [int(value) for name, value in row.items() if name.endswith("_requested_bytes")
+                     and name != "counted_requested_bytes"]  # fmt: skip
+        assert len(requested) == 8
+        assert sum(requested) == int(row["requested_bytes"])
+    peak = rows(listing)[2]
+    assert (int(peak["temporary_bytes"]), int(peak["temporary_requested_bytes"])) == (50 * MIB, 47 * MIB)
+    assert peak["counted_requested_bytes"] == ""
+
+
+def test_rounding_that_shows_has_a_table_and_a_sentence_of_its_own() -> None:
+    """20 of 100 MiB of gradients, and 3 of 47 temporary; of 400 MiB saved only 1, which no cell shows."""
+    whole = make_memory()
+    blocks, requested = boundaries_listing(whole).tables
+    assert blocks.notes[1] == "Blocks are larger than what was asked for: temporary 50.00 MiB for 47.00 MiB."
+    assert column(requested, "temporary")[2] == "47.00"
+    assert column(requested, "together")[2] == "777.00"
+    assert column(requested, "PyTorch's count")[:4] == ["310.00", "710.00", "", "410.00"]
+    assert requested.notes[1].startswith("Check: at all 8 boundaries it adds up")
+    start, _, _, *others = whole.boundaries
+    rounded = make_moment("backward", 20, 900, rounding={"gradients": 20}, parameters=100, optimizer_state=200,
+                          gradients=100, held=10)  # fmt: skip
+    saved = make_moment(
+        "forward", 10, 900, rounding={"saved": 1}, parameters=100, optimizer_state=200, saved=400, held=10
+    )
+    changed = replace(whole, boundaries=(start, saved, rounded, *others))
+    assert boundaries_listing(changed).tables[0].notes[1] == (
+        "Blocks are larger than what was asked for: gradients 100.0 MiB for 80.00 MiB, temporary 50.00 MiB for "
+        "47.00 MiB."
+    )
+    counted = replace(rounded, counted_requested_bytes=rounded.requested_bytes + 1)
+    differs = replace(whole, boundaries=(start, saved, counted, *others))
+    assert not any("Check" in note for note in boundaries_listing(differs).tables[1].notes)
+    assert len(boundaries_listing(make_bare()).tables) == 1
+
+
+def test_each_phase_has_its_own_peak() -> None:
+    listing = phases_listing(make_memory())
+    (table,) = listing.tables
+    assert column(table, "phase") == ["forward", "backward", "optimizer"] * 2
+    assert column(table, "peak") == ["710.00", "780.00", "415.00"] * 2
+    assert column(table, "peak at") == ["10.0", "13.0", "25.0", "40.0", "43.0", "55.0"]
+    assert column(table, "takes") == ["10.0"] * 6
+    assert column(table, "at its end")[:3] == ["710.00", "410.00", "310.00"]
+    assert [row["status"] for row in rows(listing)] == ["ok"] * 6
+    assert phases_listing(make_bare()).tables == ()
+
+
+def test_a_phase_that_ran_out_of_memory_stands_out() -> None:
+    listing = phases_listing(make_oom())
+    (table,) = listing.tables
+    assert table.failed == {3}
+    assert table.notes[-1] == "Memory ran out in forward of step 1: its end is the request that failed."
+    assert (rows(listing)[3]["status"], int(rows(listing)[3]["end_bytes"])) == ("oom", 530 * MIB)
 
 
 def test_the_check_tells_of_agreement_and_of_none() -> None:
@@ -130,6 +205,8 @@ def test_the_check_tells_of_agreement_and_of_none() -> None:
     assert "Check failed: at 1 of 8 boundaries" in note(replace(whole, boundaries=wrong))
     assert "by -512 bytes at most" in note(replace(whole, boundaries=wrong))
     assert "has no count of the allocator" in note(make_bare())
+    (bare,) = boundaries_listing(make_bare()).tables
+    assert not {"step", "PyTorch's count"} & {heading.name for heading in bare.headings}, "nothing is known of these"
     with pytest.raises(
         ValueError, match=r"small.pickle: at 0.000000 s the categories add up to 325058560 bytes, needed"
     ):
@@ -146,6 +223,9 @@ def test_categories_at_the_peak_add_up() -> None:
     *parts, whole = rows(listing)
     assert sum(int(row["bytes"]) for row in parts) == int(whole["bytes"]) == 780 * MIB
     assert sum(int(row["blocks"]) for row in parts) == int(whole["blocks"]) == 11 + 22 + 4 + 38 + 5 + 1
+    assert column(table, "asked for") == ["100.00", "40.00", "200.00", "380.00", "47.00", "10.00", "777.00"]
+    assert sum(int(row["requested_bytes"]) for row in parts) == int(whole["requested_bytes"]) == 777 * MIB
+    assert table.notes[1] == "Blocks are larger than what was asked for: temporary 50.00 MiB for 47.00 MiB."
 
 
 def test_the_largest_allocations_with_their_code() -> None:
@@ -163,12 +243,14 @@ def test_the_largest_allocations_with_their_code() -> None:
 
 
 def test_what_the_peak_consists_of_by_bytes_together() -> None:
-    """20 x 10, 10 x 20 and 1 x 50 of 780 MiB."""
-    listing = at_peak_listing(make_memory(), 10)
+    """20 x 10, 10 x 20 and 1 x 50 of 780 MiB; the moments' blocks may be larger than the moments."""
+    rounded = replace(MOMENTS, requested_bytes=MOMENTS.requested_bytes - MIB)
+    listing = at_peak_listing(make_memory(at_peak=(rounded, WEIGHTS, LOGITS)), 10)
     (table,) = listing.tables
+    assert column(table, "each") == ["9.00", "20.00", "50.00"]
     assert column(table, "together") == ["200.00", "200.00", "50.00"]
     assert column(table, "share") == ["25.6", "25.6", "6.4"]
-    assert table.notes == ("Shown are 57.7 % of the peak.",)
+    assert table.notes[1] == "Shown are 57.7 % of the peak."
     assert [float(row["share_of_peak"]) for row in rows(listing)] == pytest.approx([20 / 78, 20 / 78, 5 / 78])
 
 
@@ -180,12 +262,25 @@ def test_what_a_block_saves_over_blocks_and_within_one() -> None:
     assert within.title == "Largest tensors that block.1 saves for backward"
     assert column(within, "size") == ["20.00", "18.00", "12.00", "6.00", "3.00"]
     assert column(within, "share") == ["33.3", "30.0", "20.0", "10.0", "5.0"]
-    assert "3 of 4 blocks save just these" in within.notes[0]
+    assert within.notes[0].startswith("Of 60.00 MiB in 6 tensors, the same in 3 of 4 blocks.")
     assert [row["saved_bytes"] for row in rows(blocks_listing(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
     saved = rows(saved_listing(make_memory()))
     assert len(saved) == 4 * 6
     assert sum(int(row["bytes"]) for row in saved) == 241 * MIB
     assert blocks_listing(make_inference()).tables == ()
+
+
+def test_what_blocks_save_only_in_backward_is_told() -> None:
+    """The largest tensor of each of two blocks."""
+    first, *others = make_block(0).saved
+    block = replace(make_block(0), saved=(replace(first, is_recomputed=True), *others))
+    listing = blocks_listing(make_memory(blocks=(block, block)))
+    assert listing.tables[0].notes[1] == (
+        "Of what is saved, 40.00 MiB are not kept from forward on: backward computes them again."
+    )
+    assert [row["recomputed_bytes"] for row in rows(listing)] == [str(20 * MIB)] * 2
+    assert [row["recomputed"] for row in rows(saved_listing(make_memory(blocks=(block,))))] == ["True", *["False"] * 5]
+    assert len(blocks_listing(make_memory()).tables[0].notes) == 1
 
 
 @pytest.mark.parametrize(
@@ -205,6 +300,12 @@ def test_no_block_is_typical_of_none() -> None:
 def test_running_out_of_memory_is_in_the_allocator_s_table() -> None:
     values = {row["quantity"]: row["value"] for row in rows(allocator_listing(make_oom()))}
     assert (values["out of memory"], values["asked for"], values["free then"]) == ("2", str(300 * MIB), str(120 * MIB))
+    assert (values["allocated then"], values["reserved then"]) == (str(530 * MIB), str(900 * MIB))
+    assert values["events before it"] == "1999"
+    (table,) = allocator_listing(make_oom()).tables
+    assert column(table, "what it is")[5] == (
+        "35.0 ms after the first event, in forward of step 1, at cs336_systems/model.py:77 softmax"
+    )
     assert "asked for" not in {row["quantity"] for row in rows(allocator_listing(make_memory()))}
 
 
@@ -237,14 +338,15 @@ def test_what_grew_by_category_and_by_place() -> None:
     peak = make_moment("backward", 13, 900, counted=False, parameters=100, optimizer_state=200, gradients=70,
                        saved=190, temporary=50, held=10)  # fmt: skip
     after = make_memory(peak=peak, source="b.pickle", at_peak=(
-        replace(WEIGHTS, num_bytes=10 * MIB), LOGITS, make_like(30, category=GRADIENTS, name="lm_head.weight"),
+        replace(WEIGHTS, bytes_at_peak=100 * MIB), LOGITS, make_like(30, category=GRADIENTS, name="lm_head.weight"),
     ))  # fmt: skip
     categories, places = compare_memory(before, after)
     grown = dict(zip(column(categories, "category"), column(categories, "grown by"), strict=True))
     assert grown == {"parameters": "0", "gradients": "+30.00", "optimizer state": "0", "saved activations": "-190.00",
                      "temporary": "0", "held throughout": "0", "allocated": "-160.00",
                      "reserved at most": "0"}  # fmt: skip
-    assert column(categories, "grown by", 1)[3] == "-50.0"
+    assert column(categories, "grown by", 1) == ["0", "+75.0", "0", "-50.0", "0", "0", "-20.5", "0"]
+    assert column(places, "grown by", 1) == ["-50.0", "new"]
     assert categories.notes[1] == "The peak shrank by 160.0 MiB."
     assert [row[0] for row in places.rows] == [
         f"{SAVED}, block.* > attention > attention.softmax", "gradients, lm_head.weight",

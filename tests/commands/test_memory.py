@@ -1,0 +1,274 @@
+"""`cs336 memory` from end to end: what it prints and writes, and what it says of a file that is no snapshot."""
+
+import csv
+import json
+import os
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from matplotlib.image import imread
+
+from cs336_systems.analysis.memory.explain import explain_memory
+from cs336_systems.analysis.memory.notes import notes_path
+from cs336_systems.analysis.memory.profile import MemoryProfile, write_memory_profile
+from cs336_systems.cli import main
+from cs336_systems.config import RunConfig
+from cs336_systems.record import RunRecord, Status, write_record
+from cs336_systems.report.formats import WRITERS
+from tests.analysis.memory.programs import BATCH, MODEL, Training
+from tests.analysis.memory.snapshots import MIB
+
+TABLES = (
+    "findings",
+    "peak",
+    "categories",
+    "boundaries",
+    "phases",
+    "at_peak",
+    "largest",
+    "blocks",
+    "saved",
+    "allocator",
+)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """Three steps of training, with notes beside them."""
+    run = Training()
+    for step in range(3):
+        run.step(step)
+    return run.end(tmp_path)
+
+
+def memory(*words: object) -> int:
+    return main(["memory", *map(str, words)])
+
+
+def test_a_snapshot_is_explained_in_tables(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory(snapshot) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "The peak is", "Categories at the peak", "Memory from phase to phase", "Peak of each phase",
+        "What the peak consists of", "Largest allocations", "Memory of a block", "Work of the allocator",
+        "Check: at all 12 boundaries the categories add up to what PyTorch's allocator counted, to the byte.",
+    ):  # fmt: skip
+        assert words in said
+    assert "\n\n" in said, "an empty line between tables"
+
+
+def test_json_is_the_profile_and_is_read_again(
+    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert memory(snapshot, "--json", "--output", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert msgspec.json.decode(printed, type=MemoryProfile) == explain_memory(snapshot)
+    assert (tmp_path / "out" / "memory.json").read_text() == printed
+    assert memory(tmp_path / "out" / "memory.json", "--json") == 0
+    assert capsys.readouterr().out == printed
+    assert memory(tmp_path / "out" / "memory.json") == 0
+    assert "Categories at the peak" in capsys.readouterr().out
+
+
+def test_every_subject_is_written_in_every_format(snapshot: Path, tmp_path: Path) -> None:
+    assert memory(snapshot, "--output", tmp_path / "a" / "b") == 0
+    out = tmp_path / "a" / "b"
+    names = {path.name for path in out.iterdir()}
+    assert {"memory.json", "answers.md", "findings.md", "plots"} <= names
+    for name in TABLES[1:]:
+        endings = {path.suffix.removeprefix(".") for path in out.glob(f"{name}.*")}
+        assert endings == ({"csv"} if name == "saved" else {"csv", *WRITERS}), name
+    assert imread(out / "plots" / "timeline.png").ndim == 3
+    with (out / "boundaries.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["counted_bytes"]]
+    assert len(rows) == 12
+    assert all(row["allocated_bytes"] == row["counted_bytes"] for row in rows)
+    assert all(row["requested_bytes"] == row["counted_requested_bytes"] for row in rows)
+    # two weights of 96 x 320 in fp32, each with its gradient and two moments
+    after = next(row for row in rows if row["moment"] == "end of backward")
+    sizes = [int(after[f"{name}_requested_bytes"]) for name in ("parameters", "gradients", "optimizer_state")]
+    assert sizes == [4 * 61440, 4 * 61440, 8 * 61440]
+
+
+def test_top_is_how_many_allocations_are_listed(snapshot: Path, tmp_path: Path) -> None:
+    for top in (2, 5):
+        assert memory(snapshot, "--top", top, "--output", tmp_path / str(top)) == 0
+        lines = (tmp_path / str(top) / "largest.md").read_text().splitlines()
+        assert sum(line.startswith("| ") for line in lines) == 2 + top
+
+
+def test_the_shape_of_the_model_gives_formulas(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def explanations(*words: object) -> set[str]:
+        assert memory(snapshot, "--json", *words) == 0
+        return {row["explanation"] for row in json.loads(capsys.readouterr().out)["largest"]}
+
+    config = RunConfig(size="custom", model=MODEL, batch_size=BATCH)
+    record = RunRecord(config=config, status=Status.OK, started_at="2026-11-21T00:00:00+00:00")
+    path = write_record(record, snapshot.parent)
+    formula = "batch x heads x T x T x 4: softmax of the blocks"
+    assert formula in explanations("--record", path)
+    assert formula not in explanations()
+    (snapshot.parent / "snapshots").mkdir()
+    (snapshot.parent / "runs").mkdir()
+    write_record(record, snapshot.parent / "runs")
+    moved = snapshot.rename(snapshot.parent / "snapshots" / f"{config.key}.pickle")
+    notes_path(snapshot).rename(notes_path(moved))
+    snapshot = moved
+    assert formula in explanations(), "the record of a sweep lies where it always does"
+    own = replace(config, model_factory="no.module:model")
+    path = write_record(replace(record, config=own), snapshot.parent)
+    assert formula not in explanations("--record", path)
+    assert memory(snapshot, "--size", "tiny", "--context-length", 64, "--batch-size", 2, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["residual_stream_bytes"] == 2 * 64 * 128 * 4
+
+
+def test_two_snapshots_are_compared(snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second keeps 8 MiB more."""
+    (tmp_path / "later").mkdir()
+    run = Training()
+    more = run.program.malloc(8 * MIB, label="temporary")
+    for step in range(3):
+        run.step(step)
+    later = run.end(tmp_path / "later")
+    assert more is not None
+    assert memory(snapshot, later) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The peak grew by 8.00 MiB." in said
+    assert "+8.00" in said
+    profile = explain_memory(later)
+    write_memory_profile(profile, tmp_path / "profile.json")
+    assert memory(later, tmp_path / "profile.json") == 0
+    assert "The peaks are the same, to the byte." in " ".join(capsys.readouterr().out.split())
+
+
+def test_running_out_of_memory_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Training(limit_bytes=40 * MIB)
+    run.forward(0)
+    assert run.program.malloc(60 * MIB) is None
+    assert memory(run.end(tmp_path)) == 0, "it is a result"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 Out of memory once, " in said
+    assert "in backward of step 0" in said.partition("60.00 MiB were asked for")[0]
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("trapped",)
+
+
+HOSTILE = {
+    "empty": (b"", "empty"),
+    "text": (b"neither", "needed a memory snapshot"),
+    "gzip": (b"\x1f\x8b" + bytes(20), "gzip"),
+    "code": (pickle.dumps(Trap()), "would run code of others"),
+    "memo bomb": (bytes.fromhex("80044e72ffffff072e"), "memo"),
+    "truncated": (pickle.dumps({"segments": [], "device_traces": [[]]})[:-9], "truncated"),
+    "terabyte": (b"\x80\x04\x8e" + (2**40).to_bytes(8, "little") + b"x", "BINBYTES8"),
+    "another pickle": (pickle.dumps([1, 2]), "the top level needs a dict"),
+    "nothing in it": (pickle.dumps({"segments": [], "device_traces": []}), "no device has any memory"),
+}
+
+
+def check_refused(said: str, path: Path, words: str) -> None:
+    assert len(said.splitlines()) == 1
+    assert str(path) in said
+    assert words in said
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_is_no_snapshot_is_refused_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, words = HOSTILE[name]
+    path = tmp_path / "s.pickle"
+    path.write_bytes(content)
+    started = time.process_time()
+    assert memory(path, "--output", tmp_path / "out") == 1
+    assert time.process_time() - started < 5
+    check_refused(capsys.readouterr().err, path, words)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "trapped").exists()
+
+
+@pytest.mark.parametrize("name", ["s.pickle", "s.json"])
+def test_what_is_no_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    assert memory(path) == 1
+    check_refused(capsys.readouterr().err, path, "No such file")
+    path.mkdir()
+    assert memory(path) == 1
+    check_refused(capsys.readouterr().err, path, "a directory")
+    path.rmdir()
+    os.mkfifo(path)
+    assert memory(path) == 1, "nobody will ever write into it"
+    check_refused(capsys.readouterr().err, path, "no regular file")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not a memory profile"),
+        (b'{"source": "x"}', "format_version"),
+        (b"[" * 100_000, "not a memory profile"),
+        (b'{"format_version": 1}', "explain the snapshot again"),
+        (b'{"format_version": 99}', "newer"),
+    ],
+    ids=["damaged", "no version", "deep", "old", "new"],
+)
+def test_a_profile_that_is_none_is_refused(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    assert memory(path) == 1
+    check_refused(capsys.readouterr().err, path, words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{}", "no notes on a memory snapshot"), (None, "needed notes on a memory snapshot, got no regular file")],
+    ids=["empty", "pipe"],
+)
+def test_notes_that_are_none_are_refused(
+    content: bytes | None, words: str, snapshot: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = notes_path(snapshot)
+    beside.unlink()
+    if content is None:
+        os.mkfifo(beside)
+    else:
+        beside.write_bytes(content)
+    assert memory(snapshot) == 1
+    check_refused(capsys.readouterr().err, beside, words)
+
+
+def test_a_record_that_is_none_is_refused(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory(snapshot, "--record", snapshot) == 1
+    check_refused(capsys.readouterr().err, snapshot, "not a record of a run")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "needs one snapshot"),
+        (["a", "b", "c"], "needs one snapshot, or two"),
+        (["a", "--top", "0"], "--top of at least 1"),
+        (["a", "b", "--json"], "for one snapshot"),
+        (["a", "b", "--output", "x"], "for one snapshot"),
+        (["a", "--size", "smal"], "did you mean small?"),
+        (["a", "--size", "small", "--batch-size", "0"], "batch_size"),
+    ],
+    ids=["none", "three", "top", "two as json", "two written", "size", "batch"],
+)
+def test_wrong_usage(
+    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert memory(*words) == 2
+    assert problem in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
