@@ -211,16 +211,15 @@ class _MarkingClock:
 
 def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
     """What is trained, by name; where the model computes with low-precision copies of it, those too."""
-    trained = [p for group in step.optimizer.param_groups for p in group["params"]] if step.optimizer else []
-    parameter_at: dict[int, Tensor] = {_address(parameter): parameter for parameter in trained}
-    kept: dict[str, Tensor] = step.model.state_dict() if isinstance(step.model, TransformerLM) else {}
-    for name, parameter in step.model.named_parameters():
-        master = kept.get(name, parameter)
-        if _address(master) != _address(parameter):
-            yield Kind.AUTOCAST_COPY, name, parameter
-            yield Kind.PARAMETER, name, parameter_at.get(_address(master), master)  # with its gradient
-        else:
-            yield Kind.PARAMETER, name, parameter
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    for parameter, name in names.items():
+        yield Kind.PARAMETER, name, parameter
+    copied: dict[Tensor, list[str]] = {}
+    for weight in step.weights:
+        if weight.source is not None:
+            copied.setdefault(weight.source, []).append(names[weight.master])
+    for source, masters in copied.items():
+        yield Kind.AUTOCAST_COPY, " + ".join(masters), source
 
 
 def _checkpoint_blocks(step: TrainingStep) -> int:
