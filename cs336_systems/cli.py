@@ -14,6 +14,7 @@ from cs336_systems.commands import ceilings as _ceilings
 from cs336_systems.commands import compare as _compare
 from cs336_systems.commands import fusion as _fusion
 from cs336_systems.commands import kernels as _kernels
+from cs336_systems.commands import ladder as _ladder
 from cs336_systems.commands import memory as _memory
 from cs336_systems.commands import napkin as _napkin
 from cs336_systems.commands import precision as _precision
@@ -21,9 +22,9 @@ from cs336_systems.commands import report as _report
 from cs336_systems.commands import sweep as _sweep
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, USAGE, UsageError
+from cs336_systems.json_files import FileError
 from cs336_systems.locks import LockedError
 from cs336_systems.nsys_run import NsysError
-from cs336_systems.record import FileError
 
 Command = (
     Annotated[_kernels.KernelsArguments, tyro.conf.subcommand("kernels")]
@@ -32,6 +33,7 @@ Command = (
     | Annotated[_fusion.FusionArguments, tyro.conf.subcommand("fusion")]
     | Annotated[_attention.AttentionArguments, tyro.conf.subcommand("attention")]
     | Annotated[_ceilings.CeilingsArguments, tyro.conf.subcommand("ceilings")]
+    | Annotated[_ladder.LadderArguments, tyro.conf.subcommand("ladder")]
     | Annotated[_compare.CompareArguments, tyro.conf.subcommand("compare")]
     | Annotated[_report.ReportArguments, tyro.conf.subcommand("report")]
 )
@@ -98,6 +100,7 @@ _COMMANDS: dict[type, Callable[..., int]] = {
     _fusion.FusionArguments: _fusion.run,
     _attention.AttentionArguments: _attention.run,
     _ceilings.CeilingsArguments: _ceilings.run,
+    _ladder.LadderArguments: _ladder.run,
     _compare.CompareArguments: _compare.run,
     _report.ReportArguments: _report.run,
 }

@@ -4,7 +4,6 @@ All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `
 Celsius.
 """
 
-import os
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,22 +13,14 @@ from typing import Annotated
 import msgspec
 
 from cs336_systems.config import Phase, RunConfig
+from cs336_systems.json_files import FileError, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
-MAX_RECORD_BYTES = 64 * 2**20
 MAX_TIME_S = 1e9
 """Thirty years: no phase lasts longer, and sums of such times stay finite."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Bounded in files, where JSON would let any number of digits through."""
-
-
-class FileError(ValueError):
-    """The file `path` does not hold what it should."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path = path
 
 
 class RecordError(FileError):
@@ -271,52 +262,12 @@ class RunRecord:
 
 def encode_record(record: RunRecord) -> bytes:
     """The record as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+    return encode_json(record)
 
 
 def read_record(path: Path) -> RunRecord:
     """Read and check one record; raise RecordError naming the file and the first thing wrong in it."""
-    if not path.is_file():
-        raise RecordError(path, "not a file; needed a JSON record of a run")
-    if (size := path.stat().st_size) > MAX_RECORD_BYTES:
-        raise RecordError(path, f"{size} bytes are more than a record ever has ({MAX_RECORD_BYTES})")
-    try:
-        data = path.read_bytes()
-        version = msgspec.json.decode(data, type=_Versioned).format_version
-        if version > FORMAT_VERSION:
-            raise RecordError(
-                path, f"format version {version} is newer than this program's {FORMAT_VERSION}; update it"
-            )
-        return msgspec.json.decode(data, type=RunRecord)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RecordError(path, f"not a record of a run: {error}") from error
-
-
-class _Versioned(msgspec.Struct):
-    format_version: int
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old bytes or the new ones."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return read_json(path, RunRecord, "a record of a run", version=FORMAT_VERSION, error=RecordError)
 
 
 def write_record(record: RunRecord, directory: Path) -> Path:

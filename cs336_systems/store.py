@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.record import Identity, RunRecord, write_atomically
+from cs336_systems.json_files import write_atomically
+from cs336_systems.record import Identity, RunRecord
 
 _PROBE_BYTES = 2**16
 """Room for a record, so that a full disk is found out too."""

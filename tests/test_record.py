@@ -29,9 +29,9 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.json_files import MAX_BYTES, write_atomically
 from cs336_systems.record import (
     FORMAT_VERSION,
-    MAX_RECORD_BYTES,
     Compilation,
     Durations,
     Environment,
@@ -49,7 +49,6 @@ from cs336_systems.record import (
     encode_record,
     load_records,
     read_record,
-    write_atomically,
     write_record,
 )
 
@@ -273,7 +272,7 @@ def test_a_file_larger_than_any_record_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with path.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(RecordError, match=f"1099511627776 bytes are more than a record ever has .{MAX_RECORD_BYTES}."):
+    with pytest.raises(RecordError, match=f"1099511627776 bytes are more than a record of a run ever has .{MAX_BYTES}."):
         read_record(path)
 
 

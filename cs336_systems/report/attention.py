@@ -6,7 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from cs336_systems.config import Phase, Precision
-from cs336_systems.record import Status, write_atomically
+from cs336_systems.json_files import write_atomically
+from cs336_systems.record import Status
 from cs336_systems.report.attention_plots import PHASES, attention_pictures, settings
 from cs336_systems.report.drawing import to_png
 from cs336_systems.report.formats import WRITERS, Heading, Table, mean_and_std, significant, to_csv

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cs336_systems.analysis.compare import Comparison
-from cs336_systems.record import write_atomically
+from cs336_systems.json_files import write_atomically
 from cs336_systems.report.formats import WRITERS, Heading, Table, mean_and_std
 
 HEADINGS = (

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.hardware import DeviceSpec, find_device
-from cs336_systems.record import Status, write_atomically
+from cs336_systems.json_files import write_atomically
+from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import WRITERS, Column, Heading, Table, make_table, significant, to_csv
 from cs336_systems.report.words import STATUS_WORDS

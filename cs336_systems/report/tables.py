@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from cs336_systems.config import RunConfig
-from cs336_systems.record import RunRecord, Status, write_atomically
+from cs336_systems.json_files import write_atomically
+from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import (
     WRITERS,
     Column,

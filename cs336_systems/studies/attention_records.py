@@ -7,17 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
-
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
-from cs336_systems.record import (
-    MAX_RECORD_BYTES,
-    Count,
-    Environment,
-    Failure,
-    Measurement,
-    RecordError,
-)
+from cs336_systems.json_files import encode_json, read_json
+from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
@@ -226,21 +218,9 @@ def naive_saved_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
 
 def encode_study(study: AttentionStudy) -> bytes:
     """The study as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(study), indent=2) + b"\n"
+    return encode_json(study)
 
 
 def read_study(path: Path) -> AttentionStudy:
     """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    if not path.is_file():
-        raise RecordError(path, "not a file; needed the JSON that `cs336 attention` writes")
-    if (size := path.stat().st_size) > MAX_RECORD_BYTES:
-        raise RecordError(path, f"{size} bytes are more than a study ever has ({MAX_RECORD_BYTES})")
-    try:
-        study = msgspec.json.decode(path.read_bytes(), type=AttentionStudy)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RecordError(path, f"not a study of attention: {error}") from error
-    if study.format_version > FORMAT_VERSION:
-        raise RecordError(
-            path, f"format version {study.format_version} is newer than this program's {FORMAT_VERSION}; update it"
-        )
-    return study
+    return read_json(path, AttentionStudy, "a study of attention", version=FORMAT_VERSION, error=RecordError)

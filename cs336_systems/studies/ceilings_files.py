@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import msgspec
-
 from cs336_systems.config import Precision
-from cs336_systems.record import MAX_RECORD_BYTES, RecordError
+from cs336_systems.json_files import encode_json, read_json
+from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import FORMAT_VERSION, CeilingsStudy, ProductPrecision, Stream
 
 FILE_NAME = "ceilings.json"
@@ -13,29 +12,12 @@ FILE_NAME = "ceilings.json"
 
 def encode_study(study: CeilingsStudy) -> bytes:
     """The study as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(study), indent=2) + b"\n"
+    return encode_json(study)
 
 
 def read_study(path: Path) -> CeilingsStudy:
     """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    if not path.is_file():
-        raise RecordError(path, "not a file; needed the JSON that `cs336 ceilings` writes")
-    if (size := path.stat().st_size) > MAX_RECORD_BYTES:
-        raise RecordError(path, f"{size} bytes are more than a study ever has ({MAX_RECORD_BYTES})")
-    data = path.read_bytes()
-    try:
-        version = msgspec.json.decode(data, type=_Versioned).format_version
-        if version > FORMAT_VERSION:
-            raise RecordError(
-                path, f"format version {version} is newer than this program's {FORMAT_VERSION}; update it"
-            )
-        return msgspec.json.decode(data, type=CeilingsStudy)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RecordError(path, f"not a study of ceilings: {error}") from error
-
-
-class _Versioned(msgspec.Struct):
-    format_version: int
+    return read_json(path, CeilingsStudy, "a study of ceilings", version=FORMAT_VERSION, error=RecordError)
 
 
 def find_studies(directory: Path, device_name: str) -> list[CeilingsStudy]:

@@ -13,8 +13,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from cs336_systems.config import Device
 from cs336_systems.failure import classify
+from cs336_systems.json_files import write_atomically
 from cs336_systems.process import die_with_forker
-from cs336_systems.record import Failure, write_atomically
+from cs336_systems.record import Failure
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, Loops, ReduceCell, Timing
 from cs336_systems.studies.ceilings_timing import PROBES, device_timer, host_timer

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from cs336_systems.config import Device, Precision
-from cs336_systems.record import write_atomically
+from cs336_systems.json_files import write_atomically
 from cs336_systems.report.formats import WRITERS, Column, Heading, Table, make_table, to_csv
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.precision import MIXED_PRECISIONS, NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype

@@ -13,7 +13,7 @@ import msgspec
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
-from cs336_systems.record import write_atomically
+from cs336_systems.json_files import encode_json, write_atomically
 
 PROFILE_FORMAT_VERSION = 1
 MAX_PROFILE_BYTES = 256 * 2**20
@@ -295,7 +295,7 @@ class StepProfile:
 
 def encode_profile(profile: StepProfile) -> bytes:
     """The profile as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
+    return encode_json(profile, indent=1)
 
 
 def decode_profile(data: bytes) -> StepProfile:

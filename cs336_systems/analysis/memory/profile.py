@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
-
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.files import read_head
-from cs336_systems.record import write_atomically
+from cs336_systems.json_files import encode_json, read_json, write_atomically
 
 MEMORY_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
@@ -253,7 +250,7 @@ class MemoryProfile:
 
 def encode_memory_profile(profile: MemoryProfile) -> bytes:
     """The profile as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
+    return encode_json(profile, indent=1)
 
 
 def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
@@ -263,30 +260,10 @@ def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
 
 def read_memory_profile(path: Path) -> MemoryProfile:
     """The profile at `path`; raise ProfileError where there is none."""
-    read_head(path, 0, "a memory profile")  # a pipe would be read for ever
-    try:
-        if (size := path.stat().st_size) > MAX_PROFILE_BYTES:
-            raise ProfileError(path, f"{size} bytes are more than a memory profile ever has ({MAX_PROFILE_BYTES})")
-        data = path.read_bytes()
-        version = msgspec.json.decode(data, type=_Versioned).format_version
-        if version != MEMORY_FORMAT_VERSION:
-            raise ProfileError(path, _other_version(version))
-        return msgspec.json.decode(data, type=MemoryProfile)
-    except OSError as error:
-        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProfileError(path, f"not a memory profile: {error}") from error
-
-
-class _Versioned(msgspec.Struct):
-    format_version: int
-
-
-def _other_version(version: int) -> str:
-    """What to do about a profile of that format version."""
-    if version > MEMORY_FORMAT_VERSION:
-        return f"format version {version} is newer than this program's {MEMORY_FORMAT_VERSION}; update it"
-    return (
-        f"needed format version {MEMORY_FORMAT_VERSION}, got {version}, which lacks requested bytes: "
-        "explain the snapshot again (cs336 memory SNAPSHOT --output DIR)"
-    )
+    return read_json(
+        path, MemoryProfile, "a memory profile",
+        version=MEMORY_FORMAT_VERSION,
+        error=ProfileError,
+        max_bytes=MAX_PROFILE_BYTES,
+        if_older="requested bytes are not in it; explain the snapshot again (cs336 memory SNAPSHOT --output DIR)",
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
-from cs336_systems.record import write_atomically
+from cs336_systems.json_files import write_atomically
 from cs336_systems.report import drawing
 from cs336_systems.report.drawing import LONGEST_SOURCE, shorten
 from cs336_systems.report.formats import plain, significant

@@ -1,0 +1,91 @@
+"""JSON files that this project writes and reads again: typed, versioned, bounded, written whole or not at all."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 * 2**20
+"""Of a file that is read whole, unless its kind allows more."""
+
+
+class FileError(ValueError):
+    """The file `path` does not hold what it should."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+
+
+def encode_json(value: object, indent: int = 2) -> bytes:
+    """The value as indented JSON, to be read by people too."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
+
+
+def read_json(
+    path: Path,
+    kind: type[T],
+    what: str,
+    *,
+    version: int,
+    error: type[FileError],
+    max_bytes: int = MAX_BYTES,
+    if_older: str | None = None,
+) -> T:
+    """The `kind` in a file that has a `format_version`; raise `error` with the first thing wrong in it.
+
+    `what` the file should hold is said there, with its article. Files of earlier versions are read, unless `if_older`
+    says what to do instead.
+    """
+    if (problem := _why_no_file(path)) is not None:
+        raise error(path, f"not a file: {problem}; needed {what}, in JSON")
+    if (size := path.stat().st_size) > max_bytes:
+        raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
+    try:
+        data = path.read_bytes()
+        found = msgspec.json.decode(data, type=_Versioned).format_version
+        if found > version:
+            raise error(path, f"format version {found} is newer than this program's {version}; update it")
+        if found < version and if_older is not None:
+            raise error(path, f"needed format version {version}, got {found}: {if_older}")
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as reason:
+        raise error(path, f"not {what}: {reason}") from reason
+
+
+def _why_no_file(path: Path) -> str | None:
+    if path.is_file():
+        return None
+    if path.is_dir():
+        return "a directory"
+    return "no regular file" if path.exists() else "No such file"  # a pipe would be read for ever
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old bytes or the new ones."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
