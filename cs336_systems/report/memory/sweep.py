@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import Category, LikeAllocations
 from cs336_systems.config import Mode
+from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import Column, Heading, Table
 from cs336_systems.report.listing import Listing, share, texts_of, write_files
@@ -79,6 +80,7 @@ def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
         Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
         Column(Heading("in", numeric=False), lambda row: row.entry.profile.peak.phase),
         Column(Heading("without recording", "GiB"), lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
+        Column(Heading("predicted", "GiB"), lambda row: _known(predicted_peak_bytes(row.entry.config), _GIB)),
         Column(Heading("reserved", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
         Column(Heading("residual", "MiB"), lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
         Column(Heading("saved per block", "MiB"), lambda row: _known(_block(row.entry, "saved_bytes"), _MIB)),
@@ -91,6 +93,7 @@ def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
         "peak_allocated_bytes": lambda row: row.entry.profile.peak.allocated_bytes,
         "peak_phase": lambda row: row.entry.profile.peak.phase or None,
         "plain_peak_allocated_bytes": lambda row: row.entry.plain_peak_bytes,
+        "predicted_peak_allocated_bytes": lambda row: predicted_peak_bytes(row.entry.config),
         "peak_reserved_bytes": lambda row: row.entry.profile.peak_reserved_bytes,
         "fragmentation_bytes": lambda row: fragmentation_bytes(row.entry.profile),
         "outside_bytes": lambda row: row.entry.profile.outside_bytes,
