@@ -13,6 +13,7 @@ from cs336_systems.commands.flags import (
     ModelArguments,
     StepArguments,
     Switch,
+    faster,
     make_config,
     one_precision,
     profiled_config,
@@ -21,6 +22,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.fast import describe_fast
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
@@ -52,6 +54,8 @@ class BenchmarkArguments:
     checkpoint_blocks: int = 0
     """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
     0 keeps everything."""
+    fast: Switch = False
+    """The fastest way known to compute the same step on this device, chosen by rule and printed; on a GPU in bf16."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     profile: Switch = False
@@ -78,6 +82,8 @@ class BenchmarkArguments:
             warmup_steps=self.warmup_steps,
             checkpoint_blocks=self.checkpoint_blocks,
         )  # fmt: skip
+        if self.fast:
+            plain = faster(plain)
         return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
 
     def _profiler(self) -> Profiler:
@@ -94,6 +100,8 @@ class BenchmarkArguments:
 def run(arguments: BenchmarkArguments) -> int:
     """Measure, keep the record, print it."""
     config = checked(arguments.config)
+    if arguments.fast:
+        print(f"fast: {describe_fast(config)}", file=sys.stderr)
     from cs336_systems.store import PROFILE_DIRECTORIES, make_writable
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")

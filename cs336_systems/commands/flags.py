@@ -24,6 +24,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.fast import fastest
 from cs336_systems.nvml import visible_gpus
 
 GPU_SIZES = ("small", "medium", "large", "xl", "2.7B")
@@ -173,10 +174,17 @@ def make_config(
     )
 
 
+def faster(config: RunConfig) -> RunConfig:
+    """The same step in the fastest way known for this machine's device (--fast)."""
+    gpus = visible_gpus() if config.device is Device.CUDA else ()
+    return fastest(config, gpus[0].name if gpus else None)
+
+
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
     """The same run under a profiler; a history of memory need not be long: all steady steps are alike."""
     if profiler is not Profiler.MEMORY:
         return replace(plain, profiler=profiler)
+    plain = replace(plain, cuda_graph=False)  # a replayed graph allocates nothing
     if first_step:
         return replace(plain, profiler=profiler, warmup_steps=0, measured_steps=1)
     return replace(plain, profiler=profiler, measured_steps=min(2, plain.measured_steps))

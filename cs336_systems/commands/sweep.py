@@ -22,6 +22,7 @@ from cs336_systems.commands.flags import (
     Switch,
     check_limits,
     checked_name,
+    faster,
     make_config,
     one_precision,
     profiled_config,
@@ -30,6 +31,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.fast import describe_fast
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
 from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
@@ -67,6 +69,8 @@ class SweepArguments:
     0 keeps everything. Several make a study of what it costs and saves."""
     repeats: int = 1
     """Fresh processes per configuration, interleaved; the confidence interval is then over process means."""
+    fast: Switch = False
+    """The fastest way known to compute the same steps on this device, chosen by rule and printed; on a GPU in bf16."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     nsys: Switch = False
@@ -125,6 +129,7 @@ class SweepArguments:
             )
             for size, context_length, mode, precision, warmup_steps, checkpoint_blocks in grid
         ]  # fmt: skip
+        once = [faster(config) for config in once] if self.fast else once
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
@@ -168,11 +173,11 @@ def default_name(sweep: SweepArguments) -> str:
         for name, value in _differences(arguments, skip=("device",))
     ]
     beside = ("modes", "precisions", "mixed_precision", "model", "step", "name", "output", "timeout_s", "fresh",
-              "allow_mixed", "dry_run", "nsys", "profile", "memory", "memory_first_step")  # fmt: skip
+              "allow_mixed", "dry_run", "nsys", "profile", "memory", "memory_first_step", "fast")  # fmt: skip
     axes = _differences(sweep, skip=beside)
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
-        "-".join(dict.fromkeys(sweep.chosen_precisions)),
+        "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
         *(f"{name}-{value}" for name, value in axes),
         *different,
         visible_gpus()[0].name if device is Device.CUDA else "cpu",
@@ -204,6 +209,8 @@ def run(arguments: SweepArguments) -> int:
             print(f"will not fit: {config.label}")
         print(f"{len(configs)} runs into {directory}")
         return OK
+    for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
+        print(f"fast: {chosen}", file=sys.stderr)
     for config in plan.too_large:
         print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)

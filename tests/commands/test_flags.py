@@ -28,6 +28,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.fast import fastest
 from cs336_systems.nvml import Gpu
 
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
@@ -365,3 +366,23 @@ def test_checkpointing_is_an_axis_of_a_sweep() -> None:
         (blocks, steps) for steps in (1, 2) for blocks in (0, 1, 2)
     ]
     assert name("--checkpoint-blocks 0 1 2") == "train_fp32_checkpoint-blocks-0-1-2_cpu"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_fast_is_the_same_step_chosen_by_rule() -> None:
+    fast = one("--size xl --fast --batch-size 2 --seed 3")
+    assert fast == fastest(one("--size xl --batch-size 2 --seed 3"), H100.name)
+    assert (fast.precision, fast.cast_once, fast.cuda_graph) == (Precision.BF16, True, True)
+    assert (fast.model.d_model, fast.batch_size, fast.seed, fast.mode) == (1600, 2, 3, Mode.TRAIN)
+    assert one("--fast --memory").profiler is Profiler.MEMORY
+    found = grid("--fast --sizes small xl --context-lengths 128 --precisions fp32 bf16 --memory")
+    assert [(c.size, c.precision, c.cuda_graph) for c in found] == [
+        (size, Precision.BF16, is_plain) for size in ("small", "xl") for is_plain in (True, False)
+    ], "both precisions mean the same step; a graph's memory cannot be recorded"
+    assert name("--fast") == "train_fast_NVIDIA-H100-80GB-HBM3"
+
+
+def test_fast_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--fast --sizes tiny --context-lengths 8 --d-model 8 --d-ff 8 --num-layers 1 --warmup-steps 0"
+    assert sweep([*shlex.split(flags), "--measured-steps", "1", "--output", str(tmp_path)]) == 0
+    assert "fast: fp32, sdpa attention, fused AdamW\n" in capsys.readouterr().err

@@ -1,0 +1,255 @@
+"""`cs336 ladder`: from the slow way to the fast way, one change at a time, each measured and each checked."""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+from cs336_systems.analysis.compare import interleave
+from cs336_systems.commands.flags import (
+    DeviceChoice,
+    ModelArguments,
+    StepArguments,
+    Switch,
+    check_limits,
+    checked_name,
+    make_config,
+    resolve_device,
+    unset,
+    value_or,
+)
+from cs336_systems.commands.outcome import INTERRUPTED, OK, UsageError, checked, status_of
+from cs336_systems.commands.report import load_or_say
+from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.ladder import (
+    GATE_STEPS,
+    Rung,
+    chosen,
+    gate_learning_rate,
+    read_ladder,
+    reason_run,
+    reference,
+    rungs,
+    write_ladder,
+)
+from cs336_systems.nsys_run import is_under_nsys
+from cs336_systems.nvml import visible_gpus
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.store import make_writable
+
+GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
+GPU_BATCH, CPU_BATCH = 16, 4
+GPU_REPEATS, CPU_REPEATS = 3, 1
+LADDER_FILE = "ladder.json"
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderArguments:
+    """Climb from fp32 and eager to the fastest known step, one change at a time, and say what each change is worth.
+
+    Each rung runs in fresh processes, interleaved with the others, and once more under torch.profiler for the reason. A
+    rung whose losses leave those of the first is marked, and nothing is credited to it. Results go to
+    OUTPUT/ladder/NAME/; the same command again goes on where an interrupted one stopped.
+    """
+
+    size: Annotated[str | None, unset("NAME", "gpt2 on a GPU, tiny on a CPU")] = None
+    """Preset: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    context_length: Annotated[int | None, unset("INT", "1024 for gpt2, else 512 on a GPU, 128 on a CPU")] = None
+    """Tokens in a sequence."""
+    batch_size: Annotated[int | None, unset("INT", "16 on a GPU, 4 on a CPU")] = None
+    """Sequences in a batch."""
+    vocab_size: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Entries of the vocabulary (tokens)."""
+    d_model: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Width of the residual stream (elements)."""
+    d_ff: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Width of the feed-forward layer (elements)."""
+    num_layers: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Blocks, one after the other."""
+    num_heads: Annotated[int | None, unset("INT", "the preset's")] = None
+    """Attention heads; must divide d_model."""
+    model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model")] = None
+    """Your own model as package.module:factory, as for benchmark.py; rungs that change its inside are left out."""
+    rungs: Annotated[tuple[str, ...] | None, unset("NAME [NAME ...]", "all that apply")] = None
+    """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks; each still has all changes
+    up to it, and fp32 is always there."""
+    repeats: Annotated[int | None, unset("INT", "3 on a GPU, 1 on a CPU")] = None
+    """Fresh processes of each rung, interleaved; with one there are no intervals."""
+    reasons: bool = True
+    """Run each rung once more under torch.profiler."""
+    warmup_steps: int = 10
+    """Steps before the timed ones."""
+    measured_steps: int = 10
+    """Steps that are timed; with the warm-up at least 20, over which the losses are compared."""
+    learning_rate: Annotated[float | None, unset("FLOAT", "0.005 / d_model")] = None
+    """Of AdamW; a larger one lets rounding alone drive the losses of large models apart."""
+    tokens: Annotated[str | None, unset("FILE", "random tokens")] = None
+    """Token file to read batches from (.npy, one axis, uint16 or int32)."""
+    device: DeviceChoice = "auto"
+    """Where to run; auto is the GPU if there is one."""
+    seed: int = 0
+    """Seed of the weights and the tokens."""
+    report: Annotated[Path | None, unset("DIR", "measure")] = None
+    """Directory of a ladder: measure nothing, and write its tables and picture again."""
+    name: Annotated[str | None, unset("NAME", "size, context, batch and device")] = None
+    """Name of the directory."""
+    output: Path = Path("data")
+    """Directory for results."""
+    timeout_s: float = 600.0
+    """Longest time for one run (seconds)."""
+    fresh: Switch = False
+    """Measure everything again; earlier records are kept beside."""
+    allow_mixed: Switch = False
+    """Go on in a directory whose records come from another GPU, driver, torch or code."""
+    dry_run: Switch = False
+    """Print what would run, and stop."""
+
+    def __post_init__(self) -> None:
+        check_limits(self.timeout_s, value_or(self.repeats, 1), least_repeats=1)
+        if self.warmup_steps + self.measured_steps < GATE_STEPS:
+            raise ValueError(
+                f"--warmup-steps and --measured-steps must come to at least {GATE_STEPS}, over which the losses are "
+                f"compared, got {self.warmup_steps} + {self.measured_steps}"
+            )
+
+    def base(self) -> RunConfig:
+        """The first rung's shape, batch, data and steps; raise ValueError where the flags mean none."""
+        device = resolve_device(self.device)
+        on_gpu = device is Device.CUDA
+        model = ModelArguments(
+            vocab_size=self.vocab_size, d_model=self.d_model, d_ff=self.d_ff, num_layers=self.num_layers,
+            num_heads=self.num_heads, model=self.model,
+        )  # fmt: skip
+        step = StepArguments(
+            batch_size=value_or(self.batch_size, GPU_BATCH if on_gpu else CPU_BATCH),
+            measured_steps=self.measured_steps, tokens=self.tokens, seed=self.seed,
+        )  # fmt: skip
+        config = make_config(
+            model, step, device,
+            size=value_or(self.size, GPU_SIZE if on_gpu else CPU_SIZE), context_length=self.context_length,
+            mode=Mode.TRAIN, precision=Precision.FP32, warmup_steps=self.warmup_steps,
+        )  # fmt: skip
+        return replace(config, learning_rate=value_or(self.learning_rate, gate_learning_rate(config.model.d_model)))
+
+    def ladder(self) -> tuple[Rung, ...]:
+        """The rungs meant; raise ValueError for one that there is not."""
+        base = self.base()
+        every = rungs(base, visible_gpus()[0].name if base.device is Device.CUDA else None)
+        return every if self.rungs is None else chosen(every, self.rungs)
+
+    def runs(self, ladder: Sequence[Rung]) -> tuple[RunConfig, ...]:
+        """All runs in order: the rungs up and down again (A B B A), then each under the profiler."""
+        on_gpu = ladder[0].config.device is Device.CUDA
+        order = interleave(len(ladder), value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS))
+        plain = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
+        return (*plain, *(map(reason_run, ladder) if self.reasons else ()))
+
+    def directory(self) -> Path:
+        """Where the results go; raise ValueError for a name that is no plain directory name."""
+        return self.output / "ladder" / (self._default_name() if self.name is None else checked_name(self.name))
+
+    def _default_name(self) -> str:
+        base = self.base()
+        place = visible_gpus()[0].name if base.device is Device.CUDA else "cpu"
+        parts = (base.size, f"ctx{base.model.context_length}", f"b{base.batch_size}", place)
+        return "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-") for part in parts)
+
+
+def run(arguments: LadderArguments) -> int:
+    """Measure the rungs that have no result yet, judge them, print and write."""
+    if arguments.report is not None:
+        _report(arguments.report)
+        return OK
+    ladder, directory = checked(arguments.ladder), checked(arguments.directory)
+    configs = arguments.runs(ladder)
+    if arguments.dry_run:
+        for rung in ladder:
+            print(f"{rung.name}: {rung.change} ({rung.config.label})")
+        print(f"{len(configs)} runs into {directory}")
+        return OK
+    if is_under_nsys():
+        raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
+    make_writable(directory)
+    write_ladder(ladder, directory / LADDER_FILE)
+    with _empty_compiler_cache():
+        status = _measure(configs, directory, arguments)
+        if status != INTERRUPTED and _lacks_reference(ladder, directory):
+            print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
+            configs = (*configs, reference(ladder[0]))
+            status = _measure(configs, directory, arguments, fresh=False)
+    _report(directory)
+    if status == INTERRUPTED:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+    return status
+
+
+def _measure(
+    configs: Sequence[RunConfig], directory: Path, arguments: LadderArguments, fresh: bool | None = None
+) -> int:
+    from cs336_systems.report.progress import TerminalListener
+    from cs336_systems.sweep import run_sweep
+
+    with TerminalListener() as listener:
+        outcome = run_sweep(
+            configs, directory, listener,
+            timeout_s=arguments.timeout_s, fresh=value_or(fresh, arguments.fresh), allow_mixed=arguments.allow_mixed,
+        )  # fmt: skip
+    if outcome.interrupted:
+        return INTERRUPTED
+    wanted = {config.key for config in configs}
+    return status_of([record for record in outcome.records if record.key in wanted])
+
+
+def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
+    """Whether the first rung ran out of memory, and the same training is to be had with less."""
+    first = ladder[0].config
+    ended = {record.status for record in load_or_say(directory / "runs") if record.config.configuration == first}
+    return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
+
+
+def _report(directory: Path) -> None:
+    """Write and print what the records of the directory give."""
+    from cs336_systems.report.kernels.entries import load_profiled
+    from cs336_systems.report.ladder import ladder_tables, write_ladder_report
+    from cs336_systems.report.ladder_rows import ladder_rows
+    from cs336_systems.report.terminal import print_table, say
+
+    ladder = read_ladder(directory / LADDER_FILE)
+    records = _of_ladder(ladder, load_or_say(directory / "runs"))
+    rows = ladder_rows(ladder, records, load_profiled(records, directory))
+    write_ladder_report(rows, directory)
+    for table in ladder_tables(rows):
+        print_table(table)
+        print()
+    say(f"results: {directory}")
+
+
+def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Those of its rungs and of their reference: the directory may hold more, of ladders of other flags."""
+    wanted = {config for rung in ladder for config in (rung.config, reason_run(rung))}
+    if ladder[0].config.model_factory is None:
+        wanted.add(reference(ladder[0]))
+    return [record for record in records if record.config.configuration in wanted]
+
+
+@contextlib.contextmanager
+def _empty_compiler_cache() -> Iterator[None]:
+    """Workers started inside share a cache of the compiler that begins empty, so that what compiling takes is seen.
+
+    One that the user has chosen stays.
+    """
+    if CACHE_VARIABLE in os.environ:
+        yield
+        return
+    with TemporaryDirectory(prefix="cs336-") as cache:
+        os.environ[CACHE_VARIABLE] = cache
+        try:
+            yield
+        finally:
+            del os.environ[CACHE_VARIABLE]

@@ -1,0 +1,242 @@
+"""From the slow way to the fast way, one change at a time: the rungs, and the gate that each must pass.
+
+To add a rung, add a line to `_changes`: its name, what it changes in words, whether it applies, the fields it sets.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from cs336_systems.config import (
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    OptimizerKind,
+    Precision,
+    Profiler,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.fast import NICE_VOCABULARY, best_sdpa_backend
+from cs336_systems.json_files import FileError, encode_json, read_json, write_atomically
+
+FORMAT_VERSION = 1
+REASON_STEPS = 3
+"""Steps that are profiled."""
+GATE_STEPS = 20
+"""Steps whose losses are compared, from the first."""
+MIN_FALL = 1e-3
+"""Of the first loss: where the reference falls less, it says nothing."""
+BOUNDS: Mapping[Precision, float] = MappingProxyType(
+    {
+        Precision.FP32: 1e-3,
+        Precision.TF32: 2e-3,
+        Precision.BF16: 5e-3,
+    }
+)
+"""Largest distance from the reference's losses that passes, as a share of how far these fall, by a rung's precision.
+
+fp32 differs by the order of its sums: 5e-6 at most observed, and repeats of the same on a GPU are not all alike. bf16
+has 8 bits: 1e-4 to 1e-3 observed. tf32 has 11: in between. (Observed on a CPU, models of 128 to 512 wide and 4 to 24
+deep, 256 to 512 tokens a step, learning rates of 1e-5 to 3e-5.) Attention that sees the future is off by 9e-3 to 7e-2,
+targets shifted by one by 3e-2 and more, weights that are not updated by 1. What AdamW undoes, a common factor of all
+gradients, and what hardly shows in 20 steps, a weight decay forgotten, passes.
+"""
+
+
+def gate_learning_rate(d_model: int) -> float:
+    """At which the losses say most: rates for all widths alike make the losses of wide models fall too fast.
+
+    At 1e-3, without a warm-up, rounding alone drives the losses of large models apart, 1e-4 is too much for 24 layers
+    256 wide already; at a hundredth of that they hardly fall.
+    """
+    return 5e-3 / d_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """A configuration, and what sets it apart from the one before."""
+
+    name: str
+    change: str
+    """In words."""
+    config: RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """How one rung comes from the last."""
+
+    name: str
+    words: str
+    applies: bool
+    fields: Mapping[str, Any]
+    """Of the configuration, and their new values."""
+
+
+def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
+    """In order; `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`.
+
+    On a CPU there is no AdamW that writes two copies at once, and no tensor core to pad a vocabulary for. A user's
+    model is as it is, and may wait for the device, which no graph holds. Where no rule knows the device, PyTorch
+    chooses the kernel of fused attention.
+    """
+    best = best_sdpa_backend(base.model, base.device, device_name)
+    flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
+    on_gpu, ours = base.device is Device.CUDA, base.model_factory is None
+    awkward = base.model.vocab_size % NICE_VOCABULARY > 0
+
+    def fused(backend: SdpaBackend) -> dict[str, Any]:
+        return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
+
+    return (
+        _Change("tf32", "fp32 products in TF32", on_gpu, {"precision": Precision.TF32}),
+        _Change("bf16", "autocast to bf16", True, {"precision": Precision.BF16}),
+        _Change("compile", "torch.compile, model and loss as one", True, {"compile": CompileMode.DEFAULT}),
+        _Change("attention", f"fused attention ({flash})", ours, fused(flash)),
+        _Change(
+            "vocabulary", f"vocabulary a multiple of {NICE_VOCABULARY}", on_gpu and ours and awkward,
+            {"pad_vocabulary": NICE_VOCABULARY},
+        ),
+        _Change("fused", "fused AdamW", True, {"optimizer": OptimizerKind.FUSED}),
+        _Change("cudnn", "attention by cuDNN", ours and best is SdpaBackend.CUDNN, fused(SdpaBackend.CUDNN)),
+        _Change("cast-once", "bf16 weights beside fp32 masters", on_gpu and ours, {"cast_once": True}),
+        _Change("graph", "the whole step as one CUDA graph", on_gpu and ours, {"cuda_graph": True}),
+        _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
+    )  # fmt: skip
+
+
+def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
+    """The ladder for the shape, batch, data and steps of `base` on the device of that name (None: not known).
+
+    Whatever `base` itself has of what the rungs add is taken away first. What does not apply is left out.
+    """
+    plain = replace(base.model, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO)
+    config = replace(
+        base, model=plain, mode=Mode.TRAIN, precision=Precision.FP32, optimizer=OptimizerKind.FOREACH,
+        compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, cuda_graph=False,
+    )  # fmt: skip
+    found = [Rung(name="fp32", change="true fp32, eager, attention written out, foreach AdamW", config=config)]
+    for change in _changes(config, device_name):
+        if change.applies:
+            config = replace(config, **change.fields)
+            found.append(Rung(name=change.name, change=change.words, config=config))
+    return tuple(found)
+
+
+def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
+    """Those rungs of the ladder, the first always among them; what was left out between two is the later one's change.
+
+    Raises ValueError for a name that is none of the ladder's.
+    """
+    known = [rung.name for rung in ladder]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no rung {unknown[0]!r} here; there are: {', '.join(known)}")
+    found: list[Rung] = []
+    changes: list[str] = []
+    for rung in ladder:
+        changes.append(rung.change)
+        if not found or rung.name in names:
+            found.append(replace(rung, change=", ".join(changes)))
+            changes = []
+    return tuple(found)
+
+
+def reference(first: Rung) -> RunConfig:
+    """What gives the losses of the first rung where that does not fit into memory: the same step, activations computed
+    again. Raises ValueError for a user's own model."""
+    return replace(first.config, checkpoint_blocks=1)
+
+
+def reason_run(rung: Rung) -> RunConfig:
+    """The rung under torch.profiler; a few steps are enough, all being alike."""
+    measured_steps = min(REASON_STEPS, rung.config.measured_steps)
+    return replace(rung.config, profiler=Profiler.KINETO, measured_steps=measured_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Whether a rung computes what the first one does: its losses against the reference's, at each of GATE_STEPS."""
+
+    bound: float
+    """As all distances, a share of how far the reference's loss falls."""
+    loss: float | None = None
+    """At the last of the steps; None unless finite."""
+    last: float | None = None
+    """Distance at the last of the steps."""
+    largest: float | None = None
+    """Distance at any of the steps."""
+    missing: str = ""
+    """Why there is no verdict; empty where there is one."""
+
+    @property
+    def passed(self) -> bool | None:
+        """None where there is no verdict. Losses that are not finite fail."""
+        return None if self.missing else self.largest is not None and self.largest <= self.bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LadderFile:
+    rungs: tuple[Rung, ...]
+    format_version: int = FORMAT_VERSION
+
+
+Losses = Sequence[float | None]
+"""Of one process, step by step; None where not finite."""
+
+
+def judge(precision: Precision, processes: Sequence[Losses], references: Sequence[Losses]) -> Gate:
+    """The gate for a rung of that precision, by the losses of its processes, of which the worst counts.
+
+    The reference is the mean of its own processes.
+    """
+    bound = BOUNDS[precision]
+    expected = _mean_losses(references)
+    if expected is None:
+        return Gate(bound=bound, missing=f"the reference has no {GATE_STEPS} finite losses")
+    fall = expected[0] - expected[-1]
+    if fall < MIN_FALL * abs(expected[0]):
+        return Gate(bound=bound, missing=f"the reference's loss falls by less than {MIN_FALL:.1%} of itself")
+    if not processes or any(len(losses) < GATE_STEPS for losses in processes):
+        return Gate(bound=bound, missing=f"there are no {GATE_STEPS} losses")
+    mean = _mean_losses(processes)
+    if mean is None:
+        return Gate(bound=bound)
+    distances = [
+        [abs(loss - wanted) / fall for loss, wanted in zip(losses, expected, strict=False) if loss is not None]
+        for losses in processes
+    ]
+    return Gate(
+        bound=bound,
+        loss=mean[-1],
+        last=max(each[-1] for each in distances),
+        largest=max(max(each) for each in distances),
+    )
+
+
+def _mean_losses(processes: Sequence[Losses]) -> list[float] | None:
+    """Step by step over the processes; None unless each has GATE_STEPS finite losses."""
+    if not processes or any(len(losses) < GATE_STEPS for losses in processes):
+        return None
+    steps = zip(*(losses[:GATE_STEPS] for losses in processes), strict=True)
+    finite = [[loss for loss in step if loss is not None] for step in steps]
+    if any(len(step) < len(processes) for step in finite):
+        return None
+    return [statistics.fmean(step) for step in finite]
+
+
+def write_ladder(ladder: Sequence[Rung], path: Path) -> None:
+    """Write the rungs as JSON, by which the records can be told apart later."""
+    write_atomically(path, encode_json(_LadderFile(rungs=tuple(ladder))))
+
+
+def read_ladder(path: Path) -> tuple[Rung, ...]:
+    """The rungs in `path`; raise FileError where there are none."""
+    found = read_json(path, _LadderFile, "the rungs of a ladder", version=FORMAT_VERSION, error=FileError).rungs
+    if not found:
+        raise FileError(path, "a ladder needs at least one rung, found none")
+    return found

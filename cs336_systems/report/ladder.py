@@ -1,0 +1,270 @@
+"""A ladder for people: a table of the speed, one of what it is compared by, one of the reasons; a picture; CSV."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from cs336_systems.config import Device, RunConfig
+from cs336_systems.ladder import GATE_STEPS
+from cs336_systems.record import Status
+from cs336_systems.report import drawing
+from cs336_systems.report.formats import Column, Heading, Table, make_table, mean_and_std, significant
+from cs336_systems.report.ladder_plots import draw_ladder
+from cs336_systems.report.ladder_reasons import GIGA, reasons
+from cs336_systems.report.ladder_rows import CONFIDENCE, LadderRow, SpeedUp, fastest_row
+from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
+from cs336_systems.report.words import STATUS_WORDS
+
+Rows = Sequence[LadderRow]
+
+
+def ladder_tables(rows: Rows) -> list[Table]:
+    """Speed; numerics and compilation; counts and reasons, unless there is no profile and the model is not known."""
+    tables = [_speed_table(rows), _gate_table(rows)]
+    return (
+        [*tables, _count_table(rows), _reason_table(rows)] if any(row.reason or row.traffic for row in rows) else tables
+    )
+
+
+def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
+    """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
+    files: dict[str, str | bytes] = {
+        **texts_of(Listing(name="ladder", tables=tuple(ladder_tables(rows)), csv=csv_of(CSV, rows)))
+    }
+    files["plots/ladder.png"] = drawing.to_png(draw_ladder(rows, settings(rows)))
+    return write_files(files, directory)
+
+
+def settings(rows: Rows) -> str:
+    """What all rungs share, in words."""
+    config = rows[0].rung.config
+    device = next((row.row["device_name"] for row in rows if row.row["device_name"]), None)
+    name = config.model_factory or config.size
+    words = [name, f"context {config.model.context_length}", f"batch {config.batch_size}", f"seed {config.seed}"]
+    words += [f"learning rate {config.learning_rate:g}", f"tokens {config.tokens or 'random'}"]
+    return ", ".join([*words, *([device] if device else [])])
+
+
+def _speed_table(rows: Rows) -> Table:
+    columns: list[Column[LadderRow]] = [
+        _name(),
+        Column(Heading("change", numeric=False, spare=6), lambda row: row.rung.change),
+        Column(Heading("step", "ms"), _step),
+        _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=2),
+        _quantity("MFU", "%", "mfu", 100, 3, spare=3),
+        Column(Heading("over last"), lambda row: _ratio(row.over_last)),
+        Column(Heading("interval", numeric=False, spare=5), lambda row: _interval(row.over_last)),
+        Column(Heading("over first"), lambda row: _ratio(row.over_first)),
+        Column(Heading("interval", numeric=False, spare=4), lambda row: _interval(row.over_first)),
+        _quantity("peak", "GiB", "peak_allocated_gib", 1, 3, spare=1),
+        Column(Heading("gate", numeric=False), _verdict),
+    ]
+    known = [column for column in columns if any(column.cell(row) for row in rows)]
+    return make_table("From the slow way to the fast way", known, rows, _speed_notes(rows), _stands_out)
+
+
+def _gate_table(rows: Rows) -> Table:
+    columns: list[Column[LadderRow]] = [
+        _name(),
+        Column(Heading(f"loss {GATE_STEPS}"), lambda row: _text(row.gate.loss, 6)),
+        Column(Heading("distance", "% of the fall"), lambda row: _text(row.gate.last, 2, 100)),
+        Column(Heading("largest", "% of the fall"), lambda row: _text(row.gate.largest, 2, 100)),
+        Column(Heading("bound", "% of the fall"), lambda row: f"{100 * row.gate.bound:g}"),
+        Column(Heading("gate", numeric=False), _verdict),
+        Column(Heading("compiling", "s"), lambda row: _text(row.compile_s, 3)),
+        Column(Heading("graphs", spare=1), _compiled("graphs")),
+        Column(Heading("graph breaks", spare=2), _compiled("graph_breaks")),
+        Column(Heading("recompiles", spare=3), _compiled("recompiles")),
+    ]
+    known = [column for column in columns if any(column.cell(row) for row in rows)]
+    return make_table("The same training, and what compiling takes", known, rows, _gate_notes(rows), _stands_out)
+
+
+def _count_table(rows: Rows) -> Table:
+    on_cpu = rows[0].rung.config.device is Device.CPU
+    columns: list[Column[LadderRow]] = [
+        _name(),
+        Column(Heading("operators" if on_cpu else "kernels"), lambda row: _text(_launches(row), 3)),
+        Column(Heading("GPU busy", "%"), lambda row: _text(row.busy_share, 3, 100)),
+        Column(Heading("busy", "ms"), lambda row: "" if on_cpu else _text(_busy_ms(row), 4)),
+        Column(Heading("weights", "GB", spare=3), _moved("weights")),
+        Column(Heading("casts", "GB", spare=2), _moved("casts")),
+        Column(Heading("AdamW", "GB", spare=1), _moved("optimizer")),
+        Column(Heading("activations", "GB", spare=4), _moved("activations")),
+    ]
+    known = [column for column in columns if any(column.cell(row) for row in rows)]
+    return make_table("Counts of a step, and the least bytes that it must move", known, rows, _count_notes(rows))
+
+
+def _reason_table(rows: Rows) -> Table:
+    by_name = {row.rung.name: row for row in rows}
+    columns: list[Column[LadderRow]] = [
+        _name(),
+        Column(Heading("over", numeric=False), lambda row: row.last),
+        Column(Heading("what changes", numeric=False), lambda row: reasons(row, by_name.get(row.last))),
+    ]
+    return make_table("Why", columns, [row for row in rows if row.num_processes])
+
+
+def _speed_notes(rows: Rows) -> Iterator[str]:
+    yield f"{settings(rows)}."
+    yield "Times are mean ± standard deviation over the measured steps of a process."
+    if any(row.over_last and row.over_last.low is not None for row in rows):
+        yield f"Intervals of {CONFIDENCE:.0%} over the means of fresh processes, run alternately."
+    else:
+        yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
+    first = next((row for row in rows if row.is_credited), None)
+    if first is not None and first is not rows[0]:
+        yield f"The first rung that counts is {first.rung.name}."
+    if best := fastest_row(rows):
+        gain = f", {_ratio(best.over_first)} times as fast as {first.rung.name}" if best.over_first and first else ""
+        yield f"The fastest is {best.rung.name}: {significant(best.row['step_mean_ms'])} ms{gain}."
+    failed = [row.rung.name for row in rows if row.num_processes and not row.is_credited]
+    if failed:
+        yield f"Not credited, so no measure for others: {', '.join(failed)}."
+    for row in rows:
+        if row.row["error"]:
+            yield f"{row.rung.name}: {row.row['error']}"
+
+
+def _gate_notes(rows: Rows) -> Iterator[str]:
+    yield (
+        f"Losses of the first {GATE_STEPS} steps, on the same data from the same weights: their distance from those of "
+        "the first rung, at the last step and at the worst, as a share of how far these fall. Of several processes the "
+        "worst counts."
+    )
+    missing = {row.gate.missing for row in rows if row.num_processes and row.gate.missing}
+    yield from (f"No verdict where {reason}." for reason in sorted(missing))
+    if any(row.compilations for row in rows):
+        yield (
+            "Compiling: the longest of the rung's processes. What an earlier one has compiled is in the compiler's "
+            "cache, which is empty when the ladder begins."
+        )
+
+
+def _count_notes(rows: Rows) -> Iterator[str]:
+    if any(row.reason for row in rows):
+        yield "Counts are those of a run of its own under torch.profiler."
+    if any(row.busy_share is not None for row in rows):
+        yield "Busy is over the step's time without a profiler."
+
+
+def _name() -> Column[LadderRow]:
+    return Column(Heading("rung", numeric=False), lambda row: row.rung.name)
+
+
+def _quantity(name: str, unit: str, source: str, scale: float, digits: int, spare: int) -> Column[LadderRow]:
+    return Column(Heading(name, unit, spare=spare), lambda row: _text(row.row[source], digits, scale))
+
+
+def _text(value: float | None, digits: int, scale: float = 1) -> str:
+    if value is None:
+        return ""
+    return significant(value * scale, digits) if value else "0"
+
+
+def _step(row: LadderRow) -> str:
+    if row.row["step_mean_ms"] is not None:
+        return mean_and_std(row.row["step_mean_ms"], row.row["step_std_ms"])
+    return "not run" if row.row["status"] is None else STATUS_WORDS[Status(row.row["status"])]
+
+
+def _ratio(found: SpeedUp | None) -> str:
+    return "" if found is None else significant(found.ratio, 3)
+
+
+def _interval(found: SpeedUp | None) -> str:
+    if found is None or found.low is None or found.high is None:
+        return ""
+    return f"{significant(found.low, 3)} to {significant(found.high, 3)}"
+
+
+def _verdict(row: LadderRow) -> str:
+    if not row.num_processes:
+        return ""
+    return {True: "passed", False: "FAILED", None: "no verdict"}[row.gate.passed]
+
+
+def _stands_out(row: LadderRow) -> bool:
+    return not row.is_credited
+
+
+def _launches(row: LadderRow) -> float | None:
+    return None if row.reason is None else row.reason.launches
+
+
+def _busy_ms(row: LadderRow) -> float | None:
+    return None if row.reason is None else row.reason.busy_s * 1e3
+
+
+def _compiled(name: str) -> Callable[[LadderRow], str]:
+    """The largest number of any process."""
+    return lambda row: str(_most(row, name)) if row.compilations else ""
+
+
+def _most(row: LadderRow, name: str) -> int | None:
+    return max((int(getattr(compilation, name)) for compilation in row.compilations), default=None)
+
+
+def _moved(name: str) -> Callable[[LadderRow], str]:
+    return lambda row: "" if row.traffic is None else _text(getattr(row.traffic, name) / GIGA, 3)
+
+
+def _least(name: str) -> Callable[[LadderRow], object]:
+    return lambda row: getattr(row.traffic, name, None)
+
+
+def _setting(name: str) -> Callable[[LadderRow], object]:
+    return lambda row: getattr(row.rung.config, name)
+
+
+def _column(name: str) -> Callable[[LadderRow], object]:
+    return lambda row: row.row[name]
+
+
+def _speed_up_columns(name: str) -> Mapping[str, Callable[[LadderRow], object]]:
+    def value(part: str) -> Callable[[LadderRow], object]:
+        return lambda row: getattr(getattr(row, name), part, None)
+
+    short = f"speed_up_{name}"
+    return {short: value("ratio"), f"{short}_ci95_low": value("low"), f"{short}_ci95_high": value("high")}
+
+
+def _attention(config: RunConfig) -> str:
+    return f"{config.model.attention}-{config.model.sdpa_backend}"
+
+
+CSV: Mapping[str, Callable[[LadderRow], object]] = {
+    "rung": lambda row: row.rung.name,
+    "change": lambda row: row.rung.change,
+    **{name: _setting(name) for name in ("size", "batch_size", "precision", "compile", "compile_blocks", "optimizer",
+                                         "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "seed")},
+    "context_length": lambda row: row.rung.config.model.context_length,
+    "vocab_size": lambda row: row.rung.config.model.vocab_size,
+    "attention": lambda row: _attention(row.rung.config),
+    "device_name": _column("device_name"),
+    "status": _column("status"),
+    "error": _column("error"),
+    "processes": lambda row: row.num_processes,
+    **{name: _column(name) for name in ("step_mean_ms", "step_std_ms", "step_ci95_low_ms", "step_ci95_high_ms",
+                                        "tokens_per_s", "model_tflops_per_s", "mfu")},
+    "last": lambda row: row.last,
+    **_speed_up_columns("over_last"),
+    **_speed_up_columns("over_first"),
+    "peak_allocated_gib": _column("peak_allocated_gib"),
+    "peak_reserved_gib": _column("peak_reserved_gib"),
+    "compile_s": lambda row: row.compile_s,
+    "graphs": lambda row: _most(row, "graphs"),
+    "graph_breaks": lambda row: _most(row, "graph_breaks"),
+    "recompiles": lambda row: _most(row, "recompiles"),
+    f"loss_{GATE_STEPS}": lambda row: row.gate.loss,
+    "distance_last": lambda row: row.gate.last,
+    "distance_largest": lambda row: row.gate.largest,
+    "bound": lambda row: row.gate.bound,
+    "gate": _verdict,
+    "launches_per_step": _launches,
+    "busy_ms": _busy_ms,
+    "busy_share": lambda row: row.busy_share,
+    **{f"least_{name}_bytes": _least(name) for name in ("weights", "casts", "optimizer", "activations")},
+    "warnings": _column("warnings"),
+}  # fmt: skip
+"""Columns of ladder.csv; distances and bound are shares of the fall of the reference's loss."""

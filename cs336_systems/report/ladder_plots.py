@@ -1,0 +1,48 @@
+"""The ladder as a picture: a bar for each rung, its time and its speed-up over the first; what failed is said."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from cs336_systems.record import Status
+from cs336_systems.report import drawing
+from cs336_systems.report.formats import significant
+from cs336_systems.report.ladder_rows import LadderRow
+from cs336_systems.report.words import STATUS_WORDS
+
+COLOUR, UNCREDITED_COLOUR = "#0072B2", "#BBBBBB"
+UNCREDITED = "did not pass the gate"
+
+
+def draw_ladder(rows: Sequence[LadderRow], settings: str) -> Figure:
+    """Mean time of a step by rung, with the interval over processes where there are several."""
+    figure = drawing.new_figure(
+        max(6.0, 0.95 * len(rows) + 1.4), 5.2, "Time of a training step, rung by rung", settings
+    )
+    panel = figure.subplots()
+    drawing.style(panel)
+    drawing.categories(panel, [row.rung.name for row in rows])
+    panel.set_ylabel("step (ms)", fontsize=9)
+    for index, row in enumerate(rows):
+        _draw_bar(panel, index, row)
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.16)
+    if any(row.row["step_mean_ms"] is not None and not row.is_credited for row in rows):
+        handles = [Patch(color=COLOUR, label="passed"), Patch(color=UNCREDITED_COLOUR, label=UNCREDITED, hatch="//")]
+        drawing.legend_below(figure, handles, 2)
+    return figure
+
+
+def _draw_bar(panel: Axes, index: int, row: LadderRow) -> None:
+    mean_ms = row.row["step_mean_ms"]
+    if mean_ms is None:
+        status = row.row["status"]
+        drawing.write_upright(panel, index, "not run" if status is None else STATUS_WORDS[Status(status)])
+        return
+    low_ms, high_ms = row.row["step_ci95_low_ms"], row.row["step_ci95_high_ms"]
+    error = None if low_ms is None else [[mean_ms - max(0.0, low_ms)], [high_ms - mean_ms]]
+    colour, hatch = (COLOUR, None) if row.is_credited else (UNCREDITED_COLOUR, "//")
+    bar = panel.bar(index, mean_ms, 0.7, yerr=error, capsize=3, color=colour, hatch=hatch)
+    gain = f"\n{significant(row.over_first.ratio, 3)}x" if row.over_first and row.is_credited else ""
+    panel.bar_label(bar, [f"{significant(mean_ms, 3)}{gain}"], fontsize=8, padding=2)
