@@ -201,6 +201,8 @@ def run(arguments: SweepArguments) -> int:
     """Measure a grid and write its tables and plots."""
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
+    for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
+        print(f"fast: {chosen}", file=sys.stderr)
     if arguments.dry_run:
         for config in configs:
             steps = f"{config.warmup_steps} + {config.measured_steps} steps"
@@ -209,8 +211,6 @@ def run(arguments: SweepArguments) -> int:
             print(f"will not fit: {config.label}")
         print(f"{len(configs)} runs into {directory}")
         return OK
-    for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
-        print(f"fast: {chosen}", file=sys.stderr)
     for config in plan.too_large:
         print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)

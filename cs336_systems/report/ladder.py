@@ -14,6 +14,9 @@ from cs336_systems.report.ladder_rows import CONFIDENCE, LadderRow, SpeedUp, fas
 from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS
 
+LEAST_DISTANCE = 0.001
+"""In percent of the fall of the reference's loss."""
+
 Rows = Sequence[LadderRow]
 
 
@@ -66,8 +69,8 @@ def _gate_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
         Column(Heading(f"loss {GATE_STEPS}"), lambda row: _text(row.gate.loss, 6)),
-        Column(Heading("distance", "% of the fall"), lambda row: _text(row.gate.last, 2, 100)),
-        Column(Heading("largest", "% of the fall"), lambda row: _text(row.gate.largest, 2, 100)),
+        Column(Heading("distance", "% of the fall"), lambda row: _distance(row.gate.last)),
+        Column(Heading("largest", "% of the fall"), lambda row: _distance(row.gate.largest)),
         Column(Heading("bound", "% of the fall"), lambda row: f"{100 * row.gate.bound:g}"),
         Column(Heading("gate", numeric=False), _verdict),
         Column(Heading("compiling", "s"), lambda row: _text(row.compile_s, 3)),
@@ -160,6 +163,13 @@ def _text(value: float | None, digits: int, scale: float = 1) -> str:
     if value is None:
         return ""
     return significant(value * scale, digits) if value else "0"
+
+
+def _distance(share: float | None) -> str:
+    """In percent; what is far below every bound need not be told."""
+    if share is None or share == 0 or 100 * share >= LEAST_DISTANCE:
+        return _text(share, 2, 100)
+    return f"<{LEAST_DISTANCE:g}"
 
 
 def _step(row: LadderRow) -> str:

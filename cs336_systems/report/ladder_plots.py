@@ -29,7 +29,8 @@ def draw_ladder(rows: Sequence[LadderRow], settings: str) -> Figure:
         _draw_bar(panel, index, row)
     panel.set_ylim(0, panel.get_ylim()[1] * 1.16)
     if any(row.row["step_mean_ms"] is not None and not row.is_credited for row in rows):
-        handles = [Patch(color=COLOUR, label="passed"), Patch(color=UNCREDITED_COLOUR, label=UNCREDITED, hatch="//")]
+        uncredited = Patch(facecolor=UNCREDITED_COLOUR, edgecolor="black", linewidth=0, label=UNCREDITED, hatch="//")
+        handles = [Patch(facecolor=COLOUR, label="passed"), uncredited]
         drawing.legend_below(figure, handles, 2)
     return figure
 

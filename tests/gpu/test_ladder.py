@@ -1,0 +1,52 @@
+"""The ladder where its rungs count: on a GPU, by the command, with real compilers, graphs and a real lack of memory."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+def climb(directory: Path, *words: str) -> dict[str, dict[str, str]]:
+    """The rows of ladder.csv by rung, of a ladder run as a user types it."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "cs336_systems", "ladder", "--device", "cuda", "--name", "x", *words],
+        env=os.environ | {"PYTHONPATH": path}, cwd=directory, capture_output=True, text=True, timeout=580,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with (directory / "data" / "ladder" / "x" / "ladder.csv").open() as file:
+        return {row["rung"]: row for row in csv.DictReader(file)}
+
+
+def test_rungs_pass_the_gate_and_give_their_reasons(tmp_path: Path) -> None:
+    rows = climb(
+        tmp_path, "--size", "small", "--context-length", "256", "--batch-size", "4", "--repeats", "1",
+        "--rungs", "tf32", "bf16", "fused", "blocks",
+    )  # fmt: skip
+    assert list(rows) == ["fp32", "tf32", "bf16", "fused", "blocks"]
+    assert {(row["status"], row["gate"]) for row in rows.values()} == {("ok", "passed")}
+    launches = {name: float(row["launches_per_step"]) for name, row in rows.items()}
+    busy = {name: float(row["busy_share"]) for name, row in rows.items()}
+    assert launches["fused"] < launches["bf16"] / 2, "compiled, fused attention, fused AdamW"
+    assert launches["blocks"] > 100, "kernels of a replayed graph are counted too"
+    assert all(0 < share <= 1 for share in busy.values())
+    assert busy["blocks"] > busy["bf16"], "a graph does not wait for the host"
+    assert [row["compile_s"] != "" for row in rows.values()] == [False, False, False, True, True]
+    assert all(float(row["peak_allocated_gib"]) > 16 * 128e6 / 2**30 for row in rows.values()), "16 bytes a parameter"
+    assert float(rows["blocks"]["speed_up_over_first"]) > 1
+
+
+def test_where_the_first_rung_has_no_memory_others_are_judged_all_the_same(tmp_path: Path) -> None:
+    """Weights of attention alone: 12 layers x 4 x 12 x 8192^2 x 4 bytes = 155 GB; of one layer 13 GB."""
+    rows = climb(
+        tmp_path, "--size", "small", "--context-length", "8192", "--batch-size", "4", "--repeats", "1", "--no-reasons",
+        "--rungs", "attention",
+    )  # fmt: skip
+    assert (rows["fp32"]["status"], rows["fp32"]["gate"]) == ("oom", "")
+    assert (rows["attention"]["status"], rows["attention"]["gate"]) == ("ok", "passed")
