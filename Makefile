@@ -18,7 +18,7 @@ sweep: $(RUNTIME)
 	$(BIN)/python benchmark_sweep.py $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)  # as many as there are cores get in each other's way
 
 check: $(DEV)
 	$(BIN)/ruff check

@@ -118,6 +118,7 @@ class ModelConfig:
     sdpa_backend: SdpaBackend = SdpaBackend.AUTO
 
     def __post_init__(self) -> None:
+        _make_choices(self)
         for name in ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -189,6 +190,7 @@ class RunConfig:
     """Which of several fresh processes of the same configuration this is, from 0."""
 
     def __post_init__(self) -> None:
+        _make_choices(self)
         least_values = {
             "batch_size": 1, "checkpoint_blocks": 0, "pad_vocabulary": 1, "warmup_steps": 0, "measured_steps": 1,
             "seed": 0, "repeat": 0,
@@ -316,6 +318,13 @@ def _non_defaults(config: "RunConfig | ModelConfig") -> dict[str, object]:
     return {
         field.name: value for field, value in values if value != field.default and not isinstance(value, ModelConfig)
     }
+
+
+def _make_choices(config: "RunConfig | ModelConfig") -> None:
+    """Make plain strings the choices that they name, which are told apart by identity; ValueError for other strings."""
+    for field in fields(config):
+        if isinstance(field.default, StrEnum):
+            object.__setattr__(config, field.name, type(field.default)(getattr(config, field.name)))
 
 
 def _is_unicode(text: str) -> bool:

@@ -303,3 +303,12 @@ def test_the_label_says_what_is_unusual() -> None:
 def test_what_makes_a_step_faster_must_go_with_the_rest(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run(**settings)
+
+
+def test_a_choice_may_be_named_by_a_string() -> None:
+    """It compares equal to the choice, and must then be the same one wherever something is remembered by it."""
+    named = run(ModelConfig(d_model=8, d_ff=8, num_layers=1, num_heads=2, attention="sdpa"), mode="inference")
+    assert named.mode is Mode.INFERENCE
+    assert named.model.attention is Attention.SDPA
+    with pytest.raises(ValueError, match="'sleep' is not a valid Mode"):
+        run(mode="sleep")
