@@ -40,7 +40,8 @@ class StepGraph:
         self._num_steps += 1
         if self._num_steps <= EAGER_STEPS:
             return self._eagerly(batch, clock)
-        if self._graph is None or self._batch is None:
+        is_first = self._graph is None
+        if is_first:
             self._capture(batch, clock)
         assert self._batch is not None
         assert self._graph is not None
@@ -48,7 +49,8 @@ class StepGraph:
             if static is not fresh:
                 static.copy_(fresh)
         self._graph.replay()
-        clock.replayed(self._order)
+        if not is_first:  # while it was captured, the clock was told of each phase
+            clock.replayed(self._order)
         return self._loss
 
     def _eagerly(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
