@@ -17,37 +17,55 @@ CHUNK = 4096
 """Elements to a program."""
 NUM_WARPS = 8
 ALIGNMENT = 16
-"""Bytes; what the allocator gives out is aligned to 512."""
+"""Bytes that a thread reads at once; what the allocator gives out is aligned to 512."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_chunks(  # type: ignore[no-untyped-def]
-    pointers, sizes, chunk_tensors, chunk_offsets, steps,
+    pointers, sizes, chunk_tensors, chunk_numbers, steps,
     lr, beta1, beta2, eps, decay,
     HAS_COPY: tl.constexpr, HALF_GRADIENT: tl.constexpr, HAS_SECOND: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
+    start = tl.load(chunk_numbers + number) * CHUNK
     size = tl.load(sizes + tensor)
     row = pointers + tensor * 6
-    offsets = tl.load(chunk_offsets + number) + tl.arange(0, CHUNK)
-    inside = offsets < size
+    step = tl.load(steps)
+    correction1 = 1 - tl.exp(step * tl.log(beta1))
+    correction2 = 1 - tl.exp(step * tl.log(beta2))
+    # a mask, even one that is always true, makes every thread read element by element: only the last chunk has one
+    if start + CHUNK <= size:
+        _update_chunk(
+            row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
+            HAS_COPY, HALF_GRADIENT, HAS_SECOND, CHUNK, False,
+        )  # fmt: skip
+    else:
+        _update_chunk(
+            row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
+            HAS_COPY, HALF_GRADIENT, HAS_SECOND, CHUNK, True,
+        )  # fmt: skip
 
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_chunk(  # type: ignore[no-untyped-def]
+    row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
+    HAS_COPY: tl.constexpr, HALF_GRADIENT: tl.constexpr, HAS_SECOND: tl.constexpr, CHUNK: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    offsets = start + tl.arange(0, CHUNK)
+    inside = offsets < size if IS_MASKED else None
+    gradient_type = tl.pointer_type(tl.bfloat16) if HALF_GRADIENT else tl.pointer_type(tl.float32)
     master_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + offsets
     first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + offsets
     second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + offsets
-    if HALF_GRADIENT:
-        gradient_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + offsets
-    else:
-        gradient_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.float32)), 16) + offsets
+    gradient_at = tl.multiple_of(tl.load(row + 3).to(gradient_type), 16) + offsets
+
     gradient = tl.load(gradient_at, mask=inside).to(tl.float32)
     if HAS_SECOND:
         other_at = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.bfloat16)), 16) + offsets
         gradient += tl.load(other_at, mask=inside).to(tl.float32)
 
-    step = tl.load(steps)
-    correction1 = 1 - tl.exp(step * tl.log(beta1))
-    correction2 = 1 - tl.exp(step * tl.log(beta2))
     master = tl.load(master_at, mask=inside) * (1 - lr * decay)
     first = beta1 * tl.load(first_at, mask=inside) + (1 - beta1) * gradient
     second = beta2 * tl.load(second_at, mask=inside) + (1 - beta2) * gradient * gradient
@@ -76,8 +94,8 @@ class ChunkedAdamW:
         chunks = (sizes + CHUNK - 1) // CHUNK
         first_chunks = chunks.cumsum(0) - chunks
         tensors = torch.repeat_interleave(torch.arange(len(masters)), chunks)
-        offsets = (torch.arange(int(chunks.sum())) - first_chunks[tensors]) * CHUNK
-        self._sizes, self._tensors, self._offsets = sizes.to(device), tensors.to(device), offsets.to(device)
+        numbers = torch.arange(int(chunks.sum())) - first_chunks[tensors]
+        self._sizes, self._tensors, self._numbers = sizes.to(device), tensors.to(device), numbers.to(device)
         self._has_copy = bool(copies)
         nothing = torch.zeros(len(masters), dtype=torch.int64)
         placed = [_addresses(tensors) for tensors in (masters, firsts, seconds)]
@@ -96,7 +114,7 @@ class ChunkedAdamW:
         """Update with each tensor's one or two gradients; `steps` is the number of this step, in fp32 on the device."""
         self._place(gradients)
         _update_chunks[(len(self._tensors),)](
-            self._on_device, self._sizes, self._tensors, self._offsets, steps,
+            self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
             HAS_COPY=self._has_copy, HALF_GRADIENT=gradients[0][0].dtype is torch.bfloat16,
             HAS_SECOND=len(gradients[0]) > 1, CHUNK=CHUNK, num_warps=NUM_WARPS,

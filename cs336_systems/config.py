@@ -168,6 +168,9 @@ class RunConfig:
     cast_once: bool = False
     """Keep the weights of linear layers in bf16, and their fp32 masters with the optimizer, which writes both: autocast
     casts no weight and no gradient."""
+    fused_loss: bool = False
+    """Cross-entropy that reads the logits once and turns them into their gradient in place; in low precision it leaves
+    out the copies in fp32."""
     cuda_graph: bool = False
     """Record the whole step as one CUDA graph, and replay it."""
     learning_rate: float = 1e-3
@@ -238,11 +241,18 @@ class RunConfig:
         trains = self.mode is Mode.TRAIN
         if self.pad_vocabulary > MAX_PADDING:
             raise ValueError(f"pad_vocabulary must be at most {MAX_PADDING}, got {self.pad_vocabulary}")
-        for name, is_set in (("pad_vocabulary", self.pad_vocabulary > 1), ("cast_once", self.cast_once)):
+        shortcuts = {
+            "pad_vocabulary": self.pad_vocabulary > 1, "cast_once": self.cast_once, "fused_loss": self.fused_loss,
+        }  # fmt: skip
+        for name, is_set in shortcuts.items():
             if is_set and self.model_factory is not None:
                 raise ValueError(f"{name} needs this project's model, got model_factory {self.model_factory!r}")
         if self.cast_once and self.precision is not Precision.BF16:
             raise ValueError(f"cast_once keeps weights in bf16, got precision {self.precision}")
+        if self.fused_loss and self.compile is not CompileMode.NONE and not self.compile_blocks:
+            raise ValueError(
+                "fused_loss with a compile mode needs compile_blocks: whole models have the loss compiled in"
+            )
         if trains and self.optimizer is not OptimizerKind.FUSED:
             for name in ("cast_once", "cuda_graph"):
                 if getattr(self, name):
@@ -306,7 +316,8 @@ class RunConfig:
             words += [str(others[name])] if name in others else []
         words += [f"checkpoint {self.checkpoint_blocks}"] if self.checkpoint_blocks else []
         words += [f"padded to {self.pad_vocabulary}"] if self.pad_vocabulary > 1 else []
-        words += [word for word, is_said in (("cast once", self.cast_once), ("graph", self.cuda_graph)) if is_said]
+        shortcuts = (("cast once", self.cast_once), ("fused loss", self.fused_loss), ("graph", self.cuda_graph))
+        words += [word for word, is_said in shortcuts if is_said]
         words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []
         words += [f"#{self.repeat}"] if self.repeat else []
         return " ".join(words)

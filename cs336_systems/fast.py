@@ -55,6 +55,7 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         compile_blocks=True,
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
         cast_once=precision is Precision.BF16,
+        fused_loss=True,
         cuda_graph=(
             precision is not Precision.FP16 and not config.sync_phases and config.profiler is not Profiler.MEMORY
         ),
@@ -112,6 +113,7 @@ def describe_fast(config: RunConfig) -> str:
         (f"compile {config.compile}{blocks}", config.compile is not CompileMode.NONE),
         (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),
         (f"vocabulary padded to a multiple of {config.pad_vocabulary}", config.pad_vocabulary > 1),
+        ("fused loss", config.fused_loss),
         ("whole step as one CUDA graph", config.cuda_graph),
     )
     return ", ".join(word for word, is_said in words if is_said)

@@ -108,6 +108,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("cast-once", "bf16 weights beside fp32 masters", on_gpu and ours, {"cast_once": True}),
         _Change("graph", "the whole step as one CUDA graph", on_gpu and ours, {"cuda_graph": True}),
         _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
+        _Change("fused-loss", "logits become their gradient in place", on_gpu and ours, {"fused_loss": True}),
     )  # fmt: skip
 
 
@@ -119,7 +120,8 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
     plain = replace(base.model, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO)
     config = replace(
         base, model=plain, mode=Mode.TRAIN, precision=Precision.FP32, optimizer=OptimizerKind.FOREACH,
-        compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, cuda_graph=False,
+        compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, fused_loss=False,
+        cuda_graph=False,
     )  # fmt: skip
     found = [Rung(name="fp32", change="true fp32, eager, attention written out, foreach AdamW", config=config)]
     for change in _changes(config, device_name):

@@ -171,7 +171,7 @@ def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
     is_known = config.model_factory is None and config.compile is CompileMode.NONE and not refused
-    is_plain = config.pad_vocabulary == 1 and not config.cast_once and not config.cuda_graph
+    is_plain = config.pad_vocabulary == 1 and not (config.cast_once or config.fused_loss or config.cuda_graph)
     return is_known and is_plain and config.model.num_layers <= MAX_LAYERS
 
 

@@ -62,6 +62,10 @@ class TransformerLM(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
+        return cast("Tensor", self.lm_head(self.hidden(tokens)))
+
+    def hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        """What the head reads: the residual stream at its end, normed. Raises ValueError like `forward`."""
         seq = tokens.shape[1]
         if seq > self.config.context_length:
             raise ValueError(f"tokens: needed at most context_length = {self.config.context_length} a row, got {seq}")
@@ -83,7 +87,7 @@ class TransformerLM(nn.Module):
                 for block in blocks:
                     with annotate(block.range):
                         x = block(x, rotations, future)
-        return cast("Tensor", self.lm_head(self.ln_final(x)))
+        return cast("Tensor", self.ln_final(x))
 
 
 def _again(
@@ -289,11 +293,16 @@ class LMHead(Linear):
     """Of which the product computes logits, with weights of 0 for the surplus, which is not returned."""
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
+        logits = self.padded(x)
+        return logits if logits.shape[-1] == len(self.weight) else logits[..., : len(self.weight)]
+
+    def padded(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... padded"]:
+        """Logits with the surplus."""
         with annotate(self.range):
             if self.copies is not None:
-                return F.linear(x, self.copies[0])[..., : len(self.weight)]
+                return F.linear(x, self.copies[0])
             if surplus := -len(self.weight) % self.multiple:
-                return F.linear(x, F.pad(_cast_once(self.weight), (0, 0, 0, surplus)))[..., : len(self.weight)]
+                return F.linear(x, F.pad(_cast_once(self.weight), (0, 0, 0, surplus)))
             return F.linear(x, self.weight)
 
 

@@ -40,5 +40,11 @@ def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
 def _plain(config: RunConfig) -> RunConfig:
     """The same step without what makes it faster, and seldom larger."""
     return replace(
-        config, compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, cuda_graph=False
+        config,
+        compile=CompileMode.NONE,
+        compile_blocks=False,
+        pad_vocabulary=1,
+        cast_once=False,
+        fused_loss=False,
+        cuda_graph=False,
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cs336_systems.clock import Clock, StepTimes
 from cs336_systems.config import CompileMode, Mode, ModelConfig, Phase, RunConfig
+from cs336_systems.cross_entropy import fused_cross_entropy
 from cs336_systems.data import Batch, make_batches
 from cs336_systems.master_adamw import MasterAdamW
 from cs336_systems.model import TransformerLM, num_parameters
@@ -99,7 +100,7 @@ class TrainingStep:
         """What the step is at, for whoever has to say where it failed."""
         self._loss = compile_loss(self._loss_of, self.model, config)
         self._criterion = _cross_entropy
-        if config.compile_blocks:
+        if config.compile_blocks and not config.fused_loss:
             self._criterion = torch.compile(_cross_entropy)
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
         recorded = tuple(phase for phase in config.phases if phase is not Phase.DATA)
@@ -160,6 +161,11 @@ class TrainingStep:
 
     # below, plain tensors: the compiler cannot trace the shape checks of tests
     def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.config.fused_loss:
+            model = cast(TransformerLM, self.model)
+            logits = model.lm_head.padded(model.hidden(tokens))
+            with annotate(Range.LOSS):
+                return fused_cross_entropy(logits, targets, self.config.model.vocab_size)
         logits = check_logits(self.model(tokens), targets, self.config.model.vocab_size)
         with annotate(Range.LOSS):
             return self._criterion(logits, targets)

@@ -26,7 +26,9 @@ FIXED = (
     "size", "batch_size", "mode", "checkpoint_blocks", "learning_rate", "device", "warmup_steps", "measured_steps",
     "seed", "sync_phases", "ranges", "tokens", "model_factory", "profiler", "repeat",
 )  # fmt: skip
-CHOSEN = ("precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "cuda_graph")
+CHOSEN = (
+    "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "fused_loss", "cuda_graph",
+)  # fmt: skip
 SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in ("attention", "sdpa_backend"))
 
 
@@ -68,7 +70,7 @@ def test_the_rule_on_an_h200():
     fast = fastest(make("gpt2"), H200)
     assert {name: getattr(fast, name) for name in CHOSEN} == {
         "precision": "bf16", "optimizer": "fused", "compile": "default", "compile_blocks": True, "pad_vocabulary": 128,
-        "cast_once": True, "cuda_graph": True,
+        "cast_once": True, "fused_loss": True, "cuda_graph": True,
     }  # fmt: skip
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
 
@@ -166,10 +168,10 @@ def test_autotuning_stays_and_graphs_of_the_compiler_go(asked, mode):
 def test_what_is_chosen_is_said_in_one_line():
     assert describe_fast(fastest(make("gpt2"), H200)) == (
         "bf16, weights cast once, sdpa attention (cudnn), compile default by block, fused AdamW, "
-        "vocabulary padded to a multiple of 128, whole step as one CUDA graph"
+        "vocabulary padded to a multiple of 128, fused loss, whole step as one CUDA graph"
     )
     assert describe_fast(fastest(make(mode=Mode.INFERENCE), None)) == (
-        "bf16, weights cast once, sdpa attention, compile default by block, whole step as one CUDA graph"
+        "bf16, weights cast once, sdpa attention, compile default by block, fused loss, whole step as one CUDA graph"
     )
     assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused AdamW"
     assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, compile default, fused AdamW"

@@ -73,6 +73,7 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
         "cast-once": {"cast_once": True},
         "graph": {"cuda_graph": True},
         "blocks": {"compile_blocks": True},
+        "fused-loss": {"fused_loss": True},
     }
     assert changed(GPT2, ladder[0].config) == {"optimizer": "foreach"}
     assert all(rung.change for rung in ladder)
@@ -86,8 +87,8 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
         (replace(GPT2, model=replace(GPT2.model, context_length=4096)), H200, {"cudnn"}),
         (GPT2, None, {"cudnn"}),
         (replace(GPT2, model_factory="a:b"), H200,
-         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks"}),
-        (TINY, "AMD EPYC", {"tf32", "vocabulary", "cudnn", "cast-once", "graph"}),
+         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss"}),
+        (TINY, "AMD EPYC", {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss"}),
     ],
     ids=["nice already", "A100", "long context", "unknown device", "own model", "CPU"],
 )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems import model as model_module
@@ -561,7 +562,7 @@ def test_the_sdpa_backend_is_in_force(plain, backend, how) -> None:
         seen = counted.calls
     else:
         torch._dynamo.reset()
-        counting = torch._dynamo.backends.common.aot_autograd(fw_compiler=count)
+        counting = aot_autograd(fw_compiler=count)
         for module in model.layers if how == "by-block" else (model,):
             module.compile(fullgraph=True, backend=counting)
         model(tokens_for(config))

@@ -96,6 +96,8 @@ class StepArguments:
     """Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss."""
     cast_once: Switch = False
     """Keep the weights of linear layers in bf16 and their fp32 masters with the optimizer, which writes both."""
+    fused_loss: Switch = False
+    """Turn the logits into their gradient in place, in one kernel."""
     cuda_graph: Switch = False
     """Record the whole step as one CUDA graph, and replay it."""
     learning_rate: float = 1e-3

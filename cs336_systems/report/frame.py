@@ -45,6 +45,7 @@ COLUMNS = (
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
     "predicted_peak_gib", "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate",
+    "fused_loss",
 )  # fmt: skip
 """Columns of results.csv, in order."""
 SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]

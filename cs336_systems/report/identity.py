@@ -20,6 +20,7 @@ _WORDS = {
     "checkpoint_blocks": "checkpoint {}",
     "pad_vocabulary": "padded to {}",
     "cast_once": "cast once {}",
+    "fused_loss": "fused loss {}",
     "cuda_graph": "graph {}",
     "learning_rate": "lr {}",
     **{n: f"{n} {{}}" for n in _SHAPE},

@@ -38,6 +38,7 @@ SETTINGS = {
     "checkpoint_blocks": "a checkpoint every {} blocks",
     "pad_vocabulary": "vocabulary padded to a multiple of {}",
     "cast_once": "weights cast once",
+    "fused_loss": "fused loss",
     "cuda_graph": "the whole step one CUDA graph",
     "learning_rate": "learning rate {}",
 }

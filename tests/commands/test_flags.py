@@ -109,7 +109,13 @@ EVERY_FLAG = (
     "--sdpa-backend math --batch-size 6 --optimizer fused --compile reduce-overhead --sync-phases --no-ranges "
     "--tokens t.npy --device cpu --seed 8 --model a.b:c --profile --learning-rate 1e-4"
 )
-OWN_MODEL_ALONE = {"checkpoint_blocks": 3, "pad_vocabulary": 64, "compile_blocks": True, "cast_once": True}
+OWN_MODEL_ALONE = {
+    "checkpoint_blocks": 3,
+    "pad_vocabulary": 64,
+    "compile_blocks": True,
+    "cast_once": True,
+    "fused_loss": True,
+}
 """Settings that a model of the user's own does not know."""
 
 
@@ -132,7 +138,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
     assert unlike == {f.name for f in fields(RunConfig)} - {"device", "cuda_graph", "repeat", *OWN_MODEL_ALONE}
     for name, value in OWN_MODEL_ALONE.items():
         flags = f"--{name.replace('_', '-')} " + ("" if value is True else str(value))
-        needed = "--compile default --precision bf16 --optimizer fused"
+        needed = "--precision bf16 --optimizer fused" + " --compile default" * (name == "compile_blocks")
         assert getattr(one(f"{flags} {needed}"), name) == value
         with pytest.raises(ValueError, match="this project's model"):
             one(f"{flags} {needed} --model a:b")

@@ -23,7 +23,8 @@ attention, compile, optimizer, world_size, device_name, warmup_steps, measured_s
 forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_mean_ms, optimizer_std_ms,
 step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
 tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib,
-checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate"""
+checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
+fused_loss"""
 
 
 def only_row(*records):
