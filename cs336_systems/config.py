@@ -249,6 +249,8 @@ class RunConfig:
                 raise ValueError(f"{name} needs this project's model, got model_factory {self.model_factory!r}")
         if self.cast_once and self.precision is not Precision.BF16:
             raise ValueError(f"cast_once keeps weights in bf16, got precision {self.precision}")
+        if self.fused_loss and self.precision is Precision.FP16:
+            raise ValueError("fused_loss writes gradients before the loss is scaled, and fp16 needs it scaled")
         if self.fused_loss and self.compile is not CompileMode.NONE and not self.compile_blocks:
             raise ValueError(
                 "fused_loss with a compile mode needs compile_blocks: whole models have the loss compiled in"

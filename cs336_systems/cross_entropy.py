@@ -1,7 +1,7 @@
 """Cross-entropy that turns logits into their own gradient, in place: no copy in fp32, no slice without the padding.
 
 PyTorch's goes over logits in low precision several times, widens them, and cuts a padded vocabulary out of gradients
-that it must fill with zeros first. Here they are read once in forward, read once and written once in backward.
+that it must fill with zeros first. Here forward reads them from memory once, and overwrites them once.
 """
 
 from typing import Protocol, cast
@@ -16,7 +16,8 @@ def fused_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean over all targets, computed in fp32; logits from `vocab_size` on are padding and left out.
 
-    Backward overwrites `logits`, which nobody else may need: a linear layer does not need what it returned.
+    Where they need a gradient, forward already writes it in place of `logits`, which nobody else may read then: a
+    linear layer does not need what it returned.
     """
     return cast(Tensor, _FusedCrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), vocab_size))  # type: ignore[no-untyped-call]
 
@@ -24,7 +25,7 @@ def fused_cross_entropy(
 class _Context(Protocol):
     """What forward leaves for backward."""
 
-    vocab_size: int
+    needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
@@ -33,42 +34,45 @@ class _Context(Protocol):
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        losses, log_sums = (_kernel_losses if logits.is_cuda else _losses)(logits, targets, vocab_size)
-        ctx.save_for_backward(logits, targets, log_sums)
-        ctx.vocab_size = vocab_size
-        return losses.mean()
+        compute = _kernel_losses if logits.is_cuda else _losses
+        needs_gradient = ctx.needs_input_grad[0]
+        loss = compute(logits, targets, vocab_size, write_gradients=needs_gradient).mean()
+        if needs_gradient:
+            ctx.save_for_backward(logits)
+        return loss
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, log_sums = ctx.saved_tensors
-        scale = gradient / len(targets)
-        (_kernel_gradients if logits.is_cuda else _gradients)(logits, targets, log_sums, scale, ctx.vocab_size)
-        return logits, None, None
+    def backward(ctx: _Context, factor: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        (_kernel_scale if gradient.is_cuda else _scale)(gradient, factor)
+        return gradient, None, None
 
 
-def _losses(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Of each row: -log softmax at its target, and the logarithm of the sum of exponentials; both in fp32."""
-    real = logits[:, :vocab_size].float()
-    log_sums = real.logsumexp(dim=1)
-    return log_sums - real.gather(1, targets[:, None])[:, 0], log_sums
-
-
-def _gradients(logits: Tensor, targets: Tensor, log_sums: Tensor, scale: Tensor, vocab_size: int) -> None:
-    """Overwrite logits: `scale` times softmax less one at the target, 0 where padded."""
+def _losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
+    """What the kernel of the same name does."""
     real = logits[:, :vocab_size]
-    gradients = (real.float() - log_sums[:, None]).exp_()
-    gradients[torch.arange(len(targets), device=targets.device), targets] -= 1
-    real.copy_(gradients * scale)
-    logits[:, vocab_size:] = 0
+    wide = real.float()
+    log_sums = wide.logsumexp(dim=1)
+    found = log_sums - wide.gather(1, targets[:, None])[:, 0]
+    if write_gradients:
+        gradient = wide.sub_(log_sums[:, None]).exp_()
+        gradient[torch.arange(len(targets)), targets] -= 1
+        real.copy_(gradient / len(targets))
+        logits[:, vocab_size:] = 0
+    return found
 
 
-def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _scale(rows: Tensor, factor: Tensor) -> None:
+    rows.mul_(factor)
+
+
+def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
     from cs336_systems import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
 
-    return cross_entropy_kernel.losses(logits, targets, vocab_size)
+    return cross_entropy_kernel.losses(logits, targets, vocab_size, write_gradients=write_gradients)
 
 
-def _kernel_gradients(logits: Tensor, targets: Tensor, log_sums: Tensor, scale: Tensor, vocab_size: int) -> None:
+def _kernel_scale(rows: Tensor, factor: Tensor) -> None:
     from cs336_systems import cross_entropy_kernel
 
-    cross_entropy_kernel.write_gradients(logits, targets, log_sums, scale, vocab_size)
+    cross_entropy_kernel.scale_rows(rows, factor)

@@ -55,7 +55,7 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         compile_blocks=True,
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
         cast_once=precision is Precision.BF16,
-        fused_loss=True,
+        fused_loss=precision is not Precision.FP16,
         cuda_graph=(
             precision is not Precision.FP16 and not config.sync_phases and config.profiler is not Profiler.MEMORY
         ),

@@ -84,7 +84,9 @@ def test_a_step_trains_as_with_pytorch_s_loss(device: Device, arch: Arch, settin
     assert losses[0][-1] < losses[0][0]
 
 
-def test_a_model_compiled_as_a_whole_has_its_own() -> None:
+def test_what_it_does_not_go_with_is_said() -> None:
     model = ModelConfig(d_model=8, d_ff=8, num_layers=1, num_heads=1)
     with pytest.raises(ValueError, match="fused_loss with a compile mode needs compile_blocks"):
         RunConfig(size="custom", model=model, compile=CompileMode.DEFAULT, fused_loss=True)
+    with pytest.raises(ValueError, match="fused_loss writes gradients before the loss is scaled"):
+        RunConfig(size="custom", model=model, precision=Precision.FP16, fused_loss=True)
