@@ -1,8 +1,11 @@
 """What an exception means: which kind of failure it is, and what of it a record keeps."""
 
 import contextlib
+import os
 import re
+import sys
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -40,8 +43,16 @@ def describe(error: Exception, status: Status, where: str, device: Device) -> Fa
         where=where,
         requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
         free_bytes=free,
-        traceback=_storable("".join(traceback.format_exception(error, limit=-20))),
+        traceback=_storable(_without_roots("".join(traceback.format_exception(error, limit=-20)))),
     )
+
+
+def _without_roots(text: str) -> str:
+    """The traceback with file names as Python imports them: records are published, and where files lie is private."""
+    roots = {str(Path(root).absolute()) for root in (*sys.path, ".")} - {"/"}
+    for root in sorted(roots, key=len, reverse=True):
+        text = text.replace(f'File "{root}{os.sep}', 'File "')
+    return text
 
 
 def _storable(text: str) -> str:

@@ -96,8 +96,10 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
     """What torch.cuda.max_memory_allocated would say of the measured steps; None where that is not predicted."""
     if config.device is not Device.CUDA or (found := predict_memory(config)) is None:
         return None
-    peaks = (found.peak, found.first_step_peak) if config.warmup_steps == 0 else (found.peak,)
-    return max(peak.allocated_bytes for peak in peaks)
+    if config.warmup_steps:
+        return found.peak.allocated_bytes
+    later = 0 if config.measured_steps == 1 else found.peak.allocated_bytes
+    return max(found.first_step_peak.allocated_bytes, later)
 
 
 def fits(config: RunConfig, memory_bytes: int) -> bool | None:
@@ -171,7 +173,8 @@ def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
     is_known = config.model_factory is None and config.compile is CompileMode.NONE and not refused
-    is_plain = config.pad_vocabulary == 1 and not (config.cast_once or config.fused_loss or config.cuda_graph)
+    shortcuts = (config.cast_once, config.fused_loss, config.fp8, config.cuda_graph)
+    is_plain = config.pad_vocabulary == 1 and not any(shortcuts)
     return is_known and is_plain and config.model.num_layers <= MAX_LAYERS
 
 

@@ -4,6 +4,7 @@ import copy
 import datetime
 import gc
 import itertools
+import os
 import shutil
 import sys
 import weakref
@@ -374,6 +375,10 @@ def test_an_exception_of_the_model_is_a_crash_with_its_place(step: int, where: s
     assert record.failure.where == f"forward of {where}"
     assert record.failure.requested_bytes is None
     assert "in explode" in record.failure.traceback
+    assert f'File "tests{os.sep}test_measurement.py"' in record.failure.traceback, "as it is imported from here"
+    assert f'File "torch{os.sep}' in record.failure.traceback, "and this from where libraries lie"
+    assert str(Path.home()) not in record.failure.traceback
+    assert sys.prefix not in record.failure.traceback
     assert "more" in record.failure.traceback
     assert record.measurements == ()
     assert len(record.losses) == step

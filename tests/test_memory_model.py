@@ -1,5 +1,6 @@
 """Oracles: peaks measured on an H200, live tensors of real steps on the CPU, and what autograd really saves."""
 
+import re
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -20,11 +21,13 @@ from cs336_systems.config import (
     Arch,
     Attention,
     CompileMode,
+    Device,
     Mode,
     ModelConfig,
     OptimizerKind,
     Phase,
     Precision,
+    Profiler,
     RunConfig,
     SdpaBackend,
 )
@@ -34,6 +37,7 @@ from cs336_systems.memory_model import (
     largest_batch,
     largest_context,
     predict_memory,
+    predicted_peak_bytes,
     residual_stream_bytes,
     saved_by_block,
 )
@@ -82,6 +86,32 @@ def test_most_peaks_are_met_to_the_byte() -> None:
     errors = [predict_memory(r.config).peak.allocated_bytes - r.memory.peak_allocated_bytes for r in H200]
     assert errors.count(0) > len(H200) / 2
     assert max(abs(error) / r.memory.peak_allocated_bytes for error, r in zip(errors, H200, strict=True)) < 0.01
+
+
+def grid_of_memory() -> list[RunRecord]:
+    """xl and 2.7B at contexts 128 to 2048, every mode, fp32 and bf16, without a profiler."""
+    runs = MEASURED.parent / "memory_profiles" / "h200" / "runs"
+    found = [read_record(path) for path in sorted(runs.glob("*.json"))]
+    return [record for record in found if record.config.profiler is Profiler.NONE]
+
+
+@pytest.mark.parametrize("record", grid_of_memory(), ids=lambda record: record.config.label)
+def test_what_fits_and_how_much_it_takes_at_long_contexts(record) -> None:
+    """PyTorch's message says how much memory CUDA has to give, which is less than NVML's total."""
+    messages = [r.failure.message for r in grid_of_memory() if r.status is Status.OOM]
+    (capacity_gib,) = {float(re.search(r"total capacity of ([\d.]+) GiB", message)[1]) for message in messages}
+    assert len(messages) == 8
+    assert fits(record.config, int(capacity_gib * 2**30)) == (record.status is Status.OK)
+    if record.status is Status.OK:
+        measured = record.memory.peak_allocated_bytes
+        assert abs(predicted_peak_bytes(record.config) - measured) <= max(0.03 * measured, 64 * 2**20)
+
+
+def test_the_peak_of_a_first_step_alone_is_its_own() -> None:
+    first, later = (run_config(SIZES["small"], device=Device.CUDA, warmup_steps=0, measured_steps=n) for n in (1, 2))
+    prediction = predict_memory(first)
+    assert predicted_peak_bytes(first) == prediction.first_step_peak.allocated_bytes
+    assert predicted_peak_bytes(later) == prediction.peak.allocated_bytes > prediction.first_step_peak.allocated_bytes
 
 
 @pytest.mark.parametrize("record", [*records("out_of_memory"), *H200[::7]], ids=lambda record: record.config.label)

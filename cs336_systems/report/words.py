@@ -39,6 +39,7 @@ SETTINGS = {
     "pad_vocabulary": "vocabulary padded to a multiple of {}",
     "cast_once": "weights cast once",
     "fused_loss": "fused loss",
+    "fp8": "blocks in fp8",
     "cuda_graph": "the whole step one CUDA graph",
     "learning_rate": "learning rate {}",
 }
@@ -54,7 +55,12 @@ def describe(frame: pd.DataFrame) -> str:
         unsaid |= {("optimizer", kind) for kind in frame["optimizer"]}
     shared = {name: frame[name].dropna().unique() for name in SETTINGS}
     return ", ".join(
-        SETTINGS[name].format(values[0])
+        _said(name, values[0])
         for name, values in shared.items()
         if len(values) == 1 and (name, values[0]) not in unsaid
     )
+
+
+def _said(name: str, value: object) -> str:
+    words = SETTINGS[name].format(value)
+    return words.removesuffix("s") if value == 1 and name.endswith("_steps") else words

@@ -172,3 +172,5 @@ def test_settings_that_say_nothing_are_left_out():
     assert said == (
         "NVIDIA H200, cs336 architecture, batch 4, forward, bf16, naive attention, 5 warm-up steps, 10 measured steps"
     )
+    once = describe(to_frame([make_record(make_config(warmup_steps=0, measured_steps=1), (0.1,))]))
+    assert once.endswith("0 warm-up steps, 1 measured step")

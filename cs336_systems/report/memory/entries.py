@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.config import RunConfig
+from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import Column, Heading, make_table, to_csv
 from cs336_systems.report.frame import order, to_frame
@@ -34,15 +35,27 @@ class MemoryEntry:
         return self.profile.work.out_of_memory > 0
 
     @property
+    def is_first_step(self) -> bool:
+        """Whether nothing but the first step of all was recorded, which ends before others need the most."""
+        return self.config.warmup_steps == 0 and self.config.measured_steps == 1
+
+    @property
     def plain_peak_bytes(self) -> int | None:
-        """The allocator's own peak without a recording; None where it is not known."""
+        """The allocator's own peak without a recording; None where it is not known, or is that of later steps."""
         memory = None if self.plain is None else self.plain.memory
-        return None if memory is None else memory.peak_allocated_bytes
+        is_of_others = self.plain is not None and self.is_first_step and self.plain.config.warmup_steps > 0
+        return None if memory is None or is_of_others else memory.peak_allocated_bytes
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Of the recorded steps; None where that is not predicted."""
+        return predicted_peak_bytes(self.config)
 
     @property
     def record(self) -> RunRecord:
         """A record that says which configuration this is, for what describes records."""
-        return self.plain or RunRecord(config=self.config, status=Status.OK, started_at="")
+        environment = None if self.plain is None else self.plain.environment
+        return RunRecord(config=self.config, status=Status.OK, started_at="", environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +104,12 @@ def make_listing(
     csv: Mapping[str, Callable[[Row[Part]], object]],
     notes: Sequence[str],
     without: Sequence[str] = (),
+    among: Sequence[MemoryEntry] = (),
 ) -> Listing:
     """The columns after those that tell the configurations apart, `without` some; in the CSV all that say which it is.
 
-    What all configurations share is said once, below the table. Nothing at all where there are no rows.
+    What all configurations share, those of the rows or all `among` which a row stands for several, is said once, below
+    the table. Nothing at all where there are no rows.
     """
     if not rows:
         return Listing(name=name, tables=(), csv="")
@@ -103,7 +118,7 @@ def make_listing(
         for told in telling([row.identity for row in rows])
         if told not in without
     ]
-    shared = settings([row.entry for row in rows])
+    shared = settings(among or [row.entry for row in rows])
     failed = [row.entry.is_out_of_memory for row in rows]
     table = make_table(
         title, [*before, *columns], rows, [*notes, *([f"{shared}."] if shared else [])],

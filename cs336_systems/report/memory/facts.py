@@ -1,5 +1,6 @@
 """Numbers that findings and answers about a `MemoryProfile` share: peaks of steps and phases, the optimizer's start."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,3 +44,19 @@ def late_state_bytes(profile: MemoryProfile) -> int:
         return 0
     first, last = profile.boundaries[0], profile.boundaries[-1]
     return max(0, bytes_of(last, Category.OPTIMIZER_STATE) - bytes_of(first, Category.OPTIMIZER_STATE))
+
+
+def unnamed_copies_bytes(profile: MemoryProfile) -> int:
+    """Temporary blocks at the peak of half a fp32 weight's size, at most as many as there are such weights.
+
+    Under autocast without a graph these are its copies of the weights: nothing saves them, so nothing names them.
+    """
+    weights = Counter[int]()
+    for row in profile.at_peak:
+        if row.category is Category.PARAMETERS and row.dtype == "float32":
+            weights[row.requested_bytes // 2] += row.count_at_peak
+    copies = Counter[int]()
+    for row in profile.at_peak:
+        if row.category is Category.TEMPORARY and row.requested_bytes in weights:
+            copies[row.requested_bytes] += row.count_at_peak
+    return sum(num_bytes * min(count, weights[num_bytes]) for num_bytes, count in copies.items())

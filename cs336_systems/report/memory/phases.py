@@ -40,21 +40,36 @@ def boundaries_listing(profile: MemoryProfile) -> Listing:
     csv: dict[str, Callable[[Row], object]] = {
         "step": lambda row: None if row[1].step < 0 else row[1].step,
         "moment": itemgetter(0),
-        "time_ms": lambda row: row[1].time_s * 1e3,
-        "allocated_bytes": lambda row: row[1].allocated_bytes,
-        "counted_bytes": lambda row: row[1].counted_bytes,
-        "difference_bytes": lambda row: difference_bytes(row[1]),
-        "requested_bytes": lambda row: row[1].requested_bytes,
-        "counted_requested_bytes": lambda row: row[1].counted_requested_bytes,
-        "reserved_bytes": lambda row: row[1].reserved_bytes,
-        **{f"{name_of(category)}_bytes": _getter(bytes_of, category) for category in Category},
-        **{f"{name_of(category)}_requested_bytes": _getter(requested_of, category) for category in Category},
+        **{name: _of_moment(value) for name, value in moment_values().items()},
     }
     rounding = list(rounding_words(moment for _, moment in rows))
     tables = [make_table("Memory from phase to phase", blocks, rows, [_check(profile), *rounding])]
     if rounding and profile.boundaries:
         tables.append(_requested_table(profile, rows, unit))
     return Listing(name="boundaries", tables=tuple(tables), csv=csv_of(csv, rows))
+
+
+def moment_values() -> dict[str, Callable[[Moment], object]]:
+    """All that a CSV file has of a moment."""
+    return {
+        "time_ms": lambda moment: moment.time_s * 1e3,
+        "allocated_bytes": attrgetter("allocated_bytes"),
+        "counted_bytes": attrgetter("counted_bytes"),
+        "difference_bytes": difference_bytes,
+        "requested_bytes": attrgetter("requested_bytes"),
+        "counted_requested_bytes": attrgetter("counted_requested_bytes"),
+        "reserved_bytes": attrgetter("reserved_bytes"),
+        **{f"{name_of(category)}_bytes": _moment_getter(bytes_of, category) for category in Category},
+        **{f"{name_of(category)}_requested_bytes": _moment_getter(requested_of, category) for category in Category},
+    }
+
+
+def _moment_getter(value: Callable[[Moment, Category], int], category: Category) -> Callable[[Moment], int]:
+    return lambda moment: value(moment, category)
+
+
+def _of_moment(value: Callable[[Moment], object]) -> Callable[[Row], object]:
+    return lambda row: value(row[1])
 
 
 def _requested_table(profile: MemoryProfile, rows: Sequence[Row], unit: Unit) -> Table:

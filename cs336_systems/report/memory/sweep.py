@@ -1,13 +1,11 @@
 """The memory of a sweep's configurations beside each other: tables, the course's answers, pictures."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import Category, LikeAllocations
 from cs336_systems.config import Mode
-from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import Column, Heading, Table
 from cs336_systems.report.listing import Listing, share, texts_of, write_files
@@ -21,8 +19,11 @@ from cs336_systems.report.memory.entries import (
     rows_of_entries,
     settings,
 )
-from cs336_systems.report.memory.plots import draw_memory, draw_peaks
+from cs336_systems.report.memory.peak_bars import draw_peaks
+from cs336_systems.report.memory.phases import SMALL
+from cs336_systems.report.memory.plots import draw_memory
 from cs336_systems.report.memory.sweep_answers import sweep_answers, twins
+from cs336_systems.report.memory.sweep_phases import boundaries_listing
 from cs336_systems.report.memory.tables import bytes_of, fragmentation_bytes, name_of
 from cs336_systems.report.memory.words import GIB, MIB, Unit, innermost, size
 
@@ -30,6 +31,8 @@ __all__ = ["MemoryEntry", "memory_sweep_tables", "write_memory_sweep"]
 
 _GIB = Unit("GiB", GIB, 2)
 _MIB = Unit("MiB", MIB, 2)
+Bar = tuple[str, MemoryEntry]
+"""A run with its label."""
 NUM_LARGEST = 3
 """Allocations of each configuration to list."""
 MAX_BARS = 40
@@ -45,9 +48,9 @@ def memory_sweep_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
 def write_memory_sweep(entries: Sequence[MemoryEntry], directory: Path) -> list[Path]:
     """Write each table as CSV, Markdown, LaTeX and Typst, answers.md and plots/; return the paths.
 
-    plots/peaks.png has a bar for each configuration, plots/<key>_timeline.png is its timeline. The directory is made.
-    Without entries nothing is written. A table that these entries have no rows for has no files: those of earlier
-    entries are removed.
+    plots/peaks.png has a bar for each configuration, peaks2.png those that it has no room for, plots/<key>_timeline.png
+    is its timeline. The directory is made. Without entries nothing is written. A table that these entries have no rows
+    for has no files: those of earlier entries are removed.
     """
     if not entries:
         return []
@@ -60,17 +63,40 @@ def write_memory_sweep(entries: Sequence[MemoryEntry], directory: Path) -> list[
 
 
 def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, bytes]:
-    bars = list(zip((entry.config.size for entry in entries), labels(entries), entries, strict=True))
-    pages = [bars[start : start + MAX_BARS] for start in range(0, len(bars), MAX_BARS)]
     pictures = {}
-    for page, shown in enumerate(pages, start=1):
-        groups = [[(label, entry.profile) for _, label, entry in group] for _, group in groupby(shown, itemgetter(0))]
+    for page, shown in enumerate(_pages(list(zip(labels(entries), entries, strict=True))), start=1):
+        groups = [[(label, entry.profile) for label, entry in group] for _, group in groupby(shown, _size)]
         name = f"plots/peaks{'' if page == 1 else page}.png"
         pictures[name] = drawing.to_png(draw_peaks(groups, settings(entries)))
     for entry in entries:
-        words = ", ".join(part for part in (labels([entry])[0], settings([entry])) if part)
-        pictures[f"plots/{entry.config.key}_timeline.png"] = drawing.to_png(draw_memory(entry.profile, words))
+        picture = draw_memory(entry.profile, settings([entry]), _name(entry))
+        pictures[f"plots/{entry.config.key}_timeline.png"] = drawing.to_png(picture)
     return pictures
+
+
+def _pages(bars: Sequence[Bar]) -> Iterator[list[Bar]]:
+    """As many sizes on a page as there is room for; one that needs more than a page begins a new one."""
+    page: list[Bar] = []
+    for _, group in groupby(bars, _size):
+        own = list(group)
+        if page and len(page) + len(own) > MAX_BARS:
+            yield page
+            page = []
+        page += own
+        while len(page) > MAX_BARS:
+            yield page[:MAX_BARS]
+            page = page[MAX_BARS:]
+    yield page
+
+
+def _size(bar: Bar) -> str:
+    return bar[1].config.size
+
+
+def _name(entry: MemoryEntry) -> str:
+    """For a title: what tells it from any other, and the mode and precision too."""
+    config = entry.config
+    return f"{labels([entry])[0]} {config.mode} {config.precision}"
 
 
 def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
@@ -79,21 +105,21 @@ def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
     columns: list[Column[Row[None]]] = [
         Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
         Column(Heading("in", numeric=False), lambda row: row.entry.profile.peak.phase),
-        Column(Heading("without recording", "GiB"), lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
-        Column(Heading("predicted", "GiB"), lambda row: _known(predicted_peak_bytes(row.entry.config), _GIB)),
-        Column(Heading("reserved", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
-        Column(Heading("residual", "MiB"), lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
+        Column(Heading("without recording", "GiB", spare=3), lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
+        Column(Heading("predicted", "GiB"), lambda row: _known(row.entry.predicted_peak_bytes, _GIB)),
+        Column(Heading("reserved", "GiB", spare=1), lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
+        Column(Heading("residual", "MiB", spare=2), lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
         Column(Heading("saved per block", "MiB"), lambda row: _known(_block(row.entry, "saved_bytes"), _MIB)),
         Column(Heading("gradients per block", "MiB"), lambda row: _known(_block(row.entry, "gradient_bytes"), _MIB)),
-        Column(Heading("status", numeric=False), lambda row: "out of memory" if row.entry.is_out_of_memory else "ok"),
+        Column(Heading("status", numeric=False), _status),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
-        "status": lambda row: "oom" if row.entry.is_out_of_memory else "ok",
+        "status": _csv_status,
         "peak_allocated_gib": lambda row: row.entry.profile.peak.allocated_bytes / GIB,
         "peak_allocated_bytes": lambda row: row.entry.profile.peak.allocated_bytes,
         "peak_phase": lambda row: row.entry.profile.peak.phase or None,
         "plain_peak_allocated_bytes": lambda row: row.entry.plain_peak_bytes,
-        "predicted_peak_allocated_bytes": lambda row: predicted_peak_bytes(row.entry.config),
+        "predicted_peak_allocated_bytes": lambda row: row.entry.predicted_peak_bytes,
         "peak_reserved_bytes": lambda row: row.entry.profile.peak_reserved_bytes,
         "fragmentation_bytes": lambda row: fragmentation_bytes(row.entry.profile),
         "outside_bytes": lambda row: row.entry.profile.outside_bytes,
@@ -101,9 +127,31 @@ def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
         "block_saved_bytes": lambda row: _block(row.entry, "saved_bytes"),
         "block_gradient_bytes": lambda row: _block(row.entry, "gradient_bytes"),
     }
-    notes = ["Peak: allocated at most; reserved: held by PyTorch at most. Out of memory: what there was before it."]
-    every = make_listing("peaks", "Peaks of memory", rows, columns, csv, notes)
+    notes = ["Peak: allocated at most; reserved: held by PyTorch at most."]
+    every = make_listing("peaks", "Peaks of memory", rows, columns, csv, [*notes, *_failure_notes(entries)])
     return Listing(name="peaks", tables=(*_by_mode(entries), *every.tables), csv=every.csv)
+
+
+def _status(row: Row[None]) -> str:
+    return "out of memory" if row.entry.is_out_of_memory else "ok"
+
+
+def _csv_status(row: Row[None]) -> str:
+    return "oom" if row.entry.is_out_of_memory else "ok"
+
+
+def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """What the rows of runs that ran out of memory are, and are not."""
+    failed = [entry for entry in entries if entry.is_out_of_memory]
+    if failed:
+        yield "Out of memory: what there was before it, which is less than the run needs."
+    if any(entry.config.mode is Mode.TRAIN and _is_before_state(entry) for entry in failed):
+        yield "Where memory ran out in the first forward pass, gradients and the optimizer's state were still to come."
+
+
+def _is_before_state(entry: MemoryEntry) -> bool:
+    moments, kept = (entry.profile.peak, *entry.profile.boundaries), (Category.GRADIENTS, Category.OPTIMIZER_STATE)
+    return not any(bytes_of(moment, category) for moment in moments for category in kept)
 
 
 def _block(entry: MemoryEntry, field: str) -> int | None:
@@ -125,7 +173,7 @@ def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
     of = {id(group[0]): {entry.config.mode: entry for entry in group} for group in groups}
     columns: list[Column[Row[None]]] = [Column(Heading(mode, "GiB"), _mode_cell(of, mode)) for mode in modes]
     note = "Allocated at most. Above: memory ran out after that much."
-    listing = make_listing("", "Peak of memory by mode", rows, columns, {}, [note], without=("mode",))
+    listing = make_listing("", "Peak of memory by mode", rows, columns, {}, [note], ("mode",), entries)
     return listing.tables
 
 
@@ -145,16 +193,30 @@ def categories_listing(entries: Sequence[MemoryEntry]) -> Listing:
     present = [name for name in Category if any(bytes_of(entry.profile.peak, name) for entry in entries)]
     rows = rows_of_entries(entries, lambda _: [None])
     columns: list[Column[Row[None]]] = [
-        *(Column(Heading(name, "GiB"), _category_cell(name)) for name in present),
+        *(
+            Column(Heading(name, "GiB", spare=0 if _is_seen(name, entries) else 2), _category_cell(name))
+            for name in present
+        ),
         Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
+        Column(Heading("in", numeric=False, spare=1), lambda row: row.entry.profile.peak.phase),
+        Column(Heading("status", numeric=False), _status),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
-        "peak_allocated_bytes": lambda row: row.entry.profile.peak.allocated_bytes
+        "status": _csv_status,
+        "peak_phase": lambda row: row.entry.profile.peak.phase or None,
+        "peak_allocated_bytes": lambda row: row.entry.profile.peak.allocated_bytes,
     }
     for name in Category:
         csv[f"{name_of(name)}_bytes"] = _category_value(name)
         csv[f"{name_of(name)}_share"] = _category_share(name)
-    return make_listing("categories", "What the peaks consist of", rows, columns, csv, [])
+    notes = list(_failure_notes(entries))
+    return make_listing("categories", "What the peaks consist of", rows, columns, csv, notes)
+
+
+def _is_seen(name: Category, entries: Sequence[MemoryEntry]) -> bool:
+    """Whether any peak has so much of the category that a narrow terminal shall show it."""
+    peaks = [entry.profile.peak for entry in entries]
+    return any(bytes_of(peak, name) > SMALL * peak.allocated_bytes for peak in peaks)
 
 
 def _category_cell(name: Category) -> Callable[[Row[None]], str]:
@@ -192,5 +254,7 @@ def largest_listing(entries: Sequence[MemoryEntry]) -> Listing:
     return make_listing("largest", "Largest allocations", rows, columns, csv, [])
 
 
-_LISTINGS: tuple[Callable[[Sequence[MemoryEntry]], Listing], ...] = (peaks_listing, categories_listing, largest_listing)
+_LISTINGS: tuple[Callable[[Sequence[MemoryEntry]], Listing], ...] = (
+    peaks_listing, categories_listing, boundaries_listing, largest_listing,
+)  # fmt: skip
 """The first two are what a terminal has room for."""

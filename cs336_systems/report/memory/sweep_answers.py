@@ -1,31 +1,72 @@
 """The course's questions on memory answered for every configuration of a sweep, with what they have in common."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.config import Precision
+from cs336_systems.config import Mode, Precision
 from cs336_systems.report.formats import significant
 from cs336_systems.report.memory.allocations import typical
 from cs336_systems.report.memory.answers import Question, answers
 from cs336_systems.report.memory.entries import MemoryEntry, identities, labels
+from cs336_systems.report.memory.facts import unnamed_copies_bytes
 from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.tables import bytes_of
 from cs336_systems.report.memory.words import size
 from cs336_systems.report.sentences import answers_markdown
 
 MIXED = (Precision.BF16, Precision.FP16)
+MAX_EACH = 8
+"""Runs that are answered for one by one; of more, some stand for the others."""
+MIN_CHANGE = 0.01
+"""Of a peak: what precision changes in a category by less is left out."""
 
 
 def sweep_answers(entries: Sequence[MemoryEntry]) -> str:
-    """Markdown: each question as a heading, what holds over the configurations, then the answer of each."""
+    """Markdown: each question as a heading, what holds over the configurations, then the answer of each.
+
+    Of more than MAX_EACH, only some are answered for one by one.
+    """
     names = labels(entries)
-    found = [{answer.question: answer.text for answer in answers(entry.profile)} for entry in entries]
+    chosen = _chosen(entries)
+    found = [
+        (name, {answer.question: answer.text for answer in answers(entry.profile)})
+        for name, entry in zip(names, entries, strict=True)
+        if any(entry is one for one in chosen)
+    ]
     sections = []
     for question in Question:
         summary = _SUMMARIES[question](entries, names) if len(entries) > 1 else []
-        own = [(name, texts[question]) for name, texts in zip(names, found, strict=True)]
+        own = _merged((name, texts[question]) for name, texts in found)
         sections.append((question.value, [*(("", text) for text in summary), *own]))
     return answers_markdown("Where the memory goes: the questions of CS336", sections)
+
+
+def _chosen(entries: Sequence[MemoryEntry]) -> Sequence[MemoryEntry]:
+    """All, or of many the least and the most of the modes, at the longest context that most of these finished at.
+
+    The largest sizes where that is still too many.
+    """
+    if len(entries) <= MAX_EACH:
+        return entries
+    present = [mode for mode in Mode if any(entry.config.mode is mode for entry in entries)]
+    wanted = [entry for entry in entries if entry.config.mode in (present[0], present[-1])]
+    finished = [entry for entry in wanted if not entry.is_out_of_memory] or wanted
+    counts = Counter(_context(entry) for entry in finished)
+    longest = max(counts, key=lambda context: (counts[context], context))
+    return [entry for entry in finished if _context(entry) == longest][-MAX_EACH:]
+
+
+def _context(entry: MemoryEntry) -> int:
+    return entry.config.model.context_length
+
+
+def _merged(answered: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names and texts, each text once, with all whose answer it is."""
+    names: dict[str, list[str]] = {}
+    for name, text in answered:
+        names.setdefault(text, []).append(name)
+    return [(", ".join(own), text) for text, own in names.items()]
 
 
 def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
@@ -38,9 +79,17 @@ def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]
 
 
 def _timelines(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
-    return [
-        f"The {len(entries)} pictures are in plots/, by the key of the run: plots/{entries[0].config.key}_timeline.png."
+    texts = [
+        f"Each of the {len(entries)} runs has a picture in plots/, by its key, such as "
+        f"plots/{entries[0].config.key}_timeline.png, and a row in boundaries.md."
     ]
+    chosen = _chosen(entries)
+    if len(chosen) < len(entries):
+        texts.append(
+            f"Told one by one, here and below: {len(chosen)} of the runs. cs336 memory memory/KEY.json --output DIR "
+            "answers for any other."
+        )
+    return texts
 
 
 def _peaks(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
@@ -62,34 +111,62 @@ def _peak_at(entry: MemoryEntry) -> str:
     return f"{failed}{size(entry.profile.peak.allocated_bytes)} at context {entry.config.model.context_length}"
 
 
-def _precision(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
-    """Mixed precision over full, of runs that finished in both."""
+def _precision(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
+    """A sentence for each size and mode: mixed precision over full, of runs that finished in both."""
+    groups = twins(
+        [entry for entry in entries if not entry.is_out_of_memory], "precision", "context_length", "device_name"
+    )
+    names = labels([group[0] for group in groups], without=("precision", "context_length"))
     texts = []
-    named = {id(entry): name for entry, name in zip(entries, names, strict=True)}
-    for group in twins([entry for entry in entries if not entry.is_out_of_memory], "precision", "device_name"):
-        full = next((entry for entry in group if entry.config.precision is Precision.FP32), None)
-        texts += [
-            f"{named[id(mixed)]} peaks at {_against(mixed, full)}: "
-            f"saved activations {_change(mixed, full, Category.SAVED)}, "
-            f"autocast copies {_change(mixed, full, Category.AUTOCAST_COPIES)}."
-            for mixed in group
-            if full is not None and full.profile.peak.allocated_bytes and mixed.config.precision in MIXED
-        ]
+    for name, group in zip(names, groups, strict=True):
+        full = {_context(entry): entry for entry in group if entry.config.precision is Precision.FP32}
+        for precision in MIXED:
+            pairs = [
+                (entry, full[_context(entry)])
+                for entry in group
+                if entry.config.precision is precision and _context(entry) in full
+            ]
+            if pairs:
+                ratios = ", ".join(f"{_ratio(*pair)} at context {_context(pair[0])}" for pair in pairs)
+                texts.append(
+                    f"{name}: the peak in {precision} over that in fp32 is {ratios}. At context "
+                    f"{_context(pairs[-1][0])}: {_changes(*pairs[-1])}."
+                )
     return texts
 
 
-def _against(mixed: MemoryEntry, full: MemoryEntry) -> str:
+def _ratio(mixed: MemoryEntry, full: MemoryEntry) -> str:
     part, whole = mixed.profile.peak.allocated_bytes, full.profile.peak.allocated_bytes
-    return f"{significant(part / whole, 3)} times fp32, {size(part)} for {size(whole)}"
+    return significant(part / whole, 3) if whole else "unknown"
 
 
-def _change(mixed: MemoryEntry, full: MemoryEntry, category: Category) -> str:
-    return f"{size(bytes_of(mixed.profile.peak, category))} for {size(bytes_of(full.profile.peak, category))}"
+def _changes(mixed: MemoryEntry, full: MemoryEntry) -> str:
+    """The categories that differ, the most first, and what of the temporary blocks are copies of weights."""
+    peaks = (mixed.profile.peak, full.profile.peak)
+    least = MIN_CHANGE * max(peak.allocated_bytes for peak in peaks)
+    pairs = {category: (bytes_of(peaks[0], category), bytes_of(peaks[1], category)) for category in Category}
+    changed = {category: pair for category, pair in pairs.items() if abs(pair[0] - pair[1]) >= least}
+    ordered = sorted(changed.items(), key=lambda item: -abs(item[1][0] - item[1][1]))
+    said = ", ".join(f"{category} {size(part)} for {size(whole)}" for category, (part, whole) in ordered)
+    copies = unnamed_copies_bytes(mixed.profile)
+    if Category.TEMPORARY in changed and not pairs[Category.AUTOCAST_COPIES][0] and copies >= least:
+        said += (
+            f"; of the temporary blocks {size(copies)} have half the sizes of the weights and are at most as many: the "
+            "copies that autocast keeps until the pass ends, which nothing names as nothing saves them for backward"
+        )
+    return said or "no category differs by a hundredth of the peak"
 
 
 def _residual(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
-    known = {found for entry in entries if (found := entry.profile.residual_stream_bytes) is not None}
-    return [f"From {size(min(known))} to {size(max(known))}."] if len(known) > 1 else []
+    """A sentence for each size that has several contexts."""
+    texts = []
+    groups = twins(entries, "mode", "precision", "context_length", "device_name")
+    names = labels([group[0] for group in groups], without=("mode", "precision", "context_length"))
+    for name, group in zip(names, groups, strict=True):
+        known = {_context(entry): entry.profile.residual_stream_bytes for entry in group}
+        said = [f"{size(found)} at context {context}" for context, found in known.items() if found is not None]
+        texts += [f"{name}: {', '.join(said)}."] if len(said) > 1 else []
+    return texts
 
 
 def _largest(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
@@ -102,16 +179,18 @@ def _largest(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
     return [f"The largest of all, in {name}: {largest_words([row], 1)}."]
 
 
-def _blocks(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
-    saved = {
-        name: typical(entry.profile.blocks).saved_bytes
-        for name, entry in zip(names, entries, strict=True)
-        if entry.profile.blocks
-    }
-    if len(saved) < 2:
-        return []
-    low, high = min(saved, key=saved.__getitem__), max(saved, key=saved.__getitem__)
-    return [f"A block saves {size(saved[low])} ({low}) to {size(saved[high])} ({high})."]
+def _blocks(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
+    """A sentence for each size and precision: what a block saves at each context, and its gradients."""
+    texts = []
+    groups = twins([entry for entry in entries if entry.profile.blocks], "mode", "context_length", "device_name")
+    names = labels([group[0] for group in groups], without=("mode", "context_length"))
+    for name, group in zip(names, groups, strict=True):
+        by_context = {_context(entry): typical(entry.profile.blocks) for entry in group}
+        gradients = max(typical(entry.profile.blocks).gradient_bytes for entry in group)
+        said = [f"{size(block.saved_bytes)} at context {context}" for context, block in by_context.items()]
+        kept = f"; its gradients take {size(gradients)} at any" if gradients else ""
+        texts += [f"A block of {name} saves {', '.join(said)}{kept}."] if len(said) > 1 else []
+    return texts
 
 
 _SUMMARIES: Mapping[Question, Callable[[Sequence[MemoryEntry], Sequence[str]], list[str]]] = {

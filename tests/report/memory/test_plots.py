@@ -1,4 +1,4 @@
-"""Pictures of hand-made memory profiles (see memory_profiles.py): what is drawn is what there was."""
+"""Pictures of hand-made memory profiles (see profiles.py): what is drawn is what there was."""
 
 import itertools
 import warnings
@@ -11,17 +11,25 @@ from matplotlib.colors import to_hex
 
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.report import drawing
-from cs336_systems.report.memory.plots import draw_memory, draw_peaks, write_pictures
+from cs336_systems.report.memory.peak_bars import draw_peaks
+from cs336_systems.report.memory.plots import draw_memory, write_pictures
 from tests.report.drawn import overlaps, texts
 from tests.report.kernels.test_plots import SIGHT, lab
 from tests.report.making import HOSTILE
-from tests.report.memory.profiles import make_bare, make_inference, make_memory, make_moment, make_oom
+from tests.report.memory.profiles import (
+    make_bare,
+    make_inference,
+    make_memory,
+    make_moment,
+    make_oom,
+    make_timeline,
+)
 
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 
 def areas(figure):
-    """Memory x ms of each category that is drawn."""
+    """Memory x points of the timeline of each category that is drawn."""
     found = {}
     for patch in (part for part in figure.axes[0].collections if isinstance(part, PolyCollection)):
         (path,) = patch.get_paths()
@@ -31,12 +39,11 @@ def areas(figure):
     return found
 
 
-def test_each_category_has_the_area_of_its_bytes_over_time() -> None:
-    """Each step: 200 MiB for 5 ms, 400 for 3, 380 for 7 are saved; 20, 50 and 5 for 5, 7 and 5 ms temporary."""
+def test_each_category_has_the_area_of_its_bytes_over_the_points_of_the_timeline() -> None:
+    """12 steps from point to point; in each of two steps 200, 400 and 380 MiB are saved, and 20, 50 and 5 temporary."""
     assert areas(draw_memory(make_memory())) == pytest.approx({
-        "held throughout": 10 * 60, "parameters": 100 * 60, "optimizer state": 200 * 60,
-        "gradients": 2 * (40 * 7 + 100 * 10), "saved activations": 2 * (200 * 5 + 400 * 3 + 380 * 7),
-        "temporary": 2 * (20 * 5 + 50 * 7 + 5 * 5),
+        "held throughout": 10 * 12, "parameters": 100 * 12, "optimizer state": 200 * 12,
+        "gradients": 2 * (40 + 100 + 100), "saved activations": 2 * (200 + 400 + 380), "temporary": 2 * (20 + 50 + 5),
     })  # fmt: skip
 
 
@@ -46,7 +53,9 @@ def test_phases_and_steps_are_named_between_their_lines() -> None:
     assert [shown.count(name) for name in ("forward", "backward", "optimizer", "step 0", "step 1")] == [2, 2, 2, 1, 1]
     (panel,) = figure.axes
     upright = sorted({line.get_xdata()[0] for line in panel.lines if len(line.get_xdata()) == 2})
-    assert upright == pytest.approx([0, 10, 20, 30, 40, 50, 60])
+    assert upright == [0, 2, 4, 6, 8, 10, 12], "the numbers of the points at 0, 10, 20, ... ms"
+    ticks = dict(zip(panel.get_xticks(), (text.get_text() for text in panel.get_xticklabels()), strict=True))
+    assert ticks == {0: "0.00", 2: "10.0", 4: "20.0", 6: "30.0", 8: "40.0", 10: "50.0", 12: "60.0"}
     one = texts(draw_memory(make_inference()))
     assert "forward" in one
     assert not any("step" in text for text in one), "the only step needs no number"
@@ -57,7 +66,7 @@ def test_memory_from_a_gib_on_is_drawn_in_gib() -> None:
     assert panel.get_ylabel() == "memory (MiB)"
     figure = draw_memory(make_bare())
     assert figure.axes[0].get_ylabel() == "memory (GiB)"
-    assert areas(figure) == pytest.approx({"held throughout": 1000 * 10 / 1024, "temporary": 500 * 4 / 1024})
+    assert areas(figure) == pytest.approx({"held throughout": 1000 * 2 / 1024, "temporary": 500 / 1024})
     assert figure.axes[0].get_ylim()[1] > 2000 / 1024
 
 
@@ -78,7 +87,7 @@ def test_the_peak_is_marked_where_it_is() -> None:
     figure = draw_memory(make_memory())
     (panel,) = figure.axes
     (point,) = [line for line in panel.lines if line.get_marker() == "o"]
-    assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((13, 780))
+    assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((3, 780))
     assert "peak 780.0 MiB, in backward" in texts(figure)
     assert panel.get_ylim()[1] > 900
     reserved = next(line for line in panel.lines if len(line.get_xdata()) == 13)
@@ -93,12 +102,42 @@ def test_the_legend_says_what_the_peak_consists_of() -> None:
     }  # fmt: skip
 
 
-def test_out_of_memory_is_said() -> None:
-    shown = texts(draw_memory(make_oom()))
+def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
+    figure = draw_memory(make_oom())
+    shown = texts(figure)
     assert "Memory over time: peak 780.0 MiB, out of memory" in shown
     words = "asked for 300.0 MiB with 120.0 MiB free in forward of step 1".replace(" ", "\N{NO-BREAK SPACE}")
     assert any(words in text for text in shown)
-    assert [shown.count(name) for name in ("forward", "fwd", "backward", "optimizer")] == [1, 1, 1, 1]
+    assert [shown.count(name) for name in ("forward", "fwd", "backward", "optimizer")] == [2, 0, 1, 1]
+    assert "out of memory" in shown
+    (panel,) = figure.axes
+    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == drawing.FAILURE_COLOUR]
+    assert marks == [7], "the number of the point at 35 ms"
+    assert panel.get_xlim() == (0, 7), "what comes later is of no step"
+
+
+def test_the_name_of_the_run_is_the_title() -> None:
+    assert "xl ctx 512 train fp32: peak 780.0 MiB" in texts(draw_memory(make_memory(), "H200", "xl ctx 512 train fp32"))
+
+
+def test_what_is_freed_after_the_last_step_is_not_drawn() -> None:
+    whole = make_memory(num_steps=1, boundaries=make_memory().boundaries[:4], phases=make_memory().phases[:3])
+    assert draw_memory(whole).axes[0].get_xlim() == (0, 6), "the step ends at 30 ms, the timeline at 60"
+
+
+def test_little_that_changes_on_top_of_much_is_enlarged() -> None:
+    """5,000 MiB stay and 100 come and go: the second panel begins 10 MiB below and ends 10 MiB above what changes."""
+    timeline = make_timeline((0, 6, 10), 5200, parameters=[5000] * 3, temporary=[0, 100, 0])
+    peak = make_moment("forward", 6, 5200, counted=False, parameters=5000, temporary=100)
+    figure = draw_memory(make_inference(timeline=timeline, peak=peak))
+    first, second = figure.axes
+    assert first.get_ylim()[0] == 0
+    assert np.multiply(second.get_ylim(), 1024) == pytest.approx([4990, 5110])
+    assert first.get_xlim() == second.get_xlim()
+    assert texts(figure).count("forward") == 1
+    assert len(draw_memory(make_inference()).axes) == 1, "there 60 of 160 MiB come and go"
+    second.set_yticks([5000 / 1024, 5100 / 1024])  # matplotlib has ticks outside of the panel too, and hides them
+    assert overlaps(figure) == []
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -121,6 +160,17 @@ def test_bars_hold_the_categories_of_the_peak() -> None:
     assert marks == pytest.approx([900, 200])
     assert {"780.0 MiB\nin backward", "160.0 MiB\nin forward", "1.46 GiB"} <= set(texts(figure))
     assert "780.0 MiB\nout of memory" in texts(draw_peaks([[("train", make_oom())]]))
+
+
+def test_what_ran_out_of_memory_is_cut_off_at_what_did_not() -> None:
+    """Of 200 MiB reserved by the run that finished; the other's part from 110 to 310 MiB is seen up to there."""
+    figure = draw_peaks([[("inference", make_inference()), ("train", make_oom())]])
+    (panel,) = figure.axes
+    assert panel.get_xlim()[1] == pytest.approx(200 / 1024)
+    (arrow,) = [line for line in panel.lines if line.get_marker() == ">"]
+    assert (arrow.get_xdata()[0] * 1024, arrow.get_ydata()[0]) == pytest.approx((200, 1))
+    assert [line.get_xdata()[0] * 1024 for line in panel.lines if line.get_marker() == "|"] == pytest.approx([200])
+    assert overlaps(figure) == []
 
 
 def test_what_cannot_be_drawn_is_an_error() -> None:
