@@ -109,6 +109,7 @@ def describe_fast(config: RunConfig) -> str:
     words = (
         (str(config.precision), True),
         ("weights cast once", config.cast_once),
+        ("block products in fp8", config.fp8),
         (f"{model.attention} attention{backend}", not own),
         (f"compile {config.compile}{blocks}", config.compile is not CompileMode.NONE),
         (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),

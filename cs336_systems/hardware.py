@@ -16,6 +16,8 @@ class DeviceSpec:
     """Of matrix products accumulating in fp32, by tensor cores for all but fp32. Absent: not supported or not sure."""
     memory_bandwidth_bytes_per_s: float
     source: str
+    fp8_peak_flops_per_s: float | None = None
+    """As the peaks above, with both factors in fp8; None: not supported or not sure."""
 
 
 def _spec(
@@ -24,6 +26,7 @@ def _spec(
     tf32: float | None = None,
     bf16: float | None = None,
     fp16: float | None = None,
+    fp8: float | None = None,
     gb_per_s: float,
     source: str,
 ) -> DeviceSpec:
@@ -34,17 +37,20 @@ def _spec(
         peak_flops_per_s={precision: peak * 1e12 for precision, peak in peaks.items() if peak is not None},
         memory_bandwidth_bytes_per_s=gb_per_s * 1e9,
         source=source,
+        fp8_peak_flops_per_s=None if fp8 is None else fp8 * 1e12,
     )
 
 
 _V100 = "NVIDIA V100 data sheet"
 _A100 = "NVIDIA A100 data sheet"
+_L40 = "NVIDIA L40 data sheet"
+_L40S = "NVIDIA L40S data sheet"
 _H100 = "NVIDIA H100 data sheet"
 _H200 = "NVIDIA H200 data sheet"
 _B200 = "NVIDIA DGX B200 data sheet; Blackwell architecture technical brief"
 _GA102 = "NVIDIA Ampere GA102 architecture white paper"
 _ADA = "NVIDIA Ada GPU architecture white paper"
-_RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper"
+_GB202 = "NVIDIA RTX Blackwell GPU architecture white paper"
 
 # fmt: off
 DEVICES: tuple[DeviceSpec, ...] = (
@@ -58,24 +64,29 @@ DEVICES: tuple[DeviceSpec, ...] = (
     _spec("A10", fp32=31.2, tf32=62.5, bf16=125, fp16=125, gb_per_s=600, source="NVIDIA A10 data sheet"),
     _spec("A30", fp32=10.3, tf32=82, bf16=165, fp16=165, gb_per_s=933, source="NVIDIA A30 data sheet"),
     _spec("A40", fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7, gb_per_s=696, source="NVIDIA A40 data sheet"),
-    _spec("L4", fp32=30.3, tf32=60, bf16=121, fp16=121, gb_per_s=300, source="NVIDIA L4 data sheet"),
-    _spec("L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, gb_per_s=864, source="NVIDIA L40 data sheet"),
-    _spec("L40S", fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, gb_per_s=864, source="NVIDIA L40S data sheet"),
-    _spec("H100 80GB HBM3", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, gb_per_s=3350, source=_H100),
-    _spec("H100 PCIe", fp32=51, tf32=378, bf16=756.5, fp16=756.5, gb_per_s=2000, source=_H100),
-    _spec("H100 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, gb_per_s=3900, source=_H100),
-    _spec("H200", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, gb_per_s=4800, source=_H200),
-    _spec("H200 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, gb_per_s=4800, source=_H200),
-    _spec("B200", bf16=2250, fp16=2250, gb_per_s=8000, source=_B200),  # editions disagree on fp32 and tf32
+    _spec("L4", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, gb_per_s=300, source="NVIDIA L4 data sheet"),
+    _spec("L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362.05, gb_per_s=864, source=_L40),
+    _spec("L40S", fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, gb_per_s=864, source=_L40S),
+    _spec("H100 80GB HBM3", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=3350, source=_H100),
+    _spec("H100 PCIe", fp32=51, tf32=378, bf16=756.5, fp16=756.5, fp8=1513, gb_per_s=2000, source=_H100),
+    _spec("H100 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=3900, source=_H100),
+    _spec("H200", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=4800, source=_H200),
+    _spec("H200 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=4800, source=_H200),
+    _spec("B200", bf16=2250, fp16=2250, fp8=4500, gb_per_s=8000, source=_B200),  # editions disagree on fp32 and tf32
     _spec("RTX A6000", fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, gb_per_s=768, source=_GA102),
     _spec("GeForce RTX 3090", fp32=35.6, tf32=35.6, bf16=71, fp16=71, gb_per_s=936, source=_GA102),
-    _spec("GeForce RTX 4090", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, gb_per_s=1008, source=_ADA),
-    _spec("GeForce RTX 5090", fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, gb_per_s=1792, source=_RTX_BLACKWELL),
+    _spec("GeForce RTX 4090", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, gb_per_s=1008, source=_ADA),
+    _spec("GeForce RTX 5090", fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, gb_per_s=1792, source=_GB202),
 )
 # fmt: on
 
 
 def find_device(device_name: str) -> DeviceSpec | None:
     """The device of exactly this name, or None; a slice (MIG), a laptop's or an export version is another device."""
-    name = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+    name = bare_name(device_name)
     return next((device for device in DEVICES if name in device.names), None)
+
+
+def bare_name(device_name: str) -> str:
+    """The name without the maker's, which some libraries leave out."""
+    return device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")

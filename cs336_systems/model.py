@@ -6,7 +6,7 @@ Written for the host's sake, which launches a kernel in 4-5 us: few kernels, tab
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
+from cs336_systems.fp8 import fp8_linear
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range, block_range
 
@@ -162,7 +163,7 @@ class SelfAttention(nn.Module):
             if self.joint is None:
                 q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
             else:
-                q, k, v = F.linear(x, *self.joint).chunk(3, dim=-1)
+                q, k, v = self.joint.product(x).chunk(3, dim=-1)
             q, k, v = q.view(heads), k.view(heads), v.view(heads)
             if rotations is not None:
                 # both in one tensor: half the kernels
@@ -231,7 +232,7 @@ class SwiGLU(nn.Module):
             x = _cast_once(x)
             if self.joint is None:
                 return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
-            gate, up = F.linear(x, *self.joint).chunk(2, dim=-1)
+            gate, up = self.joint.product(x).chunk(2, dim=-1)
             return cast("Tensor", self.w2(F.silu(gate) * up))
 
 
@@ -266,8 +267,17 @@ class Embedding(nn.Module):
             return x if self.positions is None else x + self.positions[: tokens.shape[1]]
 
 
-Copies = tuple[Tensor, Tensor | None]
-"""A weight and, where there is one, a bias, in low precision."""
+class Copies(NamedTuple):
+    """A weight and, where there is one, a bias, in low precision."""
+
+    weight: Tensor
+    bias: Tensor | None
+    in_fp8: bool = False
+    """Whether the product casts both its factors to fp8."""
+
+    def product(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        """x W^T, plus the bias."""
+        return (fp8_linear if self.in_fp8 else F.linear)(x, self.weight, self.bias)
 
 
 class Linear(nn.Module):
@@ -281,8 +291,7 @@ class Linear(nn.Module):
         """Copies of both, to be read in their place (weights.py)."""
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        weight, bias = self.copies or (self.weight, self.bias)
-        return F.linear(x, weight, bias)
+        return F.linear(x, self.weight, self.bias) if self.copies is None else self.copies.product(x)
 
 
 class LMHead(Linear):
@@ -300,7 +309,7 @@ class LMHead(Linear):
         """Logits with the surplus."""
         with annotate(self.range):
             if self.copies is not None:
-                return F.linear(x, self.copies[0])
+                return self.copies.product(x)
             if surplus := -len(self.weight) % self.multiple:
                 return F.linear(x, F.pad(_cast_once(self.weight), (0, 0, 0, surplus)))
             return F.linear(x, self.weight)

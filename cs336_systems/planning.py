@@ -46,5 +46,6 @@ def _plain(config: RunConfig) -> RunConfig:
         pad_vocabulary=1,
         cast_once=False,
         fused_loss=False,
+        fp8=False,
         cuda_graph=False,
     )

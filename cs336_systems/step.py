@@ -25,7 +25,7 @@ from cs336_systems.precision import AUTOCAST_DTYPES, autocast, make_grad_scaler
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range
 from cs336_systems.step_graph import StepGraph
-from cs336_systems.weights import cast_linear_weights
+from cs336_systems.weights import Weight, cast_linear_weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""
@@ -93,8 +93,10 @@ class TrainingStep:
         self.batches = make_batches(config)
         self.scaler = make_grad_scaler(config.precision, config.device)
         self.num_parameters = num_parameters(self.model)
-        self.weights = cast_linear_weights(self.model, AUTOCAST_DTYPES[config.precision]) if config.cast_once else ()
+        self.weights: tuple[Weight, ...] = ()
         """With their copies; empty where every step casts the parameters."""
+        if config.cast_once:
+            self.weights = cast_linear_weights(self.model, AUTOCAST_DTYPES[config.precision], fp8=config.fp8)
         self.optimizer = self._make_optimizer()
         self.phase = Phase.DATA
         """What the step is at, for whoever has to say where it failed."""

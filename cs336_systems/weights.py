@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.model import Linear, LMHead, SelfAttention, SwiGLU
+from cs336_systems.model import Copies, Linear, LMHead, SelfAttention, SwiGLU
 
 ALIGNMENT = 16
 """Bytes at which the parts of a joint weight must begin, for kernels that read so many at a time."""
@@ -45,37 +45,41 @@ class Weight:
             copy.copy_(self.master.detach())
 
 
-def cast_linear_weights(model: nn.Module, dtype: torch.dtype) -> tuple[Weight, ...]:
+def cast_linear_weights(model: nn.Module, dtype: torch.dtype, *, fp8: bool = False) -> tuple[Weight, ...]:
     """Give the linear layers of `model` copies in `dtype`; return all weights of the model, once each.
 
     Layers that read the same tensor share one copy, and so one product: q_proj, k_proj and v_proj; w1 and w3. That of
-    the head is padded to the multiple that it computes.
+    the head is padded to the multiple that it computes. With `fp8` all but the head compute in fp8, from copies in
+    `dtype`.
     """
     found: dict[nn.Parameter, Weight] = {}
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
-            module.joint = _join((module.q_proj, module.k_proj, module.v_proj), dtype, found)
+            module.joint = _join((module.q_proj, module.k_proj, module.v_proj), dtype, found, fp8)
         elif isinstance(module, SwiGLU):
-            module.joint = _join((module.w1, module.w3), dtype, found)
+            module.joint = _join((module.w1, module.w3), dtype, found, fp8)
     for module in model.modules():
         if isinstance(module, Linear) and module.weight not in found:
+            is_head = isinstance(module, LMHead)
             surplus = -len(module.weight) % module.multiple if isinstance(module, LMHead) else 0
             weight = _copy([module.weight], dtype, found, surplus)
-            module.copies = (weight, None if module.bias is None else _copy([module.bias], dtype, found))
+            bias = None if module.bias is None else _copy([module.bias], dtype, found)
+            module.copies = Copies(weight, bias, in_fp8=fp8 and not is_head)
     weights = tuple(found.get(parameter) or Weight(master=parameter) for parameter in model.parameters())
     model.register_load_state_dict_post_hook(lambda _model, _keys: _refresh(weights))
     return weights
 
 
 def _join(
-    layers: Sequence[Linear], dtype: torch.dtype, found: dict[nn.Parameter, Weight]
-) -> tuple[Tensor, Tensor | None] | None:
+    layers: Sequence[Linear], dtype: torch.dtype, found: dict[nn.Parameter, Weight], in_fp8: bool
+) -> Copies | None:
     """One weight and bias for all layers; None where a part would not be aligned."""
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
     if any(part.numel() * dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
         return None
-    return _copy(weights, dtype, found), _copy(biases, dtype, found) if biases else None
+    bias = _copy(biases, dtype, found) if biases else None
+    return Copies(_copy(weights, dtype, found), bias, in_fp8)
 
 
 def _copy(

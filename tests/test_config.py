@@ -159,8 +159,8 @@ OTHER_RUN = {
     "size": "tiny", "model": None, "batch_size": 5, "mode": Mode.FORWARD, "precision": Precision.BF16,
     "optimizer": OptimizerKind.FUSED, "compile": CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, "compile_blocks": True,
     "device": Device.CUDA, "warmup_steps": 6, "measured_steps": 11, "seed": 1, "sync_phases": True, "ranges": False,
-    "checkpoint_blocks": 2, "pad_vocabulary": 128, "cast_once": True, "fused_loss": True, "cuda_graph": True,
-    "learning_rate": 1e-4,
+    "checkpoint_blocks": 2, "pad_vocabulary": 128, "cast_once": True, "fused_loss": True, "fp8": True,
+    "cuda_graph": True, "learning_rate": 1e-4,
     "tokens": "x.npy", "model_factory": "a:b", "profiler": Profiler.KINETO, "repeat": 1,
 }  # fmt: skip
 
@@ -171,7 +171,7 @@ def test_every_field_changes_the_key() -> None:
     base = run(shape(num_heads=1, attention=Attention.SDPA), compile=CompileMode.DEFAULT, mode=Mode.FORWARD_BACKWARD)
     needed = {
         "cast_once": {"precision": Precision.BF16}, "cuda_graph": {"device": Device.CUDA},
-        "fused_loss": {"compile_blocks": True},
+        "fused_loss": {"compile_blocks": True}, "fp8": {"precision": Precision.BF16, "cast_once": True},
     }  # fmt: skip
     others = [
         replace(base, model=replace(base.model, attention=Attention.NAIVE) if name == "attention"
@@ -288,6 +288,9 @@ def test_the_label_says_what_is_unusual() -> None:
         ({"cast_once": True}, "cast_once keeps weights in bf16, got precision fp32"),
         ({"cast_once": True, "precision": Precision.BF16}, "cast_once needs the fused optimizer, got optimizer adamw"),
         ({"cast_once": True, "model_factory": "a:b"}, "cast_once needs this project's model, got model_factory 'a:b'"),
+        ({"fp8": True, "precision": Precision.BF16}, "fp8 needs cast_once, got cast_once False"),
+        ({"fp8": True}, "fp8 needs precision bf16, got precision fp32"),
+        ({"fp8": True, "model_factory": "a:b"}, "fp8 needs this project's model, got model_factory 'a:b'"),
         ({"pad_vocabulary": 64, "model_factory": "a:b"}, "pad_vocabulary needs this project's model"),
         ({"cuda_graph": True, "optimizer": OptimizerKind.FUSED}, "cuda_graph needs device cuda, got cpu"),
         ({"cuda_graph": True, "device": Device.CUDA}, "cuda_graph needs the fused optimizer, got optimizer adamw"),

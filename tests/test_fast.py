@@ -24,7 +24,7 @@ from cs336_systems.hardware import DEVICES
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
 FIXED = (
     "size", "batch_size", "mode", "checkpoint_blocks", "learning_rate", "device", "warmup_steps", "measured_steps",
-    "seed", "sync_phases", "ranges", "tokens", "model_factory", "profiler", "repeat",
+    "seed", "sync_phases", "ranges", "tokens", "model_factory", "profiler", "repeat", "fp8",
 )  # fmt: skip
 CHOSEN = (
     "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "fused_loss", "cuda_graph",

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from cs336_systems import fp8
 from cs336_systems.clock import make_clock
 from cs336_systems.config import (
     SIZES,
@@ -25,6 +26,7 @@ from cs336_systems.config import (
 from cs336_systems.json_files import FileError
 from cs336_systems.ladder import (
     BOUNDS,
+    FP8_BOUND,
     GATE_STEPS,
     chosen,
     gate_learning_rate,
@@ -39,6 +41,7 @@ from cs336_systems.step import TrainingStep
 
 H200 = "NVIDIA H200"
 GPT2 = RunConfig(size="gpt2", model=SIZES["gpt2"], batch_size=16, device=Device.CUDA, learning_rate=1e-5)
+XL = RunConfig(size="xl", model=SIZES["xl"], batch_size=4, device=Device.CUDA, learning_rate=1e-5)
 TINY = RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=128))
 
 
@@ -80,6 +83,32 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
 
 
 @pytest.mark.parametrize(
+    ("base", "device_name", "has_rung"),
+    [
+        (XL, H200, True),
+        (XL, "NVIDIA H100 80GB HBM3", True),
+        (XL, "NVIDIA L40S", True),
+        (XL, "NVIDIA A100-SXM4-80GB", False),
+        (XL, "NVIDIA Q1000", False),
+        (XL, None, False),
+        (replace(XL, model_factory="a:b"), H200, False),
+        (replace(XL, device=Device.CPU), H200, False),
+        (replace(XL, model=SIZES["large"]), H200, False),
+        (replace(XL, model=replace(SIZES["large"], vocab_size=25_000)), H200, True),
+    ],
+    ids=[
+        "Hopper", "H100", "Ada", "Ampere", "new device", "unknown device", "own model", "CPU", "0.97B", "1.01B",
+    ],
+)  # fmt: skip
+def test_fp8_is_the_last_rung_of_large_models_on_devices_that_have_it(base, device_name, has_rung):
+    *_, before, last = rungs(base, device_name)
+    assert (last.name == "fp8") is has_rung
+    if has_rung:
+        assert changed(before.config, last.config) == {"fp8": True}
+        assert last.config.cast_once
+
+
+@pytest.mark.parametrize(
     ("base", "device_name", "left_out"),
     [
         (replace(GPT2, model=replace(GPT2.model, vocab_size=50_304)), H200, {"vocabulary"}),
@@ -108,7 +137,8 @@ def test_shortcuts_of_the_base_are_taken_away_and_the_rest_stays():
     fast = replace(
         TINY, model=replace(TINY.model, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH), mode=Mode.TRAIN,
         precision=Precision.BF16, compile=CompileMode.DEFAULT, compile_blocks=True, optimizer=OptimizerKind.FUSED,
-        pad_vocabulary=64, cast_once=True, seed=3, tokens="some.npy", warmup_steps=7, measured_steps=19, batch_size=5,
+        pad_vocabulary=64, cast_once=True, fp8=True, seed=3, tokens="some.npy", warmup_steps=7, measured_steps=19,
+        batch_size=5,
     )  # fmt: skip
     first = rungs(fast)[0].config
     assert changed(TINY, first) == {
@@ -213,6 +243,13 @@ def test_the_gate_by_hand(precision, losses, last, largest, passed):
     assert gate.passed is passed
     assert gate.loss == pytest.approx(losses[-1])
     assert gate.bound == BOUNDS[precision]
+
+
+@pytest.mark.parametrize(("away", "passed"), [(0.049, True), (-0.049, True), (0.051, False), (-0.051, False)])
+def test_fp8_has_a_bound_of_its_own(away, passed):
+    gate = judge(Precision.BF16, [off((7, away))], [FALLING], fp8=True)
+    assert (gate.passed, gate.bound, gate.largest) == (passed, FP8_BOUND, pytest.approx(abs(away) / 2))
+    assert judge(Precision.BF16, [off((7, away))], [FALLING]).passed is False
 
 
 def test_every_precision_of_a_rung_has_a_bound():
@@ -374,7 +411,44 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
 def test_another_training_fails_even_the_widest_bound(expected, arch, seed, fault):
-    gate = judge(Precision.BF16, [train(of(arch, seed), fault)], [expected(arch, seed)])
+    gate = judge(Precision.BF16, [train(of(arch, seed), fault)], [expected(arch, seed)], fp8=True)
+    assert gate.bound == max(*BOUNDS.values(), FP8_BOUND)
+    assert gate.passed is False, gate
+
+
+IN_FP8 = {**HONEST["cast once"], "fp8": True}
+
+
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
+def test_training_in_fp8_passes_its_own_bound_alone(expected, arch, seed):
+    losses = train(replace(of(arch, seed), **IN_FP8))
+    assert judge(Precision.BF16, [losses], [expected(arch, seed)], fp8=True).passed
+    if arch is Arch.CS336:
+        assert not judge(Precision.BF16, [losses], [expected(arch, seed)]).passed
+
+
+def cast_without_a_unit(x):
+    return x.to(fp8.DTYPE).contiguous(), torch.ones(())
+
+
+def forget_a_tenth(x):
+    cast, unit = CAST(x)
+    return cast, 1.1 * unit
+
+
+def cut_off_the_largest(x):
+    unit = x.abs().float().mean() / 448
+    return (x.float() / unit).clamp(-448, 448).to(fp8.DTYPE).contiguous(), unit
+
+
+CAST = fp8._cast
+
+
+@pytest.mark.parametrize("fault", [cast_without_a_unit, forget_a_tenth, cut_off_the_largest], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.GPT2, 0)])
+def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch, arch, seed, fault):
+    monkeypatch.setattr(fp8, "_cast", fault)
+    gate = judge(Precision.BF16, [train(replace(of(arch, seed), **IN_FP8))], [expected(arch, seed)], fp8=True)
     assert gate.passed is False, gate
 
 

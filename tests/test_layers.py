@@ -34,6 +34,7 @@ LEVELS = (
         "data",
         "failure",
         "counters",
+        "fp8",
         "adamw_kernel",
         "cross_entropy_kernel",
     ),
@@ -61,7 +62,7 @@ LEVELS = (
 
 NEEDS_TORCH = {
     "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "model", "step", "memory_recording",
-    "adamw_kernel", "cross_entropy", "cross_entropy_kernel", "step_graph", "weights", "master_adamw",
+    "adamw_kernel", "cross_entropy", "cross_entropy_kernel", "fp8", "step_graph", "weights", "master_adamw",
     "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",
     "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
     "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",

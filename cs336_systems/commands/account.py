@@ -17,7 +17,7 @@ from cs336_systems.commands.flags import (
     one_precision,
     unset,
 )
-from cs336_systems.commands.outcome import OK, UsageError, checked
+from cs336_systems.commands.outcome import OK, UsageError, ceilings_or_say, checked
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
 from cs336_systems.hardware import DEVICES, DeviceSpec, find_device
 from cs336_systems.nvml import visible_gpus
@@ -58,6 +58,8 @@ class AccountArguments:
     """Memory of the GPU for --fit (GiB)."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3"."""
+    ceilings: Path = Path("data/ceilings")
+    """Directory of measured ceilings (`cs336 ceilings`); the rates are shares of them too."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
@@ -127,7 +129,9 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.report.terminal import print_table, say
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
-    listing = account_listing(config, device, step_s, memory_bytes, arguments.top)
+    ceilings = ceilings_or_say(arguments.ceilings)
+    ceiling = None if device is None else ceilings.flops_per_s(device.names[0], config.precision)
+    listing = account_listing(config, device, step_s, memory_bytes, arguments.top, ceiling)
     if arguments.output is not None:
         write_files(texts_of(listing), arguments.output)
     for table in listing.tables:

@@ -20,13 +20,14 @@ from cs336_systems.commands.flags import (
     resolve_device,
     unset,
 )
-from cs336_systems.commands.outcome import checked, status_of
+from cs336_systems.commands.outcome import ceilings_or_say, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.fast import describe_fast
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import Status, encode_record
+from cs336_systems.studies.ceilings_files import ceilings_beside
 
 TOP = 10
 
@@ -119,7 +120,7 @@ def run(arguments: BenchmarkArguments) -> int:
     else:
         from cs336_systems.report.terminal import print_run
 
-        print_run(record, runs / f"{record.key}.json")
+        print_run(record, runs / f"{record.key}.json", ceilings_or_say(ceilings_beside(runs.parent)))
         if config.profiler is Profiler.KINETO and record.status is Status.OK:
             _print_kernels(config, runs)
         if config.profiler is Profiler.MEMORY:

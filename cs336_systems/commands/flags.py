@@ -98,6 +98,8 @@ class StepArguments:
     """Keep the weights of linear layers in bf16 and their fp32 masters with the optimizer, which writes both."""
     fused_loss: Switch = False
     """Turn the logits into their gradient in place, in one kernel."""
+    fp8: Switch = False
+    """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on."""
     cuda_graph: Switch = False
     """Record the whole step as one CUDA graph, and replay it."""
     learning_rate: float = 1e-3

@@ -23,7 +23,7 @@ from cs336_systems.commands.flags import (
     unset,
     value_or,
 )
-from cs336_systems.commands.outcome import INTERRUPTED, OK, UsageError, checked, status_of
+from cs336_systems.commands.outcome import INTERRUPTED, OK, UsageError, ceilings_or_say, checked, status_of
 from cs336_systems.commands.report import load_or_say
 from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.ladder import (
@@ -41,6 +41,7 @@ from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.store import make_writable
+from cs336_systems.studies.ceilings_files import ceilings_beside
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -77,8 +78,8 @@ class LadderArguments:
     model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model")] = None
     """Your own model as package.module:factory, as for benchmark.py; rungs that change its inside are left out."""
     rungs: Annotated[tuple[str, ...] | None, unset("NAME [NAME ...]", "all that apply")] = None
-    """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks; each still has all changes
-    up to it, and fp32 is always there."""
+    """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks fused-loss fp8; each still has
+    all changes up to it, and fp32 is always there."""
     repeats: Annotated[int | None, unset("INT", "3 on a GPU, 1 on a CPU")] = None
     """Fresh processes of each rung, interleaved; with one there are no intervals."""
     reasons: bool = True
@@ -222,7 +223,7 @@ def _report(directory: Path) -> None:
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_or_say(directory / "runs"))
-    rows = ladder_rows(ladder, records, load_profiled(records, directory))
+    rows = ladder_rows(ladder, records, load_profiled(records, directory), ceilings_or_say(ceilings_beside(directory)))
     write_ladder_report(rows, directory)
     for table in ladder_tables(rows):
         print_table(table)

@@ -4,10 +4,13 @@
 2: wrong usage; 130: interrupted.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
-from cs336_systems.record import RunRecord
+from cs336_systems.record import RecordError, RunRecord
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 T = TypeVar("T")
@@ -28,3 +31,12 @@ def checked(make: Callable[[], T]) -> T:
 def status_of(records: Sequence[RunRecord]) -> int:
     """The exit status that these results call for."""
     return OK if all(record.status.is_result for record in records) else FAILED
+
+
+def ceilings_or_say(directory: Path) -> Ceilings:
+    """The ceilings measured into `directory`; a damaged one is said, and then there are none."""
+    try:
+        return load_ceilings(directory)
+    except RecordError as error:
+        print(f"warning: no share of a measured ceiling: {error}", file=sys.stderr)
+        return NO_CEILINGS

@@ -29,7 +29,7 @@ from cs336_systems.commands.flags import (
     resolve_device,
     unset,
 )
-from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, checked, status_of
+from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, ceilings_or_say, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.fast import describe_fast
 from cs336_systems.memory_model import predicted_peak_bytes
@@ -38,6 +38,7 @@ from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.planning import Plan, make_plan
 from cs336_systems.record import RunRecord
 from cs336_systems.store import PROFILE_DIRECTORIES
+from cs336_systems.studies.ceilings_files import ceilings_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,8 +281,9 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
 
     records = [record for directory in found.values() for record in directory]
     published = [record for record in records if record.config.profiler is Profiler.NONE]
+    ceilings = ceilings_or_say(ceilings_beside(output))
     if published:
-        write_tables(published, output)
+        write_tables(published, output, ceilings)
         write_plots(published, output)
     profiled = [entry for directory, own in found.items() for entry in load_profiled(own, directory)]
     if profiled:
@@ -291,6 +293,6 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
     recorded = [entry for directory, own in found.items() for entry in load_memory(own, directory)]
     if recorded:
         write_memory_sweep(recorded, output)
-    print_sweep(records, output)
+    print_sweep(records, output, ceilings)
     for table in (*(sweep_tables(profiled) if profiled else ()), *(memory_sweep_tables(recorded) if recorded else ())):
         print_table(table)

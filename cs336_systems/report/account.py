@@ -44,12 +44,18 @@ NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
 
 def account_listing(
-    config: RunConfig, device: DeviceSpec | None, step_s: float | None, memory_bytes: int | None, top: int
+    config: RunConfig,
+    device: DeviceSpec | None,
+    step_s: float | None,
+    memory_bytes: int | None,
+    top: int,
+    ceiling_flops_per_s: float | None = None,
 ) -> Listing:
     """What is known of one configuration of this project's model; the CSV has a row for each part of the model.
 
-    `device` adds what its data sheet says, `step_s` the rates of a step that takes so long, `memory_bytes` what fits a
-    GPU of so much; `top` limits the tables of the peak and of a block.
+    `device` adds what its data sheet says, `step_s` the rates of a step that takes so long, `ceiling_flops_per_s` their
+    share of what products were measured to reach on this device, `memory_bytes` what fits a GPU of so much; `top`
+    limits the tables of the peak and of a block.
     """
     prediction, parts = predict_memory(config), _numbers(config)
     tables = [
@@ -60,7 +66,7 @@ def account_listing(
         _rule_table(config, parts),
     ]
     if step_s is not None:
-        tables.append(_rates_table(config, parts[ALL], device, step_s))
+        tables.append(_rates_table(config, parts[ALL], device, step_s, ceiling_flops_per_s))
     if prediction is not None:
         tables += [_peak_table(prediction, top), _block_table(saved_by_block(config) or (), top)]
     if memory_bytes is not None:
@@ -240,7 +246,9 @@ def _is_tied(config: RunConfig) -> bool:
     return config.model.arch is Arch.GPT2
 
 
-def _rates_table(config: RunConfig, whole: Numbers, device: DeviceSpec | None, step_s: float) -> Table:
+def _rates_table(
+    config: RunConfig, whole: Numbers, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
+) -> Table:
     peak = device.peak_flops_per_s.get(config.precision) if device else None
     rows = [
         ("time of a step", significant(step_s * 1e3), "ms"),
@@ -256,6 +264,12 @@ def _rates_table(config: RunConfig, whole: Numbers, device: DeviceSpec | None, s
         if whole["recomputed_flops"]:
             hardware = significant(100 * whole["hardware_flops"] / step_s / peak)
             rows.append(("with what is computed again", hardware, "%"))
+    if ceiling_flops_per_s is not None:
+        share = whole["step_flops"] / step_s / ceiling_flops_per_s
+        rows += [
+            (f"measured ceiling at {config.precision}", significant(ceiling_flops_per_s / TERA), "TFLOP/s"),
+            ("share of the measured ceiling", significant(100 * share), "%"),
+        ]
     unknown = "No MFU: the peak of the GPU at this precision is not known (--device-name)."
     meaning = "MFU: the model's FLOPs, attention in full, over the dense peak that the data sheet promises."
     return Table(

@@ -23,6 +23,7 @@ from cs336_systems.config import (
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.statistics import mean_interval
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 TEXTS = (
     "size",
@@ -44,17 +45,18 @@ COLUMNS = (
     "forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms", "optimizer_mean_ms", "optimizer_std_ms",
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
-    "predicted_peak_gib", "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate",
-    "fused_loss",
+    "predicted_peak_gib", "ceiling_share",
+    "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "fused_loss", "fp8",
 )  # fmt: skip
 """Columns of results.csv, in order."""
 SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]
 """Columns of settings that make a step smaller or faster, and of the learning rate."""
 QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
 """Columns that were measured or follow from what was measured; NaN where that is unknown."""
+NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share")
 
 
-def to_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
+def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
     """One row per configuration, with COLUMNS; the index holds the configuration itself.
 
     Repeats are pooled: a mean is the mean over the processes' means; a standard deviation is that of a step within its
@@ -62,9 +64,9 @@ def to_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
     confidence interval is over the processes' means, and unknown where only one finished: steps of one process resemble
     each other too much for an interval over them to hold. Peaks are the largest of all processes. Where some repeats
     failed, the times are those of the others, `status` and `error` tell of the first failure, and `warnings` counts
-    them. Repeats on different devices are different rows.
+    them. Repeats on different devices are different rows. `ceiling_share` is what `mfu` is, of the measured ceiling.
     """
-    return _frame(_groups(records))
+    return _frame(_groups(records), ceilings)
 
 
 def warmup_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
@@ -125,10 +127,10 @@ def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
     return (*run, *model)
 
 
-def _frame(groups: Sequence[Sequence[RunRecord]]) -> pd.DataFrame:
+def _frame(groups: Sequence[Sequence[RunRecord]], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
     index = pd.Index([group[0].config.configuration for group in groups], dtype="object", name="config")
-    frame = pd.DataFrame([_row(group) for group in groups], columns=list(COLUMNS), index=index)
-    return frame.astype(dict.fromkeys((*QUANTITIES, "predicted_peak_gib"), "float64") | dict.fromkeys(TEXTS, "object"))
+    frame = pd.DataFrame([_row(group, ceilings) for group in groups], columns=list(COLUMNS), index=index)
+    return frame.astype(dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(TEXTS, "object"))
 
 
 def _groups(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
@@ -174,7 +176,7 @@ def order(config: RunConfig) -> tuple[object, ...]:
     )
 
 
-def _row(group: Sequence[RunRecord]) -> dict[str, object]:
+def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, object]:
     config, model = group[0].config, group[0].config.model
     done = [record for record in group if record.status is Status.OK]
     failed = [record for record in group if record.status is not Status.OK]
@@ -211,10 +213,12 @@ def _row(group: Sequence[RunRecord]) -> dict[str, object]:
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if measured := _measured(done, phase):
             row |= {f"{phase}_mean_ms": _ms(_mean_s(measured)), f"{phase}_std_ms": _ms(_stdev_s(measured))}
-    return row | _step(done, config, device_name) | _peaks(done)
+    return row | _step(done, config, device_name, ceilings) | _peaks(done)
 
 
-def _step(done: Sequence[RunRecord], config: RunConfig, device_name: str | None) -> dict[str, object]:
+def _step(
+    done: Sequence[RunRecord], config: RunConfig, device_name: str | None, ceilings: Ceilings
+) -> dict[str, object]:
     """Columns that follow from the times of the whole step."""
     measured = _measured(done, Phase.STEP)
     if not measured:
@@ -241,6 +245,8 @@ def _step(done: Sequence[RunRecord], config: RunConfig, device_name: str | None)
         }
         if flops_per_s is not None and device_name is not None:
             columns["mfu"] = mfu(flops_per_s, device_name, config.precision)
+            ceiling = ceilings.flops_per_s(device_name, config.precision)
+            columns["ceiling_share"] = None if ceiling is None else flops_per_s / ceiling
     return columns
 
 

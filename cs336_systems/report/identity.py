@@ -21,6 +21,7 @@ _WORDS = {
     "pad_vocabulary": "padded to {}",
     "cast_once": "cast once {}",
     "fused_loss": "fused loss {}",
+    "fp8": "fp8 {}",
     "cuda_graph": "graph {}",
     "learning_rate": "lr {}",
     **{n: f"{n} {{}}" for n in _SHAPE},

@@ -13,6 +13,7 @@ from cs336_systems.record import Compilation, RunRecord, Status
 from cs336_systems.report.frame import COLUMNS, rows_of, to_frame
 from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.ladder_traffic import Traffic, traffic
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 CONFIDENCE = 0.95
 
@@ -83,7 +84,10 @@ class LadderRow:
 
 
 def ladder_rows(
-    ladder: Sequence[Rung], records: Sequence[RunRecord], profiles: Sequence[Profiled]
+    ladder: Sequence[Rung],
+    records: Sequence[RunRecord],
+    profiles: Sequence[Profiled],
+    ceilings: Ceilings = NO_CEILINGS,
 ) -> tuple[LadderRow, ...]:
     """One row for each rung, in order, by the records of its configuration among `records`.
 
@@ -101,9 +105,9 @@ def ladder_rows(
         last, first = (credited[-1], credited[0]) if credited else ("", "")
         row = LadderRow(
             rung=rung,
-            row=_frame_row(rung.config, own),
+            row=_frame_row(rung.config, own, ceilings),
             num_processes=len(done),
-            gate=judge(rung.config.precision, [record.losses for record in done], references),
+            gate=judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8),
             over_last=speed_up(times[last], times[rung.name]) if credited else None,
             over_first=speed_up(times[first], times[rung.name]) if credited else None,
             last=last,
@@ -147,9 +151,9 @@ def _reference_losses(first: Rung, records: Sequence[RunRecord]) -> list[tuple[f
     return []
 
 
-def _frame_row(config: RunConfig, records: Sequence[RunRecord]) -> dict[str, Any]:
+def _frame_row(config: RunConfig, records: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
     """The first of its rows: with repeats on several devices there would be more, which nothing here mixes."""
-    return rows_of(to_frame(records))[0] if records else dict.fromkeys(COLUMNS) | {"config": config}
+    return rows_of(to_frame(records, ceilings))[0] if records else dict.fromkeys(COLUMNS) | {"config": config}
 
 
 def _reason(rung: Rung, profiles: Sequence[Profiled]) -> Reason | None:

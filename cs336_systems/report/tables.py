@@ -21,6 +21,7 @@ from cs336_systems.report.formats import (
 )
 from cs336_systems.report.frame import COLUMNS, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 
@@ -46,9 +47,11 @@ def results_table(frame: pd.DataFrame) -> Table:
         *_derived(frame),
         *_status(frame),
     ]
+    is_ceiling_known = _known(frame, "ceiling_share")
     notes = [
         *_sentences(describe(frame)),
         "Times are mean ± standard deviation over the measured steps of a process.",
+        *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
         *_warnings(frame),
     ]
     return make_table("Time of a step", columns, rows_of(frame), notes, _failed)
@@ -69,10 +72,10 @@ def warmup_table(records: Iterable[RunRecord]) -> Table | None:
     return make_table("Time of a step by warm-up", columns, rows_of(frame), _sentences(describe(frame)), _failed)
 
 
-def write_tables(records: Iterable[RunRecord], directory: Path) -> list[Path]:
+def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> list[Path]:
     """Write results.csv with everything, the readable tables as results.md, .tex and .typ; return their paths."""
     kept = tuple(records)
-    frame = to_frame(kept)
+    frame = to_frame(kept, ceilings)
     tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
     texts = {"csv": to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows_of(frame)))}
     texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
@@ -118,6 +121,7 @@ def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
         "step_cv": _quantity("std/mean", "step_cv", "%", 100, 2, spare=3),
         "tokens_per_s": _quantity("tokens/s", "tokens_per_s", "", 1, 4, spare=2),
         "mfu": _quantity("MFU", "mfu", "%", 100, 3, spare=1),
+        "ceiling_share": _quantity("of ceiling", "ceiling_share", "%", 100, 3, spare=5),
         "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3),
         "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=4),
         "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3),

@@ -13,6 +13,7 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.formats import Table, to_rich
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.tables import results_table, warmup_table
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 WIDTH_WITHOUT_TERMINAL = 140
 """Columns to print where the output is no terminal, so that a log or a README gets whole rows."""
@@ -45,10 +46,10 @@ def print_profile(profile: StepProfile, top: int) -> None:
         console.print()
 
 
-def print_run(record: RunRecord, path: Path) -> None:
+def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
     """The table of one run, what puts it in doubt, and where its record is."""
     console = _console()
-    console.print(to_rich(results_table(to_frame([record])), console.width))
+    console.print(to_rich(results_table(to_frame([record], ceilings)), console.width))
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
         console.print(f"[red]{record.status}[/]{escape(where)}: {escape(record.failure.message)}")
@@ -57,12 +58,12 @@ def print_run(record: RunRecord, path: Path) -> None:
     console.print(f"record: {escape(str(path))}", soft_wrap=True)
 
 
-def print_sweep(records: Sequence[RunRecord], directory: Path) -> None:
+def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
     """The tables of a sweep, and where its files are."""
     console = _console()
     published = [record for record in records if record.config.profiler is Profiler.NONE]
     if published:
-        for table in (results_table(to_frame(published)), warmup_table(published)):
+        for table in (results_table(to_frame(published, ceilings)), warmup_table(published)):
             if table is not None:
                 console.print(to_rich(table, console.width))
     for record in records:

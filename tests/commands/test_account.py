@@ -15,10 +15,12 @@ from cs336_systems.config import SIZES, Precision
 from cs336_systems.hardware import DEVICES
 from cs336_systems.memory_model import predict_memory
 from cs336_systems.prediction.tape import Category
+from cs336_systems.studies.ceilings_files import encode_study
+from tests.report.ceilings import make_ceilings, product_at, square
 
 
-def account(*words: str) -> int:
-    return main(["account", *words])
+def account(*words: str | Path) -> int:
+    return main(["account", *map(str, words)])
 
 
 def test_parameters_flops_and_memory_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +90,25 @@ def test_a_device_and_a_time_give_the_mfu(flag: list[str], capsys: pytest.Captur
     said = capsys.readouterr().out
     assert float(re.search(r"^MFU +(\S+) ", said, re.MULTILINE)[1]) == pytest.approx(100 * 160.2 / 989.5, rel=1e-3)
     assert "bound by" in said
+    assert "measured ceiling" not in said
+
+
+def test_measured_ceilings_give_the_share_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 160.2 of 640 TFLOP/s. A damaged file is said, and costs nothing else."""
+    flags = ["--size", "small", "--mixed-precision", "--device-name", "H200", "--step-ms", "10"]
+    (tmp_path / "h200").mkdir()
+    path = tmp_path / "h200" / "ceilings.json"
+    path.write_bytes(encode_study(make_ceilings([product_at(square(512), 640)])))
+    assert account(*flags, "--ceilings", tmp_path) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"^share of the measured ceiling +(\S+) ", said, re.MULTILINE)[1]
+    assert float(found) == pytest.approx(100 * 160.2 / 640, rel=1e-3)
+    path.write_bytes(b"{")
+    assert account(*flags, "--ceilings", tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert "MFU" in out
+    assert "no share of a measured ceiling" in err
+    assert str(path) in err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cs336_systems.config import SIZES, Device, ModelConfig, RunConfig
 from cs336_systems.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status, write_record
 from cs336_systems.studies import ceilings_study
-from cs336_systems.studies.ceilings_files import encode_study, find_ceiling, read_study
+from cs336_systems.studies.ceilings_files import encode_study, load_ceilings, read_study
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision, Shape, Stream
 from tests.report.ceilings import make_ceilings, make_whole
 from tests.report.kernels.profiles import make_profile
@@ -56,9 +56,8 @@ def test_a_cpu_is_measured_and_its_ceilings_are_found(tmp_path: Path, capsys: py
     study = read_study(directory / "ceilings.json")
     assert [cell.shape.rows for cell in study.products] == [16, 32]
     assert {cell.stream for cell in study.streams} == set(Stream)
-    assert find_ceiling(directory.parent, study.device_name, ProductPrecision.FP32) == study.product_ceiling(
-        ProductPrecision.FP32
-    )
+    ceiling = load_ceilings(directory.parent).flops_per_s(study.device_name, ProductPrecision.FP32)
+    assert ceiling == study.product_ceiling(ProductPrecision.FP32)
     assert {"results.md", "products.csv", "bandwidth.tex", "launches.typ"} <= {p.name for p in directory.iterdir()}
     assert (directory / "plots" / "roofline.png").is_file()
 

@@ -115,6 +115,7 @@ OWN_MODEL_ALONE = {
     "compile_blocks": True,
     "cast_once": True,
     "fused_loss": True,
+    "fp8": True,
 }
 """Settings that a model of the user's own does not know."""
 
@@ -138,7 +139,8 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
     assert unlike == {f.name for f in fields(RunConfig)} - {"device", "cuda_graph", "repeat", *OWN_MODEL_ALONE}
     for name, value in OWN_MODEL_ALONE.items():
         flags = f"--{name.replace('_', '-')} " + ("" if value is True else str(value))
-        needed = "--precision bf16 --optimizer fused" + " --compile default" * (name == "compile_blocks")
+        needed = "--precision bf16 --optimizer fused"
+        needed += " --compile default" * (name == "compile_blocks") + " --cast-once" * (name == "fp8")
         assert getattr(one(f"{flags} {needed}"), name) == value
         with pytest.raises(ValueError, match="this project's model"):
             one(f"{flags} {needed} --model a:b")

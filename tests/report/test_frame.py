@@ -16,6 +16,8 @@ from cs336_systems.memory_model import predict_memory
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.studies.ceilings_files import Ceilings
+from tests.report.ceilings import make_ceilings, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
 
 CONTRACT = """size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, context_length, batch_size, mode, precision,
@@ -23,8 +25,8 @@ attention, compile, optimizer, world_size, device_name, warmup_steps, measured_s
 forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_mean_ms, optimizer_std_ms,
 step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
 tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib,
-checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
-fused_loss"""
+ceiling_share, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
+fused_loss, fp8"""
 
 
 def only_row(*records):
@@ -59,7 +61,23 @@ def test_statistics_of_one_process_agree_with_numpy_and_scipy():
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert (row["status"], row["error"], row["warnings"]) == ("ok", None, "unstable;drift")
     assert row["mfu"] is not None
+    assert row["ceiling_share"] is None
     assert (row["step_ci95_low_ms"], row["step_ci95_high_ms"]) == (None, None)  # it takes several processes
+
+
+def test_the_share_of_a_measured_ceiling_is_that_of_the_runs_own_device_and_precision():
+    """1.602 TFLOP in 10 ms, of 500 TFLOP/s."""
+    bf16 = make_record(make_config(precision=Precision.BF16, context_length=512, batch_size=4), (0.01,))
+    fp32 = make_record(make_config(context_length=512, batch_size=4), (0.01,))
+    ceilings = Ceilings(
+        (
+            make_ceilings([product_at(square(512), 500)]),
+            make_ceilings([product_at(square(512), 50)], device_name="NVIDIA H100"),
+        )
+    )
+    rows = {row["precision"]: row for row in rows_of(to_frame([bf16, fp32], ceilings))}
+    assert rows["bf16"]["ceiling_share"] == pytest.approx(160.2 / 500, rel=1e-3)
+    assert rows["fp32"]["ceiling_share"] is None
 
 
 def test_repeats_are_pooled_over_processes():

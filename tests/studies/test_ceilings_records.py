@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.record import RecordError
-from cs336_systems.studies.ceilings_files import encode_study, find_bandwidth, find_ceiling, find_studies, read_study
+from cs336_systems.studies.ceilings_files import ceilings_beside, encode_study, load_ceilings, read_study
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     Launch,
@@ -135,18 +135,24 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     for name, study in studies.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "ceilings.json").write_bytes(encode_study(study))
-    assert find_studies(tmp_path, H200) == [studies["a"], studies["b"]]
-    assert find_ceiling(tmp_path, H200, Precision.BF16) == pytest.approx(750e12)
-    assert find_ceiling(tmp_path, H200, ProductPrecision.FP32) == pytest.approx(40e12)
-    assert find_bandwidth(tmp_path, H200) == pytest.approx(4100e9)
-    assert find_ceiling(tmp_path, "NVIDIA H200 NVL", Precision.BF16) == pytest.approx(900e12)
-    assert find_ceiling(tmp_path, H200, Precision.TF32) is None
-    assert find_ceiling(tmp_path, "H200", Precision.BF16) is None
-    assert find_bandwidth(tmp_path, H200, Stream.READ) is None
-    assert find_ceiling(tmp_path / "nowhere", H200, Precision.BF16) is None
+    found = load_ceilings(tmp_path)
+    assert found.studies == (studies["a"], studies["b"], studies["other"])
+    assert found.flops_per_s(H200, Precision.BF16) == pytest.approx(750e12)
+    assert found.flops_per_s("H200", Precision.BF16) == pytest.approx(750e12), "as the data sheet calls it"
+    assert found.flops_per_s(H200, ProductPrecision.FP32) == pytest.approx(40e12)
+    assert found.bytes_per_s(H200) == pytest.approx(4100e9)
+    assert found.flops_per_s("NVIDIA H200 NVL", Precision.BF16) == pytest.approx(900e12)
+    assert found.flops_per_s(H200, Precision.TF32) is None
+    assert found.flops_per_s("NVIDIA H100 NVL", Precision.BF16) is None
+    assert found.bytes_per_s(H200, Stream.READ) is None
+    assert load_ceilings(tmp_path / "nowhere").studies == ()
     (tmp_path / "a" / "ceilings.json").write_bytes(b"{")
     with pytest.raises(RecordError, match="not a study"):
-        find_ceiling(tmp_path, H200, Precision.BF16)
+        load_ceilings(tmp_path)
+
+
+def test_ceilings_lie_beside_the_kinds_of_results(tmp_path: Path) -> None:
+    assert ceilings_beside(tmp_path / "e2e_benchmark" / "train") == tmp_path.resolve() / "ceilings"
 
 
 @pytest.mark.parametrize(
