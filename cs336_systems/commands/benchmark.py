@@ -19,6 +19,7 @@ from cs336_systems.commands.flags import (
     profiled_config,
     resolve_device,
     unset,
+    without_shortcuts,
 )
 from cs336_systems.commands.outcome import ceilings_or_say, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
@@ -75,7 +76,7 @@ class BenchmarkArguments:
         """The run that these flags mean; raise ValueError where they mean none."""
         device = resolve_device(self.step.device)
         plain = make_config(
-            self.model, self.step, device,
+            self.model, without_shortcuts(self.step) if self.fast else self.step, device,
             size=(GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0] if self.size is None else self.size,
             context_length=self.context_length,
             mode=self.mode,
@@ -84,7 +85,7 @@ class BenchmarkArguments:
             checkpoint_blocks=self.checkpoint_blocks,
         )  # fmt: skip
         if self.fast:
-            plain = faster(plain)
+            plain = faster(plain, self.step)
         return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
 
     def _profiler(self) -> Profiler:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -99,7 +99,8 @@ class StepArguments:
     fused_loss: Switch = False
     """Turn the logits into their gradient in place, in one kernel."""
     fp8: Switch = False
-    """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on."""
+    """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on; with other
+    rounding than bf16's, so --fast does so only if asked."""
     cuda_graph: Switch = False
     """Record the whole step as one CUDA graph, and replay it."""
     learning_rate: float = 1e-3
@@ -178,10 +179,25 @@ def make_config(
     )
 
 
-def faster(config: RunConfig) -> RunConfig:
-    """The same step in the fastest way known for this machine's device (--fast)."""
+SHORTCUTS = ("cast_once", "fused_loss", "fp8", "cuda_graph")
+"""Flags that need others, which --fast sets."""
+
+
+def without_shortcuts(step: StepArguments) -> StepArguments:
+    """What `faster` is to begin with."""
+    none: dict[str, Any] = dict.fromkeys(SHORTCUTS, False)
+    return replace(step, **none)
+
+
+def faster(config: RunConfig, asked: StepArguments) -> RunConfig:
+    """The same step in the fastest way known for this machine's device (--fast), with the shortcuts asked for too.
+
+    Raises ValueError where one of these does not go with it.
+    """
     gpus = visible_gpus() if config.device is Device.CUDA else ()
-    return fastest(config, gpus[0].name if gpus else None)
+    fast = fastest(config, gpus[0].name if gpus else None)
+    besides: dict[str, Any] = {name: True for name in SHORTCUTS if getattr(asked, name)}
+    return replace(fast, **besides)
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:

@@ -28,6 +28,7 @@ from cs336_systems.commands.flags import (
     profiled_config,
     resolve_device,
     unset,
+    without_shortcuts,
 )
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, ceilings_or_say, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
@@ -122,15 +123,16 @@ class SweepArguments:
             self.warmup_steps,
             self.checkpoint_blocks,
         )
+        step = without_shortcuts(self.step) if self.fast else self.step
         once = [
             make_config(
-                self.model, self.step, device,
+                self.model, step, device,
                 size=size, context_length=context_length, mode=mode, precision=precision, warmup_steps=warmup_steps,
                 checkpoint_blocks=checkpoint_blocks,
             )
             for size, context_length, mode, precision, warmup_steps, checkpoint_blocks in grid
         ]  # fmt: skip
-        once = [faster(config) for config in once] if self.fast else once
+        once = [faster(config, self.step) for config in once] if self.fast else once
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]

@@ -54,7 +54,7 @@ def draw_products(study: CeilingsStudy) -> Figure | None:
         )
         if cells:
             handles.append(Line2D([], [], label=str(precision), **look))
-        if (promised := promised_flops(spec, precision)) is not None:
+        if cells and (promised := promised_flops(spec, precision)) is not None:
             panel.axhline(promised / TERA, color=COLOURS[precision], linestyle=":", linewidth=1, alpha=0.6)
     if any(not cell.shape.is_square for cell in study.products):
         handles.append(Line2D([], [], label="a layer's", color="#777777", marker="o", mfc="white", linestyle="none"))

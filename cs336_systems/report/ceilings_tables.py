@@ -30,9 +30,11 @@ Fields = dict[str, Callable[[Any], object]]
 
 
 def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> float | None:
-    """The data sheet's peak of dense products, or None where it is not known, as it is for fp8."""
-    if spec is None or precision is ProductPrecision.FP8:
+    """The data sheet's peak of dense products, or None where it is not known."""
+    if spec is None:
         return None
+    if precision is ProductPrecision.FP8:
+        return spec.fp8_peak_flops_per_s
     return spec.peak_flops_per_s.get(Precision(precision))
 
 

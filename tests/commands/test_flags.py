@@ -390,6 +390,17 @@ def test_fast_is_the_same_step_chosen_by_rule() -> None:
     assert name("--fast") == "train_fast_NVIDIA-H100-80GB-HBM3"
 
 
+@pytest.mark.usefixtures("gpu")
+def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
+    fast = one("--size xl --fast --fp8")
+    assert fast == replace(one("--size xl --fast"), fp8=True)
+    assert [config.fp8 for config in grid("--fast --fp8 --sizes xl --context-lengths 128")] == [True]
+    with pytest.raises(ValueError, match="cuda_graph needs phases timed by events"):
+        one("--fast --cuda-graph --sync-phases")
+    with pytest.raises(ValueError, match="cast_once keeps weights in bf16, got precision fp32"):
+        one("--fast --cast-once --device cpu")
+
+
 def test_fast_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep(["--fast", "--sizes", "tiny", "--dry-run"]) == 0
     assert "fast: fp32, sdpa attention, fused AdamW\n" in capsys.readouterr().err
