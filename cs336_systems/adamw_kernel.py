@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.weights import ALIGNMENT
+
 CHUNK = 1024
 """Elements to a program: 4.09 TB/s on an H200, which copies at 4.26. More, or more warps, are a little slower."""
 NUM_WARPS = 4
-ALIGNMENT = 16
-"""Bytes that a thread reads at once; what the allocator gives out is aligned to 512."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cs336_systems.weights import Weight
+from cs336_systems.weights import Weight, drop_gradients
 
 if TYPE_CHECKING:
     from cs336_systems.adamw_kernel import ChunkedAdamW
@@ -53,9 +53,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of masters and copies."""
         super().zero_grad(set_to_none)
-        for weight in self._weights:
-            if weight.source is not None:
-                weight.source.grad = None
+        drop_gradients(self._weights)
 
     def captured(self) -> None:
         """A graph with this step in it has been captured, and is about to be replayed."""

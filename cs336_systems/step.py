@@ -25,7 +25,7 @@ from cs336_systems.precision import AUTOCAST_DTYPES, autocast, make_grad_scaler
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range
 from cs336_systems.step_graph import StepGraph
-from cs336_systems.weights import Weight, cast_linear_weights
+from cs336_systems.weights import Weight, cast_linear_weights, drop_gradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""
@@ -132,14 +132,9 @@ class TrainingStep:
             loss = (self.graph or self._run)(batch, clock)
             times = clock.stop()
         if self.config.mode is Mode.FORWARD_BACKWARD and self.graph is None:
-            self._drop_gradients()
+            self.model.zero_grad(set_to_none=True)
+            drop_gradients(self.weights)
         return times, loss.detach()
-
-    def _drop_gradients(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        for weight in self.weights:
-            if weight.source is not None:
-                weight.source.grad = None
 
     def _run(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
         """The phases that the mode asks for; returns the loss."""

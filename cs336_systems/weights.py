@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cs336_systems.model import Copies, Linear, LMHead, SelfAttention, SwiGLU
 
 ALIGNMENT = 16
-"""Bytes at which the parts of a joint weight must begin, for kernels that read so many at a time."""
+"""Bytes at which the parts of a joint weight must begin, as a kernel's threads read so many at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,13 @@ class Weight:
         """Make the copy that of the master again."""
         if (copy := self.copy) is not None:
             copy.copy_(self.master.detach())
+
+
+def drop_gradients(weights: Iterable[Weight]) -> None:
+    """Of the copies; the masters' are the optimizer's or the model's to drop."""
+    for weight in weights:
+        if weight.source is not None:
+            weight.source.grad = None
 
 
 def cast_linear_weights(model: nn.Module, dtype: torch.dtype, *, fp8: bool = False) -> tuple[Weight, ...]:

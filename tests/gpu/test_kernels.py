@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -198,5 +199,8 @@ def test_graphs_and_compiled_kernels_have_their_phases(mode: CompileMode, tmp_pa
         profile = decode_profile(kernel_profile_path(config, tmp_path / "runs").read_bytes())
         assert not num_unattributed(profile)
         assert any("triton" in kernel.name for kernel in profile.kernels)
-        counts.append([set(phase(profile, timed).launches) for timed in TIMED])
-    assert counts[0] == counts[1]
+        per_step = {timed: set(phase(profile, timed).launches) for timed in TIMED}
+        kernels = Counter({(str(k.phase), k.name): k.count for k in profile.kernels if k.phase is not None})
+        counts.append((per_step, kernels))
+    (by_nsys, of_nsys), (by_kineto, of_kineto) = counts
+    assert by_nsys == by_kineto, f"nsys alone {of_nsys - of_kineto}, torch.profiler alone {of_kineto - of_nsys}"

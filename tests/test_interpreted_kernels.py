@@ -1,0 +1,86 @@
+"""The Triton kernels themselves without a GPU: by Triton's interpreter, where Triton is installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)")
+
+ADAMW = """
+import json, torch
+torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
+from cs336_systems.adamw_kernel import CHUNK, ChunkedAdamW
+
+torch.manual_seed(0)
+settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+found = {}
+for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    # less than a piece, a piece and a bit, a whole chunk, several and a bit
+    theirs = [torch.nn.Parameter(torch.randn(n)) for n in (1, 37, 130, CHUNK, 3 * CHUNK + 5)]
+    masters = [p.detach().clone() for p in theirs]
+    first, second = ([torch.zeros_like(m) for m in masters] for _ in range(2))
+    copies = [torch.zeros_like(m, dtype=torch.bfloat16) for m in masters] if dtype is torch.bfloat16 else []
+    oracle, kernel = torch.optim.AdamW(theirs, **settings), ChunkedAdamW(masters, first, second, copies)
+    for step in (1.0, 2.0, 3.0):
+        gradients = [torch.randn(len(m)).to(dtype) for m in masters]
+        for p, gradient in zip(theirs, gradients):
+            p.grad = gradient.float()
+        oracle.step()
+        kernel([[gradient] for gradient in gradients], torch.tensor(step), **settings)
+    found[name] = max((p - m).abs().max().item() for p, m in zip(theirs, masters))
+    # the interpreter cuts off what the device rounds
+    away = [((copy.float() - m) / m).abs().max().item() for copy, m in zip(copies, masters)]
+    found[name + " copies"] = max(away, default=0)
+print(json.dumps(found))
+"""
+
+LOSS = """
+import json, torch
+from cs336_systems import cross_entropy_kernel as kernel
+
+torch.manual_seed(0)
+block, found = kernel.BLOCK, {"loss": 0, "alone": 0, "gradient": 0, "padding": 0}
+for vocab, padded in ((37, 40), (block, block), (block - 1, 2 * block + 5), (5000, 5120)):
+    logits, targets = 5 * torch.randn(4, padded), torch.tensor([0, 1, vocab - 2, vocab - 1])
+    real = logits[:, :vocab].clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(real, targets, reduction="none")
+    (3 * expected.mean()).backward()
+    alone = kernel.losses(logits, targets, vocab, write_gradients=False)
+    losses = kernel.losses(logits, targets, vocab, write_gradients=True)
+    kernel.scale_rows(logits, torch.tensor(3.0))
+    kernel.scale_rows(logits, torch.tensor(1.0))
+    errors = {"loss": losses - expected, "alone": alone - expected, "gradient": logits[:, :vocab] - real.grad,
+              "padding": logits[:, vocab:]}
+    for name, error in errors.items():
+        found[name] = max([found[name], *error.abs().flatten().tolist()])
+print(json.dumps(found))
+"""
+
+
+def interpreted(script: str) -> dict[str, float]:
+    """What the script prints, in a process of its own: whether to interpret is decided when a kernel is defined."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=environment, cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def test_adamw_does_what_pytorch_s_does() -> None:
+    found = interpreted(ADAMW)
+    assert found.pop("bf16 copies") < 2**-7
+    assert all(error < 1e-6 for error in found.values()), found
+
+
+def test_the_loss_and_its_gradient_are_pytorch_s() -> None:
+    found = interpreted(LOSS)
+    assert found.pop("padding") == 0
+    assert all(error < 1e-5 for error in found.values()), found
