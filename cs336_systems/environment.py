@@ -16,9 +16,10 @@ from cs336_systems.record import Environment, Identity
 
 PACKAGE = Path(cs336_systems.__file__).parent
 MEASURING_FILES = (
-    "adamw_kernel.py", "clock.py", "config.py", "counters.py", "cross_entropy.py", "cross_entropy_kernel.py", "data.py",
-    "fp8.py", "master_adamw.py", "measurement.py", "model.py", "optimizer.py", "precision.py", "profiling.py",
-    "step.py", "step_graph.py", "watching.py", "weights.py",
+    "clock.py", "config.py", "counters.py", "data.py", "measurement.py", "model.py", "optimizer.py", "precision.py",
+    "profiling.py", "step.py", "watching.py", "shortcuts/adamw_kernel.py", "shortcuts/cross_entropy.py",
+    "shortcuts/cross_entropy_kernel.py", "shortcuts/fp8.py", "shortcuts/master_adamw.py", "shortcuts/step_graph.py",
+    "shortcuts/weights.py",
 )  # fmt: skip
 """The source files whose change can change a time; a change of a plot need not start a sweep afresh."""
 

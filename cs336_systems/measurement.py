@@ -36,8 +36,8 @@ from cs336_systems.record import (
     Telemetry,
     WarningCode,
 )
+from cs336_systems.shortcuts.step_graph import EAGER_STEPS
 from cs336_systems.step import TrainingStep
-from cs336_systems.step_graph import EAGER_STEPS
 from cs336_systems.watching import Watch, annotator_of, make_watch
 
 MAX_EXTRA_WARMUP_STEPS = 20

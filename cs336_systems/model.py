@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
-from cs336_systems.fp8 import fp8_linear
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range, block_range
+from cs336_systems.shortcuts.fp8 import fp8_linear
 
 _SDPA_BACKENDS = {
     SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from cs336_systems.clock import Clock, StepTimes
 from cs336_systems.config import CompileMode, Mode, ModelConfig, Phase, RunConfig
-from cs336_systems.cross_entropy import fused_cross_entropy
 from cs336_systems.data import Batch, make_batches
-from cs336_systems.master_adamw import MasterAdamW
 from cs336_systems.model import TransformerLM, num_parameters
 from cs336_systems.optimizer import make_optimizer
 from cs336_systems.precision import AUTOCAST_DTYPES, autocast, make_grad_scaler
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range
-from cs336_systems.step_graph import StepGraph
-from cs336_systems.weights import Weight, cast_linear_weights, drop_gradients
+from cs336_systems.shortcuts.cross_entropy import fused_cross_entropy
+from cs336_systems.shortcuts.master_adamw import MasterAdamW
+from cs336_systems.shortcuts.step_graph import StepGraph
+from cs336_systems.shortcuts.weights import Weight, cast_linear_weights, drop_gradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""

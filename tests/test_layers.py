@@ -16,7 +16,7 @@ PACKAGE = "cs336_systems"
 # From the bottom up: a module imports, at its top or inside a function, from lower levels only.
 # "analysis.*" stands for all modules of that folder that are not named elsewhere; they may import each other.
 LEVELS = (
-    ("", "analysis", "analysis.kernels", "analysis.memory", "commands", "prediction"),
+    ("", "analysis", "analysis.kernels", "analysis.memory", "commands", "prediction", "shortcuts"),
     ("report", "report.kernels", "report.memory", "studies"),
     ("config", "ranges", "process", "locks", "statistics", "report.formats", "json_files"),
     ("hardware", "record", "nsys_run", "prediction.*"),
@@ -26,11 +26,12 @@ LEVELS = (
     ("ladder",),
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
-    ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "cross_entropy_kernel", "fp8"),
-    ("model", "environment", "step_graph", "cross_entropy"),
-    ("weights",),
-    ("adamw_kernel",),
-    ("master_adamw",),
+    ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters"),
+    ("shortcuts.cross_entropy_kernel", "shortcuts.fp8"),
+    ("model", "environment", "shortcuts.step_graph", "shortcuts.cross_entropy"),
+    ("shortcuts.weights",),
+    ("shortcuts.adamw_kernel",),
+    ("shortcuts.master_adamw",),
     ("step", "report.*"),
     ("report.kernels.*", "report.memory.*"),
     ("report.terminal",),
@@ -52,7 +53,8 @@ LEVELS = (
 
 NEEDS_TORCH = {
     "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "model", "step", "memory_recording",
-    "adamw_kernel", "cross_entropy", "cross_entropy_kernel", "fp8", "step_graph", "weights", "master_adamw",
+    "shortcuts.adamw_kernel", "shortcuts.cross_entropy", "shortcuts.cross_entropy_kernel", "shortcuts.fp8",
+    "shortcuts.step_graph", "shortcuts.weights", "shortcuts.master_adamw",
     "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",
     "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
     "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",
@@ -177,8 +179,8 @@ def test_what_is_measured_with_is_part_of_the_identity() -> None:
     while more := set().union(*(imported(name, at_top=False) for name in reached)) - reached:
         reached |= more
     around = {
-        "", "record", "nvml", "environment", "quality", "statistics", "ranges", "failure", "memory_recording",
+        "", "shortcuts", "record", "nvml", "environment", "quality", "statistics", "ranges", "failure", "memory_recording",
         "analysis.memory.notes", "analysis.columns", "analysis.files", "json_files",
     }  # fmt: skip
     # they see a step from outside, or are there in profiled runs alone, whose times are not published
-    assert {f"{name}.py" for name in reached - around} == set(MEASURING_FILES)
+    assert {f"{name.replace('.', '/')}.py" for name in reached - around} == set(MEASURING_FILES)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 ADAMW = """
 import json, torch
 torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
-from cs336_systems.adamw_kernel import CHUNK, ChunkedAdamW
+from cs336_systems.shortcuts.adamw_kernel import CHUNK, ChunkedAdamW
 
 torch.manual_seed(0)
 settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -41,7 +41,7 @@ print(json.dumps(found))
 
 LOSS = """
 import json, torch
-from cs336_systems import cross_entropy_kernel as kernel
+from cs336_systems.shortcuts import cross_entropy_kernel as kernel
 
 torch.manual_seed(0)
 block, found = kernel.BLOCK, {"loss": 0, "alone": 0, "gradient": 0, "padding": 0}
@@ -66,7 +66,7 @@ def interpreted(script: str) -> dict[str, float]:
     """What the script prints, in a process of its own: whether to interpret is decided when a kernel is defined."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], env=environment, cwd=Path(__file__).parents[1],
+        [sys.executable, "-W", "ignore", "-c", script], env=environment, cwd=Path(__file__).parents[2],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

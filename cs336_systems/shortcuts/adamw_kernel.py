@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.weights import ALIGNMENT
+from cs336_systems.shortcuts.weights import ALIGNMENT
 
 CHUNK = 1024
 """Elements to a program: 4.09 TB/s on an H200, which copies at 4.26. More, or more warps, are a little slower."""

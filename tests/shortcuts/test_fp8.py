@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336_systems import model as model_module
 from cs336_systems.clock import HostClock
 from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.fp8 import fp8_linear
 from cs336_systems.hardware import DEVICES as KNOWN
+from cs336_systems.shortcuts.fp8 import fp8_linear
 from cs336_systems.step import TrainingStep
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

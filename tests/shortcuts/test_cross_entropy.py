@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.clock import HostClock
 from cs336_systems.config import Arch, CompileMode, Device, ModelConfig, Precision, RunConfig
-from cs336_systems.cross_entropy import fused_cross_entropy
+from cs336_systems.shortcuts.cross_entropy import fused_cross_entropy
 from cs336_systems.step import TrainingStep
 
 SHAPES = [(37, 37), (37, 40), (4096, 4096), (5000, 5120), (50_257, 50_304)]

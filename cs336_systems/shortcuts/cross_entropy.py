@@ -67,12 +67,12 @@ def _scale(rows: Tensor, factor: Tensor) -> None:
 
 
 def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
-    from cs336_systems import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
+    from cs336_systems.shortcuts import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
 
     return cross_entropy_kernel.losses(logits, targets, vocab_size, write_gradients=write_gradients)
 
 
 def _kernel_scale(rows: Tensor, factor: Tensor) -> None:
-    from cs336_systems import cross_entropy_kernel
+    from cs336_systems.shortcuts import cross_entropy_kernel
 
     cross_entropy_kernel.scale_rows(rows, factor)

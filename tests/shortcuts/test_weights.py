@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from cs336_systems.clock import HostClock
 from cs336_systems.config import Arch, Attention, Device, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.master_adamw import MasterAdamW
 from cs336_systems.model import TransformerLM
+from cs336_systems.shortcuts.master_adamw import MasterAdamW
+from cs336_systems.shortcuts.weights import Weight, cast_linear_weights
 from cs336_systems.step import TrainingStep
-from cs336_systems.weights import Weight, cast_linear_weights
 
 MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4)
 MODELS = {"cs336": MODEL, "gpt2": replace(MODEL, arch=Arch.GPT2), "sdpa": replace(MODEL, attention=Attention.SDPA)}

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cs336_systems.weights import Weight, drop_gradients
+from cs336_systems.shortcuts.weights import Weight, drop_gradients
 
 if TYPE_CHECKING:
-    from cs336_systems.adamw_kernel import ChunkedAdamW
+    from cs336_systems.shortcuts.adamw_kernel import ChunkedAdamW
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -66,7 +66,7 @@ class MasterAdamW(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight.master), torch.zeros_like(weight.master)
 
     def _launch(self, kind: tuple[bool, int], weights: Sequence[Weight]) -> None:
-        from cs336_systems.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
+        from cs336_systems.shortcuts.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
 
         if kind not in self._kernels:
             states = [self.state[weight.master] for weight in weights]

@@ -10,7 +10,7 @@ import torch
 from cs336_systems.clock import Clock, EventClock
 from cs336_systems.config import Phase
 from cs336_systems.data import Batch
-from cs336_systems.step_graph import EAGER_STEPS, StepGraph
+from cs336_systems.shortcuts.step_graph import EAGER_STEPS, StepGraph
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 TOOK_S = {Phase.DATA: 0.5, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.OPTIMIZER: 4.0}
