@@ -18,7 +18,7 @@ from cs336_systems.studies.ceilings_files import encode_study, read_study
 from cs336_systems.studies.ceilings_records import CeilingsGrid, ProductPrecision, Shape
 
 if TYPE_CHECKING:
-    from cs336_systems.report.roofline import StepParts
+    from cs336_systems.report.ceilings.roofline import StepParts
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
@@ -146,7 +146,7 @@ def run(arguments: CeilingsArguments) -> int:
     device_name = identity(grid.device).device_name if study is None else study.device_name
     parts = None if arguments.profile is None else _parts(arguments.profile, arguments.record, device_name)
     make_writable(directory)
-    from cs336_systems.report.ceilings import ceilings_tables, write_ceilings
+    from cs336_systems.report.ceilings.summary import ceilings_tables, write_ceilings
     from cs336_systems.report.terminal import print_table, say
 
     if study is None:
@@ -166,7 +166,7 @@ def run(arguments: CeilingsArguments) -> int:
 def _parts(path: Path, record: Path | None, device_name: str) -> "StepParts":
     """Parts of the profiled step; raise UsageError where they are of another device or nobody knows what was run."""
     from cs336_systems.analysis.kernels.step_profile import read_profile
-    from cs336_systems.report.roofline import step_parts
+    from cs336_systems.report.ceilings.roofline import step_parts
 
     profile = read_profile(path)
     if profile is None:

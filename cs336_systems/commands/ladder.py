@@ -217,8 +217,8 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
 def _report(directory: Path) -> None:
     """Write and print what the records of the directory give."""
     from cs336_systems.report.kernels.entries import load_profiled
-    from cs336_systems.report.ladder import ladder_tables, write_ladder_report
-    from cs336_systems.report.ladder_rows import ladder_rows
+    from cs336_systems.report.ladder.rows import ladder_rows
+    from cs336_systems.report.ladder.tables import ladder_tables, write_ladder_report
     from cs336_systems.report.terminal import print_table, say
 
     ladder = read_ladder(directory / LADDER_FILE)

@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from cs336_systems.config import Device
-from cs336_systems.report.ceilings import ceilings_tables, summary_listing, write_ceilings
-from cs336_systems.report.ceilings_plots import draw_bandwidth, draw_products, draw_reductions
-from cs336_systems.report.ceilings_tables import products_listing, reductions_listing, streams_listing
-from cs336_systems.report.roofline_plot import draw_roofline
+from cs336_systems.report.ceilings.plots import draw_bandwidth, draw_products, draw_reductions
+from cs336_systems.report.ceilings.roofline_plot import draw_roofline
+from cs336_systems.report.ceilings.summary import ceilings_tables, summary_listing, write_ceilings
+from cs336_systems.report.ceilings.tables import products_listing, reductions_listing, streams_listing
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_files import read_study
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell, Stream

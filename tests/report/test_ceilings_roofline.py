@@ -11,9 +11,9 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, Precision, RunConfig
 from cs336_systems.model import TransformerLM
-from cs336_systems.report.ceilings import ceilings_tables, write_ceilings
-from cs336_systems.report.roofline import parts_listing, step_parts
-from cs336_systems.report.roofline_plot import draw_roofline
+from cs336_systems.report.ceilings.roofline import parts_listing, step_parts
+from cs336_systems.report.ceilings.roofline_plot import draw_roofline
+from cs336_systems.report.ceilings.summary import ceilings_tables, write_ceilings
 from tests.report.ceilings import BF16, FP32, make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.drawn import overlaps, texts
 from tests.report.kernels.profiles import make_module, make_products, make_profile

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from cs336_systems.record import Status
-from cs336_systems.report.ladder import CSV, ladder_tables, settings, write_ladder_report
-from cs336_systems.report.ladder_plots import UNCREDITED, draw_ladder
-from cs336_systems.report.ladder_reasons import reasons
-from cs336_systems.report.ladder_rows import ladder_rows
-from cs336_systems.report.ladder_traffic import traffic
+from cs336_systems.report.ladder.plots import UNCREDITED, draw_ladder
+from cs336_systems.report.ladder.reasons import reasons
+from cs336_systems.report.ladder.rows import ladder_rows
+from cs336_systems.report.ladder.tables import CSV, ladder_tables, settings, write_ladder_report
+from cs336_systems.report.ladder.traffic import traffic
 from cs336_systems.report.listing import csv_of
 from tests.report.drawn import overlaps, texts
 from tests.report.kernels.profiles import BACKWARD, FORWARD, make_classes, make_cpu_profile, make_phase

@@ -21,7 +21,7 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.model import TransformerLM
-from cs336_systems.report.ladder_traffic import OPTIMIZER_BYTES, linear_weights, traffic
+from cs336_systems.report.ladder.traffic import OPTIMIZER_BYTES, linear_weights, traffic
 from cs336_systems.step import TrainingStep
 
 BATCH, SEQ = 3, 5

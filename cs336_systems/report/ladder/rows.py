@@ -12,7 +12,7 @@ from cs336_systems.ladder import Gate, Rung, judge, reason_run, reference
 from cs336_systems.record import Compilation, RunRecord, Status
 from cs336_systems.report.frame import COLUMNS, rows_of, to_frame
 from cs336_systems.report.kernels.entries import Profiled
-from cs336_systems.report.ladder_traffic import Traffic, traffic
+from cs336_systems.report.ladder.traffic import Traffic, traffic
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 CONFIDENCE = 0.95

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from cs336_systems.config import Device
 from cs336_systems.hardware import find_device
-from cs336_systems.report.ceilings_plots import ceilings_pictures
-from cs336_systems.report.ceilings_tables import (
+from cs336_systems.report.ceilings.plots import ceilings_pictures
+from cs336_systems.report.ceilings.roofline import StepParts, parts_listing
+from cs336_systems.report.ceilings.roofline_plot import draw_roofline
+from cs336_systems.report.ceilings.tables import (
     GIGA,
     MIB,
     TERA,
@@ -26,8 +28,6 @@ from cs336_systems.report.ceilings_tables import (
 from cs336_systems.report.drawing import to_png
 from cs336_systems.report.formats import Column, Heading, Table, make_table, significant
 from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
-from cs336_systems.report.roofline import StepParts, parts_listing
-from cs336_systems.report.roofline_plot import draw_roofline
 from cs336_systems.studies.ceilings_files import FILE_NAME, encode_study
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream
 

@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.hardware import find_device
 from cs336_systems.report import drawing
-from cs336_systems.report.ceilings_plots import COLOURS, DATA_SHEET, show_decades
-from cs336_systems.report.ceilings_tables import TERA, promised_bandwidth, promised_flops
-from cs336_systems.report.roofline import StepPart, StepParts
+from cs336_systems.report.ceilings.plots import COLOURS, DATA_SHEET, show_decades
+from cs336_systems.report.ceilings.roofline import StepPart, StepParts
+from cs336_systems.report.ceilings.tables import TERA, promised_bandwidth, promised_flops
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 
 PHASE_COLOURS = {LaunchPhase(phase): colour for phase, colour in drawing.PHASE_COLOURS.items()}

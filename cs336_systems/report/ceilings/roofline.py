@@ -20,7 +20,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import AttentionPart, StepProfile
 from cs336_systems.config import RunConfig
 from cs336_systems.ranges import Range
-from cs336_systems.report.ceilings_tables import GIGA, MIB, TERA, Fields, percent, ratio, scaled
+from cs336_systems.report.ceilings.tables import GIGA, MIB, TERA, Fields, percent, ratio, scaled
 from cs336_systems.report.formats import Column, Heading, make_table, significant
 from cs336_systems.report.listing import Listing, csv_of
 from cs336_systems.studies.ceilings_records import FACTOR_BYTES, FP32_BYTES, CeilingsStudy, ProductPrecision

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.report.formats import significant
-from cs336_systems.report.ladder_rows import LadderRow, Reason
+from cs336_systems.report.ladder.rows import LadderRow, Reason
 
 MIN_CHANGE = 0.05
 """Relative, of a count, of bytes or of a time, to be told."""

@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator
 
 from cs336_systems.hardware import find_device
 from cs336_systems.report import drawing
-from cs336_systems.report.ceilings_tables import GIGA, MIB, TERA, promised_bandwidth, promised_flops
+from cs336_systems.report.ceilings.tables import GIGA, MIB, TERA, promised_bandwidth, promised_flops
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Stream
 
 COLOURS = {ProductPrecision(name): colour for name, colour in drawing.PRECISION_COLOURS.items()} | {

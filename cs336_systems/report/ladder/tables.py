@@ -8,9 +8,9 @@ from cs336_systems.ladder import GATE_STEPS
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import Column, Heading, Table, make_table, mean_and_std, significant
-from cs336_systems.report.ladder_plots import draw_ladder
-from cs336_systems.report.ladder_reasons import GIGA, reasons
-from cs336_systems.report.ladder_rows import CONFIDENCE, LadderRow, SpeedUp, fastest_row
+from cs336_systems.report.ladder.plots import draw_ladder
+from cs336_systems.report.ladder.reasons import GIGA, reasons
+from cs336_systems.report.ladder.rows import CONFIDENCE, LadderRow, SpeedUp, fastest_row
 from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS
 
