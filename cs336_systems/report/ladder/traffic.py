@@ -46,12 +46,13 @@ class Traffic:
 
 
 def traffic(config: RunConfig) -> Traffic | None:
-    """What a step of this project's model moves at least; None for a user's own, and for a step that does not train.
+    """What a step of this project's model moves at least; None for a user's own, for a step that does not train, and
+    for fp8, whose casts and copies are not counted here.
 
     Biases and norms, a thousandth of the parameters, count with the optimizer only; what pads a vocabulary and what
     checkpointing computes again is left out.
     """
-    if config.model_factory is not None or config.mode is not Mode.TRAIN:
+    if config.model_factory is not None or config.fp8 or config.mode is not Mode.TRAIN:
         return None
     half = config.precision in (Precision.BF16, Precision.FP16)
     size = HALF_BYTES if half else FP32_BYTES
