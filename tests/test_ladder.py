@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from cs336_systems import fp8
 from cs336_systems.clock import make_clock
 from cs336_systems.config import (
     SIZES,
@@ -37,6 +36,7 @@ from cs336_systems.ladder import (
     rungs,
     write_ladder,
 )
+from cs336_systems.shortcuts import fp8
 from cs336_systems.step import TrainingStep
 
 H200 = "NVIDIA H200"
