@@ -21,7 +21,7 @@ NUM_WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _update_chunks(  # type: ignore[no-untyped-def]
+def _adamw_chunks(  # type: ignore[no-untyped-def]
     pointers, sizes, chunk_tensors, chunk_numbers, steps,
     lr, beta1, beta2, eps, decay,
     HAS_COPY: tl.constexpr, HALF_GRADIENT: tl.constexpr, HAS_SECOND: tl.constexpr,
@@ -117,7 +117,7 @@ class ChunkedAdamW:
     ) -> None:
         """Update with each tensor's one or two gradients; `steps` is the number of this step, in fp32 on the device."""
         self._place(gradients)
-        _update_chunks[(len(self._tensors),)](
+        _adamw_chunks[(len(self._tensors),)](
             self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
             HAS_COPY=self._has_copy, HALF_GRADIENT=gradients[0][0].dtype is torch.bfloat16,

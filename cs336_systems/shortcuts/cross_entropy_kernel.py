@@ -24,7 +24,7 @@ def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients:
     number of rows, and 0 where padded.
     """
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _write_losses[(len(logits),)](
+    _cross_entropy_losses[(len(logits),)](
         logits, logits.stride(0), targets, found, 1 / len(logits), vocab_size, logits.shape[1],
         WRITE_GRADIENTS=write_gradients, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -33,11 +33,11 @@ def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients:
 
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
     """Multiply in place; where the factor, which only the device knows, is 1 there is nothing to do."""
-    _scale_rows[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write_losses(  # type: ignore[no-untyped-def]
+def _cross_entropy_losses(  # type: ignore[no-untyped-def]
     logits, stride, targets, losses, share, vocab_size, padded_size,
     WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def _write_losses(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scale_rows(rows, stride, factor, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_scale(rows, stride, factor, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     by = tl.load(factor)
     if by != 1:
         at = rows + tl.program_id(0).to(tl.int64) * stride

@@ -44,7 +44,8 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     # FlashAttention 2 and 3, PyTorch's copy of it (pytorch_flash::), course work that is called the same
     (r"flash_(?:fwd|bwd)|flash::|flash_?attn", KernelClass.ATTENTION),
     # xFormers and PyTorch's efficient backend (fmha_cutlassF_...), cuDNN (cudnn_generated_fort_native_sdpa_...)
-    (r"fmha|sdpa|scaled_dot_product", KernelClass.ATTENTION),
+    # and the helpers of its backward (compute_dot_do_o_specialized, convert_dq_to_16bits)
+    (r"fmha|sdpa|scaled_dot_product|compute_dot_do_o|convert_dq_to", KernelClass.ATTENTION),
     # Triton's tutorial and what grew from it (_attn_fwd), FlashInfer, vLLM
     (r"attention|(?<![a-z])attn(?![a-z])", KernelClass.ATTENTION),
     # the CUDA driver: "Memcpy DtoH (Device -> Pageable)" in Kineto, "[CUDA memset]" in nsys

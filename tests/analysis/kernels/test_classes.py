@@ -138,6 +138,8 @@ ATTENTION = (
     "fmha_cutlassB_f16_aligned_64x64_k64_dropout_sm80(AttentionBackwardKernel<cutlass::arch::Sm80>::Params)",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_kernel0_0",
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*, void const*, void*, void*, unsigned int)",
+    "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned int, unsigned int)",
     "_attn_fwd",
     "_attn_bwd_dkdv",
     "triton_tem_fused_flex_attention_0",
@@ -153,6 +155,8 @@ SOFTMAX = (
     f"{UNNAMED}nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*, float const*, long const*)",
     f"{UNNAMED}nll_loss_backward_reduce_cuda_kernel_2d<float, long>(float*, float const*, long const*, float const*)",
     "liger_cross_entropy_kernel",
+    "_cross_entropy_losses",  # this project's
+    "_cross_entropy_scale",
     "triton_per_fused__softmax_add_clone_detach_1",
     "triton_per_fused__softmax_backward_data_mul_11",
     "triton_per_fused__softmax__to_copy_bitwise_and_cat_exp_expand_le_mul_prepare_softmax_online_scalar_tensor_sub_unsqueeze_view_where_14",
@@ -238,6 +242,7 @@ REDUCTION = (
     "aten::embedding_dense_backward",
 )
 OPTIMIZER = (
+    "_adamw_chunks",  # this project's
     f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
     "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (at::native::(anonymous namespace)::"
     "ADAM_MODE)1, false>, float const*, double, double, double, double, double, bool, float*, float*>()",
@@ -361,8 +366,8 @@ def test_a_short_name_has_the_class_of_the_whole(name) -> None:
         (SOFTMAX[0], "softmax_warp_forward"),
         (ELEMENT_WISE[0], "vectorized_elementwise_kernel<gelu>"),
         (NORMALISATION[0], "vectorized_layer_norm_kernel"),
-        (OPTIMIZER[0], "multi_tensor_apply_kernel<FusedAdam>"),
-        (OPTIMIZER[1], "multi_tensor_apply_kernel<plus>"),
+        (OPTIMIZER[1], "multi_tensor_apply_kernel<FusedAdam>"),
+        (OPTIMIZER[2], "multi_tensor_apply_kernel<plus>"),
         (ATTENTION[0], "flash_fwd_kernel"),
         (ATTENTION[6], "device_kernel<FlashAttnFwdSm90>"),
         (ATTENTION[7], "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
