@@ -12,6 +12,8 @@ MAX_PARAMETERS = 10**12
 """More fp32 parameters than this (4 TB) fit no device there is: surely a slip of the keyboard."""
 MAX_ELEMENTS = 2**42
 """Bound on the elements of the logits and of one block's attention scores, for the same reason."""
+FP8_MULTIPLE = 16
+"""Of which all sizes of a product in fp8 must be multiples, for cuBLAS."""
 MAX_PADDING = 2**16
 """Multiple to pad a vocabulary to: above any that a kernel likes."""
 
@@ -263,6 +265,10 @@ class RunConfig:
             raise ValueError(
                 "fused_loss with a compile mode needs compile_blocks: whole models have the loss compiled in"
             )
+        if self.fp8 and (misfit := fp8_misfit(self.model, self.batch_size)):
+            raise ValueError(misfit)
+        if self.cuda_graph and self.device is not Device.CUDA:
+            raise ValueError(f"cuda_graph needs device cuda, got {self.device}")
         if trains and self.optimizer is not OptimizerKind.FUSED:
             for name in ("cast_once", "cuda_graph"):
                 if getattr(self, name):
@@ -270,7 +276,6 @@ class RunConfig:
         if not self.cuda_graph:
             return
         needs = {
-            "device cuda": (self.device, self.device is Device.CUDA),
             "a precision without loss scaling, which decides on the host": (
                 self.precision, self.precision is not Precision.FP16
             ),
@@ -334,6 +339,14 @@ class RunConfig:
         words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []
         words += [f"#{self.repeat}"] if self.repeat else []
         return " ".join(words)
+
+
+def fp8_misfit(model: ModelConfig, batch_size: int) -> str:
+    """Why a step of these sizes would compute products in bf16 all the same; empty where it would not."""
+    tokens = batch_size * model.context_length
+    sizes = {"batch_size x context_length": tokens, "d_model": model.d_model, "d_ff": model.d_ff}
+    wrong = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    return f"fp8 needs sizes that are multiples of {FP8_MULTIPLE}, got {', '.join(wrong)}" if wrong else ""
 
 
 def _non_defaults(config: "RunConfig | ModelConfig") -> dict[str, object]:

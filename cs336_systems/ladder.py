@@ -21,6 +21,7 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
     SdpaBackend,
+    fp8_misfit,
 )
 from cs336_systems.fast import NICE_VOCABULARY, best_sdpa_backend
 from cs336_systems.hardware import find_device
@@ -93,17 +94,18 @@ class _Change:
 
 
 def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
-    """In order; `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`.
+    """In order; `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`, `fused-loss` `blocks`, and
+    `fp8` `cast-once`.
 
     On a CPU there is no AdamW that writes two copies at once, and no tensor core to pad a vocabulary for. A user's
     model is as it is, and may wait for the device, which no graph holds. Where no rule knows the device, PyTorch
-    chooses the kernel of fused attention. fp8 is for large models, on devices that are known to have it.
+    chooses the kernel of fused attention. fp8 is for large models whose sizes fit it, on devices known to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
     on_gpu, ours = base.device is Device.CUDA, base.model_factory is None
     awkward = base.model.vocab_size % NICE_VOCABULARY > 0
-    is_large = count_parameters(base.model) >= MIN_FP8_PARAMETERS
+    is_large = count_parameters(base.model) >= MIN_FP8_PARAMETERS and not fp8_misfit(base.model, base.batch_size)
 
     def fused(backend: SdpaBackend) -> dict[str, Any]:
         return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
@@ -141,7 +143,7 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
     config = replace(
         base, model=plain, mode=Mode.TRAIN, precision=Precision.FP32, optimizer=OptimizerKind.FOREACH,
         compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, fused_loss=False,
-        fp8=False, cuda_graph=False,
+        fp8=False, cuda_graph=False, sync_phases=False,
     )  # fmt: skip
     found = [Rung(name="fp32", change="true fp32, eager, attention written out, foreach AdamW", config=config)]
     for change in _changes(config, device_name):

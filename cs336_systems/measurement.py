@@ -191,13 +191,11 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
             wanted += 1
     if not progress.warmup:
         _settle(progress, monitor)
-    if config.mode is Mode.TRAIN and config.warmup_steps < LEAST_TRAIN_WARMUP_STEPS:
-        first = (
-            "the making of the optimizer's state" if not config.warmup_steps else "the first with the optimizer's state"
-        )
+    if config.mode is Mode.TRAIN and len(progress.warmup) < LEAST_TRAIN_WARMUP_STEPS:
+        first = "the making of the optimizer's state" if not progress.warmup else "the first with the optimizer's state"
         progress.warn(
             WarningCode.FEW_WARMUP_STEPS,
-            f"{config.warmup_steps} warm-up step(s): the measured ones include {first}; "
+            f"{len(progress.warmup)} warm-up step(s): the measured ones include {first}; "
             f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
         )
 

@@ -149,7 +149,7 @@ class SelfAttention(nn.Module):
         self.v_proj = Linear(config.d_model, config.d_model, bias=bias)
         self.output_proj = Linear(config.d_model, config.d_model, bias=bias)
         self.joint: Copies | None = None
-        """Weights and biases of q_proj, k_proj and v_proj in one, to be read in their place (weights.py)."""
+        """Weights and biases of q_proj, k_proj and v_proj in one, to be read in their place (shortcuts/weights.py)."""
 
     def forward(
         self,
@@ -225,7 +225,7 @@ class SwiGLU(nn.Module):
         self.w2 = Linear(d_ff, d_model)
         self.w3 = Linear(d_model, d_ff)
         self.joint: Copies | None = None
-        """Weights of w1 and w3 in one, to be read in their place (weights.py)."""
+        """Weights of w1 and w3 in one, to be read in their place (shortcuts/weights.py)."""
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
@@ -288,7 +288,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
         self.copies: Copies | None = None
-        """Copies of both, to be read in their place (weights.py)."""
+        """Copies of both, to be read in their place (shortcuts/weights.py)."""
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         return F.linear(x, self.weight, self.bias) if self.copies is None else self.copies.product(x)
@@ -299,14 +299,13 @@ class LMHead(Linear):
 
     range: str = Range.LM_HEAD
     multiple: int = 1
-    """Of which the product computes logits, with weights of 0 for the surplus, which is not returned."""
+    """Of which the product computes logits, with weights of 0 for the surplus, which is returned only if asked for."""
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
-        logits = self.padded(x)
-        return logits if logits.shape[-1] == len(self.weight) else logits[..., : len(self.weight)]
+    def forward(self, x: Float[Tensor, "... d_model"], *, with_surplus: bool = False) -> Float[Tensor, "... vocab"]:
+        logits = self._padded(x)
+        return logits if with_surplus or logits.shape[-1] == len(self.weight) else logits[..., : len(self.weight)]
 
-    def padded(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... padded"]:
-        """Logits with the surplus."""
+    def _padded(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... padded"]:
         with annotate(self.range):
             if self.copies is not None:
                 return self.copies.product(x)

@@ -131,7 +131,8 @@ class TrainingStep:
             self.phase = Phase.FORWARD
             loss = (self.graph or self._run)(batch, clock)
             times = clock.stop()
-        if self.config.mode is Mode.FORWARD_BACKWARD and self.graph is None:
+        # before a capture too: gradients that it found would be added to in every replay
+        if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
             drop_gradients(self.weights)
         return times, loss.detach()
@@ -160,7 +161,7 @@ class TrainingStep:
     def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.config.fused_loss:
             model = cast(TransformerLM, self.model)
-            logits = model.lm_head.padded(model.hidden(tokens))
+            logits = model.lm_head(model.hidden(tokens), with_surplus=True)
             with annotate(Range.LOSS):
                 return fused_cross_entropy(logits, targets, self.config.model.vocab_size)
         logits = check_logits(self.model(tokens), targets, self.config.model.vocab_size)

@@ -168,7 +168,11 @@ OTHER_RUN = {
 def test_every_field_changes_the_key() -> None:
     assert set(OTHER_MODEL) == {field.name for field in fields(ModelConfig)}
     assert set(OTHER_RUN) == {field.name for field in fields(RunConfig)}
-    base = run(shape(num_heads=1, attention=Attention.SDPA), compile=CompileMode.DEFAULT, mode=Mode.FORWARD_BACKWARD)
+    base = run(
+        shape(num_heads=1, d_model=32, d_ff=48, attention=Attention.SDPA),
+        compile=CompileMode.DEFAULT,
+        mode=Mode.FORWARD_BACKWARD,
+    )
     needed = {
         "cast_once": {"precision": Precision.BF16}, "cuda_graph": {"device": Device.CUDA},
         "fused_loss": {"compile_blocks": True}, "fp8": {"precision": Precision.BF16, "cast_once": True},
@@ -290,6 +294,17 @@ def test_the_label_says_what_is_unusual() -> None:
         ({"cast_once": True, "model_factory": "a:b"}, "cast_once needs this project's model, got model_factory 'a:b'"),
         ({"fp8": True, "precision": Precision.BF16}, "fp8 needs cast_once, got cast_once False"),
         ({"fp8": True}, "fp8 needs precision bf16, got precision fp32"),
+        (
+            {
+                "fp8": True,
+                "precision": Precision.BF16,
+                "cast_once": True,
+                "batch_size": 3,
+                "optimizer": OptimizerKind.FUSED,
+                "model": shape(d_model=16, context_length=8, d_ff=40),
+            },
+            "fp8 needs sizes that are multiples of 16, got batch_size x context_length = 24, d_ff = 40",
+        ),
         ({"fp8": True, "model_factory": "a:b"}, "fp8 needs this project's model, got model_factory 'a:b'"),
         ({"pad_vocabulary": 64, "model_factory": "a:b"}, "pad_vocabulary needs this project's model"),
         ({"cuda_graph": True, "optimizer": OptimizerKind.FUSED}, "cuda_graph needs device cuda, got cpu"),

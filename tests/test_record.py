@@ -55,10 +55,10 @@ from cs336_systems.record import (
 CONFIG = RunConfig(
     size="custom",
     model=ModelConfig(
-        arch=Arch.GPT2, vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2, rope_theta=9.5,
+        arch=Arch.GPT2, vocab_size=11, context_length=8, d_model=16, d_ff=48, num_layers=2, num_heads=2, rope_theta=9.5,
         attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH,
     ),
-    batch_size=3, mode=Mode.FORWARD, precision=Precision.FP16, optimizer=OptimizerKind.FUSED,
+    batch_size=2, mode=Mode.FORWARD, precision=Precision.FP16, optimizer=OptimizerKind.FUSED,
     compile=CompileMode.REDUCE_OVERHEAD, compile_blocks=True, device=Device.CUDA, warmup_steps=2, measured_steps=3,
     seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4,
     profiler=Profiler.KINETO, checkpoint_blocks=2, pad_vocabulary=64, learning_rate=1 / 3,

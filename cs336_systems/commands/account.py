@@ -130,7 +130,8 @@ def run(arguments: AccountArguments) -> int:
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
     ceilings = ceilings_or_say(arguments.ceilings)
-    ceiling = None if device is None else ceilings.flops_per_s(device.names[0], config.precision)
+    found = (ceilings.flops_per_s(name, config.precision) for name in (() if device is None else device.names))
+    ceiling = max((rate for rate in found if rate is not None), default=None)
     listing = account_listing(config, device, step_s, memory_bytes, arguments.top, ceiling)
     if arguments.output is not None:
         write_files(texts_of(listing), arguments.output)

@@ -179,7 +179,7 @@ def make_config(
     )
 
 
-SHORTCUTS = ("cast_once", "fused_loss", "fp8", "cuda_graph")
+SHORTCUTS = ("compile_blocks", "cast_once", "fused_loss", "fp8", "cuda_graph")
 """Flags that need others, which --fast sets."""
 
 

@@ -40,6 +40,7 @@ CSV_COLUMNS = (
 )  # fmt: skip
 Numbers = Mapping[str, int]
 """Of one part of the model, by the name of their column; what it has none of is not there."""
+UNMEASURED = "No share of a measured ceiling: cs336 ceilings on that device gives one (--ceilings DIR)."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
 
@@ -276,7 +277,7 @@ def _rates_table(
         title="What such a step achieves",
         headings=(Heading("quantity", numeric=False), Heading("value"), Heading("unit", numeric=False)),
         rows=tuple(rows),
-        notes=(unknown if peak is None else meaning,),
+        notes=(unknown if peak is None else meaning, *([UNMEASURED] if ceiling_flops_per_s is None else [])),
     )
 
 

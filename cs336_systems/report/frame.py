@@ -45,7 +45,7 @@ COLUMNS = (
     "forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms", "optimizer_mean_ms", "optimizer_std_ms",
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
-    "predicted_peak_gib", "ceiling_share",
+    "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms",
     "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "fused_loss", "fp8",
 )  # fmt: skip
 """Columns of results.csv, in order."""
@@ -53,7 +53,7 @@ SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]
 """Columns of settings that make a step smaller or faster, and of the learning rate."""
 QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
 """Columns that were measured or follow from what was measured; NaN where that is unknown."""
-NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share")
+NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms")
 
 
 def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
@@ -210,7 +210,7 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, object]:
     }
     if (predicted_bytes := predicted_peak_bytes(config)) is not None:
         row["predicted_peak_gib"] = predicted_bytes / 2**30
-    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if measured := _measured(done, phase):
             row |= {f"{phase}_mean_ms": _ms(_mean_s(measured)), f"{phase}_std_ms": _ms(_stdev_s(measured))}
     return row | _step(done, config, device_name, ceilings) | _peaks(done)

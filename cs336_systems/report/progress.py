@@ -25,7 +25,7 @@ class TerminalListener:
     """Draws on standard error and only when told to: a drawing thread would share the host with what is timed."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, emoji=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),

@@ -42,7 +42,7 @@ def results_table(frame: pd.DataFrame) -> Table:
     frame = frame.assign(speed_up=speed_ups(frame)["speed_up"].to_numpy())
     columns = [
         *_identity(frame),
-        *(_times(name) for name in ("forward", "backward", "optimizer") if _known(frame, f"{name}_mean_ms")),
+        *(_times(name) for name in ("data", "forward", "backward", "optimizer") if _known(frame, f"{name}_mean_ms")),
         _times("step"),
         *_derived(frame),
         *_status(frame),

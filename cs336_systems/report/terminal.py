@@ -20,7 +20,7 @@ WIDTH_WITHOUT_TERMINAL = 140
 
 
 def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 
 
 def print_table(table: Table) -> None:

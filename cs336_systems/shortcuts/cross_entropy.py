@@ -69,10 +69,19 @@ def _scale(rows: Tensor, factor: Tensor) -> None:
 def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
     from cs336_systems.shortcuts import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
 
-    return cross_entropy_kernel.losses(logits, targets, vocab_size, write_gradients=write_gradients)
+    found = cross_entropy_kernel.losses(logits, targets, vocab_size, write_gradients=write_gradients)
+    if write_gradients:
+        _say_overwritten(logits)
+    return found
 
 
 def _kernel_scale(rows: Tensor, factor: Tensor) -> None:
     from cs336_systems.shortcuts import cross_entropy_kernel
 
     cross_entropy_kernel.scale_rows(rows, factor)
+    _say_overwritten(rows)
+
+
+def _say_overwritten(rows: Tensor) -> None:
+    """Autograd does not see what a kernel writes; told, it refuses who reads the rows later, as on a CPU."""
+    torch.autograd.graph.increment_version(rows)

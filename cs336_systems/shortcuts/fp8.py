@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-MULTIPLE = 16
-"""Of which all sizes of a product must be multiples, for cuBLAS."""
+from cs336_systems.config import FP8_MULTIPLE
+
 DTYPE = torch.float8_e4m3fn
 """Of all factors: 3 bits of mantissa, and a range of 2^18.
 
@@ -35,7 +35,7 @@ def fp8_linear(
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
-    if any(size % MULTIPLE for size in (*rows.shape, len(weight))):
+    if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
         return F.linear(x, weight, bias)
     result: Tensor = _Fp8Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
     return cast(Tensor, result.unflatten(0, x.shape[:-1]))

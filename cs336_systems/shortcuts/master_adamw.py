@@ -1,7 +1,7 @@
 """AdamW for weights that are kept twice: on a GPU one kernel per kind of weight, fit to be recorded in a graph."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class MasterAdamW(torch.optim.Optimizer):
         """Drop the gradients of masters and copies."""
         super().zero_grad(set_to_none)
         drop_gradients(self._weights)
+
+    def load_state_dict(self, state_dict: object) -> NoReturn:
+        """Raises NotImplementedError: the count of steps is no part of a state, and the kernels know where it lies."""
+        raise NotImplementedError("MasterAdamW cannot go on from a saved state: make it anew")
 
     def captured(self) -> None:
         """A graph with this step in it has been captured, and is about to be replayed."""

@@ -1,6 +1,5 @@
 """Studies of ceilings as files: written, read and checked, and found by the name of a device."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from cs336_systems.config import Precision
 from cs336_systems.hardware import bare_name
 from cs336_systems.json_files import encode_json, read_json
 from cs336_systems.record import RecordError
-from cs336_systems.studies.ceilings_records import FORMAT_VERSION, CeilingsStudy, ProductPrecision, Stream
+from cs336_systems.studies.ceilings_records import FORMAT_VERSION, CeilingsStudy, ProductPrecision
 
 FILE_NAME = "ceilings.json"
 
@@ -31,15 +30,9 @@ class Ceilings:
 
     def flops_per_s(self, device_name: str, precision: Precision | ProductPrecision) -> float | None:
         """Highest rate of matrix products that any study of this device measured, or None."""
-        wanted = ProductPrecision(precision)
-        return _best(study.product_ceiling(wanted) for study in self._of(device_name))
-
-    def bytes_per_s(self, device_name: str, stream: Stream = Stream.COPY) -> float | None:
-        """Highest rate over memory that any study of this device measured, or None."""
-        return _best(study.bandwidth(stream) for study in self._of(device_name))
-
-    def _of(self, device_name: str) -> Iterator[CeilingsStudy]:
-        return (study for study in self.studies if bare_name(study.device_name) == bare_name(device_name))
+        name, wanted = bare_name(device_name), ProductPrecision(precision)
+        found = (study.product_ceiling(wanted) for study in self.studies if bare_name(study.device_name) == name)
+        return max((rate for rate in found if rate is not None), default=None)
 
 
 NO_CEILINGS = Ceilings()
@@ -53,7 +46,3 @@ def load_ceilings(directory: Path) -> Ceilings:
 def ceilings_beside(results: Path) -> Path:
     """Where the ceilings are that belong to OUTPUT/KIND/NAME: OUTPUT/ceilings."""
     return results.resolve().parent.parent / "ceilings"
-
-
-def _best(rates: Iterable[float | None]) -> float | None:
-    return max((rate for rate in rates if rate is not None), default=None)

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from cs336_systems.config import Device, Precision
+from cs336_systems.config import FP8_MULTIPLE, Device, Precision
 from cs336_systems.environment import environment
 from cs336_systems.failure import classify, describe
 from cs336_systems.locks import exclusive, gpu_lock_path
@@ -46,8 +46,6 @@ LEAST_CAPABILITY = {
     ProductPrecision.FP8: (8, 9),
 }
 """Compute capability from which NVIDIA GPUs multiply such numbers; older ones only seem to."""
-FP8_MULTIPLE = 16
-"""What the inner and the last side of an fp8 product must be multiples of."""
 LAUNCHES_IN_GRAPH = 1000
 
 

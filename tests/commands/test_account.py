@@ -90,7 +90,8 @@ def test_a_device_and_a_time_give_the_mfu(flag: list[str], capsys: pytest.Captur
     said = capsys.readouterr().out
     assert float(re.search(r"^MFU +(\S+) ", said, re.MULTILINE)[1]) == pytest.approx(100 * 160.2 / 989.5, rel=1e-3)
     assert "bound by" in said
-    assert "measured ceiling" not in said
+    assert "share of the measured ceiling" not in said
+    assert "No share of a measured ceiling" in " ".join(said.split())
 
 
 def test_measured_ceilings_give_the_share_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +104,9 @@ def test_measured_ceilings_give_the_share_of_them(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     found = re.search(r"^share of the measured ceiling +(\S+) ", said, re.MULTILINE)[1]
     assert float(found) == pytest.approx(100 * 160.2 / 640, rel=1e-3)
+    path.write_bytes(encode_study(make_ceilings([product_at(square(512), 250)], device_name="NVIDIA A100-PCIE-40GB")))
+    assert account(*flags[:3], "--device-name", "A100-SXM4-40GB", "--step-ms", "10", "--ceilings", tmp_path) == 0
+    assert "share of the measured ceiling" in capsys.readouterr().out, "one entry of the table, two names"
     path.write_bytes(b"{")
     assert account(*flags, "--ceilings", tmp_path) == 0
     out, err = capsys.readouterr()

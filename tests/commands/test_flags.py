@@ -395,6 +395,7 @@ def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     fast = one("--size xl --fast --fp8")
     assert fast == replace(one("--size xl --fast"), fp8=True)
     assert [config.fp8 for config in grid("--fast --fp8 --sizes xl --context-lengths 128")] == [True]
+    assert one("--size xl --fast --compile-blocks") == one("--size xl --fast")
     with pytest.raises(ValueError, match="cuda_graph needs phases timed by events"):
         one("--fast --cuda-graph --sync-phases")
     with pytest.raises(ValueError, match="cast_once keeps weights in bf16, got precision fp32"):

@@ -25,7 +25,7 @@ attention, compile, optimizer, world_size, device_name, warmup_steps, measured_s
 forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_mean_ms, optimizer_std_ms,
 step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
 tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib,
-ceiling_share, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
+ceiling_share, data_mean_ms, data_std_ms, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
 fused_loss, fp8"""
 
 
@@ -152,12 +152,14 @@ def test_unknown_hardware_has_no_mfu_and_an_own_model_no_flops():
     assert own["arch"] == "pkg.mod:make"
 
 
-def test_modes_without_a_phase_leave_its_columns_empty_and_data_has_none():
+def test_modes_without_a_phase_leave_its_columns_empty():
     row = only_row(make_record(make_config(mode=Mode.FORWARD), (0.1,)))
     assert (row["backward_mean_ms"], row["optimizer_mean_ms"]) == (None, None)
     record = make_record(make_config(tokens="tokens.npy"), (0.1,))
     data = Measurement(Phase.DATA, (0.001,))
-    assert only_row(replace(record, measurements=(data, *record.measurements)))["step_mean_ms"] == pytest.approx(100)
+    found = only_row(replace(record, measurements=(data, *record.measurements)))
+    assert (found["data_mean_ms"], found["step_mean_ms"]) == pytest.approx((1, 100))
+    assert row["data_mean_ms"] is None
 
 
 def test_a_record_that_is_ok_without_times_is_not_fatal():

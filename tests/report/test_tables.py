@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import rich.console
 
-from cs336_systems.config import Mode, Precision
-from cs336_systems.record import Status, WarningCode
+from cs336_systems.config import Mode, Phase, Precision
+from cs336_systems.record import Measurement, Status, WarningCode
 from cs336_systems.report.formats import to_rich
 from cs336_systems.report.frame import COLUMNS, QUANTITIES, to_frame
 from cs336_systems.report.tables import results_table, warmup_table, write_tables
+from cs336_systems.report.terminal import print_run
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 
@@ -160,6 +161,19 @@ def test_hostile_texts_stay_in_their_cells(tmp_path):
 def test_tables_without_any_time(records, tmp_path):
     assert len(write_tables(records, tmp_path)) == 4
     assert warmup_table(records) is None
+
+
+def test_reading_data_has_its_column_where_it_is_a_phase():
+    record = make_record(make_config(tokens="tokens.npy"), (0.1, 0.1))
+    measured = (Measurement(Phase.DATA, (0.004, 0.006)), *record.measurements)
+    table = results_table(to_frame([replace(record, measurements=measured)]))
+    assert column(table, "data") == ["5.0 ± 1.4"]
+    assert "data" not in names(results_table(to_frame([record])))
+
+
+def test_words_between_colons_are_no_pictures(capsys, tmp_path):
+    print_run(make_failure(make_config(), Status.CRASHED, "no module:factory: here"), tmp_path)
+    assert "no module:factory: here" in capsys.readouterr().out
 
 
 def test_every_status_and_mode_has_words():

@@ -65,6 +65,20 @@ def test_the_gradient_takes_the_place_of_the_logits() -> None:
     assert [gradient.data_ptr() for gradient in seen] == [address]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_who_reads_the_logits_or_goes_backward_again_is_refused(device: str) -> None:
+    """Rather than given a gradient for logits, or a gradient that was scaled twice."""
+    targets, logits = torch.tensor([[1, 2]], device=device), torch.randn(1, 2, 5, device=device, requires_grad=True)
+    loss = 3 * fused_cross_entropy(logits * 1, targets, 5)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    read_twice = logits * 1
+    squares = (read_twice**2).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (fused_cross_entropy(read_twice, targets, 5) + squares).backward()
+
+
 @pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("arch", list(Arch))
 @pytest.mark.parametrize("settings", [{}, {"cast_once": True}], ids=str)
@@ -82,6 +96,16 @@ def test_a_step_trains_as_with_pytorch_s_loss(device: Device, arch: Arch, settin
         losses.append([step(HostClock())[1].item() for _ in range(6)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_the_head_s_range_is_there_in_backward_too() -> None:
+    """The hooks that name it run when the head is called as a module."""
+    model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=1, num_heads=4)
+    config = RunConfig(size="custom", model=model, pad_vocabulary=8, fused_loss=True)
+    step, shapes = TrainingStep(config), list[torch.Size]()
+    step.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: shapes.append(logits.shape))
+    step(HostClock())
+    assert shapes == [(4, 16, 40)]
 
 
 def test_what_it_does_not_go_with_is_said() -> None:

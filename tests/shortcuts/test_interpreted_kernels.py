@@ -61,6 +61,25 @@ for vocab, padded in ((37, 40), (block, block), (block - 1, 2 * block + 5), (500
 print(json.dumps(found))
 """
 
+AGAIN = """
+import json, torch
+from cs336_systems.shortcuts import cross_entropy
+
+cross_entropy._losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+targets, logits = torch.tensor([[1, 2]]), torch.randn(1, 2, 5, requires_grad=True)
+loss = 3 * cross_entropy.fused_cross_entropy(logits * 1, targets, 5)
+loss.backward(retain_graph=True)
+read_twice = logits * 1
+both = (read_twice**2).sum() + cross_entropy.fused_cross_entropy(read_twice, targets, 5)
+refused = {}
+for name, again in (("backward", loss), ("logits", both)):
+    try:
+        again.backward()
+    except RuntimeError as error:
+        refused[name] = "modified by an inplace operation" in str(error)
+print(json.dumps(refused))
+"""
+
 
 def interpreted(script: str) -> dict[str, float]:
     """What the script prints, in a process of its own: whether to interpret is decided when a kernel is defined."""
@@ -84,3 +103,7 @@ def test_the_loss_and_its_gradient_are_pytorch_s() -> None:
     found = interpreted(LOSS)
     assert found.pop("padding") == 0
     assert all(error < 1e-5 for error in found.values()), found
+
+
+def test_what_the_kernels_overwrite_autograd_knows() -> None:
+    assert interpreted(AGAIN) == {"backward": True, "logits": True}

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cs336_systems.clock import Clock, EventClock
-from cs336_systems.config import Phase
+from cs336_systems.config import Mode, ModelConfig, Phase, RunConfig
 from cs336_systems.data import Batch
 from cs336_systems.shortcuts.step_graph import EAGER_STEPS, StepGraph
+from cs336_systems.step import TrainingStep
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 TOOK_S = {Phase.DATA: 0.5, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.OPTIMIZER: 4.0}
@@ -115,3 +116,24 @@ def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_
     assert seen == [(number, float(number)) for number in range(EAGER_STEPS + 3)], "nothing runs twice"
     assert told == [EAGER_STEPS], "after the capture, before its first replay"
     assert graph.peak_bytes == 77
+
+
+def test_gradients_that_nobody_applies_are_not_added_up(device: Device) -> None:
+    """Neither by the first steps nor by the one that is captured, whose replays would go on adding."""
+    model = ModelConfig(vocab_size=7, context_length=4, d_model=8, d_ff=8, num_layers=1, num_heads=2)
+    step = TrainingStep(RunConfig(size="custom", model=model, mode=Mode.FORWARD_BACKWARD))
+    order = step.config.phases
+    found: list[bool] = []
+
+    def phases(batch: Batch, clock: Clock) -> torch.Tensor:
+        found.append(any(parameter.grad is not None for parameter in step.model.parameters()))
+        loss = step.forward(batch)
+        clock.lap(Phase.FORWARD)
+        step.backward(loss)
+        clock.lap(Phase.BACKWARD)
+        return loss
+
+    step.graph, clock = StepGraph(phases, order, lambda: None), EventClock()
+    for _ in range(EAGER_STEPS + 2):
+        step(clock)
+    assert found == [False] * (EAGER_STEPS + 1)

@@ -185,6 +185,12 @@ def test_a_padded_vocabulary_is_the_same_function(name: str, multiple: int) -> N
     torch.testing.assert_close(gradients[2:], gradients[:2])
 
 
+def test_a_state_is_refused_whose_count_of_steps_would_be_lost() -> None:
+    optimizer = MasterAdamW(cast_linear_weights(make("cs336"), torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="make it anew"):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> None:

@@ -140,11 +140,9 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     assert found.flops_per_s(H200, Precision.BF16) == pytest.approx(750e12)
     assert found.flops_per_s("H200", Precision.BF16) == pytest.approx(750e12), "as the data sheet calls it"
     assert found.flops_per_s(H200, ProductPrecision.FP32) == pytest.approx(40e12)
-    assert found.bytes_per_s(H200) == pytest.approx(4100e9)
     assert found.flops_per_s("NVIDIA H200 NVL", Precision.BF16) == pytest.approx(900e12)
     assert found.flops_per_s(H200, Precision.TF32) is None
     assert found.flops_per_s("NVIDIA H100 NVL", Precision.BF16) is None
-    assert found.bytes_per_s(H200, Stream.READ) is None
     assert load_ceilings(tmp_path / "nowhere").studies == ()
     (tmp_path / "a" / "ceilings.json").write_bytes(b"{")
     with pytest.raises(RecordError, match="not a study"):
