@@ -3,6 +3,7 @@
 import functools
 import importlib
 import operator
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -33,6 +34,9 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
+        except BrokenPipeError:  # whoever reads has read enough, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+            return FAILED
         except (SweepError, LockedError, FileError, NsysError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED

@@ -492,3 +492,15 @@ def test_a_sweep_measures_what_its_dry_run_promised(empty_directory: Path) -> No
         assert sorted(row["mode"] for row in csv.DictReader(file)) == ["inference", "train"]
     assert json.loads((base / "environment.json").read_text())["identity"]["driver"] is None
     assert "2 runs in" in done.stdout
+
+
+def test_a_reader_who_has_read_enough_is_no_error() -> None:
+    """`cs336 --help | head`: the pipe is closed before anything is written."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "cs336_systems", "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert command.stdout is not None
+    command.stdout.close()
+    assert command.stderr is not None
+    assert command.stderr.read() == b""
+    assert command.wait(timeout=60) == 1

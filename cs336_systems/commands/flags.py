@@ -179,13 +179,13 @@ def make_config(
     )
 
 
-SHORTCUTS = ("compile_blocks", "cast_once", "fused_loss", "fp8", "cuda_graph")
+NOT_ALONE = ("compile_blocks", "cast_once", "fused_loss", "fp8", "cuda_graph")
 """Flags that need others, which --fast sets."""
 
 
 def without_shortcuts(step: StepArguments) -> StepArguments:
     """What `faster` is to begin with."""
-    none: dict[str, Any] = dict.fromkeys(SHORTCUTS, False)
+    none: dict[str, Any] = dict.fromkeys(NOT_ALONE, False)
     return replace(step, **none)
 
 
@@ -196,7 +196,7 @@ def faster(config: RunConfig, asked: StepArguments) -> RunConfig:
     """
     gpus = visible_gpus() if config.device is Device.CUDA else ()
     fast = fastest(config, gpus[0].name if gpus else None)
-    besides: dict[str, Any] = {name: True for name in SHORTCUTS if getattr(asked, name)}
+    besides: dict[str, Any] = {name: True for name in NOT_ALONE if getattr(asked, name)}
     return replace(fast, **besides)
 
 

@@ -56,8 +56,9 @@ class MasterAdamW(torch.optim.Optimizer):
         drop_gradients(self._weights)
 
     def load_state_dict(self, state_dict: object) -> NoReturn:
-        """Raises NotImplementedError: the count of steps is no part of a state, and the kernels know where it lies."""
-        raise NotImplementedError("MasterAdamW cannot go on from a saved state: make it anew")
+        """Raises RuntimeError: the count of steps is no part of a state, and the kernels know where it lies."""
+        del state_dict
+        raise RuntimeError("MasterAdamW cannot go on from a saved state: make it anew")
 
     def captured(self) -> None:
         """A graph with this step in it has been captured, and is about to be replayed."""
