@@ -1,6 +1,6 @@
 """Clocks for one step: the whole by the host between two synchronisations, the phases without slowing it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol, runtime_checkable
@@ -59,13 +59,9 @@ class HostClock:
 
 
 class EventClock:
-    """CUDA events on the current stream at the end of every phase: the host never waits inside a step.
+    """CUDA events on the current stream at the end of every phase: the host never waits inside a step."""
 
-    `in_graph`: the events can be captured in a CUDA graph, whose replays then record them.
-    """
-
-    def __init__(self, in_graph: bool = False) -> None:
-        self._options = {"external": True} if in_graph else {}  # not known to every PyTorch that this project supports
+    def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
@@ -77,10 +73,6 @@ class EventClock:
     def lap(self, phase: Phase) -> None:
         self._phases.append(phase)
         self._record(len(self._phases))
-
-    def replayed(self, phases: Sequence[Phase]) -> None:
-        """Say that a graph was launched in which these phases end, one after the other, as when it was captured."""
-        self._phases = [*self._phases, *phases]
 
     def stop(self) -> StepTimes:
         launched = perf_counter_ns()
@@ -94,7 +86,7 @@ class EventClock:
 
     def _record(self, index: int) -> None:
         if index == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True, **self._options))
+            self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[index].record()
 
 
@@ -102,4 +94,4 @@ def make_clock(config: RunConfig) -> Clock:
     """The clock that fits the device and `sync_phases`."""
     if config.device is Device.CPU:
         return HostClock()
-    return HostClock(torch.cuda.synchronize) if config.sync_phases else EventClock(config.cuda_graph)
+    return HostClock(torch.cuda.synchronize) if config.sync_phases else EventClock()

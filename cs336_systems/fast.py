@@ -34,11 +34,11 @@ _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
 def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The best known combination for this step on the device of that name (as NVML gives it; None: not known).
 
-    On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one, fused AdamW, the whole step one
+    On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one, fused AdamW, each phase one
     CUDA graph, and a vocabulary padded where its width is an awkward one. A GPU known to have no bf16 keeps its
     precision. A model of the user's own gets what needs no knowledge of it: bf16, compilation, fused AdamW. On a CPU
     compilation costs more than it saves and bf16 is seldom faster: both stay as they were asked for. A profiler of
-    memory sees no graph, and phases cannot be synchronised in one: with either there is none.
+    memory sees no graph: with it there is none.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
@@ -56,9 +56,7 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
         cast_once=precision is Precision.BF16,
         fused_loss=precision is not Precision.FP16,
-        cuda_graph=(
-            precision is not Precision.FP16 and not config.sync_phases and config.profiler is not Profiler.MEMORY
-        ),
+        cuda_graph=precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY,
     )
 
 
@@ -92,7 +90,7 @@ def _with_fused_attention(model: ModelConfig, device: Device, device_name: str |
 
 
 def _compile_mode(asked: CompileMode) -> CompileMode:
-    """What was asked for, unless it makes graphs of its own, of which the whole step's graph can hold none."""
+    """What was asked for, unless it makes graphs of its own, of which the graphs of the step can hold none."""
     return asked if asked is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS else CompileMode.DEFAULT
 
 
@@ -115,6 +113,6 @@ def describe_fast(config: RunConfig) -> str:
         (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),
         (f"vocabulary padded to a multiple of {config.pad_vocabulary}", config.pad_vocabulary > 1),
         ("fused loss", config.fused_loss),
-        ("whole step as one CUDA graph", config.cuda_graph),
+        ("each phase a CUDA graph", config.cuda_graph),
     )
     return ", ".join(word for word, is_said in words if is_said)

@@ -19,6 +19,7 @@ from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range, block_range
 from cs336_systems.shortcuts.fp8 import fp8_linear
+from cs336_systems.shortcuts.joint import rope_heads, swiglu
 
 _SDPA_BACKENDS = {
     SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
@@ -160,14 +161,18 @@ class SelfAttention(nn.Module):
         with annotate(self.range):
             x = _cast_once(x)
             heads = (*x.shape[:2], self.num_heads, -1)
-            if self.joint is None:
-                q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            if self.joint is not None and rotations is not None:
+                q, k, v = rope_heads(self.joint.product(x), rotations)
             else:
-                q, k, v = self.joint.product(x).chunk(3, dim=-1)
-            q, k, v = q.view(heads), k.view(heads), v.view(heads)
-            if rotations is not None:
-                # both in one tensor: half the kernels
-                q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
+                projected = (
+                    (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+                    if self.joint is None
+                    else self.joint.product(x).chunk(3, dim=-1)
+                )
+                q, k, v = (part.view(heads) for part in projected)
+                if rotations is not None:
+                    # both in one tensor: half the kernels
+                    q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             if future is None:
                 values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -232,8 +237,7 @@ class SwiGLU(nn.Module):
             x = _cast_once(x)
             if self.joint is None:
                 return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
-            gate, up = self.joint.product(x).chunk(2, dim=-1)
-            return cast("Tensor", self.w2(F.silu(gate) * up))
+            return cast("Tensor", self.w2(swiglu(self.joint.product(x))))
 
 
 class GeluMLP(nn.Module):

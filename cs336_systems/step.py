@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
@@ -100,13 +100,15 @@ class TrainingStep:
         self.optimizer = self._make_optimizer()
         self.phase = Phase.DATA
         """What the step is at, for whoever has to say where it failed."""
+        self.loss: Float[Tensor, ""]
+        """Of the last step; in a graph it stays where it is, to be overwritten by the next."""
         self._loss = compile_loss(self._loss_of, self.model, config)
         self._criterion = _cross_entropy
         if config.compile_blocks and not config.fused_loss:
             self._criterion = torch.compile(_cross_entropy)
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
         recorded = tuple(phase for phase in config.phases if phase is not Phase.DATA)
-        self.graph = StepGraph(self._run, recorded, self._captured) if config.cuda_graph else None
+        self.graph = StepGraph(self._phases, recorded, self._captured) if config.cuda_graph else None
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         config = self.config
@@ -129,28 +131,32 @@ class TrainingStep:
             if self.config.tokens is not None:
                 clock.lap(Phase.DATA)
             self.phase = Phase.FORWARD
-            loss = (self.graph or self._run)(batch, clock)
+            (self.graph or self._run)(batch, clock)
             times = clock.stop()
         # before a capture too: gradients that it found would be added to in every replay
         if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
             drop_gradients(self.weights)
-        return times, loss.detach()
+        return times, self.loss
 
-    def _run(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
-        """The phases that the mode asks for; returns the loss."""
+    def _run(self, batch: Batch, clock: Clock) -> None:
+        for phase in self._phases(batch):
+            clock.lap(phase)
+
+    def _phases(self, batch: Batch) -> Iterator[Phase]:
+        """Launch the phases that the mode asks for, one after the other."""
         mode = self.config.mode
         loss = self.forward(batch)
-        clock.lap(Phase.FORWARD)
+        self.loss = loss.detach()
+        yield Phase.FORWARD
         if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
             self.phase = Phase.BACKWARD
             self.backward(loss)
-            clock.lap(Phase.BACKWARD)
+            yield Phase.BACKWARD
         if mode is Mode.TRAIN:
             self.phase = Phase.OPTIMIZER
             self.update()
-            clock.lap(Phase.OPTIMIZER)
-        return loss
+            yield Phase.OPTIMIZER
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
         """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and nothing else."""

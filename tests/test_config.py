@@ -314,7 +314,6 @@ def test_the_label_says_what_is_unusual() -> None:
             for other, said in (
                 ({"precision": Precision.FP16}, "a precision without loss scaling, .* got fp16"),
                 ({"compile": CompileMode.REDUCE_OVERHEAD}, "a compile mode without graphs of its own, got reduce"),
-                ({"sync_phases": True}, "phases timed by events .no sync_phases., got True"),
                 ({"profiler": Profiler.MEMORY}, "another profiler: a replayed graph allocates nothing, got memory"),
             )
         ),

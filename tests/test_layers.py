@@ -27,7 +27,8 @@ LEVELS = (
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
     ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters"),
-    ("shortcuts.cross_entropy_kernel", "shortcuts.fp8"),
+    ("shortcuts.cross_entropy_kernel", "shortcuts.joint_kernel"),
+    ("shortcuts.fp8", "shortcuts.joint"),
     ("model", "environment", "shortcuts.step_graph", "shortcuts.cross_entropy"),
     ("shortcuts.weights",),
     ("shortcuts.adamw_kernel",),
@@ -54,7 +55,7 @@ LEVELS = (
 NEEDS_TORCH = {
     "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "model", "step", "memory_recording",
     "shortcuts.adamw_kernel", "shortcuts.cross_entropy", "shortcuts.cross_entropy_kernel", "shortcuts.fp8",
-    "shortcuts.step_graph", "shortcuts.weights", "shortcuts.master_adamw",
+    "shortcuts.joint", "shortcuts.joint_kernel", "shortcuts.step_graph", "shortcuts.weights", "shortcuts.master_adamw",
     "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",
     "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
     "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",

@@ -102,7 +102,7 @@ class StepArguments:
     """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on; with other
     rounding than bf16's, so --fast does so only if asked."""
     cuda_graph: Switch = False
-    """Record the whole step as one CUDA graph, and replay it."""
+    """Record the step as CUDA graphs, one for each phase, and replay these."""
     learning_rate: float = 1e-3
     """Of AdamW."""
     measured_steps: int = 10

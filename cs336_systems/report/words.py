@@ -40,7 +40,7 @@ SETTINGS = {
     "cast_once": "weights cast once",
     "fused_loss": "fused loss",
     "fp8": "blocks in fp8",
-    "cuda_graph": "the whole step one CUDA graph",
+    "cuda_graph": "each phase a CUDA graph",
     "learning_rate": "learning rate {}",
 }
 """How to say a setting that all rows share; one that varies has a column, or a picture, of its own."""

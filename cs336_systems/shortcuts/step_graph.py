@@ -1,73 +1,77 @@
-"""A whole step as one CUDA graph: launched by one call of the host, however many kernels it has."""
+"""A step as CUDA graphs, one for each phase: each launched by one call of the host, however many kernels it has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from cs336_systems.clock import Clock, EventClock
+from cs336_systems.clock import Clock
 from cs336_systems.config import Phase
 from cs336_systems.data import Batch
+from cs336_systems.profiling import annotate
 
 EAGER_STEPS = 3
 """Before the capture: compiling, the optimizer's state, and a step that finds both there."""
 
-Phases = Callable[[Batch, Clock], Float[Tensor, ""]]
+Phases = Callable[[Batch], Iterator[Phase]]
+"""Launches the phases of a step, one after the other, and says of each that it is launched."""
 
 
 class StepGraph:
     """Runs the phases of a step: the first steps as they are, then captured once and replayed.
 
-    Every call is one step of training, the one that captures too. The batch is copied to where the graph reads it.
+    Every call is one step of training, the one that captures too. The batch is copied to where the graphs read it.
+    A graph for each phase, because clocks and profilers see no boundary inside a graph; the device goes from one to
+    the next without the host.
     """
 
     def __init__(self, phases: Phases, order: tuple[Phase, ...], captured: Callable[[], None]) -> None:
-        """`order`: the phases that the graph holds; `captured` is called between the capture and the first replay."""
+        """`order`: the phases in `phases`; `captured` is called between the capture and the first replay."""
         self._phases = phases
         self._order = order
         self._captured = captured
         self._stream = torch.cuda.Stream()
         self._num_steps = 0
         self._batch: Batch | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[Phase, torch.cuda.CUDAGraph] = {}
         self.peak_bytes: int | None = None
-        """Allocated at most while the graph was captured, which a replay needs too but does not count; None before."""
+        """Allocated at most while they were captured, which a replay needs too but does not count; None before."""
 
-    def __call__(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
-        """One step; the loss stays where it is, to be overwritten by the next."""
-        assert isinstance(clock, EventClock)
+    def __call__(self, batch: Batch, clock: Clock) -> None:
+        """One step; what it computes is overwritten by the next."""
         self._num_steps += 1
         if self._num_steps <= EAGER_STEPS:
-            return self._eagerly(batch, clock)
-        is_first = self._graph is None
-        if is_first:
-            self._capture(batch, clock)
-        assert self._batch is not None
-        assert self._graph is not None
+            self._eagerly(batch, clock)
+            return
+        if self._batch is None:
+            self._batch = batch
+            self._capture(batch)
         for static, fresh in zip(self._batch, batch, strict=True):
             if static is not fresh:
                 static.copy_(fresh)
-        self._graph.replay()
-        if not is_first:  # while it was captured, the clock was told of each phase
-            clock.replayed(self._order)
-        return self._loss
+        for phase, graph in self._graphs.items():
+            with annotate(phase):
+                graph.replay()
+            clock.lap(phase)
 
-    def _eagerly(self, batch: Batch, clock: Clock) -> Float[Tensor, ""]:
+    def _eagerly(self, batch: Batch, clock: Clock) -> None:
         """On the stream of the capture, where autograd and the libraries then have all they need."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            loss = self._phases(batch, clock)
+            for phase in self._phases(batch):
+                clock.lap(phase)
         here.wait_stream(self._stream)
-        return loss
 
-    def _capture(self, batch: Batch, clock: EventClock) -> None:
-        self._batch = batch
-        self._graph = torch.cuda.CUDAGraph()
+    def _capture(self, batch: Batch) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        with torch.cuda.graph(self._graph, stream=self._stream):
-            self._loss = self._phases(batch, clock).detach()
+        pool = torch.cuda.graph_pool_handle()  # what one phase has freed, the next may use
+        running = self._phases(batch)
+        for phase in self._order:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+                captured = next(running)
+            assert captured is phase
+            self._graphs[phase] = graph
         self.peak_bytes = torch.cuda.max_memory_allocated()
         self._captured()

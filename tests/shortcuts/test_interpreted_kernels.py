@@ -80,6 +80,33 @@ for name, again in (("backward", loss), ("logits", both)):
 print(json.dumps(refused))
 """
 
+JOINT = """
+import json, torch
+from cs336_systems.model import rope_rotations
+from cs336_systems.shortcuts import joint, joint_kernel as kernel
+
+torch.manual_seed(0)
+found = {}
+def compare(name, found_here, expected):
+    error = (found_here - expected).abs().max().item()
+    found[name] = max(error, found.get(name, 0))
+
+# a row shorter than a block, one that fills it, one with a bit left; heads of 64 and 80
+for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (2, 2, 16, 64), (2, 4, 8, 80)):
+    rotations = rope_rotations(seq, d_head, 10_000.0)
+    x = torch.randn(batch, seq, 3 * heads * d_head)
+    for part, expected in zip(kernel.rope_heads(x, rotations), joint._rope_heads(x, rotations)):
+        compare("heads", part, expected)
+    # as attention returns them: heads before tokens
+    parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
+    compare("heads back", kernel.rope_heads_backward(*parts, rotations), joint._rope_heads_backward(*parts, rotations))
+for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
+    x, gradient = torch.randn(3, 7, 2 * width), torch.randn(3, 7, width)
+    compare("swiglu", kernel.swiglu(x), joint._swiglu(x))
+    compare("swiglu back", kernel.swiglu_backward(x, gradient), joint._swiglu_backward(x, gradient))
+print(json.dumps(found))
+"""
+
 
 def interpreted(script: str) -> dict[str, float]:
     """What the script prints, in a process of its own: whether to interpret is decided when a kernel is defined."""
@@ -102,6 +129,12 @@ def test_adamw_does_what_pytorch_s_does() -> None:
 def test_the_loss_and_its_gradient_are_pytorch_s() -> None:
     found = interpreted(LOSS)
     assert found.pop("padding") == 0
+    assert all(error < 1e-5 for error in found.values()), found
+
+
+def test_what_follows_joint_products_is_what_pytorch_computes() -> None:
+    found = interpreted(JOINT)
+    assert len(found) == 4
     assert all(error < 1e-5 for error in found.values()), found
 
 

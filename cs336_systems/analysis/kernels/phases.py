@@ -164,9 +164,10 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
     after backward it is the optimizer, until a range opens that the first forward opened too.
     """
     ranges, kernels = trace.ranges, trace.kernels
+    all_rows = rows
     rows = rows[np.isin(ranges.thread[rows], kernels.thread[launched])]
     if not len(rows):
-        return _no_plan(process, names, bool(len(launched)))
+        return _no_plan(trace, process, all_rows, names, bool(len(launched)))
     main = ranges.thread[rows[ranges.start_ns[rows].argmin()]]
     rows = rows[ranges.thread[rows] == main]
     backward = np.sort(kernels.launch_ns[launched[kernels.thread[launched] != main]])
@@ -176,7 +177,7 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
     model = rows[~is_around]
     model = model[np.argsort(ranges.start_ns[model], kind="stable")]
     if not len(backward) or not len(model):
-        return _no_plan(process, names, True)
+        return _no_plan(trace, process, all_rows, names, True)
 
     # one burst of backward: what it launched between two of the model's ranges
     opened_before = np.searchsorted(ranges.start_ns[model], backward, side="right")
@@ -217,7 +218,10 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
     )
 
 
-def _no_plan(process: int, names: PhaseNames, has_kernels: bool) -> Plan:
+def _no_plan(trace: Trace, process: int, rows: Ints, names: PhaseNames, has_kernels: bool) -> Plan:
+    """No phases; steps where these have ranges, as around a CUDA graph of a whole step."""
+    ranges = trace.ranges
+    steps = _outermost(ranges, _named(trace, rows, names.step))
     note = (
         f"The phases of process {process} cannot be told: no range is named {names.forward}, {names.backward} or "
         f"{names.optimizer}, and there is no thread with ranges beside another that launches backward. "
@@ -228,9 +232,9 @@ def _no_plan(process: int, names: PhaseNames, has_kernels: bool) -> Plan:
         start=NO_ROWS,
         end=NO_ROWS,
         phase=np.zeros(0, dtype=np.int8),
-        step_start=NO_ROWS,
-        step_end=NO_ROWS,
-        step_is_warmup=np.zeros(0, dtype=np.bool_),
-        around_steps=NO_ROWS,
+        step_start=ranges.start_ns[steps],
+        step_end=ranges.end_ns[steps],
+        step_is_warmup=_is_warmup(trace, rows, names, ranges.start_ns[steps]),
+        around_steps=_named(trace, rows, names.warmup, names.measure),
         notes=(note,) if has_kernels else (),
     )

@@ -207,6 +207,9 @@ ELEMENT_WISE = (
     f"{NATIVE}triu_tril_kernel<bool, int, false, 8, false>(at::cuda::detail::TensorInfo<bool, int>)",
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_",
     "_swiglu_forward_kernel",
+    "_swiglu_values",  # this project's
+    "_swiglu_grads",
+    "_rope_heads",
     "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)",
     "triton_poi_fused_add_mul_3",
     "triton_poi_fused_gelu_view_7",

@@ -108,6 +108,19 @@ def test_without_steps_the_whole_file_is_one() -> None:
     assert whole(found) == (2, 40)
 
 
+def test_a_graph_of_a_whole_step_has_steps_without_phases() -> None:
+    """Four steps, of which one settles the profiler; each launches one graph of three kernels."""
+    made = Recording(spans=[Span("warmup", 0, 100)])
+    for step in range(4):
+        at = step * 100
+        made.spans.append(Span("step", at + 5, at + 95))
+        made.kernels += [Kernel(name, at + 10, start_ns=at + 20 + 10 * i, graph=9) for i, name in enumerate("abc")]
+    found = profile(made)
+    assert (found.is_whole_trace, found.num_steps, found.phases_from) == (False, 3, (PhaseSource.NOTHING,))
+    assert launches(found) == {"unattributed": (3, 3, 3)}
+    assert found.left.warmup == 3
+
+
 def test_phases_without_steps() -> None:
     """No forward, so no step; what backward launched is known all the same."""
     made = Recording(spans=[Span("backward", 10, 100)], kernels=[Kernel("a", 20, start_ns=30, duration_ns=200)])

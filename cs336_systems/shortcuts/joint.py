@@ -1,0 +1,124 @@
+"""What follows the joint products of a block, one kernel each way: heads cut apart and turned, and the gate of SwiGLU.
+
+The gradient of a joint product is put together from parts. torch.compile does so with a mask for each part, and reads
+every part again for the others: 4 to 7 times as long as the bytes take. Here each part is read once, and written where
+it belongs. On a CPU the same is computed by PyTorch.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
+from torch import Tensor
+
+Heads = Float[Tensor, "batch seq heads d_head"]
+
+
+def swiglu(joint: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]:
+    """silu(gate) x up, of which `joint` is made; on a GPU computed in fp32 and rounded once."""
+    return cast(Tensor, _swiglu(joint))
+
+
+def rope_heads(
+    joint: Float[Tensor, "batch seq thrice_d_model"], rotations: Float[Tensor, "seq pairs 2"]
+) -> tuple[Heads, Heads, Heads]:
+    """The heads of q, k and v, of which `joint` is made; q and k turned by the angles of their positions (RoPE)."""
+    return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(joint, rotations))
+
+
+# below, plain tensors: a schema is read from the types
+
+
+@torch.library.custom_op("cs336_systems::swiglu", mutates_args=())
+def _swiglu(joint: Tensor) -> Tensor:
+    if joint.is_cuda:
+        from cs336_systems.shortcuts import joint_kernel  # Triton, which only comes with PyTorch for GPUs
+
+        return joint_kernel.swiglu(joint)
+    gate, up = joint.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@torch.library.custom_op("cs336_systems::swiglu_backward", mutates_args=())
+def _swiglu_backward(joint: Tensor, gradient: Tensor) -> Tensor:
+    if joint.is_cuda:
+        from cs336_systems.shortcuts import joint_kernel
+
+        return joint_kernel.swiglu_backward(joint, gradient)
+    gate, up = joint.chunk(2, dim=-1)
+    return torch.cat((torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1)
+
+
+@torch.library.custom_op("cs336_systems::rope_heads", mutates_args=())
+def _rope_heads(joint: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if joint.is_cuda:
+        from cs336_systems.shortcuts import joint_kernel
+
+        return joint_kernel.rope_heads(joint, rotations)
+    q, k, v = joint.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
+    return _turned(q, rotations), _turned(k, rotations), v.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("cs336_systems::rope_heads_backward", mutates_args=())
+def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
+    if q.is_cuda:
+        from cs336_systems.shortcuts import joint_kernel
+
+        return joint_kernel.rope_heads_backward(q, k, v, rotations)
+    back = rotations * rotations.new_tensor((1, -1))
+    return torch.stack((_turned(q, back), _turned(k, back), v), dim=2).flatten(2)
+
+
+def _turned(x: Tensor, rotations: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().contiguous().view(*x.shape[:-1], -1, 2))
+    turned = pairs * torch.view_as_complex(rotations.contiguous()).unsqueeze(1)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+@_swiglu.register_fake
+def _(joint: Tensor) -> Tensor:
+    return joint.new_empty(*joint.shape[:-1], joint.shape[-1] // 2)
+
+
+@_swiglu_backward.register_fake
+def _(joint: Tensor, gradient: Tensor) -> Tensor:
+    del gradient
+    return joint.new_empty(joint.shape)
+
+
+@_rope_heads.register_fake
+def _(joint: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d_head = 2 * rotations.shape[1]
+    shape = (*joint.shape[:2], joint.shape[-1] // (3 * d_head), d_head)
+    return joint.new_empty(shape), joint.new_empty(shape), joint.new_empty(shape)
+
+
+@_rope_heads_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
+    del k, v, rotations
+    return q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
+
+
+def _keep_swiglu(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
+    (joint,) = ctx.saved_tensors
+    return cast(Tensor, _swiglu_backward(joint, gradient))
+
+
+def _keep_rope_heads(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ANN401
+    del output
+    ctx.save_for_backward(inputs[1])
+
+
+def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    (rotations,) = ctx.saved_tensors
+    return cast(Tensor, _rope_heads_backward(q, k, v, rotations)), None
+
+
+_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
+_rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_rope_heads)

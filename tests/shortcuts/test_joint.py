@@ -1,0 +1,92 @@
+"""What follows joint products, against the layers with a product for each part, differentiated by autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from cs336_systems.model import rope_rotations, rotate_pairs
+from cs336_systems.shortcuts import joint
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(2, 5, 3, 8), (1, 3, 25, 64), (2, 16, 4, 80), (4, 512, 12, 64)]
+"""Batch, tokens, heads, width of a head."""
+
+
+def made(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+
+def swiglu_of_parts(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def heads_of_parts(x: Tensor, rotations: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (part.unflatten(-1, (-1, 2 * rotations.shape[1])) for part in x.chunk(3, dim=-1))
+    return rotate_pairs(q, rotations), rotate_pairs(k, rotations), v
+
+
+def is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """To rounding; in bf16 the oracle, which computes in fp32, is rounded at the end."""
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-8
+    return torch.allclose(found.float(), expected.to(dtype).float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [8, 24, 1024, 1600, 6400])
+def test_swiglu(width: int, device: str) -> None:
+    """In bf16 on a GPU alone: there the kernel rounds once, PyTorch after each operation."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = made(3, 7, 2 * width, dtype=dtype, device=device)
+    gradient = made(3, 7, width, dtype=dtype, device=device).detach()
+    wide = x.detach().float().requires_grad_()
+    found, expected = joint.swiglu(x), swiglu_of_parts(wide)
+    found.backward(gradient)
+    expected.backward(gradient.float())
+    assert x.grad is not None
+    assert wide.grad is not None
+    assert is_close(found, expected, dtype)
+    assert is_close(x.grad, wide.grad, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Their gradients as attention returns them, heads before tokens."""
+    batch, seq, heads, d_head = shape
+    rotations = rope_rotations(seq, d_head, 10_000.0).to(device)
+    x = made(batch, seq, 3 * heads * d_head, dtype=dtype, device=device)
+    wide = x.detach().float().requires_grad_()
+    found, expected = joint.rope_heads(x, rotations), heads_of_parts(wide, rotations)
+    gradients = made(3, batch, heads, seq, d_head, dtype=dtype, device=device).detach().transpose(2, 3).unbind()
+    torch.autograd.backward(found, gradients)
+    torch.autograd.backward(expected, [gradient.float() for gradient in gradients])
+    assert x.grad is not None
+    assert wide.grad is not None
+    assert all(is_close(part, other, dtype) for part, other in zip(found, expected, strict=True))
+    assert is_close(x.grad, wide.grad, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pytorch_finds_the_operators_well_made(device: str) -> None:
+    """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
+    x = made(2, 4, 48, dtype=torch.float32, device=device)
+    torch.library.opcheck(joint._swiglu, (x,))
+    torch.library.opcheck(joint._rope_heads, (x, rope_rotations(4, 8, 10_000.0).to(device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_they_compile_without_a_break(device: str) -> None:
+    def both(x: Tensor, rotations: Tensor) -> Tensor:
+        q, k, v = joint.rope_heads(x, rotations)
+        return joint.swiglu(torch.cat(((q * k).flatten(2), v.flatten(2)), dim=-1))
+
+    x = made(2, 4, 48, dtype=torch.float32, device=device)
+    rotations = rope_rotations(4, 8, 10_000.0).to(device)
+    (expected,) = torch.autograd.grad(both(x, rotations).square().sum(), x)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    (found,) = torch.autograd.grad(compiled(x, rotations).square().sum(), x)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
