@@ -62,7 +62,9 @@ def test_intervals_are_shown_where_there_are_some(ladder, rows):
     speed = ladder_tables(rows)[0]
     low, high = column(speed, "interval")[1].split(" to ")
     assert 1.9 < float(low) < 2 < float(high) < 2.1
-    assert any("95%" in note for note in speed.notes)
+    assert any("95% over the means of 3 fresh processes of each" in note for note in speed.notes)
+    two = ladder_tables(ladder_rows(ladder, make_records(ladder, repeats=2), []))[0]
+    assert any(note.endswith("Two say little of how much processes differ.") for note in two.notes)
     single = ladder_tables(ladder_rows(ladder, make_records(ladder, repeats=1), []))[0]
     assert "interval" not in [heading.name for heading in single.headings]
     assert any(note.startswith("One process of each") for note in single.notes)
@@ -204,8 +206,8 @@ def test_everything_is_written(rows, tmp_path):
 
 def test_bars_show_times_and_what_did_not_pass(rows):
     figure = draw_ladder(rows, settings(rows))
-    heights = [bar.get_height() for bar in figure.axes[0].patches]
-    assert heights == pytest.approx([800, 400, 100, 50])
+    heights = [[bar.get_height() for bar in panel.patches] for panel in figure.axes]
+    assert heights == [pytest.approx([800, 400, 100, 50]), pytest.approx([100, 50])]
     assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "//", None]
     assert {"800", "400\n2.00x", "100", "50.0\n16.0x", UNCREDITED} <= set(texts(figure))
     assert not overlaps(figure)
@@ -216,6 +218,12 @@ def test_all_rungs_of_gpt2_have_room(ladder):
                                  "graph", "blocks"))  # fmt: skip
     records = [make_process(rung, 0.4 / (index + 1), repeat) for index, rung in enumerate(every) for repeat in (0, 1)]
     assert not overlaps(draw_ladder(ladder_rows(every, records, []), "settings"))
+
+
+def test_bars_that_differ_little_are_drawn_once(ladder):
+    records = [make_process(rung, time_s) for rung, time_s in zip(ladder, (0.5, 0.4, 0.3, 0.05), strict=True)]
+    (panel,) = draw_ladder(ladder_rows(ladder, records, []), "").axes
+    assert [bar.get_height() for bar in panel.patches] == pytest.approx([500, 400, 300, 50])
 
 
 def test_text_from_elsewhere_is_inert(ladder, tmp_path):

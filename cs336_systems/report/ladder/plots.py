@@ -13,26 +13,45 @@ from cs336_systems.report.ladder.rows import LadderRow
 from cs336_systems.report.words import STATUS_WORDS
 
 COLOUR, UNCREDITED_COLOUR = "#0072B2", "#BBBBBB"
+_FRACTION = 5
 UNCREDITED = "did not pass the gate"
 
 
 def draw_ladder(rows: Sequence[LadderRow], settings: str) -> Figure:
-    """Mean time of a step by rung, with the interval over processes where there are several."""
-    figure = drawing.new_figure(
-        max(6.0, 0.95 * len(rows) + 1.4), 5.2, "Time of a training step, rung by rung", settings
-    )
-    panel = figure.subplots()
+    """Mean time of a step by rung, with the interval over processes where there are several.
+
+    Rungs that the slowest would make all look alike stand a second time below, on a scale of their own.
+    """
+    fast = _fast(rows)
+    parts = [rows, fast] if len(fast) > 1 else [rows]
+    width, height = max(6.0, 0.95 * len(rows) + 1.4), 4.2 * len(parts) + 1
+    figure = drawing.new_figure(width, height, "Time of a training step, rung by rung", settings)
+    panels = figure.subplots(len(parts), squeeze=False)[:, 0]
+    for panel, part in zip(panels, parts, strict=True):
+        _draw_rungs(panel, part)
+    if len(parts) > 1:
+        panels[1].set_title(f"Those that take less than 1/{_FRACTION} of the slowest", fontsize=9, loc="left")
+    if any(row.row["step_mean_ms"] is not None and not row.is_credited for row in rows):
+        uncredited = Patch(facecolor=UNCREDITED_COLOUR, edgecolor="black", linewidth=0, label=UNCREDITED, hatch="//")
+        handles = [Patch(facecolor=COLOUR, label="passed"), uncredited]
+        drawing.legend_below(figure, handles, 2)
+    return figure
+
+
+def _fast(rows: Sequence[LadderRow]) -> list[LadderRow]:
+    """The rungs whose bars would be short beside the slowest's."""
+    times = [row.row["step_mean_ms"] for row in rows]
+    slowest_ms = max((time for time in times if time is not None), default=0.0)
+    return [row for row, time in zip(rows, times, strict=True) if time is not None and time * _FRACTION < slowest_ms]
+
+
+def _draw_rungs(panel: Axes, rows: Sequence[LadderRow]) -> None:
     drawing.style(panel)
     drawing.categories(panel, [row.rung.name for row in rows])
     panel.set_ylabel("step (ms)", fontsize=9)
     for index, row in enumerate(rows):
         _draw_bar(panel, index, row)
     panel.set_ylim(0, panel.get_ylim()[1] * 1.16)
-    if any(row.row["step_mean_ms"] is not None and not row.is_credited for row in rows):
-        uncredited = Patch(facecolor=UNCREDITED_COLOUR, edgecolor="black", linewidth=0, label=UNCREDITED, hatch="//")
-        handles = [Patch(facecolor=COLOUR, label="passed"), uncredited]
-        drawing.legend_below(figure, handles, 2)
-    return figure
 
 
 def _draw_bar(panel: Axes, index: int, row: LadderRow) -> None:

@@ -113,7 +113,10 @@ def _speed_notes(rows: Rows) -> Iterator[str]:
     yield f"{settings(rows)}."
     yield "Times are mean ± standard deviation over the measured steps of a process."
     if any(row.over_last and row.over_last.low is not None for row in rows):
-        yield f"Intervals of {CONFIDENCE:.0%} over the means of fresh processes, run alternately."
+        counts = sorted({row.num_processes for row in rows if row.num_processes})
+        number = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        few = " Two say little of how much processes differ." if counts[0] == 2 else ""
+        yield f"Intervals of {CONFIDENCE:.0%} over the means of {number} fresh processes of each, run alternately.{few}"
     else:
         yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
     first = next((row for row in rows if row.is_credited), None)
