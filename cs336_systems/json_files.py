@@ -40,7 +40,7 @@ def read_json(
     `what` the file should hold is said there, with its article. Files of earlier versions are read, unless `if_older`
     says what to do instead.
     """
-    if (problem := _why_no_file(path)) is not None:
+    if (problem := why_no_file(path)) is not None:
         raise error(path, f"not a file: {problem}; needed {what}, in JSON")
     if (size := path.stat().st_size) > max_bytes:
         raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
@@ -56,7 +56,8 @@ def read_json(
         raise error(path, f"not {what}: {reason}") from reason
 
 
-def _why_no_file(path: Path) -> str | None:
+def why_no_file(path: Path) -> str | None:
+    """What stands at the path in place of a regular file, in words; None for one."""
     if path.is_file():
         return None
     if path.is_dir():

@@ -15,9 +15,14 @@ import numpy as np
 import pytest
 
 from cs336_systems import cli
+from cs336_systems.analysis.kernels.step_profile import write_profile
+from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
-from cs336_systems.config import SIZES, RunConfig
+from cs336_systems.config import SIZES, Device, Profiler, RunConfig
 from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
+from cs336_systems.store import kernel_profile_path, memory_profile_path
+from tests.report.kernels.profiles import make_profile
+from tests.report.memory.profiles import make_memory
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -355,6 +360,99 @@ sys.exit(main())
     assert (sweep / "runs" / "broken.json").read_text() == "{", "a report leaves the records alone"
 
 
+def write_profile_of(run: RunRecord, runs: Path) -> Path:
+    """A profile where its sweep would keep it."""
+    is_memory = run.config.profiler is Profiler.MEMORY
+    path = (memory_profile_path if is_memory else kernel_profile_path)(run.config, runs)
+    path.parent.mkdir(exist_ok=True)
+    if is_memory:
+        write_memory_profile(make_memory(), path)
+    else:
+        write_profile(make_profile(), path)
+    return path
+
+
+def files_in(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("profiler", "table"),
+    [(Profiler.MEMORY, "peaks.csv"), (Profiler.KINETO, "phases.csv"), (Profiler.NSYS, "phases.csv")],
+)
+def test_a_report_does_not_write_over_tables_of_more_runs(
+    profiler: Profiler, table: str, capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    """Three runs that ended well and one that ran out of memory, which need not have left a profile."""
+    runs = [record(0.125, seed=seed, profiler=profiler, device=Device.CUDA) for seed in range(4)]
+    runs[3] = replace(runs[3], status=Status.OOM, measurements=(), failure=Failure(message="no memory"))
+    sweep = directory_of(empty_directory / "sweep", runs)
+    profiles = [write_profile_of(each, sweep / "runs") for each in runs[:3]]
+    assert cli.main(["report", "sweep"]) == 0
+    assert "are missing" not in capsys.readouterr().err
+    profiles[0].unlink()
+    profiles[1].write_text("{")
+    before = files_in(sweep)
+    for words in ([], ["--output", "sweep"], ["--output", str(sweep)]):
+        assert cli.main(["report", "sweep", *words]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("error: sweep: the profiles of 2 of 3 runs that ended well are missing")
+        assert last.endswith("--output")
+        assert files_in(sweep) == before
+    assert cli.main(["report", "sweep", "--output", "elsewhere"]) == 0
+    assert "warning: sweep: the profiles of 2 of 3 runs" in capsys.readouterr().err
+    whole, rest = ((place / table).read_text().splitlines() for place in (sweep, empty_directory / "elsewhere"))
+    assert len(whole) - 1 == 3 * (len(rest) - 1) > 0
+
+
+NOT_THERE = {
+    "kernels": ["kernels", "x.sqlite"],
+    "kernels, report of nsys": ["kernels", "x.nsys-rep"],
+    "kernels, record": ["kernels", "here.json", "--record", "x.json"],
+    "memory": ["memory", "x.pickle"],
+    "memory, profile": ["memory", "x.json"],
+    "memory, second": ["memory", "here.json", "x.pickle"],
+    "memory, record": ["memory", "here.json", "--record", "x.json"],
+    "report": ["report", "x"],
+    "ceilings, measured": ["ceilings", "--device", "cpu", "--measured", "x.json"],
+    "ceilings, profile": ["ceilings", "--device", "cpu", "--profile", "x.json"],
+    "account": ["account", "--ceilings", "x"],
+    "ladder": ["ladder", "--report", "x"],
+    "ladder, tokens": ["ladder", "--device", "cpu", "--tokens", "x.npy"],
+    "compare": ["compare", "x", "here.json"],
+    "compare, tokens": ["compare", "--tokens x.npy --device cpu", "--device cpu"],
+}
+
+
+@pytest.mark.parametrize("words", NOT_THERE.values(), ids=NOT_THERE)
+def test_a_file_that_is_not_there_is_wrong_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    (empty_directory / "here.json").write_text("{}")
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: [^\n]*\bx\b[^\n]*\n", err), err
+    assert [path.name for path in empty_directory.iterdir()] == ["here.json"]
+
+
+DAMAGED = {
+    "kernels": ["kernels", "x.json"],
+    "memory": ["memory", "x.json"],
+    "ceilings, measured": ["ceilings", "--device", "cpu", "--measured", "x.json"],
+    "compare": ["compare", "x.json", "x.json"],
+}
+
+
+@pytest.mark.parametrize("words", DAMAGED.values(), ids=DAMAGED)
+def test_a_file_that_is_there_and_damaged_is_a_failure(
+    words: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    (empty_directory / "x.json").write_text("{")
+    assert cli.main(words) == 1
+    assert re.fullmatch(r"error: x\.json: [^\n]*\n", capsys.readouterr().err)
+
+
 def compare(*argv: object) -> int:
     return cli.main(["compare", *map(str, argv)])
 
@@ -475,7 +573,7 @@ def test_a_against_a_runs_every_process_and_writes_the_verdict(empty_directory: 
     text = (base / "comparison.md").read_text()
     for side in (0, 1):
         assert f"{step_ms[side]:.3f}, {step_ms[side + 2]:.3f}" in text, "even repeats are A, odd ones B"
-    assert re.search(r"(B is (faster|slower) than A|Cannot tell B from A).*2 and 2 processes", text)
+    assert re.search(r"(B seems (faster|slower) than A|Cannot tell B from A).*2 and 2 processes.*use 5 or more", text)
     assert "A against B" in done.stdout
 
 

@@ -10,6 +10,13 @@ from cs336_systems.config import Phase
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.statistics import standard_error
 
+FEWEST = 3
+"""Processes of each side that give an interval to go by; with 2, all that is known of the scatter is one difference."""
+ENOUGH = 5
+"""Processes of each side that a verdict should rest on."""
+WIDE = 2.0
+"""Where an interval goes beyond this factor, percentages say less than factors do."""
+
 
 class Verdict(StrEnum):
     """What can be said of B's step time relative to A's."""
@@ -48,10 +55,19 @@ class Comparison:
         return abs(self.low - 1) <= self.least_effect and abs(self.high - 1) <= self.least_effect
 
     @property
+    def _interval(self) -> str:
+        if self.low >= 1 / WIDE and self.high <= WIDE:
+            return f"{_percent(self.low)} to {_percent(self.high)}"
+        return f"{self.low:.2g} to {self.high:.2g} times A's"
+
+    @property
     def sentence(self) -> str:
         """The verdict in plain English, with the numbers it rests on."""
-        interval = f"{self.confidence * 100:g} % interval {_percent(self.low)} to {_percent(self.high)}"
+        interval = f"{self.confidence * 100:g} % interval {self._interval}"
         numbers = f"{_percent(self.ratio)} step time, {interval}, {self.num_a} and {self.num_b} processes"
+        if min(self.num_a, self.num_b) < FEWEST:
+            told = "Cannot tell B from A" if self.verdict is Verdict.CANNOT_TELL else f"B seems {self.verdict} than A"
+            return f"{told}: {numbers}. Two processes of a side give next to no interval: use {ENOUGH} or more."
         if self.verdict is not Verdict.CANNOT_TELL:
             return f"B is {self.verdict} than A: {numbers}."
         if self._is_negligible:

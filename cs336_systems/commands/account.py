@@ -23,6 +23,7 @@ from cs336_systems.hardware import DEVICES, DeviceSpec, find_device
 from cs336_systems.nvml import visible_gpus
 
 GIB = 2**30
+CEILINGS = Path("data/ceilings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class AccountArguments:
     """Memory of the GPU for --fit (GiB)."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3"."""
-    ceilings: Path = Path("data/ceilings")
+    ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`); the rates are shares of them too."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
@@ -87,6 +88,10 @@ class AccountArguments:
             raise ValueError(f"--top must be at least 1, got {self.top}")
         if self.step_ms is not None and not 0 < self.step_ms < 1e12:
             raise ValueError(f"--step-ms must be positive and below 1e12, got {self.step_ms}")
+        if self.memory_gib is not None and not self.fit:
+            raise ValueError("--memory-gib says what the step is to fit into: add --fit")
+        if self.ceilings is not None and not self.ceilings.is_dir():
+            raise ValueError(f"--ceilings {self.ceilings}: no such directory; `cs336 ceilings` makes one")
 
     def memory_bytes(self) -> int | None:
         """Memory of the GPU that is to hold the step; None without --fit. Raises ValueError where none is known."""
@@ -129,7 +134,7 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.report.terminal import print_table, say
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
-    ceilings = ceilings_or_say(arguments.ceilings)
+    ceilings = ceilings_or_say(arguments.ceilings or CEILINGS)
     found = (ceilings.flops_per_s(name, config.precision) for name in (() if device is None else device.names))
     ceiling = max((rate for rate in found if rate is not None), default=None)
     listing = account_listing(config, device, step_s, memory_bytes, arguments.top, ceiling)

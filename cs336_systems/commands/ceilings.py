@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.commands.flags import DeviceChoice, Switch, checked_name, resolve_device, unset, value_or
-from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
 from cs336_systems.config import SIZES, Device
 from cs336_systems.environment import identity
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import read_record
 from cs336_systems.store import make_writable
 from cs336_systems.studies.ceilings_files import encode_study, read_study
-from cs336_systems.studies.ceilings_records import CeilingsGrid, ProductPrecision, Shape
+from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, ProductPrecision, Shape
 
 if TYPE_CHECKING:
     from cs336_systems.report.ceilings.roofline import StepParts
@@ -26,7 +26,7 @@ GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 128)
 CPU_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.BF16)
 GPU_LOOP_S, CPU_LOOP_S = 0.06, 0.02
 BATCH_SIZE = 4
-ALIGNED, PADDED = 8, 128
+ALIGNED, NICE = 8, 128
 """Elements of half precision that tensor cores load at once (16 bytes), and what a vocabulary is padded to."""
 MIB = 2**20
 
@@ -134,15 +134,15 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
         shapes.append(Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward"))
         if model.vocab_size % ALIGNED:
             head = Shape(rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head")
-            padded = -(-model.vocab_size // PADDED) * PADDED
-            shapes += [head, Shape(rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head, padded")]
+            padded = -(-model.vocab_size // NICE) * NICE
+            shapes += [head, Shape(rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head{PADDED}")]
     return tuple(shapes)
 
 
 def run(arguments: CeilingsArguments) -> int:
     """Measure in this process, or read what was measured; print, and write."""
     directory, grid = checked(arguments.directory), checked(arguments.grid)
-    study = None if arguments.measured is None else read_study(arguments.measured)
+    study = None if arguments.measured is None else read_study(existing(arguments.measured, "a study of ceilings"))
     device_name = identity(grid.device).device_name if study is None else study.device_name
     parts = None if arguments.profile is None else _parts(arguments.profile, arguments.record, device_name)
     make_writable(directory)
@@ -168,15 +168,14 @@ def _parts(path: Path, record: Path | None, device_name: str) -> "StepParts":
     from cs336_systems.analysis.kernels.step_profile import read_profile
     from cs336_systems.report.ceilings.roofline import step_parts
 
-    profile = read_profile(path)
+    needed = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
+    profile = read_profile(existing(path, needed))
     if profile is None:
-        raise UsageError(
-            f"{path}: --profile needs what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
-        )
+        raise UsageError(f"{path}: --profile needs {needed}")
     if profile.device_names and device_name not in profile.device_names:
         raise UsageError(f"{path} is of {', '.join(profile.device_names)}, the ceilings are of {device_name}")
     beside = path.parent.parent / "runs" / path.name
     if record is None and not beside.is_file():
         raise UsageError(f"{path}: what was run is not known, there is no {beside}; give its record with --record")
-    config = read_record(record or beside).config
+    config = read_record(beside if record is None else existing(record, "a record of a run, in JSON")).config
     return checked(lambda: step_parts(profile, config))

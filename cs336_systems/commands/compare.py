@@ -33,7 +33,7 @@ class CompareArguments:
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """What to compare it with."""
     repeats: int = 5
-    """Fresh processes of each."""
+    """Fresh processes of each; two give next to no interval."""
     name: str = "compare"
     """Name of the directory under OUTPUT/e2e_benchmark/ for the records."""
     output: Path = Path("data")

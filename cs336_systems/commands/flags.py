@@ -33,6 +33,8 @@ CPU_SIZES = ("tiny",)
 CPU_CONTEXT_LENGTHS = (64, 128, 256)
 MAX_NAME_LENGTH = 100
 
+TOKEN_TYPES = ("uint16", "int32")
+
 T = TypeVar("T")
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
@@ -49,9 +51,16 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
         raise UsageError(str(error)) from error
 
 
-def unset(metavar: str, default: str) -> object:
-    """How the help shows a flag whose default is not a value but a rule."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+def unset(metavar: str, default: str, text: str | None = None) -> object:
+    """How the help shows a flag whose default is not a value but a rule; `text` where a docstring cannot say it."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
+
+
+_OWN_MODEL = (
+    "Your own model as package.module:factory. The factory is called with those of "
+    f"{', '.join(f.name for f in fields(ModelConfig))} that its signature names; the model it returns maps int64 "
+    "(batch, sequence) to logits (batch, sequence, vocabulary)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +83,7 @@ class ModelArguments:
     """naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention."""
     sdpa_backend: SdpaBackend = SdpaBackend.AUTO
     """Which kernel sdpa may use; auto lets PyTorch choose."""
-    model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model")] = None
-    """Your own model as package.module:factory. The factory is called with those of vocab_size, context_length,
-    d_model, d_ff, num_layers, num_heads, rope_theta that its signature names; the model it returns maps int64
-    (batch, sequence) to logits (batch, sequence, vocabulary)."""
+    model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model", _OWN_MODEL)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,31 @@ def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
         raise ValueError(f"--repeats must be from {least_repeats} to 1000, got {repeats}")
 
 
+def check_tokens(name: str, context_length: int) -> None:
+    """Raise ValueError unless the file begins as one of enough tokens does; the tokens themselves are not read."""
+    from numpy.lib import format as npy  # slow to import, and few command lines need it
+
+    path, needed = Path(name), "--tokens needs a .npy file of uint16 or int32 tokens"
+    if not path.is_file():
+        raise ValueError(f"{needed}, and {name!r} is no file")
+    with path.open("rb") as file:
+        head = file.read(len(npy.MAGIC_PREFIX))
+    if head != npy.MAGIC_PREFIX:
+        begins = f"begins with {head!r}" if head else "is empty"
+        raise ValueError(f"{needed}, and {name!r} {begins}; write it with numpy.save")
+    try:
+        tokens = npy.open_memmap(name, mode="r")
+    except Exception as error:  # a damaged header makes numpy's parser and mmap raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise ValueError(f"{needed}, and the header of {name!r} is of none ({reason})") from error
+    if tokens.ndim != 1 or tokens.dtype not in TOKEN_TYPES:
+        raise ValueError(f"{needed} along one axis, and {name!r} has {tokens.ndim} axes of {tokens.dtype}")
+    if len(tokens) <= context_length:
+        raise ValueError(
+            f"{needed}, more than context_length = {context_length} of them, and {name!r} has {len(tokens)}"
+        )
+
+
 def resolve_device(device: DeviceChoice) -> Device:
     """The device meant; raise ValueError for cuda on a machine without."""
     found = bool(visible_gpus())
@@ -158,14 +189,14 @@ def make_config(
     preset = SIZES[size]
     if context_length is None and preset.arch is Arch.CS336:
         context_length = 512 if device is Device.CUDA else 128
-    if step.tokens is not None and not Path(step.tokens).is_file():
-        raise ValueError(f"--tokens needs a .npy file of uint16 or int32 tokens, and {step.tokens!r} is no file")
     overrides = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "model"}
     shape = replace(
         preset,
         **{name: value for name, value in overrides.items() if value is not None},
         context_length=preset.context_length if context_length is None else context_length,
     )
+    if step.tokens is not None:
+        check_tokens(step.tokens, shape.context_length)
     return RunConfig(
         size=size if _same_shape(shape, preset) else "custom",
         model=shape,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
-from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.commands.outcome import OK, checked, existing
 from cs336_systems.record import RunRecord, read_record
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class KernelsArguments:
 def run(arguments: KernelsArguments) -> int:
     """Read, explain, print, and write where asked."""
     phases, attention = checked(arguments.ranges.phases), checked(arguments.ranges.attention)
+    existing(arguments.file, "a report of nsys, its SQLite export, or a trace of torch.profiler")
     record = _record_of(arguments)
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
@@ -111,7 +112,7 @@ def run(arguments: KernelsArguments) -> int:
 def _record_of(arguments: KernelsArguments) -> RunRecord | None:
     """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
     if arguments.record is not None:
-        return read_record(arguments.record)
+        return read_record(existing(arguments.record, "a record of a run, in JSON"))
     stem = arguments.file.name.removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
     beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
     return read_record(beside) if beside.is_file() else None

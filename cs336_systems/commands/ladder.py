@@ -23,7 +23,7 @@ from cs336_systems.commands.flags import (
     unset,
     value_or,
 )
-from cs336_systems.commands.outcome import INTERRUPTED, OK, UsageError, ceilings_or_say, checked, status_of
+from cs336_systems.commands.outcome import INTERRUPTED, OK, UsageError, ceilings_or_say, checked, existing, status_of
 from cs336_systems.commands.report import load_or_say
 from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.ladder import (
@@ -165,6 +165,7 @@ class LadderArguments:
 def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
     if arguments.report is not None:
+        existing(arguments.report / LADDER_FILE, "the rungs of a ladder")
         _report(arguments.report)
         return OK
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
@@ -179,11 +180,11 @@ def run(arguments: LadderArguments) -> int:
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
     with _empty_compiler_cache():
-        status = _measure(configs, directory, arguments)
+        status = _measure(configs, directory, arguments, ladder)
         if status != INTERRUPTED and _lacks_reference(ladder, directory):
             print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
             configs = (*configs, reference(ladder[0]))
-            status = _measure(configs, directory, arguments, fresh=False)
+            status = _measure(configs, directory, arguments, ladder, fresh=False)
     _report(directory)
     if status == INTERRUPTED:
         print("interrupted: the same command goes on from here", file=sys.stderr)
@@ -191,12 +192,16 @@ def run(arguments: LadderArguments) -> int:
 
 
 def _measure(
-    configs: Sequence[RunConfig], directory: Path, arguments: LadderArguments, fresh: bool | None = None
+    configs: Sequence[RunConfig],
+    directory: Path,
+    arguments: LadderArguments,
+    ladder: Sequence[Rung],
+    fresh: bool | None = None,
 ) -> int:
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep import run_sweep
 
-    with TerminalListener() as listener:
+    with TerminalListener(_names(ladder)) as listener:
         outcome = run_sweep(
             configs, directory, listener,
             timeout_s=arguments.timeout_s, fresh=value_or(fresh, arguments.fresh), allow_mixed=arguments.allow_mixed,
@@ -205,6 +210,11 @@ def _measure(
         return INTERRUPTED
     wanted = {config.key for config in configs}
     return status_of([record for record in outcome.records if record.key in wanted])
+
+
+def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
+    """The rung of each configuration: some differ in nothing that its label says."""
+    return {config: rung.name for rung in ladder for config in (rung.config, reason_run(rung))}
 
 
 def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import ModelArguments, StepArguments, Switch, make_config, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing
 from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.record import read_record
 
@@ -47,8 +47,9 @@ class MemoryArguments:
         if self.size is not None:
             return checked(self._preset)
         beside = file.parent.parent / "runs" / f"{file.stem}.json"
-        path = beside if self.record is None and beside.is_file() else self.record
-        return None if path is None else read_record(path).config
+        if self.record is not None:
+            return read_record(existing(self.record, "a record of a run, in JSON")).config
+        return read_record(beside).config if beside.is_file() else None
 
     def _preset(self) -> RunConfig:
         step = StepArguments(batch_size=self.batch_size)
@@ -65,7 +66,9 @@ def run(arguments: MemoryArguments) -> int:
         raise UsageError("memory needs one snapshot, or two to compare, and --top of at least 1")
     if len(arguments.files) == 2 and (arguments.json or arguments.output is not None):
         raise UsageError("--json and --output are for one snapshot, not for a comparison")
-    profiles = [_explain(arguments, file) for file in arguments.files]
+    configs = [arguments.config_of(file) for file in arguments.files]
+    found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
+    profiles = [_explain(file, config) for file, config in zip(found, configs, strict=True)]
     from cs336_systems.report.memory.compare import compare_memory
     from cs336_systems.report.memory.files import memory_tables, write_memory
     from cs336_systems.report.terminal import print_table, say
@@ -84,8 +87,7 @@ def run(arguments: MemoryArguments) -> int:
     return OK
 
 
-def _explain(arguments: MemoryArguments, file: Path) -> "MemoryProfile":
-    config = arguments.config_of(file)
+def _explain(file: Path, config: RunConfig | None) -> "MemoryProfile":
     from cs336_systems.analysis.memory.explain import explain_memory
     from cs336_systems.analysis.memory.profile import read_memory_profile
 

@@ -1,7 +1,7 @@
 """How a command ends: its exit status, and the errors that mean wrong usage.
 
-0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed;
-2: wrong usage; 130: interrupted.
+0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed, or a file
+is damaged; 2: wrong usage, a file that is not there among it; 130: interrupted.
 """
 
 import sys
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from cs336_systems.json_files import why_no_file
 from cs336_systems.record import RecordError, RunRecord
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
 
@@ -26,6 +27,13 @@ def checked(make: Callable[[], T]) -> T:
         return make()
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def existing(path: Path, needed: str) -> Path:
+    """The path of a regular file, as it is; raise UsageError, which says what is `needed`, where there is none."""
+    if (problem := why_no_file(path)) is not None:
+        raise UsageError(f"{path}: not a file: {problem}; needed {needed}")
+    return path
 
 
 def status_of(records: Sequence[RunRecord]) -> int:

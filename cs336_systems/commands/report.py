@@ -37,7 +37,7 @@ def run(arguments: ReportArguments) -> int:
         print(f"warning: {said}", file=sys.stderr)
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
-    report(found, output)
+    report(found, output, keep=True)
     return OK
 
 

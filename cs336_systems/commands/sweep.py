@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +37,7 @@ from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
 from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.planning import Plan, make_plan
-from cs336_systems.record import RunRecord
+from cs336_systems.record import RunRecord, Status
 from cs336_systems.store import PROFILE_DIRECTORIES
 from cs336_systems.studies.ceilings_files import ceilings_beside
 
@@ -267,10 +267,11 @@ def measure_all(
     return status_of([record for record in outcome.records if record.key in wanted])
 
 
-def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
+def report(found: Mapping[Path, Sequence[RunRecord]], output: Path, *, keep: bool = False) -> None:
     """Write and print what the records, by the sweep's directory, support together.
 
-    The times of profiled runs are in the tables of profiles alone.
+    The times of profiled runs are in the tables of profiles alone. With `keep`, raises UsageError, before it writes,
+    where a profile that is missing would be lost from the tables in `output`.
     """
     from cs336_systems.report.kernels.entries import labels
     from cs336_systems.report.kernels.plots import write_pictures
@@ -283,18 +284,37 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path) -> None:
 
     records = [record for directory in found.values() for record in directory]
     published = [record for record in records if record.config.profiler is Profiler.NONE]
+    kernels = {directory: load_profiled(own, directory) for directory, own in found.items()}
+    memory = {directory: load_memory(own, directory) for directory, own in found.items()}
+    for directory, own in found.items() if keep else ():
+        loaded = {entry.config for entry in kernels[directory]} | {entry.config for entry in memory[directory]}
+        _refuse_to_lose(own, loaded, directory, output)
     ceilings = ceilings_or_say(ceilings_beside(output))
     if published:
         write_tables(published, output, ceilings)
         write_plots(published, output)
-    profiled = [entry for directory, own in found.items() for entry in load_profiled(own, directory)]
+    profiled = list(itertools.chain.from_iterable(kernels.values()))
     if profiled:
         write_kernel_sweep(profiled, output)
         for name, entry in zip(labels(profiled), profiled, strict=True):
             write_pictures(entry.profile, output, prefix=f"{re.sub('[^A-Za-z0-9.+]+', '_', name)}_")
-    recorded = [entry for directory, own in found.items() for entry in load_memory(own, directory)]
+    recorded = list(itertools.chain.from_iterable(memory.values()))
     if recorded:
         write_memory_sweep(recorded, output)
     print_sweep(records, output, ceilings)
     for table in (*(sweep_tables(profiled) if profiled else ()), *(memory_sweep_tables(recorded) if recorded else ())):
         print_table(table)
+
+
+def _refuse_to_lose(records: Sequence[RunRecord], loaded: Set[RunConfig], directory: Path, output: Path) -> None:
+    """Say how many runs lost their profile; raise UsageError where the output would write over tables with them.
+
+    One that ran out of memory need not have had any.
+    """
+    watched = [r.config for r in records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
+    if not (num_missing := len([config for config in watched if config not in loaded])):
+        return
+    missing = f"{directory}: the profiles of {num_missing} of {len(watched)} runs that ended well are missing"
+    if output.resolve() == directory.resolve():
+        raise UsageError(f"{missing}, and the tables there would lose these runs: write elsewhere with --output")
+    print(f"warning: {missing}, and the tables are without these runs", file=sys.stderr)

@@ -1,6 +1,6 @@
 """A sweep as it happens, on the terminal: what runs now, how far it is, and each result as it arrives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -24,7 +24,9 @@ from cs336_systems.report.words import STATUS_WORDS
 class TerminalListener:
     """Draws on standard error and only when told to: a drawing thread would share the host with what is timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[RunConfig, str] | None = None) -> None:
+        """`names` of configurations that their settings do not tell apart, to say before these; repeats share one."""
+        self._names = names or {}
         self.console = Console(stderr=True, emoji=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -59,13 +61,14 @@ class TerminalListener:
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those at work."""
-        self._running[config.key] = f"{config.label} on GPU {gpu.index}" if gpu and gpu.index else config.label
+        label = self._label(config)
+        self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and gpu.index else label
         self._show()
 
     def finished(self, record: RunRecord) -> None:
         """Print the result in one line."""
         self._running.pop(record.key, None)
-        self.console.print(describe_run(record), highlight=False)
+        self.console.print(describe_run(record, self._label(record.config)), highlight=False)
         if self._task is not None:
             self._progress.advance(self._task)
         self._show()
@@ -74,6 +77,10 @@ class TerminalListener:
         """Move the clock of the bar."""
         self._progress.refresh()
 
+    def _label(self, config: RunConfig) -> str:
+        name = self._names.get(config.configuration)
+        return config.label if name is None else f"{name}: {config.label}"
+
     def _show(self) -> None:
         if self._task is not None:
             now = " | ".join(self._running.values())
@@ -81,9 +88,9 @@ class TerminalListener:
         self._progress.refresh()
 
 
-def describe_run(record: RunRecord) -> str:
-    """One line, in rich's markup, for a run that has ended."""
-    label = escape(f"{record.config.label:<34}")
+def describe_run(record: RunRecord, label: str) -> str:
+    """One line, in rich's markup, for a run that has ended and is called `label`."""
+    label = escape(f"{label:<34}")
     step = record.measurement(Phase.STEP)
     if step is None:
         colour = "yellow" if record.status is Status.OOM else "red"

@@ -20,6 +20,8 @@ MAX_SIDE = 2**20
 MAX_BYTES = 2**42
 MAX_LOOPS = 1000
 MIN_TIME_S = 1e-9
+PADDED = ", padded"
+"""Ends the name of a product whose columns are those of another, rounded up."""
 FP32_BYTES = 4
 
 Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIDE)]

@@ -112,6 +112,36 @@ def test_the_sentence_says_the_verdict_and_its_numbers(interval, sentence) -> No
     assert comparison(*interval).sentence == sentence
 
 
+@pytest.mark.parametrize("num_b", [2, 9])
+def test_two_processes_are_said_to_be_too_few(num_b) -> None:
+    generator = np.random.default_rng(num_b)
+    a, b = (np.exp(generator.normal(-2, 0.3, size=size)) for size in (2, num_b))
+    sentence = compare(a.tolist(), b.tolist()).sentence
+    welch = scipy.stats.ttest_ind(np.log(b), np.log(a), equal_var=False)
+    low, high = np.exp(welch.confidence_interval(0.99))
+    assert high > 2, "else this test says nothing of how it is written"
+    assert f"99 % interval {low:.2g} to {high:.2g} times A's, 2 and {num_b} processes" in sentence
+    assert "next to no interval: use 5 or more" in sentence
+    assert "if the difference matters" not in sentence
+    more = [*a.tolist(), float(a.mean())], [*b.tolist(), float(b.mean())]
+    assert "use 5 or more" not in compare(*more).sentence
+
+
+def test_two_processes_that_agree_by_chance_settle_nothing() -> None:
+    """Of a machine with a slow and a fast state, which each process meets by chance: one time in eight it is so."""
+    sentence = compare([0.1, 0.1001], [0.11, 0.1101]).sentence
+    assert sentence.startswith("B seems slower than A: ")
+    assert "use 5 or more" in sentence
+    assert "use 5 or more" in compare([0.1, 0.1], [0.1, 0.1]).sentence
+
+
+def test_an_interval_beyond_twice_is_told_in_factors() -> None:
+    told = [comparison(1.2, low, high).sentence for low, high in ((0.5, 2.0), (0.49, 1.5), (0.9, 2.01))]
+    assert "interval -50.00 % to +100.00 %" in told[0]
+    assert "interval 0.49 to 1.5 times A's" in told[1]
+    assert "interval 0.9 to 2 times A's" in told[2]
+
+
 @pytest.mark.parametrize(("a", "b", "which"), [([1.0], [1.0, 2.0], "A, got 1"), ([1.0, 2.0], [], "B, got 0")])
 def test_too_few_processes_say_what_to_do(a, b, which) -> None:
     with pytest.raises(ValueError, match=f"at least 2 process means of {which}: run more repeats"):

@@ -55,6 +55,7 @@ def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> 
         (["--size", "huge"], "unknown size"),
         (["--fit", "--memory-gib", "-1"], "--memory-gib"),
         (["--fit", "--memory-gib", "nan"], "--memory-gib"),
+        (["--memory-gib", "80"], "add --fit"),
         (["--model", "a:b"], "model of your own"),
         (["--precision", "fp16", "--mixed-precision"], "--mixed-precision"),
         (["--batch-size", str(10**18)], "batch_size"),

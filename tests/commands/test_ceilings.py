@@ -106,7 +106,7 @@ def test_a_profile_that_cannot_be_placed_is_refused_before_anything_is_measured(
         expected = "give its record with --record"
     if kind in ("trace", "missing"):
         words[-1] = tmp_path / "trace.json"
-        expected = "--profile needs what `cs336 kernels FILE --output DIR`"
+        expected = "what `cs336 kernels FILE --output DIR` or a sweep has kept"
     if kind == "trace":
         (tmp_path / "trace.json").write_text('{"traceEvents": []}')
     with pytest.raises(UsageError, match=expected):

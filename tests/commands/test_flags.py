@@ -1,10 +1,12 @@
 """What the flags mean on a machine with a GPU and without, what they cannot mean, and where results go."""
 
+import io
 import re
 import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tyro
 
@@ -22,6 +24,7 @@ from cs336_systems.config import (
     CompileMode,
     Device,
     Mode,
+    ModelConfig,
     OptimizerKind,
     Precision,
     Profiler,
@@ -30,6 +33,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.fast import fastest
 from cs336_systems.nvml import Gpu
+from cs336_systems.step import call_factory
 
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
 
@@ -98,6 +102,68 @@ def test_a_token_file_that_is_not_there_is_said_before_any_run() -> None:
         one("--tokens nowhere.npy")
 
 
+def saved(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+TOKENS = saved(np.zeros(129, np.uint16))
+"""One more than the context of tiny on a CPU."""
+NO_TOKENS = {
+    "text": (b"hello\n", r"begins with b'hello\\n'"),
+    "pickle": (b"\x80\x04N.", r"begins with b'\\x80\\x04N.'"),
+    "empty": (b"", "is empty"),
+    "cut in the header": (TOKENS[:40], "the header of 't.npy' is of none"),
+    "cut in the data": (TOKENS[:-1], "the header of 't.npy' is of none .mmap length is greater"),
+    "nested header": (
+        b"\x93NUMPY\1\0" + (9000).to_bytes(2, "little") + b"(" * 9000,
+        "the header of 't.npy' is of none",
+    ),
+    "objects": (
+        b"\x93NUMPY" + saved(np.zeros(200, "V8"))[6:].replace(b"|V8", b"|O "),
+        "the header of 't.npy' is of none",
+    ),
+    "float64": (saved(np.zeros(200)), "along one axis, and 't.npy' has 1 axes of float64"),
+    "big-endian": (saved(np.zeros(200, ">u2")), "has 1 axes of >u2"),
+    "two axes": (saved(np.zeros((20, 20), np.int32)), "has 2 axes of int32"),
+    "too few": (saved(np.zeros(128, np.int32)), "more than context_length = 128 of them, and 't.npy' has 128"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TOKENS)
+def test_a_token_file_that_is_none_is_said_before_any_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, problem = NO_TOKENS[name]
+    Path("t.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--tokens needs a .npy file of uint16 or int32 tokens.*{problem}") as caught:
+        one("--tokens t.npy")
+    assert "pickle" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_file_is_looked_at_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 GiB, of which only the header takes any room."""
+    monkeypatch.chdir(tmp_path)
+    with Path("t.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (2**35,)})
+        file.truncate(file.tell() + 2**36)
+    assert one("--tokens t.npy").tokens == "t.npy"
+
+
+def test_the_help_names_what_a_model_factory_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same as the error of a factory that needs something else."""
+    with pytest.raises(ValueError, match="what there is: ") as caught:
+        call_factory(lambda experts: None, SIZES["tiny"])
+    offered = str(caught.value).partition("what there is: ")[2]
+    assert offered.split(", ") == [f.name for f in fields(ModelConfig)]
+    with pytest.raises(SystemExit):
+        parse(BenchmarkArguments, "--help")
+    assert f"called with those of {offered} that" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
 def test_a_gpu_that_is_not_there_is_said_to_be_missing() -> None:
     with pytest.raises(ValueError, match=r"--device cuda needs an NVIDIA GPU .* found none"):
         one("--device cuda")
@@ -122,7 +188,7 @@ OWN_MODEL_ALONE = {
 
 def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("t.npy").touch()
+    np.save("t.npy", np.zeros(101, np.uint16))
     config = one(EVERY_FLAG)
     assert config == RunConfig(
         size="custom",
@@ -396,8 +462,7 @@ def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     assert fast == replace(one("--size xl --fast"), fp8=True)
     assert [config.fp8 for config in grid("--fast --fp8 --sizes xl --context-lengths 128")] == [True]
     assert one("--size xl --fast --compile-blocks") == one("--size xl --fast")
-    with pytest.raises(ValueError, match="cuda_graph needs phases timed by events"):
-        one("--fast --cuda-graph --sync-phases")
+    assert one("--size xl --fast --sync-phases") == replace(one("--size xl --fast"), sync_phases=True)
     with pytest.raises(ValueError, match="cast_once keeps weights in bf16, got precision fp32"):
         one("--fast --cast-once --device cpu")
 

@@ -18,7 +18,7 @@ from cs336_systems.commands.ladder import CACHE_VARIABLE, LadderArguments
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.ladder import reason_run, reference
 from cs336_systems.record import RunRecord, Status, load_records, write_record
-from cs336_systems.sweep import Outcome
+from cs336_systems.sweep import Listener, Outcome
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record
 
@@ -167,7 +167,9 @@ class FakeSweep:
         self.first_fails = first_fails
         self.interrupted = interrupted
 
-    def __call__(self, configs: tuple[RunConfig, ...], directory: Path, listener: object, **options: object) -> Outcome:
+    def __call__(
+        self, configs: tuple[RunConfig, ...], directory: Path, listener: Listener, **options: object
+    ) -> Outcome:
         self.calls.append(tuple(configs))
         self.options.append(options)
         self.caches.append(os.environ.get(CACHE_VARIABLE))
@@ -175,6 +177,8 @@ class FakeSweep:
         for config in configs:
             if config.profiler is Profiler.NONE:
                 write_record(self._record(config, configs[0]), directory / "runs")
+        for config in configs:
+            listener.finished(self._record(config, configs[0]))
         records, _ = load_records(directory / "runs")
         return Outcome(
             records=tuple(records), measured=tuple(records), interrupted=self.interrupted, wall_s=1.0, slots=1
@@ -213,6 +217,20 @@ def test_a_cache_that_the_user_has_chosen_stays(
     assert ladder(*SMALL, "--no-reasons", "--name", "x") == 0
     assert fake.caches == [str(empty_directory)]
     assert os.environ[CACHE_VARIABLE] == str(empty_directory)
+
+
+def test_each_result_is_called_by_its_rung_also_where_the_settings_say_the_same(
+    fake: FakeSweep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    names = ("fp32", "fused", "blocks")
+    assert ladder(*SMALL, "--name", "x", "--repeats", "2", "--rungs", *names) == 0
+    (configs,) = fake.calls
+    fused, blocks = (config.label for config in configs[1:3])
+    assert fused == blocks, "else this test says nothing"
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert [line.partition(": ")[0] for line in lines] == [*names, *reversed(names), *names]
+    assert all(config.label in line for config, line in zip(configs, lines, strict=True))
 
 
 def test_without_memory_for_the_first_rung_another_run_gives_its_losses(
@@ -257,12 +275,11 @@ def test_tables_are_made_again_from_the_records(fake: FakeSweep, capsys: pytest.
     assert "From the slow way to the fast way" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("contents", [None, "", '{"rungs": []}'], ids=["none", "empty", "no rungs"])
+@pytest.mark.parametrize("contents", ["", '{"rungs": []}'], ids=["empty", "no rungs"])
 def test_a_report_of_what_is_no_ladder_is_refused(
-    contents: str | None, empty_directory: Path, capsys: pytest.CaptureFixture[str]
+    contents: str, empty_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if contents is not None:
-        (empty_directory / "ladder.json").write_text(contents)
+    (empty_directory / "ladder.json").write_text(contents)
     assert ladder("--report", ".") == 1
     assert "ladder.json" in capsys.readouterr().err
 

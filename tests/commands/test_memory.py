@@ -198,14 +198,14 @@ def test_a_file_that_is_no_snapshot_is_refused_in_one_line(
 @pytest.mark.parametrize("name", ["s.pickle", "s.json"])
 def test_what_is_no_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / name
-    assert memory(path) == 1
+    assert memory(path) == 2
     check_refused(capsys.readouterr().err, path, "No such file")
     path.mkdir()
-    assert memory(path) == 1
+    assert memory(path) == 2
     check_refused(capsys.readouterr().err, path, "a directory")
     path.rmdir()
     os.mkfifo(path)
-    assert memory(path) == 1, "nobody will ever write into it"
+    assert memory(path) == 2, "nobody will ever write into it"
     check_refused(capsys.readouterr().err, path, "no regular file")
 
 

@@ -14,7 +14,7 @@ from cs336_systems.report.ceilings.summary import ceilings_tables, summary_listi
 from cs336_systems.report.ceilings.tables import products_listing, reductions_listing, streams_listing
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_files import read_study
-from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell, Stream
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell, Shape, Stream
 from tests.report.ceilings import (
     BF16,
     FP8,
@@ -159,6 +159,23 @@ def test_rates_of_products_stand_over_their_size(study):
     assert {"bf16", "fp32", "a layer's", "data sheet"} <= set(texts(figure))
     assert "fp8" not in texts(figure)
     assert not overlaps(figure)
+
+
+def test_a_layer_far_below_the_others_is_named(study):
+    """400 of 600 TFLOP/s is not far below; 94 is."""
+    assert not any("head" in text for figure in (draw_products(study), draw_roofline(study)) for text in texts(figure))
+    head = Shape(rows=2048, inner=768, columns=50257, name="gpt2 head")
+    padded = replace(head, columns=50304, name="gpt2 head, padded")
+    slow = [product_at(square(1024), 300), product_at(padded, 600), product_at(head, 94), product_at(head, 12, FP32)]
+    figures = [draw(make_ceilings(slow, study.streams)) for draw in (draw_products, draw_roofline)]
+    intensity = head.flops / (2 * (2048 * 768 + 768 * 50257 + 2048 * 50257))
+    for figure, x in zip(figures, ((2048 * 768 * 50257) ** (1 / 3), intensity), strict=True):
+        (label,) = [text for text in figure.axes[0].texts if "head" in text.get_text()]
+        assert label.get_text() == "gpt2 head, not padded"
+        assert label.xy == pytest.approx((x, 94))
+        assert not overlaps(figure)
+    alone = make_ceilings([product_at(replace(head, columns=50304, name="a"), 600), product_at(head, 94)])
+    assert "gpt2 head" in texts(draw_products(alone)), "nothing is said of padding where nothing is padded"
 
 
 def test_rates_of_memory_stand_over_their_bytes(study):

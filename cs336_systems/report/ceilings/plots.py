@@ -1,7 +1,8 @@
 """Pictures of a study of ceilings: product rates over size, memory and all-reduce rates over bytes."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import geometric_mean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,7 +14,7 @@ from matplotlib.ticker import NullLocator
 from cs336_systems.hardware import find_device
 from cs336_systems.report import drawing
 from cs336_systems.report.ceilings.tables import GIGA, MIB, TERA, promised_bandwidth, promised_flops
-from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Stream
+from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, ProductCell, ProductPrecision, Stream
 
 COLOURS = {ProductPrecision(name): colour for name, colour in drawing.PRECISION_COLOURS.items()} | {
     ProductPrecision.FP8: "#009E73"
@@ -22,6 +23,8 @@ MARKERS = dict(zip(ProductPrecision, drawing.MARKERS, strict=False))
 STREAM_COLOURS = {Stream.COPY: "#0072B2", Stream.READ: "#E69F00", Stream.ADAMW: "#009E73"}
 STREAM_MARKERS = dict(zip(Stream, drawing.MARKERS, strict=False))
 DATA_SHEET = "data sheet"
+FAR_BELOW = 0.5
+"""Of the median layer's rate at a precision: a layer that is slower is named in the picture."""
 
 
 def ceilings_pictures(study: CeilingsStudy) -> dict[str, Figure | None]:
@@ -56,6 +59,7 @@ def draw_products(study: CeilingsStudy) -> Figure | None:
             handles.append(Line2D([], [], label=str(precision), **look))
         if cells and (promised := promised_flops(spec, precision)) is not None:
             panel.axhline(promised / TERA, color=COLOURS[precision], linestyle=":", linewidth=1, alpha=0.6)
+    name_slow_layers(panel, study, lambda cell: cell.shape.cube_side)
     if any(not cell.shape.is_square for cell in study.products):
         handles.append(Line2D([], [], label="a layer's", color="#777777", marker="o", mfc="white", linestyle="none"))
     if spec is not None:
@@ -67,6 +71,30 @@ def draw_products(study: CeilingsStudy) -> Figure | None:
 
 def _places(cells: Sequence[ProductCell]) -> tuple[list[float], list[float]]:
     return [cell.shape.cube_side for cell in cells], [(cell.flops_per_s or 0.0) / TERA for cell in cells]
+
+
+def name_slow_layers(panel: Axes, study: CeilingsStudy, place: Callable[[ProductCell], float]) -> None:
+    """Name, to the right of their points, the layers that are far below the others of their precision.
+
+    `place` says where a product stands along the x axis; precisions that stand at the same place share a name.
+    """
+    padded = {cell.shape.name.removesuffix(PADDED) for cell in study.products if cell.shape.name.endswith(PADDED)}
+    rates: dict[tuple[str, float], list[float]] = {}
+    for cell in _slow_layers(study):
+        rates.setdefault((cell.shape.name, place(cell)), []).append((cell.flops_per_s or 0.0) / TERA)
+    for (name, x), found in rates.items():
+        words = f"{name}, not padded" if name in padded else name
+        panel.annotate(
+            drawing.inert(words), (x, geometric_mean(found)), (8, 0), textcoords="offset points", va="center",
+            fontsize=8, color="#555555", zorder=5,
+        )  # fmt: skip
+
+
+def _slow_layers(study: CeilingsStudy) -> Iterator[ProductCell]:
+    for precision in dict.fromkeys(study.grid.precisions):
+        layers = [c for c in study.products_of(precision) if not c.shape.is_square and c.flops_per_s is not None]
+        typical = median([cell.flops_per_s or 0.0 for cell in layers]) if layers else 0.0
+        yield from (cell for cell in layers if (cell.flops_per_s or 0.0) < FAR_BELOW * typical)
 
 
 def draw_bandwidth(study: CeilingsStudy) -> Figure | None:

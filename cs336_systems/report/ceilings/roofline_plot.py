@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.hardware import find_device
 from cs336_systems.report import drawing
-from cs336_systems.report.ceilings.plots import COLOURS, DATA_SHEET, show_decades
+from cs336_systems.report.ceilings.plots import COLOURS, DATA_SHEET, name_slow_layers, show_decades
 from cs336_systems.report.ceilings.roofline import StepPart, StepParts
 from cs336_systems.report.ceilings.tables import TERA, promised_bandwidth, promised_flops
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
@@ -42,6 +42,7 @@ def draw_roofline(study: CeilingsStudy, parts: StepParts | None = None) -> Figur
     handles += _draw_promises(panel, span, study)
     for precision in ceilings:
         _draw_products(panel, study, precision)
+    name_slow_layers(panel, study, lambda cell: cell.shape.flops / cell.shape.moved_bytes(cell.precision))
     handles.append(Line2D([], [], color="#777777", linestyle="none", marker=".", label="products measured"))
     handles += _draw_parts(panel, shown)
     panel.set_xlim(span)
