@@ -26,13 +26,24 @@ _GENERATIONS = 100
 """How often to look again: the children of an orphan become orphans when it is killed."""
 
 
+_PRELOAD = "cs336_systems.preload"
+
+
 @functools.cache
 def fork_server() -> ForkServerContext:
     """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cs336_systems.preload"])
+    context.set_forkserver_preload([_PRELOAD])
     return context
+
+
+def preload_compiler() -> None:
+    """Let the fork server, unless it is running, import torch.compile's backend too: 2 s in every run that compiles.
+
+    For runs on a CPU: what the backend imports for a GPU could touch CUDA.
+    """
+    fork_server().set_forkserver_preload([_PRELOAD, "torch._inductor.compile_fx"])
 
 
 def ensure_fork_server() -> None:

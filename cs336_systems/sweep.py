@@ -15,10 +15,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from cs336_systems.config import Device, RunConfig
+from cs336_systems.config import CompileMode, Device, RunConfig
 from cs336_systems.environment import identity
 from cs336_systems.interrupts import Interrupts
-from cs336_systems.isolation import Worker, kill_orphans
+from cs336_systems.isolation import Worker, kill_orphans, preload_compiler
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, visible_gpus
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
@@ -121,6 +121,8 @@ def run_sweep(
             refuse_to_mix(kept, present, directory)
         done = {record.key for record in kept}
         todo = [config for config in configs if config.key not in done]
+        if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in todo):
+            preload_compiler()
         listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts())
         loop = _Loop(runs, listener, gpus, timeout_s, interrupts)
