@@ -52,7 +52,7 @@ def results_table(frame: pd.DataFrame) -> Table:
         *_sentences(describe(frame)),
         "Times are mean ± standard deviation over the measured steps of a process.",
         *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
-        *_warnings(frame),
+        *warning_notes(frame),
     ]
     return make_table("Time of a step", columns, rows_of(frame), notes, _failed)
 
@@ -167,8 +167,8 @@ def _sentences(text: str) -> list[str]:
     return [f"{text}."] if text else []
 
 
-def _warnings(frame: pd.DataFrame) -> list[str]:
-    """How many rows carry each warning."""
+def warning_notes(frame: pd.DataFrame, rows: str = "rows") -> list[str]:
+    """How many rows, or what they are called here, carry each warning."""
     counts = frame["warnings"].dropna().str.split(";").explode().value_counts()
-    said = ", ".join(f"{code} in {count} of {len(frame)} rows" for code, count in counts.items())
+    said = ", ".join(f"{code} in {count} of {len(frame)} {rows}" for code, count in counts.items())
     return [f"Warnings, named by row in the CSV: {said}."] if said else []

@@ -10,13 +10,11 @@ from PIL import Image
 
 from cs336_systems.record import Status
 from cs336_systems.report.ladder.plots import UNCREDITED, draw_ladder
-from cs336_systems.report.ladder.reasons import reasons
 from cs336_systems.report.ladder.rows import ladder_rows
 from cs336_systems.report.ladder.tables import CSV, ladder_tables, settings, write_ladder_report
 from cs336_systems.report.ladder.traffic import traffic
 from cs336_systems.report.listing import csv_of
 from tests.report.drawn import overlaps, texts
-from tests.report.kernels.profiles import BACKWARD, FORWARD, make_classes, make_cpu_profile, make_phase
 from tests.report.ladders import make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import HOSTILE, make_failure
 
@@ -109,48 +107,6 @@ def test_counts_by_hand(ladder, rows):
         [traffic(rung.config).optimizer / GIGA for rung in ladder], rel=0.005
     )
     assert column(counts, "casts")[0] == "0"
-
-
-def test_reasons_name_what_changes_and_nothing_else(ladder):
-    """From the profile of 25 kernels: the last has 13 and half the matrix products; memory and compiling change too."""
-    records = [r for r in make_records(ladder) if r.config.configuration != ladder[3].config]
-    records += [make_process(ladder[3], 0.05, compiled=2.0, peak_bytes=2**29)]
-    fewer = {FORWARD: (("ampere_sgemm_128x64_tn", 8, 3),), BACKWARD: (("ampere_sgemm_128x64_tn", 18, 8),)}
-    profile = {"classes": make_classes(fewer), "phases": (make_phase(FORWARD, (13, 13), (5.5, 5.5), (8, 8), (7, 7)),)}
-    entries = [make_entry(ladder[2]), make_entry(ladder[3], **profile)]
-    *_, third, last = ladder_rows(ladder, records, entries)
-    before, after = traffic(ladder[2].config), traffic(ladder[3].config)
-    assert reasons(last, third) == (
-        "25.0 -> 13.0 kernels; GPU busy 20% -> 11%; matrix product 11.0 -> 5.50 ms; element-wise 5.50 -> 0 ms; "
-        f"weights, gradients and AdamW move at least {before.state / GIGA:.1f} -> {after.state / GIGA:.2f} GB; "
-        f"activations of the products at least {before.activations / GIGA:.2f} -> {after.activations / GIGA:.2f} GB; "
-        "peak 1.00 -> 0.500 GiB; compiled in 20.0 -> 2.00 s"
-    )
-    assert reasons(third, third) == "nothing that is counted here"
-
-
-def test_the_first_rung_says_what_there_is(ladder):
-    row = ladder_rows(ladder, make_records(ladder), [make_entry(ladder[0])])[0]
-    found = traffic(ladder[0].config)
-    assert reasons(row, None) == (
-        "25.0 kernels; GPU busy 3%; matrix product 11.0 ms; element-wise 5.50 ms; "
-        f"weights, gradients and AdamW move at least {found.state / GIGA:.1f} GB; "
-        f"activations of the products at least {found.activations / GIGA:.2f} GB; peak 1.00 GiB"
-    )
-
-
-def test_reasons_are_over_the_rung_that_counts(rows):
-    why = ladder_tables(rows)[3]
-    assert column(why, "rung") == ["fp32", "bf16", "compile", "fused"]
-    assert column(why, "over") == ["", "fp32", "bf16", "bf16"]
-    assert column(why, "what changes")[3].startswith("GPU busy 5% -> 40%; ")
-
-
-def test_on_a_cpu_there_are_operators_and_no_busy_share(ladder):
-    entry = replace(make_entry(ladder[0]), profile=make_cpu_profile())
-    row = ladder_rows(ladder, make_records(ladder), [entry])[0]
-    assert reasons(row, None).startswith("29.0 operators; matrix product ")
-    assert "busy" not in reasons(row, None)
 
 
 def test_failures_are_told_in_words_and_the_first_that_counts_is_named(ladder):

@@ -7,20 +7,21 @@ from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.report.formats import significant
 from cs336_systems.report.ladder.rows import LadderRow, Reason
 
-MIN_CHANGE = 0.05
-"""Relative, of a count, of bytes or of a time, to be told."""
-MIN_BUSY_CHANGE = 0.02
+MIN_CHANGE = 0.01
+"""Relative, of a count, of bytes, of the peak, and of a class over the busy time, to be told."""
+MIN_SHARE_CHANGE = 0.02
 """Of the step, in the share of it that the GPU is busy."""
-MAX_CLASSES = 2
+MIN_CLASS_PART = 0.25
+"""Of the change of the busy time, that the change of a class must come to."""
+MAX_CLASSES = 3
 """Classes of kernels to tell of: those whose time changes most."""
-GIGA, GIB = 1e9, 2**30
+GIGA = 1e9
 
 
 def reasons(row: LadderRow, last: LadderRow | None) -> str:
-    """`450 -> 310 kernels; optimizer 2.10 -> 0.800 ms; ...`, from `last` to the row; without it, what there is."""
-    found = [*_launches(row, last), *_busy(row, last), *_classes(row, last), *_bytes(row, last),
-             *_memory(row, last), *_waiting(row, last)]  # fmt: skip
-    return "; ".join(found) or "nothing that is counted here"
+    """`450 -> 310 kernels; GPU busy 9.50 -> 8.20 ms; ...`, from `last` to the row; without it, what there is."""
+    found = [*_launches(row, last), *_busy(row, last), *_classes(row, last), *_bytes(row, last), *_memory(row, last)]
+    return "; ".join(found) or "no change that is counted here"
 
 
 def _launches(row: LadderRow, last: LadderRow | None) -> Iterator[str]:
@@ -30,28 +31,37 @@ def _launches(row: LadderRow, last: LadderRow | None) -> Iterator[str]:
 
 
 def _busy(row: LadderRow, last: LadderRow | None) -> Iterator[str]:
-    share, earlier = row.busy_share, last.busy_share if last else None
-    if share is not None and earlier is None:
-        yield f"GPU busy {share:.0%}"
-    elif share is not None and earlier is not None and abs(share - earlier) >= MIN_BUSY_CHANGE:
-        yield f"GPU busy {earlier:.0%} -> {share:.0%}"
+    """Always told where it is known; the share of the step where that says more: the GPU waited less, or longer."""
+    if row.reason is None or row.busy_share is None:
+        return
+    now, share = _ms(row.reason.busy_s), _number(100 * row.busy_share)
+    if last is None or last.reason is None or last.busy_share is None:
+        yield f"GPU busy {now} ms ({share}% of the step)"
+        return
+    is_told = abs(row.busy_share - last.busy_share) >= MIN_SHARE_CHANGE
+    shares = f" ({_number(100 * last.busy_share)} -> {share}% of the step)" if is_told else ""
+    yield f"GPU busy {_ms(last.reason.busy_s)} -> {now} ms{shares}"
 
 
 def _classes(row: LadderRow, last: LadderRow | None) -> Iterator[str]:
-    """The classes whose time changes most; of the first rung, those with the most time."""
-    if row.reason is None:
+    """The classes that account for the change of the busy time; without an earlier profile, those with the most time.
+
+    None where either profiled step was too slow to stand for the plain one.
+    """
+    if row.reason is None or row.is_slowed or (last is not None and last.is_slowed):
         return
-    now, before = row.reason.class_s, last.reason.class_s if last and last.reason else {}
+    earlier = last.reason if last else None
+    now, before = row.reason.class_s, earlier.class_s if earlier else {}
 
     def change_s(kind: KernelClass) -> float:
         return abs(now.get(kind, 0.0) - before.get(kind, 0.0))
 
-    worth_s = MIN_CHANGE * sum((before or now).values())
-    largest = sorted({**before, **now}, key=change_s, reverse=True)[:MAX_CLASSES]
-    for kind in largest:
-        if change_s(kind) >= worth_s > 0:
-            earlier = f"{_ms(before.get(kind, 0.0))} -> " if before else ""
-            yield f"{kind} {earlier}{_ms(now.get(kind, 0.0))} ms"
+    part_s = MIN_CLASS_PART * abs(row.reason.busy_s - earlier.busy_s) if earlier else 0.0
+    least_s = max(MIN_CHANGE * row.reason.busy_s, part_s)
+    for kind in sorted({**before, **now}, key=change_s, reverse=True)[:MAX_CLASSES]:
+        if change_s(kind) >= least_s > 0:
+            arrow = f"{_ms(before.get(kind, 0.0))} -> " if earlier else ""
+            yield f"{kind} {arrow}{_ms(now.get(kind, 0.0))} ms"
 
 
 def _bytes(row: LadderRow, last: LadderRow | None) -> Iterator[str]:
@@ -73,11 +83,6 @@ def _memory(row: LadderRow, last: LadderRow | None) -> Iterator[str]:
     peak = row.row["peak_allocated_gib"]
     if peak is not None:
         yield from _change("peak ", last.row["peak_allocated_gib"] if last else None, peak, " GiB")
-
-
-def _waiting(row: LadderRow, last: LadderRow | None) -> Iterator[str]:
-    if row.compile_s is not None:
-        yield from _change("compiled in ", last.compile_s if last else None, row.compile_s, " s")
 
 
 def _change(words: str, before: float | None, now: float, unit: str) -> Iterator[str]:

@@ -16,6 +16,8 @@ from cs336_systems.report.ladder.traffic import Traffic, traffic
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 CONFIDENCE = 0.95
+MAX_SLOWDOWN = 0.10
+"""Of the profiled step against the plain one, up to which its class times may be the reason for the plain time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Reason:
     work: Work
     launches: float
     """Kernels; on a CPU operators."""
+    step_s: float
+    """Wall time by the host's clock, profiler and all."""
     busy_s: float
     """With a kernel or a copy at work."""
     class_s: dict[KernelClass, float]
@@ -81,6 +85,20 @@ class LadderRow:
         if self.reason is None or self.reason.work is Work.OPERATORS or not mean_ms:
             return None
         return min(1.0, self.reason.busy_s * 1e3 / mean_ms)
+
+    @property
+    def slowdown(self) -> float | None:
+        """How much longer the profiled step took than the plain one, as a share of that; None where either is missing.
+
+        Below 0 where it was faster.
+        """
+        mean_ms: float | None = self.row["step_mean_ms"]
+        return None if self.reason is None or not mean_ms else self.reason.step_s * 1e3 / mean_ms - 1
+
+    @property
+    def is_slowed(self) -> bool:
+        """The profiled step was another one than the plain step, whose time its class times do not explain."""
+        return self.slowdown is not None and self.slowdown > MAX_SLOWDOWN
 
 
 def ladder_rows(
@@ -170,6 +188,7 @@ def reason_of(profile: StepProfile) -> Reason:
     return Reason(
         work=profile.work,
         launches=sum(sum(phase.launches) for phase in profile.phases) / steps,
+        step_s=sum(profile.step_s) / steps,
         busy_s=sum(sum(phase.busy_s) for phase in profile.phases) / steps,
         class_s=class_s,
     )

@@ -1,6 +1,6 @@
 """A ladder for people: a table of the speed, one of what it is compared by, one of the reasons; a picture; CSV."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cs336_systems.config import Device, RunConfig
@@ -8,9 +8,11 @@ from cs336_systems.ladder import GATE_STEPS
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import Column, Heading, Table, make_table, mean_and_std, significant
+from cs336_systems.report.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.ladder.plots import draw_ladder
 from cs336_systems.report.ladder.reasons import GIGA, reasons
-from cs336_systems.report.ladder.rows import CONFIDENCE, LadderRow, SpeedUp, fastest_row
+from cs336_systems.report.ladder.rows import LadderRow
+from cs336_systems.report.ladder.words import interval_text, ratio_text
 from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS
 
@@ -55,15 +57,16 @@ def _speed_table(rows: Rows) -> Table:
         _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=2),
         _quantity("MFU", "%", "mfu", 100, 3, spare=3),
         _quantity("of ceiling", "%", "ceiling_share", 100, 3, spare=7),
-        Column(Heading("over last"), lambda row: _ratio(row.over_last)),
-        Column(Heading("interval", numeric=False, spare=5), lambda row: _interval(row.over_last)),
-        Column(Heading("over first"), lambda row: _ratio(row.over_first)),
-        Column(Heading("interval", numeric=False, spare=4), lambda row: _interval(row.over_first)),
+        Column(Heading("over last"), lambda row: ratio_text(row.over_last)),
+        Column(Heading("interval", numeric=False, spare=5), lambda row: interval_text(row.over_last)),
+        Column(Heading("over first"), lambda row: ratio_text(row.over_first)),
+        Column(Heading("interval", numeric=False, spare=4), lambda row: interval_text(row.over_first)),
         _quantity("peak", "GiB", "peak_allocated_gib", 1, 3, spare=1),
         Column(Heading("gate", numeric=False), _verdict),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
-    return make_table("From the slow way to the fast way", known, rows, _speed_notes(rows), _stands_out)
+    notes = [f"{settings(rows)}.", *speed_notes(rows)]
+    return make_table("From the slow way to the fast way", known, rows, notes, _stands_out)
 
 
 def _gate_table(rows: Rows) -> Table:
@@ -80,7 +83,7 @@ def _gate_table(rows: Rows) -> Table:
         Column(Heading("recompiles", spare=3), _compiled("recompiles")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
-    return make_table("The same training, and what compiling takes", known, rows, _gate_notes(rows), _stands_out)
+    return make_table("The same training, and what compiling takes", known, rows, gate_notes(rows), _stands_out)
 
 
 def _count_table(rows: Rows) -> Table:
@@ -96,7 +99,7 @@ def _count_table(rows: Rows) -> Table:
         Column(Heading("activations", "GB", spare=4), _moved("activations")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
-    return make_table("Counts of a step, and the least bytes that it must move", known, rows, _count_notes(rows))
+    return make_table("Counts of a step, and the least bytes that it must move", known, rows, count_notes(rows))
 
 
 def _reason_table(rows: Rows) -> Table:
@@ -106,53 +109,7 @@ def _reason_table(rows: Rows) -> Table:
         Column(Heading("over", numeric=False), lambda row: row.last),
         Column(Heading("what changes", numeric=False), lambda row: reasons(row, by_name.get(row.last))),
     ]
-    return make_table("Why", columns, [row for row in rows if row.num_processes])
-
-
-def _speed_notes(rows: Rows) -> Iterator[str]:
-    yield f"{settings(rows)}."
-    yield "Times are mean ± standard deviation over the measured steps of a process."
-    if any(row.over_last and row.over_last.low is not None for row in rows):
-        counts = sorted({row.num_processes for row in rows if row.num_processes})
-        number = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        few = " Two say little of how much processes differ." if counts[0] == 2 else ""
-        yield f"Intervals of {CONFIDENCE:.0%} over the means of {number} fresh processes of each, run alternately.{few}"
-    else:
-        yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
-    first = next((row for row in rows if row.is_credited), None)
-    if first is not None and first is not rows[0]:
-        yield f"The first rung that counts is {first.rung.name}."
-    if best := fastest_row(rows):
-        gain = f", {_ratio(best.over_first)} times as fast as {first.rung.name}" if best.over_first and first else ""
-        yield f"The fastest is {best.rung.name}: {significant(best.row['step_mean_ms'])} ms{gain}."
-    failed = [row.rung.name for row in rows if row.num_processes and not row.is_credited]
-    if failed:
-        yield f"Not credited, so no measure for others: {', '.join(failed)}."
-    for row in rows:
-        if row.row["error"]:
-            yield f"{row.rung.name}: {row.row['error']}"
-
-
-def _gate_notes(rows: Rows) -> Iterator[str]:
-    yield (
-        f"Losses of the first {GATE_STEPS} steps, on the same data from the same weights: their distance from those of "
-        "the first rung, at the last step and at the worst, as a share of how far these fall. Of several processes the "
-        "worst counts."
-    )
-    missing = {row.gate.missing for row in rows if row.num_processes and row.gate.missing}
-    yield from (f"No verdict where {reason}." for reason in sorted(missing))
-    if any(row.compilations for row in rows):
-        yield (
-            "Compiling: the longest of the rung's processes. What an earlier one has compiled is in the compiler's "
-            "cache, which is empty when the ladder begins."
-        )
-
-
-def _count_notes(rows: Rows) -> Iterator[str]:
-    if any(row.reason for row in rows):
-        yield "Counts are those of a run of its own under torch.profiler."
-    if any(row.busy_share is not None for row in rows):
-        yield "Busy is over the step's time without a profiler."
+    return make_table("Why", columns, [row for row in rows if row.num_processes], reason_notes(rows))
 
 
 def _name() -> Column[LadderRow]:
@@ -180,16 +137,6 @@ def _step(row: LadderRow) -> str:
     if row.row["step_mean_ms"] is not None:
         return mean_and_std(row.row["step_mean_ms"], row.row["step_std_ms"])
     return "not run" if row.row["status"] is None else STATUS_WORDS[Status(row.row["status"])]
-
-
-def _ratio(found: SpeedUp | None) -> str:
-    return "" if found is None else significant(found.ratio, 3)
-
-
-def _interval(found: SpeedUp | None) -> str:
-    if found is None or found.low is None or found.high is None:
-        return ""
-    return f"{significant(found.low, 3)} to {significant(found.high, 3)}"
 
 
 def _verdict(row: LadderRow) -> str:
