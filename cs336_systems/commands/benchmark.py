@@ -13,6 +13,7 @@ from cs336_systems.commands.flags import (
     ModelArguments,
     StepArguments,
     Switch,
+    choices,
     faster,
     make_config,
     one_precision,
@@ -47,7 +48,7 @@ class BenchmarkArguments:
     """Tokens in a sequence."""
     mode: Mode = Mode.TRAIN
     """How much of a step: inference (no graph), forward (with the graph), forward-backward, train."""
-    precision: Precision = Precision.FP32
+    precision: Annotated[Precision | None, choices(Precision), unset("{fp32,tf32,bf16,fp16}", "fp32")] = None
     """fp32 (true fp32), tf32, bf16 or fp16 (autocast around forward and loss)."""
     mixed_precision: Switch = False
     """Short for --precision bf16."""
@@ -57,7 +58,8 @@ class BenchmarkArguments:
     """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
     0 keeps everything."""
     fast: Switch = False
-    """The fastest way known to compute the same step on this device, chosen by rule and printed; on a GPU in bf16."""
+    """The fastest way known to compute the same step on this device, chosen by rule and printed; on a GPU in bf16.
+    It refuses flags that ask for other than what it chooses."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     profile: Switch = False
@@ -75,17 +77,19 @@ class BenchmarkArguments:
     def config(self) -> RunConfig:
         """The run that these flags mean; raise ValueError where they mean none."""
         device = resolve_device(self.step.device)
+        precision = one_precision(self.precision, self.mixed_precision)
         plain = make_config(
             self.model, without_shortcuts(self.step) if self.fast else self.step, device,
             size=(GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0] if self.size is None else self.size,
             context_length=self.context_length,
             mode=self.mode,
-            precision=one_precision(self.precision, self.mixed_precision),
+            precision=precision,
             warmup_steps=self.warmup_steps,
             checkpoint_blocks=self.checkpoint_blocks,
         )  # fmt: skip
         if self.fast:
-            plain = faster(plain, self.step)
+            asked = None if self.precision is None else precision
+            plain = faster(plain, self.model, self.step, asked, "--precision")
         return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
 
     def _profiler(self) -> Profiler:

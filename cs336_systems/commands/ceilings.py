@@ -7,15 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.commands.flags import DeviceChoice, Switch, checked_name, resolve_device, unset, value_or
+from cs336_systems.commands.flags import DeviceChoice, Switch, checked_name, choices, resolve_device, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
 from cs336_systems.config import SIZES, Device
 from cs336_systems.environment import identity
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import read_record
 from cs336_systems.store import make_writable
-from cs336_systems.studies.ceilings_files import encode_study, read_study
-from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, ProductPrecision, Shape
+from cs336_systems.studies.ceilings_files import encode_study, keep_earlier, read_study
+from cs336_systems.studies.ceilings_records import (
+    MAX_BYTES,
+    ONLY_ON_GPUS,
+    PADDED,
+    CeilingsGrid,
+    ProductPrecision,
+    Shape,
+)
 
 if TYPE_CHECKING:
     from cs336_systems.report.ceilings.roofline import StepParts
@@ -48,14 +55,16 @@ class CeilingsArguments:
     ] = None
     """Presets whose first feed-forward product to measure, at batch 4 and the preset's context, and whose head, as it
     is and padded, if the vocabulary is no multiple of 8."""
-    precisions: Annotated[tuple[ProductPrecision, ...] | None, unset("NAME [NAME ...]", "all; fp32 bf16 on a CPU")] = (
-        None
-    )
+    precisions: Annotated[
+        tuple[ProductPrecision, ...] | None,
+        choices(ProductPrecision, many=True),
+        unset("NAME [NAME ...]", "all; fp32 bf16 on a CPU"),
+    ] = None
     """fp32, tf32, bf16, fp16, fp8 (e4m3)."""
     memory_mib: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 128 on a CPU")] = (
         None
     )
-    """What a copy, a sum and an AdamW step move; also what an all-reduce sums (MiB)."""
+    """What a copy, a sum and an AdamW step move; also what an all-reduce sums (MiB). The largest counts."""
     world_size: Annotated[int | None, unset("INT", "all GPUs, 1 on a CPU")] = None
     """Processes of an all-reduce, on a GPU each; 1 leaves it out."""
     loops: int = 5
@@ -87,16 +96,26 @@ class CeilingsArguments:
         squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
         layers = layer_shapes(value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
         memory_mib = value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
+        _check_memory(memory_mib)
         return CeilingsGrid(
             device=device,
             shapes=(*squares, *layers),
-            precisions=value_or(self.precisions, tuple(ProductPrecision) if on_gpu else CPU_PRECISIONS),
+            precisions=self._precisions(device),
             stream_bytes=tuple(size * MIB for size in memory_mib),
             loops=self.loops,
             loop_s=value_or(self.loop_s, GPU_LOOP_S if on_gpu else CPU_LOOP_S),
             world_size=self._world_size(device),
             seed=self.seed,
         )
+
+    def _precisions(self, device: Device) -> tuple[ProductPrecision, ...]:
+        if device is Device.CUDA:
+            return value_or(self.precisions, tuple(ProductPrecision))
+        chosen = value_or(self.precisions, CPU_PRECISIONS)
+        if missing := [name for name in chosen if name in ONLY_ON_GPUS]:
+            there = ", ".join(name for name in ProductPrecision if name not in ONLY_ON_GPUS)
+            raise ValueError(f"--precisions {' '.join(missing)}: such products need an NVIDIA GPU, a CPU has {there}")
+        return chosen
 
     def _world_size(self, device: Device) -> int:
         gpus = len(visible_gpus())
@@ -111,6 +130,14 @@ class CeilingsArguments:
                 raise ValueError("--measured writes beside its file: leave --name out")
             return self.measured.parent
         return self.output / "ceilings" / (checked_name(self.name) if self.name else _device_word(self.device))
+
+
+def _check_memory(memory_mib: Sequence[int]) -> None:
+    most = MAX_BYTES // MIB
+    if not memory_mib:
+        raise ValueError("--memory-mib needs at least one value")
+    if wrong := [size for size in memory_mib if not 1 <= size <= most]:
+        raise ValueError(f"--memory-mib must be from 1 to {most} MiB, got {wrong[0]}")
 
 
 def _device_word(device: DeviceChoice) -> str:
@@ -146,14 +173,18 @@ def run(arguments: CeilingsArguments) -> int:
     device_name = identity(grid.device).device_name if study is None else study.device_name
     parts = None if arguments.profile is None else _parts(arguments.profile, arguments.record, device_name)
     make_writable(directory)
-    from cs336_systems.report.ceilings.summary import ceilings_tables, write_ceilings
+    from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
     from cs336_systems.report.terminal import print_table, say
 
     if study is None:
         from cs336_systems.studies.ceilings_study import run_ceilings_study
 
         study = run_ceilings_study(grid)
+    if (kept := keep_earlier(directory, study)) is not None:
+        print(f"the earlier ceilings are kept in {kept}", file=sys.stderr)
     write_ceilings(study, directory, parts)
+    for doubt in doubts(study):
+        print(f"warning: {doubt}", file=sys.stderr)
     if arguments.json:
         sys.stdout.write(encode_study(study).decode())
     else:

@@ -2,12 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import (
@@ -56,6 +58,30 @@ def unset(metavar: str, default: str, text: str | None = None) -> object:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
 
 
+def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorSpec[Any]:
+    """Parse a member of `kind`, or several, where None stands for a flag that was not given.
+
+    The parser's own way lists None among the choices, and all of them in no order.
+    """
+    values = tuple(member.value for member in kind)
+
+    def parsed(words: list[str]) -> object:
+        members = tuple(map(kind, words))
+        return members if many else members[0]
+
+    def said(value: Any) -> list[str]:  # noqa: ANN401 (one member, several, or None)
+        return [] if value is None else [str(member) for member in (value if many else (value,))]
+
+    return PrimitiveConstructorSpec(
+        nargs="*" if many else 1,
+        metavar=f"{{{','.join(values)}}}",
+        instance_from_str=parsed,
+        is_instance=lambda value: value is None or isinstance(value, tuple if many else kind),
+        str_from_instance=said,
+        choices=values,
+    )
+
+
 _OWN_MODEL = (
     "Your own model as package.module:factory. The factory is called with those of "
     f"{', '.join(f.name for f in fields(ModelConfig))} that its signature names; the model it returns maps int64 "
@@ -79,7 +105,7 @@ class ModelArguments:
     """Attention heads; must divide d_model."""
     rope_theta: Annotated[float | None, unset("FLOAT", "10000.0")] = None
     """Base of the rotary position embedding's wavelengths."""
-    attention: Attention = Attention.NAIVE
+    attention: Annotated[Attention | None, choices(Attention), unset("{naive,sdpa}", "naive")] = None
     """naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention."""
     sdpa_backend: SdpaBackend = SdpaBackend.AUTO
     """Which kernel sdpa may use; auto lets PyTorch choose."""
@@ -92,13 +118,17 @@ class StepArguments:
 
     batch_size: int = 4
     """Sequences in a batch."""
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    optimizer: Annotated[OptimizerKind | None, choices(OptimizerKind), unset("{adamw,foreach,fused}", "adamw")] = None
     """adamw: written out, one tensor at a time. foreach, fused: PyTorch's."""
-    compile: CompileMode = CompileMode.NONE
+    compile: Annotated[
+        CompileMode | None,
+        choices(CompileMode),
+        unset("{none,default,reduce-overhead,max-autotune-no-cudagraphs}", "none"),
+    ] = None
     """Mode of torch.compile; none is eager."""
     compile_blocks: Switch = False
     """Compile block by block: seconds instead of tens of seconds to wait."""
-    pad_vocabulary: int = 1
+    pad_vocabulary: Annotated[int | None, unset("INT", "1")] = None
     """Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss."""
     cast_once: Switch = False
     """Keep the weights of linear layers in bf16 and their fp32 masters with the optimizer, which writes both."""
@@ -123,6 +153,15 @@ class StepArguments:
     """Where to run; auto is the GPU if there is one."""
     seed: int = 0
     """Seed of the weights and the tokens."""
+
+
+PLAIN: Mapping[str, object] = {
+    "attention": Attention.NAIVE,
+    "optimizer": OptimizerKind.ADAMW,
+    "compile": CompileMode.NONE,
+    "pad_vocabulary": 1,
+}
+"""What flags mean that were not given, so that --fast may choose."""
 
 
 def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
@@ -189,10 +228,10 @@ def make_config(
     preset = SIZES[size]
     if context_length is None and preset.arch is Arch.CS336:
         context_length = 512 if device is Device.CUDA else 128
-    overrides = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "model"}
+    overrides = _given(model, but="model")
     shape = replace(
         preset,
-        **{name: value for name, value in overrides.items() if value is not None},
+        **overrides,
         context_length=preset.context_length if context_length is None else context_length,
     )
     if step.tokens is not None:
@@ -206,8 +245,14 @@ def make_config(
         warmup_steps=warmup_steps,
         checkpoint_blocks=checkpoint_blocks,
         model_factory=model.model,
-        **{f.name: getattr(step, f.name) for f in fields(step) if f.name != "device"},
+        **_given(step, but="device"),
     )
+
+
+def _given(group: ModelArguments | StepArguments, but: str) -> dict[str, Any]:
+    """The values by the name of their field; those that were not given are for the configuration to choose."""
+    values = {f.name: getattr(group, f.name) for f in fields(group) if f.name != but}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 NOT_ALONE = ("compile_blocks", "cast_once", "fused_loss", "fp8", "cuda_graph")
@@ -220,14 +265,28 @@ def without_shortcuts(step: StepArguments) -> StepArguments:
     return replace(step, **none)
 
 
-def faster(config: RunConfig, asked: StepArguments) -> RunConfig:
+def faster(
+    config: RunConfig, model: ModelArguments, step: StepArguments, precision: Precision | None, precision_flag: str
+) -> RunConfig:
     """The same step in the fastest way known for this machine's device (--fast), with the shortcuts asked for too.
 
-    Raises ValueError where one of these does not go with it.
+    `precision` is what `precision_flag` asks for, None where it was not given. Raises ValueError where a flag does not
+    go with it, or asks for other than what is chosen.
     """
     gpus = visible_gpus() if config.device is Device.CUDA else ()
     fast = fastest(config, gpus[0].name if gpus else None)
-    besides: dict[str, Any] = {name: True for name in NOT_ALONE if getattr(asked, name)}
+    pairs = (
+        ("--attention", model.attention, fast.model.attention),
+        (precision_flag, precision, fast.precision),
+        ("--optimizer", step.optimizer, fast.optimizer),
+        ("--compile", step.compile, fast.compile),
+        ("--pad-vocabulary", step.pad_vocabulary, fast.pad_vocabulary),
+    )
+    for flag, asked, chosen in pairs:
+        if asked is not None and asked != chosen:
+            what = flag.removeprefix("--").replace("-", " ")
+            raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked}")
+    besides: dict[str, Any] = {name: True for name in NOT_ALONE if getattr(step, name)}
     return replace(fast, **besides)
 
 
@@ -245,11 +304,11 @@ def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in ("d_model", "d_ff", "num_layers", "num_heads"))
 
 
-def one_precision(precision: Precision, mixed_precision: bool) -> Precision:
-    """The precision meant; raise ValueError where --mixed-precision contradicts it."""
-    if mixed_precision and precision not in (Precision.FP32, Precision.BF16):
+def one_precision(precision: Precision | None, mixed_precision: bool) -> Precision:
+    """The precision meant, fp32 where none was asked for; raise ValueError where --mixed-precision contradicts it."""
+    if mixed_precision and precision not in (None, Precision.FP32, Precision.BF16):
         raise ValueError(f"--mixed-precision means bf16, but the precision asked for is {precision}")
-    return Precision.BF16 if mixed_precision else precision
+    return Precision.BF16 if mixed_precision else value_or(precision, Precision.FP32)
 
 
 def checked_name(name: str) -> str:

@@ -16,12 +16,14 @@ from cs336_systems.commands.flags import (
     GPU_CONTEXT_LENGTHS,
     GPU_SIZES,
     MAX_NAME_LENGTH,
+    PLAIN,
     Flat,
     ModelArguments,
     StepArguments,
     Switch,
     check_limits,
     checked_name,
+    choices,
     faster,
     make_config,
     one_precision,
@@ -60,7 +62,9 @@ class SweepArguments:
     """Tokens in a sequence."""
     modes: tuple[Mode, ...] = (Mode.TRAIN,)
     """How much of a step: inference, forward, forward-backward, train."""
-    precisions: tuple[Precision, ...] = (Precision.FP32,)
+    precisions: Annotated[
+        tuple[Precision, ...] | None, choices(Precision, many=True), unset("[{fp32,tf32,bf16,fp16} ...]", "fp32")
+    ] = None
     """fp32, tf32, bf16, fp16; with fp32 and another, the tables get a speed-up column."""
     mixed_precision: Switch = False
     """Short for --precisions bf16."""
@@ -72,7 +76,8 @@ class SweepArguments:
     repeats: int = 1
     """Fresh processes per configuration, interleaved; the confidence interval is then over process means."""
     fast: Switch = False
-    """The fastest way known to compute the same steps on this device, chosen by rule and printed; on a GPU in bf16."""
+    """The fastest way known to compute the same steps on this device, chosen by rule and printed; on a GPU in bf16.
+    It refuses flags that ask for other than what it chooses."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     nsys: Switch = False
@@ -107,9 +112,9 @@ class SweepArguments:
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:
-        if not self.mixed_precision:
-            return self.precisions
-        return tuple(one_precision(precision, True) for precision in self.precisions)
+        """Of the grid, in order."""
+        asked = self.precisions or (None,)
+        return tuple(one_precision(precision, self.mixed_precision) for precision in asked)
 
     def plan(self) -> Plan:
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
@@ -132,7 +137,7 @@ class SweepArguments:
             )
             for size, context_length, mode, precision, warmup_steps, checkpoint_blocks in grid
         ]  # fmt: skip
-        once = [faster(config, self.step) for config in once] if self.fast else once
+        once = [self._faster(config) for config in once] if self.fast else once
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
@@ -154,6 +159,10 @@ class SweepArguments:
         if len(asked) > 1:
             raise ValueError(f"one profiler at a time, got {' and '.join(flag for flag, _ in asked)}: choose one")
         return asked[0][1] if asked else Profiler.NONE
+
+    def _faster(self, plain: RunConfig) -> RunConfig:
+        asked = None if self.precisions is None else plain.precision
+        return faster(plain, self.model, self.step, asked, "--precisions")
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
@@ -195,7 +204,7 @@ def _differences(arguments: object, skip: tuple[str, ...]) -> list[tuple[str, st
     found: list[tuple[str, str]] = []
     for f in fields(arguments):  # type: ignore[arg-type]
         value = getattr(arguments, f.name)
-        if f.name not in skip and value != f.default:
+        if f.name not in skip and value not in (f.default, PLAIN.get(f.name)):
             found.append((f.name, "-".join(map(str, value)) if isinstance(value, tuple) else str(value)))
     return found
 

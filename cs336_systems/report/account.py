@@ -69,7 +69,9 @@ def account_listing(
     if step_s is not None:
         tables.append(_rates_table(config, parts[ALL], device, step_s, ceiling_flops_per_s))
     if prediction is not None:
-        tables += [_peak_table(prediction, top), _block_table(saved_by_block(config) or (), top)]
+        tables.append(_peak_table(prediction, top))
+        if _saves_blocks(config):
+            tables.append(_block_table(config, top))
     if memory_bytes is not None:
         tables.append(_fit_table(config, memory_bytes))
     csv = to_csv(CSV_COLUMNS, ([name, *map(row.get, CSV_COLUMNS[1:])] for name, row in parts.items()))
@@ -313,9 +315,16 @@ def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
     return _parts(title, peak.parts, top, ("The sum of all is the peak, to the byte.",))
 
 
-def _block_table(parts: tuple[Part, ...], top: int) -> Table:
-    whole = sum(part.size_bytes for part in parts)
-    return _parts(f"Saved for backward by one block, {significant(whole / MIB)} MiB", parts, top, ())
+def _saves_blocks(config: RunConfig) -> bool:
+    """Whether what is inside a block is ever kept; between checkpoints only backward does, which computes it again."""
+    return config.mode is not Mode.INFERENCE and not (config.mode is Mode.FORWARD and config.checkpoint_blocks)
+
+
+def _block_table(config: RunConfig, top: int) -> Table:
+    parts = saved_by_block(config) or ()
+    when = " while it is computed again" if config.checkpoint_blocks else ""
+    whole = significant(sum(part.size_bytes for part in parts) / MIB)
+    return _parts(f"Saved for backward by one block{when}, {whole} MiB", parts, top, ())
 
 
 def _fit_table(config: RunConfig, memory_bytes: int) -> Table:

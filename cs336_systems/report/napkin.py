@@ -21,12 +21,14 @@ HEADINGS = (
 def days_table(
     *, parameters: float, tokens: float, peak_flops_per_s: float, peak_source: str, count: int, mfu: float
 ) -> Table:
-    """How many days training takes; `peak_source` says where the peak comes from."""
+    """How many days training takes, or hours, minutes, seconds; `peak_source` says where the peak comes from."""
     flops, flops_per_s = rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
     days = training_days(parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu)
+    unit, unit_s = _unit_of_time(days * SECONDS_PER_DAY)
+    time = _power(days * SECONDS_PER_DAY / unit_s)
     backward = TRAINING_FLOPS - FORWARD_FLOPS
     return Table(
-        title=f"Training takes {_power(days)} days",
+        title=f"Training takes {time} {unit}",
         headings=HEADINGS,
         rows=(
             ("parameters N", _power(parameters), "", "given"),
@@ -34,10 +36,10 @@ def days_table(
             ("FLOPs of the training", _power(flops), "FLOP", f"{TRAINING_FLOPS} N T"),
             ("peak of one device", _power(peak_flops_per_s), "FLOP/s", peak_source),
             ("devices", f"{count:,}", "", "given"),
-            ("MFU", significant(mfu), "", "given"),
+            ("MFU", _power(mfu), "", "given"),
             ("FLOPs per second", _power(flops_per_s), "FLOP/s", "devices x peak x MFU"),
             ("time", _power(flops / flops_per_s), "s", "FLOPs / FLOPs per second"),
-            ("time", _power(days), "days", f"seconds / {SECONDS_PER_DAY:,}"),
+            *([("time", time, unit, f"seconds / {unit_s:,}")] if unit_s > 1 else ()),
         ),
         notes=(
             f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
@@ -58,7 +60,7 @@ def largest_table(*, memory_bytes: float, count: int, bytes_per_parameter: float
             ("memory of one device", _power(memory_bytes), "byte", "given, 1 GB = 1e9 bytes"),
             ("devices", f"{count:,}", "", "given"),
             ("memory of all", _power(count * memory_bytes), "byte", "devices x memory"),
-            ("bytes of a parameter", significant(bytes_per_parameter), "byte", "given"),
+            ("bytes of a parameter", _power(bytes_per_parameter), "byte", "given"),
             ("largest model", _power(parameters), "parameters", "memory of all / bytes of a parameter"),
         ),
         notes=(
@@ -68,9 +70,15 @@ def largest_table(*, memory_bytes: float, count: int, bytes_per_parameter: float
     )
 
 
+def _unit_of_time(time_s: float) -> tuple[str, int]:
+    """The largest unit of which the time is one or more, seconds for less than all, and its seconds."""
+    units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+    return next((unit for unit in units if time_s >= unit[1]), ("s", 1))
+
+
 def _power(value: float) -> str:
-    """To four digits, from a million on in powers of a thousand, as on a napkin: `70e9`."""
-    if value < 1e6:
+    """To four digits; in powers of a thousand, as on a napkin, from a million on and below a thousandth: `70e9`."""
+    if 1e-3 <= value < 1e6:
         return significant(value)
     exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
-    return f"{value / 10**exponent:.4g}e{exponent}"
+    return f"{value / 10.0**exponent:.4g}e{exponent}"

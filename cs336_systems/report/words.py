@@ -62,5 +62,7 @@ def describe(frame: pd.DataFrame) -> str:
 
 
 def _said(name: str, value: object) -> str:
+    if (name, value) == ("checkpoint_blocks", 1):
+        return "a checkpoint every block"
     words = SETTINGS[name].format(value)
     return words.removesuffix("s") if value == 1 and name.endswith("_steps") else words

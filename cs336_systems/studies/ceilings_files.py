@@ -1,11 +1,12 @@
 """Studies of ceilings as files: written, read and checked, and found by the name of a device."""
 
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.config import Precision
 from cs336_systems.hardware import bare_name
-from cs336_systems.json_files import encode_json, read_json
+from cs336_systems.json_files import encode_json, read_json, write_atomically
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import FORMAT_VERSION, CeilingsStudy, ProductPrecision
 
@@ -20,6 +21,20 @@ def encode_study(study: CeilingsStudy) -> bytes:
 def read_study(path: Path) -> CeilingsStudy:
     """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
     return read_json(path, CeilingsStudy, "a study of ceilings", version=FORMAT_VERSION, error=RecordError)
+
+
+def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
+    """Copy the study in the directory, if it is another one, to a file beside named after the time; return its path.
+
+    A copy, so that there is one at every moment: whatever reads ceilings meanwhile finds the earlier ones.
+    """
+    present = directory / FILE_NAME
+    if not present.is_file() or (data := present.read_bytes()) == encode_study(study):
+        return None
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    kept = present.with_name(f"{present.stem}-before-{stamp}{present.suffix}")
+    write_atomically(kept, data)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

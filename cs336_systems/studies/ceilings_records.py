@@ -46,6 +46,10 @@ RESULT_BYTES = FACTOR_BYTES | {ProductPrecision.FP8: 2}
 """The result of an fp8 product is in bf16."""
 
 
+ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
+"""A CPU has no such products."""
+
+
 class Stream(StrEnum):
     """What passes over memory once: a copy, a sum (which only reads), PyTorch's fused AdamW on one flat tensor."""
 

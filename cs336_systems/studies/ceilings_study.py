@@ -18,6 +18,7 @@ from cs336_systems.record import Failure
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_ranks import measure_reductions
 from cs336_systems.studies.ceilings_records import (
+    ONLY_ON_GPUS,
     STREAM_BYTES,
     CeilingsGrid,
     CeilingsStudy,
@@ -92,8 +93,8 @@ def measure_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shap
 def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -> str | None:
     """Why there is no such product on the device; None where there is one."""
     if device is Device.CPU:
-        only_gpu = precision in (ProductPrecision.TF32, ProductPrecision.FP8)
-        return f"{precision} products are measured on NVIDIA GPUs, got device cpu" if only_gpu else None
+        is_missing = precision in ONLY_ON_GPUS
+        return f"{precision} products are measured on NVIDIA GPUs, got device cpu" if is_missing else None
     least = LEAST_CAPABILITY.get(precision, (0, 0))
     if (capability := torch.cuda.get_device_capability()) < least:
         return f"{precision} needs compute capability {_dotted(least)}, the device has {_dotted(capability)}"

@@ -150,6 +150,24 @@ def test_checkpoints_cost_flops_and_save_memory(capsys: pytest.CaptureFixture[st
     assert predict_memory(with_them).peak.allocated_bytes < predict_memory(without).peak.allocated_bytes
 
 
+@pytest.mark.parametrize(
+    ("flags", "title"),
+    [
+        ("--mode train", "Saved for backward by one block, "),
+        ("--mode forward", "Saved for backward by one block, "),
+        ("--mode train --checkpoint-blocks 2", "Saved for backward by one block while it is computed again, "),
+        ("--mode forward --checkpoint-blocks 2", None),
+        ("--mode inference", None),
+    ],
+)
+def test_what_a_block_saves_is_said_where_it_saves(
+    flags: str, title: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert account("--size", "tiny", *flags.split()) == 0
+    titles = re.findall(r"^Saved for backward by one block.*?, (?=[\d.]+ MiB)", capsys.readouterr().out, re.MULTILINE)
+    assert titles == ([] if title is None else [title])
+
+
 def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place")) == 0
     printed = capsys.readouterr().out

@@ -1,5 +1,6 @@
 """`cs336 ceilings` from end to end on a CPU: what it measures, prints and writes, and what it refuses."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cs336_systems.record import RecordError, RunRecord, Status, write_record
 from cs336_systems.studies import ceilings_study
 from cs336_systems.studies.ceilings_files import encode_study, load_ceilings, read_study
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision, Shape, Stream
-from tests.report.ceilings import make_ceilings, make_whole
+from tests.report.ceilings import make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.kernels.profiles import make_profile
 
 TINY = "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001"
@@ -60,6 +61,52 @@ def test_a_cpu_is_measured_and_its_ceilings_are_found(tmp_path: Path, capsys: py
     assert ceiling == study.product_ceiling(ProductPrecision.FP32)
     assert {"results.md", "products.csv", "bandwidth.tex", "launches.typ"} <= {p.name for p in directory.iterdir()}
     assert (directory / "plots" / "roofline.png").is_file()
+
+
+def test_ceilings_of_an_earlier_study_are_kept_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY.split(), "--output", tmp_path, "--name", "mine"]
+    directory = tmp_path / "ceilings" / "mine"
+    assert run(parsed(*words)) == OK
+    assert "kept" not in capsys.readouterr().err
+    first = read_study(directory / "ceilings.json")
+    assert run(parsed(*words, "--sizes", 8)) == OK
+    (kept,) = directory.glob("ceilings-before-*.json")
+    assert f"the earlier ceilings are kept in {kept}\n" in capsys.readouterr().err
+    assert re.fullmatch(r"ceilings-before-\d{8}T\d{6}\.\d{6}Z\.json", kept.name), "as sweeps name what they keep"
+    second = read_study(directory / "ceilings.json")
+    assert read_study(kept) == first != second
+    assert load_ceilings(directory.parent).studies == (second,)
+    assert run(parsed("--device", "cpu", "--measured", directory / "ceilings.json")) == OK
+    assert list(directory.glob("ceilings-before-*.json")) == [kept], "written again, it is the same study"
+    assert run(parsed("--device", "cpu", "--measured", kept)) == OK
+    assert read_study(directory / "ceilings.json") == first, "taken back"
+    assert [read_study(path) for path in sorted(directory.glob("ceilings-before-*.json"))] == [first, second]
+
+
+def test_what_is_there_is_kept_even_if_it_is_no_study(tmp_path: Path) -> None:
+    (tmp_path / "ceilings" / "cpu").mkdir(parents=True)
+    (tmp_path / "ceilings" / "cpu" / "ceilings.json").write_bytes(b"damaged")
+    assert run(parsed(*TINY.split(), "--output", tmp_path)) == OK
+    (kept,) = (tmp_path / "ceilings" / "cpu").glob("ceilings-before-*.json")
+    assert kept.read_bytes() == b"damaged"
+
+
+def test_ceilings_in_doubt_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = make_ceilings([product_at(square(64), 1, spread=0.3)], [stream_at(2)])
+    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda _: study)
+    assert run(parsed(*TINY.split(), "--output", tmp_path, "--json")) == OK
+    warning = "warning: In doubt, because the slowest loop took more than 10 % longer than the fastest: "
+    assert f"{warning}bf16 product 64 x 64 x 64 30 %." in capsys.readouterr().err
+
+
+def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed("--precisions", "fp32", "fp4")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "'fp4'" in said
+    assert "Expected one of ('fp32', 'tf32', 'bf16', 'fp16', 'fp8')" in said
 
 
 def test_json_is_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,11 +183,13 @@ def test_flags_mean_a_grid() -> None:
     assert grid.shapes[0] == Shape(rows=64, inner=64, columns=64)
     assert grid.shapes[-1] == Shape(rows=4 * 512, inner=128, columns=512, name="tiny feed-forward")
     assert grid.stream_bytes == (2**20, 2**24, 2**27)
-    chosen = parsed("--device", "cpu", "--sizes", 7, "--presets", "xl", "--precisions", "fp8", "--world-size", 2).grid()
+    chosen = parsed(
+        "--device", "cpu", "--sizes", 7, "--presets", "xl", "--precisions", "fp16", "--world-size", 2
+    ).grid()
     assert chosen.shapes == (
         Shape(rows=7, inner=7, columns=7), Shape(rows=2048, inner=1600, columns=6400, name="xl feed-forward"),
     )  # fmt: skip
-    assert (chosen.precisions, chosen.world_size) == ((ProductPrecision.FP8,), 2)
+    assert (chosen.precisions, chosen.world_size) == ((ProductPrecision.FP16,), 2)
 
 
 def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +222,17 @@ def test_a_head_that_is_unlucky_is_measured_padded_too() -> None:
     [
         (["--presets", "huge"], "unknown preset 'huge'. Presets: tiny, small"),
         (["--sizes", "0"], "sides of a product must be from 1"),
-        (["--memory-mib", "0"], "stream_bytes must be from 28"),
+        (["--memory-mib", "0"], "--memory-mib must be from 1 to 4194304 MiB, got 0"),
+        (["--memory-mib", "1", "99999999"], "--memory-mib must be from 1 to 4194304 MiB, got 99999999"),
+        (["--memory-mib"], "--memory-mib needs at least one value"),
+        (["--precisions"], "precisions needs at least one value"),
+        (["--precisions", "fp8", "tf32"], "--precisions fp8 tf32: .* a CPU has fp32, bf16, fp16"),
+        (["--precisions", "fp32", "tf32"], "--precisions tf32: .* a CPU has fp32, bf16, fp16"),
         (["--loops", "0"], "loops must be from 1"),
         (["--name", "../up"], "--name must be"),
         (["--measured", "x/ceilings.json", "--name", "y"], "leave --name out"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_meant_is_wrong_usage(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):

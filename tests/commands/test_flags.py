@@ -449,10 +449,10 @@ def test_fast_is_the_same_step_chosen_by_rule() -> None:
     assert (fast.precision, fast.cast_once, fast.cuda_graph) == (Precision.BF16, True, True)
     assert (fast.model.d_model, fast.batch_size, fast.seed, fast.mode) == (1600, 2, 3, Mode.TRAIN)
     assert one("--fast --memory").profiler is Profiler.MEMORY
-    found = grid("--fast --sizes small xl --context-lengths 128 --precisions fp32 bf16 --memory")
+    found = grid("--fast --sizes small xl --context-lengths 128 --precisions bf16 --memory")
     assert [(c.size, c.precision, c.cuda_graph) for c in found] == [
         (size, Precision.BF16, is_plain) for size in ("small", "xl") for is_plain in (True, False)
-    ], "both precisions mean the same step; a graph's memory cannot be recorded"
+    ], "a graph's memory cannot be recorded"
     assert name("--fast") == "train_fast_NVIDIA-H100-80GB-HBM3"
 
 
@@ -465,6 +465,66 @@ def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     assert one("--size xl --fast --sync-phases") == replace(one("--size xl --fast"), sync_phases=True)
     with pytest.raises(ValueError, match="cast_once keeps weights in bf16, got precision fp32"):
         one("--fast --cast-once --device cpu")
+
+
+CONTRARY = {
+    "--attention naive": "attention itself, here sdpa: leave out --attention naive",
+    "--optimizer adamw": "optimizer itself, here fused: leave out --optimizer adamw",
+    "--optimizer foreach": "optimizer itself, here fused: leave out --optimizer foreach",
+    "--compile none": "compile itself, here default: leave out --compile none",
+    "--compile reduce-overhead": "compile itself, here default: leave out --compile reduce-overhead",
+    "--vocab-size 50257 --pad-vocabulary 1": "pad vocabulary itself, here 128: leave out --pad-vocabulary 1",
+}
+"""What --fast says to flags that it would not heed, on a GPU."""
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("flags", CONTRARY)
+def test_fast_refuses_what_it_would_not_heed(flags: str) -> None:
+    for make, own in ((one, "--precision"), (grid, "--precisions")):
+        with pytest.raises(ValueError, match=f"^--fast chooses {CONTRARY[flags]}$"):
+            make(f"--fast {flags}")
+        for precision in ("fp32", "tf32", "fp16"):
+            with pytest.raises(ValueError, match=f"here bf16: leave out {own} {precision}$"):
+                make(f"--fast {own} {precision}")
+    assert one(flags) != one("--fast"), "without --fast there is nothing to refuse"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--attention sdpa", "--optimizer fused", "--precision bf16", "--mixed-precision", "--compile default",
+     "--pad-vocabulary 1", "--mode forward --optimizer foreach", "--attention sdpa --sdpa-backend cudnn"],
+)  # fmt: skip
+def test_fast_takes_what_it_chooses_itself_or_has_no_say_in(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, H100)
+    mode = "--mode forward" if "forward" in flags else ""
+    optimizer = OptimizerKind.FOREACH if mode else OptimizerKind.FUSED
+    assert one(f"--fast {flags}") == replace(one(f"--fast {mode}"), optimizer=optimizer)
+
+
+def test_fast_on_a_cpu_leaves_precision_and_compilation_as_asked() -> None:
+    for flags in ("--precision fp32", "--precision bf16", "--compile none", "--compile default"):
+        assert one(f"--fast {flags}").precision is one(flags).precision
+        assert one(f"--fast {flags}").compile is one(flags).compile
+    with pytest.raises(ValueError, match="here sdpa: leave out --attention naive"):
+        one("--fast --attention naive")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--attention naive", "--optimizer adamw", "--compile none", "--pad-vocabulary 1", "--precision fp32"]
+)
+def test_what_is_asked_for_as_it_is_anyway_changes_nothing(flags: str) -> None:
+    assert one(flags) == one()
+    if "precision" not in flags:
+        assert name(flags) == name()
+
+
+def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, expected in (("--precision", "('fp32', 'tf32', 'bf16', 'fp16')"), ("--attention", "('naive', 'sdpa')")):
+        with pytest.raises(SystemExit, match="2"):
+            one(f"{flag} fp4")
+        said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert f"Expected one of {expected}" in said
 
 
 def test_fast_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,27 @@ def test_a_peak_may_be_given_and_scales_the_days(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("Training takes 71.96 days"), "half of 143.92"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "title", "times"),
+    [  # 6 x 1e9 x tokens over 0.5 x 1e15 FLOP/s
+        ("1e14", "13,889 days", [("1.2e9", "s"), ("13,889", "days")]),
+        ("7.2e9", "1.000 days", [("86,400", "s"), ("1.000", "days")]),
+        ("7e9", "23.33 hours", [("84,000", "s"), ("23.33", "hours")]),
+        ("1e7", "2.000 minutes", [("120.0", "s"), ("2.000", "minutes")]),
+        ("1e6", "12.00 s", [("12.00", "s")]),
+        ("1", "12e-6 s", [("12e-6", "s")]),
+    ],
+    ids=str,
+)
+def test_a_time_has_a_unit_that_can_be_read(
+    tokens: str, title: str, times: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert napkin("--parameters", "1e9", "--tokens", tokens, "--peak-tflops", "1000") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Training takes {title} ")
+    assert re.findall(r"^time +(\S+) +(\S+)", said, re.MULTILINE) == times
+
+
 def test_the_precision_chooses_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     assert napkin(*DAYS, "--device-name", "H100 80GB HBM3", "--precision", "fp32") == 0
     assert values(capsys.readouterr().out)["peak of one device"] == "67e12"

@@ -27,24 +27,23 @@ def square(side):
     return Shape(rows=side, inner=side, columns=side)
 
 
-def lasting(time_s, count=1):
-    """Three loops whose median is `time_s` for each repetition."""
-    return Timing(
-        status=CellStatus.OK, loops=Loops(count=count, times_s=tuple(count * time_s * x for x in (1, 0.5, 2)))
-    )
+def lasting(time_s, count=1, spread=0.05):
+    """Three loops whose median is `time_s` for each repetition; the slowest takes `spread` longer than the fastest."""
+    shares = (1, 1 / (1 + spread / 2), (1 + spread) / (1 + spread / 2))
+    return Timing(status=CellStatus.OK, loops=Loops(count=count, times_s=tuple(count * time_s * x for x in shares)))
 
 
 def lost(status=CellStatus.OOM, message="no memory"):
     return Timing(status=status, failure=Failure(message=message))
 
 
-def product_at(shape, tflops_per_s, precision=BF16):
+def product_at(shape, tflops_per_s, precision=BF16, **loops):
     """A product at this rate."""
-    return ProductCell(precision=precision, shape=shape, timing=lasting(shape.flops / tflops_per_s / 1e12))
+    return ProductCell(precision=precision, shape=shape, timing=lasting(shape.flops / tflops_per_s / 1e12, **loops))
 
 
-def stream_at(gb_per_s, num_bytes=64 * MIB, stream=Stream.COPY):
-    return StreamCell(stream=stream, moved_bytes=num_bytes, timing=lasting(num_bytes / gb_per_s / 1e9))
+def stream_at(gb_per_s, num_bytes=64 * MIB, stream=Stream.COPY, **loops):
+    return StreamCell(stream=stream, moved_bytes=num_bytes, timing=lasting(num_bytes / gb_per_s / 1e9, **loops))
 
 
 def make_ceilings(products=(), streams=(), launches=(), reductions=(), device_name=H200, **fields):

@@ -103,7 +103,7 @@ def test_products_by_hand(study):
     assert float(rows[0]["flops"]) == 2 * 1024**3
     assert float(rows[0]["moved_mib"]) == 6
     assert float(rows[0]["tflops_per_s"]) == pytest.approx(300)
-    assert float(rows[0]["loop_spread"]) == pytest.approx(3)
+    assert float(rows[0]["loop_spread"]) == pytest.approx(0.05)
     assert [rows[6][name] for name in ("status", "error", "median_ms", "tflops_per_s", "best_share")] == [
         "unavailable", "too old.", "", "", "",
     ]  # fmt: skip
@@ -146,6 +146,32 @@ def test_a_busy_machine_is_said_to_be_so(load, busy):
     loaded = replace(study, environment=replace(study.environment, load_1min=load))
     (table,) = summary_listing(loaded).tables
     assert any("load 12.1 on 8 CPUs" in note for note in table.notes) == busy
+
+
+def notes_of(products, streams, **fields):
+    (table,) = summary_listing(make_ceilings(products, streams, **fields)).tables
+    return table.notes
+
+
+def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
+    """The best product of each precision and the largest copy; 9 % is not too much, and others do not matter."""
+    products = [product_at(square(64), 1, spread=0.09), product_at(square(32), 0.5, spread=3),
+                product_at(square(64), 0.1, FP32, spread=0.38)]  # fmt: skip
+    streams = [stream_at(2, spread=0.24), stream_at(9, MIB, spread=2), stream_at(1, stream=Stream.ADAMW, spread=2)]
+    (note,) = [note for note in notes_of(products, streams) if note.startswith("In doubt")]
+    assert "more than 10 % longer than the fastest: fp32 product 64 x 64 x 64 38 %, copy of 64.00 MiB 24 %." in note
+    steady = notes_of([product_at(square(64), 1, spread=0.09)], [stream_at(2, spread=0.09)])
+    assert not any("In doubt" in note for note in steady)
+
+
+@pytest.mark.parametrize("device", [Device.CUDA, Device.CPU], ids=str)
+@pytest.mark.parametrize(("gb_per_s", "said"), [(1.9, False), (2.1, True)], ids=["slower", "faster"])
+def test_adamw_that_is_faster_than_a_copy_was_in_a_cache(gb_per_s, said, device):
+    streams = [stream_at(2), stream_at(gb_per_s, stream=Stream.ADAMW)]
+    notes = [note for note in notes_of([product_at(square(64), 1)], streams, device=device) if "AdamW" in note]
+    assert [("still in a cache" in note, "or the copy read" in note) for note in notes] == (
+        [(True, device is Device.CPU)] if said else []
+    )
 
 
 def test_rates_of_products_stand_over_their_size(study):

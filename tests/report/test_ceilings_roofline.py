@@ -1,9 +1,13 @@
 import csv
 import io
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.analysis.kernels.classes import KernelClass
@@ -11,8 +15,8 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, Precision, RunConfig
 from cs336_systems.model import TransformerLM
-from cs336_systems.report.ceilings.roofline import parts_listing, step_parts
-from cs336_systems.report.ceilings.roofline_plot import draw_roofline
+from cs336_systems.report.ceilings.roofline import StepPart, StepParts, parts_listing, step_parts
+from cs336_systems.report.ceilings.roofline_plot import PHASE_COLOURS, draw_roofline
 from cs336_systems.report.ceilings.summary import ceilings_tables, write_ceilings
 from tests.report.ceilings import BF16, FP32, make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.drawn import overlaps, texts
@@ -132,6 +136,57 @@ def test_fused_attention_computes_its_scores_again_and_keeps_them_to_itself():
     assert backward.moved_bytes == 4 * 2 * 8 * STREAM
 
 
+@pytest.fixture
+def fused():
+    """Two steps in which fused attention takes 1 ms forward and 3 backward, and no other part has a time."""
+    times = {FORWARD: 0.002, BACKWARD: 0.006}
+    classes = tuple(
+        ClassTimes(kind=KernelClass.ATTENTION, phase=phase, count=2, total_s=total_s)
+        for phase, total_s in times.items()
+    )
+    profile = make_profile(attention=(), classes=classes, modules=(), products=(), phases=())
+    return step_parts(profile, replace(CONFIG, model=replace(MODEL, attention=Attention.SDPA)))
+
+
+def test_fused_attention_is_counted_as_causal_too(fused):
+    """By counting: of 8 x 8 pairs of a query and a key those in which the key is not the later one."""
+    pairs = sum(key <= query for query in range(8) for key in range(8))
+    for part in fused.parts:
+        assert part.causal_flops == part.flops * pairs / 64
+    assert all(part.causal_flops is None for part in step_parts(make_profile(), CONFIG).parts)
+
+
+@pytest.mark.parametrize(("gb_per_s", "limit"), [(1000, "arithmetic"), (1e-3, "memory")], ids=["fast", "slow"])
+def test_the_note_says_the_share_as_causal(fused, gb_per_s, limit):
+    """Below arithmetic's roof the share is 36/64 of that in the table; below memory's it is the same: that roof has
+    come down too."""
+    study = make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(gb_per_s)])
+    listing = parts_listing(study, fused)
+    rows = list(csv.DictReader(io.StringIO(listing.csv)))
+    factor = 36 / 64 if limit == "arithmetic" else 1
+    assert [row["limit"] for row in rows] == [limit] * 2
+    shares = [factor * float(row["roof_share"]) for row in rows]
+    assert [float(row["causal_roof_share"]) for row in rows] == pytest.approx(shares)
+    (note,) = [note for note in listing.tables[0].notes if "causal" in note]
+    forward, backward = re.search(r"reaches of its roof: forward ([\d.,]+) %, backward ([\d.,]+) %\.$", note).groups()
+    said = [float(text.replace(",", "")) for text in (forward, backward)]
+    assert said == pytest.approx([100 * share for share in shares], rel=5e-3)
+    blind = make_ceilings([product_at(square(64), 0.001)], [stream_at(2)])
+    (note,) = [note for note in parts_listing(blind, fused).tables[0].notes if "causal" in note]
+    assert note.endswith("computes about half.")
+
+
+@pytest.mark.parametrize(("tflops_per_s", "above"), [(1e-5, True), (100, False)], ids=["low roof", "high roof"])
+def test_only_notes_of_what_is_in_the_table(fused, tflops_per_s, above):
+    study = make_ceilings([product_at(square(64), tflops_per_s, FP32)], [stream_at(1e6)])
+    for parts in (fused, step_parts(make_profile(), CONFIG)):
+        (table,) = parts_listing(study, parts).tables
+        notes = " ".join(table.notes)
+        assert ("All kernels:" in notes) == any("all kernels" in row[0] for row in table.rows)
+        assert ("Above 100 %" in notes) == any(float(row[-2].replace(",", "")) > 100 for row in table.rows) == above
+        assert ("Fused attention:" in notes) == any("fused attention" in row[0] for row in table.rows)
+
+
 def test_what_is_computed_again_counts():
     plain = by_name(step_parts(make_profile(), CONFIG))[LINEAR, BACKWARD]
     again = by_name(step_parts(make_profile(), replace(CONFIG, checkpoint_blocks=1)))[LINEAR, BACKWARD]
@@ -185,6 +240,21 @@ def test_parts_stand_at_their_intensity_and_rate():
     assert all(left < x < right and bottom < y < top for x, y in expected)
     assert {part.name for part in parts.parts} | {"in forward", "in backward", "in optimizer"} <= set(texts(figure))
     assert not overlaps(figure)
+
+
+def test_forward_and_backward_at_the_same_place_are_both_seen():
+    """Their colours are looked for in the picture, around the one point at which both stand."""
+    part = StepPart(name="a", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.01)
+    parts = StepParts(label="a step", parts=(part, replace(part, phase=BACKWARD)))
+    figure = draw_roofline(make_study(), parts)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    x, y = figure.axes[0].transData.transform((1, 1e-4)).astype(int)
+    around = pixels[len(pixels) - y - 15 : len(pixels) - y + 15, x - 15 : x + 15].reshape(-1, 3)
+    for phase in (FORWARD, BACKWARD):
+        colour = np.round(255 * np.array(to_rgb(PHASE_COLOURS[phase])))
+        assert (np.abs(around - colour).max(axis=1) <= 2).sum() >= 20, phase
 
 
 def test_the_parts_are_written_and_removed_again(tmp_path):

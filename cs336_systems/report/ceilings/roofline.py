@@ -36,6 +36,10 @@ NORM_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
 SOFTMAX_FLOPS = {LaunchPhase.FORWARD: SOFTMAX_FORWARD_FLOPS, LaunchPhase.BACKWARD: SOFTMAX_BACKWARD_FLOPS}
 SOFTMAX_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
 """Scores in, weights out; backward reads weights and their gradient and writes that of the scores."""
+FUSED, ALL_KERNELS = "fused attention", "all kernels"
+"""A name of a part, and how others end."""
+ABOVE = 1.005
+"""Of the roof: from this share on more than 100 % stands in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,8 @@ class StepPart:
     """The least that the part has to move."""
     time_s: float
     """Of its kernels."""
+    causal_flops: float | None = None
+    """With attention counted as causal; of a part whose kernel leaves the masked half out."""
 
     @property
     def intensity(self) -> float:
@@ -106,17 +112,17 @@ def _products(profile: StepProfile) -> Iterator[_Sum]:
             yield f"{times.part}, products alone", (Component(times.part),), times.phase, times.product_s
     for kind in profile.classes:
         if kind.kind is KernelClass.ATTENTION and kind.phase in PASSES:
-            yield "fused attention", SCORES_AND_VALUES, kind.phase, kind.total_s
+            yield FUSED, SCORES_AND_VALUES, kind.phase, kind.total_s
 
 
 def _modules(profile: StepProfile) -> Iterator[_Sum]:
     """Linear layers with all kernels of their module: casts, activation, RoPE."""
     for phase in PASSES:
-        yield "feed-forward, all kernels", (Component.FFN,), phase, _module_s(profile, Range.FFN, phase)
-        yield "head, all kernels", (Component.HEAD,), phase, _module_s(profile, Range.LM_HEAD, phase)
+        yield f"feed-forward, {ALL_KERNELS}", (Component.FFN,), phase, _module_s(profile, Range.FFN, phase)
+        yield f"head, {ALL_KERNELS}", (Component.HEAD,), phase, _module_s(profile, Range.LM_HEAD, phase)
     if profile.attention:  # its parts have ranges of their own in forward: what is left are the projections
         total_s = _module_s(profile, Range.ATTENTION, LaunchPhase.FORWARD)
-        yield "projections, all kernels", (Component.QKV, Component.OUTPUT), LaunchPhase.FORWARD, total_s
+        yield f"projections, {ALL_KERNELS}", (Component.QKV, Component.OUTPUT), LaunchPhase.FORWARD, total_s
 
 
 def _module_s(profile: StepProfile, last: Range, phase: LaunchPhase) -> float:
@@ -128,17 +134,22 @@ def _product_part(
     config: RunConfig, name: str, components: Sequence[Component], phase: LaunchPhase, total_s: float
 ) -> StepPart:
     """Backward has two products for each of forward, of the same three matrices, and what it computes again."""
-    flops = [part for part in component_flops(config) if part.component in components]
     moved_bytes = sum(work.moved_bytes for work in forward_work(config) if work.name in components)
     in_forward = phase is LaunchPhase.FORWARD
     return StepPart(
         name=name,
         phase=phase,
         precision=ProductPrecision(config.precision),
-        flops=sum(part.forward if in_forward else part.backward + part.recomputed for part in flops),
+        flops=_flops(config, components, phase),
         moved_bytes=moved_bytes * (1 if in_forward else 3 if config.checkpoint_blocks else 2),
         time_s=total_s,
+        causal_flops=_flops(config, components, phase, causal=True) if name == FUSED else None,
     )
+
+
+def _flops(config: RunConfig, components: Sequence[Component], phase: LaunchPhase, *, causal: bool = False) -> int:
+    found = [part for part in component_flops(config, causal=causal) if part.component in components]
+    return sum(part.forward if phase is LaunchPhase.FORWARD else part.backward + part.recomputed for part in found)
 
 
 def _softmax(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
@@ -209,6 +220,7 @@ def parts_listing(study: CeilingsStudy, parts: StepParts | None) -> Listing:
         "phase": lambda part: part.phase,
         "precision": lambda part: part.precision,
         "flops": lambda part: part.flops,
+        "causal_flops": lambda part: part.causal_flops,
         "least_mib": lambda part: part.moved_bytes / MIB,
         "flops_per_byte": lambda part: part.intensity,
         "time_ms": lambda part: part.time_s * 1e3,
@@ -216,19 +228,49 @@ def parts_listing(study: CeilingsStudy, parts: StepParts | None) -> Listing:
         "roof_tflops_per_s": lambda part: ratio(roof(study, part), TERA),
         "roof_share": lambda part: ratio(part.flops_per_s, roof(study, part)),
         "limit": lambda part: limit(study, part),
+        "causal_roof_share": lambda part: causal_roof_share(study, part),
     }
     if parts is None:
         return Listing(name="roofline", tables=(), csv="")
-    table = make_table(f"Parts of a step on the roofline: {parts.label}, {study.device_name}", columns, rows, _NOTES)
+    title = f"Parts of a step on the roofline: {parts.label}, {study.device_name}"
+    table = make_table(title, columns, rows, _notes(study, rows))
     return Listing(name="roofline", tables=(table,), csv=csv_of(fields, rows))
 
 
-_NOTES = (
-    "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
-    "measured product rate, or the measured copy bandwidth times the intensity where that is less.",
-    "All kernels: the FLOPs and bytes are those of the products, the time is that of everything in the module.",
-    "Above 100 %: what it read was still in a cache.",
-)
+def _notes(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
+    """What the columns mean, and of the exceptions those that are in the table."""
+    yield (
+        "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
+        "measured product rate, or the measured copy bandwidth times the intensity where that is less."
+    )
+    if any(part.name.endswith(ALL_KERNELS) for part in rows):
+        yield "All kernels: the FLOPs and bytes are the products', the time is that of everything in the module."
+    yield from _causal_note(study, [part for part in rows if part.causal_flops is not None])
+    if any((ratio(part.flops_per_s, roof(study, part)) or 0.0) >= ABOVE for part in rows):
+        yield "Above 100 %: what it read was still in a cache."
+
+
+def _causal_note(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
+    """The other way to count fused attention."""
+    shares = {part.phase: causal_roof_share(study, part) for part in rows}
+    texts = [f"{phase} {significant(100 * share, 3)} %" for phase, share in shares.items() if share is not None]
+    if rows:
+        reached = f"; counted as causal it reaches of its roof: {', '.join(texts)}" if texts else ""
+        yield (
+            "Fused attention: the work is that of attention in full, of which a causal kernel computes about half"
+            f"{reached}."
+        )
+
+
+def causal_roof_share(study: CeilingsStudy, part: StepPart) -> float | None:
+    """Share of the roof with attention counted as causal; None for other parts, and where a ceiling is not known.
+
+    It is half, or more: with fewer FLOPs for each byte the roof is lower too where memory sets it.
+    """
+    if part.causal_flops is None:
+        return None
+    causal = replace(part, flops=part.causal_flops)
+    return ratio(causal.flops_per_s, roof(study, causal))
 
 
 def roof(study: CeilingsStudy, part: StepPart) -> float | None:

@@ -18,6 +18,9 @@ from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecisi
 PHASE_COLOURS = {LaunchPhase(phase): colour for phase, colour in drawing.PHASE_COLOURS.items()}
 MARKERS = "osD^vPX<>*hpd8"
 SLOPE_COLOUR = "#777777"
+FILLED = {"markersize": 8, "markeredgewidth": 0.8}
+HOLLOW = {"markersize": 10, "markeredgewidth": 1.6, "markerfacecolor": "none"}
+"""A mark in backward is a ring, in which that of forward can be seen where both stand at the same place."""
 STEPS = 2.0
 """Room to the left and the right of the outermost point or ridge, as a factor."""
 
@@ -104,12 +107,20 @@ def _draw_parts(panel: Axes, parts: Sequence[StepPart]) -> list[Line2D]:
     names = list(dict.fromkeys(part.name for part in parts))
     marks = {name: MARKERS[index % len(MARKERS)] for index, name in enumerate(names)}
     for part in parts:
-        panel.plot(
-            part.intensity, part.flops_per_s / TERA, linestyle="none", marker=marks[part.name], markersize=8,
-            color=PHASE_COLOURS[part.phase], markeredgecolor="white", markeredgewidth=0.8, zorder=4,
-        )  # fmt: skip
+        look = _look(part.phase)
+        panel.plot(part.intensity, part.flops_per_s / TERA, marker=marks[part.name], zorder=4, **look)
     phases = dict.fromkeys(part.phase for part in parts)
     return [
-        *(Line2D([], [], color=PHASE_COLOURS[p], marker="s", linestyle="none", label=f"in {p}") for p in phases),
+        *(Line2D([], [], marker="s", label=f"in {phase}", **_look(phase)) for phase in phases),
         *(Line2D([], [], color="#555555", marker=marks[n], linestyle="none", label=n) for n in names),
     ]
+
+
+def _look(phase: LaunchPhase) -> dict[str, Any]:
+    colour = PHASE_COLOURS[phase]
+    edge = (
+        {**HOLLOW, "markeredgecolor": colour}
+        if phase is LaunchPhase.BACKWARD
+        else {**FILLED, "markeredgecolor": "white"}
+    )
+    return {"linestyle": "none", "color": colour, **edge}

@@ -33,6 +33,8 @@ from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, Produc
 
 BUSY = 1.5
 """Load for each CPU above which others must have been at work too."""
+UNSTEADY = 0.1
+"""Slowest loop over fastest, less 1, above which a ceiling is in doubt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,9 @@ def _findings(study: CeilingsStudy) -> Iterator[str]:
             f"{', '.join(texts)}."
         )
     yield from _padding(study)
+    yield from _cached_adamw(study)
     yield from _company(study)
+    yield from doubts(study)
 
 
 def _half_rate_side(study: CeilingsStudy, precision: ProductPrecision, ceiling: float) -> int | None:
@@ -190,6 +194,30 @@ def _padding(study: CeilingsStudy) -> Iterator[str]:
                 gains[precision] = significant(plain_s / padded_s, 3)
         if gains:
             yield f"{name}, times as fast with padded columns: {', '.join(f'{n} {gain}' for n, gain in gains.items())}."
+
+
+def _cached_adamw(study: CeilingsStudy) -> Iterator[str]:
+    """What moves the most bytes for each element cannot be faster than a copy if all of them come from memory."""
+    copy, adamw = study.bandwidth(Stream.COPY), study.bandwidth(Stream.ADAMW)
+    if copy is not None and adamw is not None and adamw > copy:
+        on_cpu = study.grid.device is Device.CPU
+        other = ", or the copy read what it was about to write over, which is not counted" if on_cpu else ""
+        yield f"AdamW's rate is above that of a copy: some of what it moves was still in a cache{other}."
+
+
+def doubts(study: CeilingsStudy) -> Iterator[str]:
+    """What puts ceilings in doubt: the loops of the cells that set them differ."""
+    best = [cell for name in study.product_ceilings if (cell := study.best_product(name)) is not None]
+    timings = {f"{cell.precision} product {cell.shape.label}": cell.timing for cell in best}
+    if (copy := study.largest_stream(Stream.COPY)) is not None:
+        timings[f"copy of {significant(copy.moved_bytes / MIB)} MiB"] = copy.timing
+    spreads = {name: timing.loops.spread for name, timing in timings.items() if timing.loops is not None}
+    texts = [f"{name} {100 * spread:.0f} %" for name, spread in spreads.items() if spread > UNSTEADY]
+    if texts:
+        yield (
+            f"In doubt, because the slowest loop took more than {100 * UNSTEADY:.0f} % longer than the fastest: "
+            f"{', '.join(texts)}. Was the machine busy, or its clock changing? Measure again."
+        )
 
 
 def _company(study: CeilingsStudy) -> Iterator[str]:
