@@ -160,16 +160,10 @@ class SelfAttention(nn.Module):
     ) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
             x = _cast_once(x)
-            heads = (*x.shape[:2], self.num_heads, -1)
             if self.joint is not None and rotations is not None:
                 q, k, v = rope_heads(self.joint.product(x), rotations)
             else:
-                projected = (
-                    (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-                    if self.joint is None
-                    else self.joint.product(x).chunk(3, dim=-1)
-                )
-                q, k, v = (part.view(heads) for part in projected)
+                q, k, v = self._projected(x)
                 if rotations is not None:
                     # both in one tensor: half the kernels
                     q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
@@ -179,6 +173,15 @@ class SelfAttention(nn.Module):
             else:
                 values = naive_attention(q, k, v, future)
             return cast("Tensor", self.output_proj(values.transpose(1, 2).flatten(2)))
+
+    def _projected(self, x: Float[Tensor, "batch seq d_model"]) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v by heads, (batch, seq, heads, d_head); nobody else holds them, so that they go when turned."""
+        heads = (*x.shape[:2], self.num_heads, -1)
+        if self.joint is None:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        else:
+            q, k, v = self.joint.product(x).chunk(3, dim=-1)
+        return q.view(heads), k.view(heads), v.view(heads)
 
 
 def naive_attention(

@@ -103,9 +103,7 @@ class TrainingStep:
         self.loss: Float[Tensor, ""]
         """Of the last step; in a graph it stays where it is, to be overwritten by the next."""
         self._loss = compile_loss(self._loss_of, self.model, config)
-        self._criterion = _cross_entropy
-        if config.compile_blocks and not config.fused_loss:
-            self._criterion = torch.compile(_cross_entropy)
+        self._criterion = _make_criterion(config)
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
         recorded = tuple(phase for phase in config.phases if phase is not Phase.DATA)
         self.graph = StepGraph(self._phases, recorded, self._captured) if config.cuda_graph else None
@@ -165,14 +163,16 @@ class TrainingStep:
 
     # below, plain tensors: the compiler cannot trace the shape checks of tests
     def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        if self.config.fused_loss:
+        config = self.config
+        if (
+            config.fused_loss or config.compile_blocks
+        ):  # these criteria cut off the surplus themselves, in their kernels
             model = cast(TransformerLM, self.model)
             logits = model.lm_head(model.hidden(tokens), with_surplus=True)
-            with annotate(Range.LOSS):
-                return fused_cross_entropy(logits, targets, self.config.model.vocab_size)
-        logits = check_logits(self.model(tokens), targets, self.config.model.vocab_size)
+        else:
+            logits = check_logits(self.model(tokens), targets, config.model.vocab_size)
         with annotate(Range.LOSS):
-            return self._criterion(logits, targets)
+            return self._criterion(logits, targets, config.model.vocab_size)
 
     def logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """What the model, in the precision and with the weights of this step, makes of `tokens`."""
@@ -204,7 +204,19 @@ class TrainingStep:
             self.optimizer.captured()
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+Criterion = Callable[[Tensor, Tensor, int], Tensor]
+"""The mean loss of logits, of which only so many columns count."""
+
+
+def _make_criterion(config: RunConfig) -> Criterion:
+    if config.fused_loss:
+        return fused_cross_entropy
+    return torch.compile(_cross_entropy) if config.compile_blocks else _cross_entropy
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    if logits.shape[-1] > vocab_size:
+        logits = logits[..., :vocab_size]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

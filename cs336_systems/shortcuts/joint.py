@@ -23,7 +23,12 @@ def swiglu(joint: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]:
 def rope_heads(
     joint: Float[Tensor, "batch seq thrice_d_model"], rotations: Float[Tensor, "seq pairs 2"]
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, of which `joint` is made; q and k turned by the angles of their positions (RoPE)."""
+    """The heads of q, k and v, of which `joint` is made; q and k turned by the angles of their positions (RoPE).
+
+    Raises ValueError where there are other positions than tokens.
+    """
+    if joint.shape[1] != len(rotations):
+        raise ValueError(f"needed rotations of {joint.shape[1]} positions, got {len(rotations)}")
     return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(joint, rotations))
 
 
@@ -36,7 +41,7 @@ def _swiglu(joint: Tensor) -> Tensor:
         from cs336_systems.shortcuts import joint_kernel  # Triton, which only comes with PyTorch for GPUs
 
         return joint_kernel.swiglu(joint)
-    gate, up = joint.chunk(2, dim=-1)
+    gate, up = joint.contiguous().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -46,7 +51,7 @@ def _swiglu_backward(joint: Tensor, gradient: Tensor) -> Tensor:
         from cs336_systems.shortcuts import joint_kernel
 
         return joint_kernel.swiglu_backward(joint, gradient)
-    gate, up = joint.chunk(2, dim=-1)
+    gate, up = joint.contiguous().chunk(2, dim=-1)
     return torch.cat((torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1)
 
 
@@ -84,7 +89,7 @@ def _(joint: Tensor) -> Tensor:
 @_swiglu_backward.register_fake
 def _(joint: Tensor, gradient: Tensor) -> Tensor:
     del gradient
-    return joint.new_empty(joint.shape)
+    return joint.new_empty(*joint.shape)
 
 
 @_rope_heads.register_fake

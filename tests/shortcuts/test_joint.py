@@ -78,6 +78,17 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     torch.library.opcheck(joint._rope_heads, (x, rope_rotations(4, 8, 10_000.0).to(device)))
 
 
+def test_rows_that_do_not_lie_one_after_the_other() -> None:
+    x = made(4, 2, 48, dtype=torch.float32, device="cpu").transpose(0, 1)
+    torch.library.opcheck(joint._swiglu, (x.detach().requires_grad_(),))
+
+
+def test_rotations_of_other_positions_are_refused() -> None:
+    """A kernel would read beside them."""
+    with pytest.raises(ValueError, match="needed rotations of 4 positions, got 3"):
+        joint.rope_heads(torch.zeros(2, 4, 48), rope_rotations(3, 8, 10_000.0))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_they_compile_without_a_break(device: str) -> None:
     def both(x: Tensor, rotations: Tensor) -> Tensor:
