@@ -1,34 +1,27 @@
-"""What the fork server has imported for its workers, in a process of its own: the one of the tests may be running."""
+"""What the fork server is told to import for its workers."""
 
-import subprocess
-import sys
-from pathlib import Path
+import importlib.util
+import multiprocessing.forkserver
+from collections.abc import Iterator
 
-SCRIPT = """
-import sys
+import pytest
 
-from cs336_systems.isolation import ensure_fork_server, fork_server, preload_compiler
-
-
-def worker(connection):
-    connection.send(("torch" in sys.modules, "torch._inductor.compile_fx" in sys.modules))
+from cs336_systems.isolation import fork_server, preload_compiler
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "compiler":
-        preload_compiler()
-    ensure_fork_server()
-    here, there = fork_server().Pipe()
-    process = fork_server().Process(target=worker, args=(there,))
-    process.start()
-    print(here.recv())
-    process.join()
-"""
+@pytest.fixture
+def preloaded() -> Iterator[list[str]]:
+    """The modules, which a fork server that the tests started already has imported or not."""
+    fork_server()
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    before = list(server._preload_modules)
+    yield before
+    fork_server().set_forkserver_preload(before)
 
 
-def test_the_compiler_is_imported_for_those_who_ask(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    for asked, found in (("compiler", "(True, True)\n"), ("nothing", "(True, False)\n")):
-        done = subprocess.run([sys.executable, str(script), asked], capture_output=True, text=True, timeout=120)
-        assert (done.stdout, done.returncode) == (found, 0), done.stderr
+def test_the_compiler_is_imported_after_all_else_for_those_who_ask(preloaded: list[str]) -> None:
+    preload_compiler()
+    found = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    assert found == [*preloaded[:1], "torch._inductor.compile_fx"]
+    assert found[0] == "cs336_systems.preload"
+    assert all(importlib.util.find_spec(name) for name in found), "the server says nothing of what it does not find"
