@@ -9,8 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from cs336_systems.config import Device, RunConfig
-
-TOKEN_TYPES = (np.dtype(np.uint16), np.dtype(np.int32))
+from cs336_systems.tokens import open_tokens
 
 Batch = tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]
 """Tokens and, shifted by one, the tokens to predict; int64."""
@@ -23,26 +22,6 @@ def random_batches(config: RunConfig) -> Callable[[], Batch]:
     tokens = torch.randint(config.model.vocab_size, size, generator=generator).to(config.device.value)
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return lambda: batch
-
-
-def open_tokens(path: Path, context_length: int) -> np.ndarray:
-    """Map a token file: .npy, one axis, uint16 or int32, longer than `context_length`.
-
-    Raises ValueError naming the file, what was needed and what it holds.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; --tokens needs a .npy file of uint16 or int32 tokens")
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # a damaged header makes numpy's parser, its zip reader and mmap raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise ValueError(f"{path}: not a .npy file of numbers ({reason}); write it with numpy.save") from error
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype not in TOKEN_TYPES:
-        found = f"{tokens.ndim} axes of {tokens.dtype}" if isinstance(tokens, np.ndarray) else "an archive of arrays"
-        raise ValueError(f"{path}: needed one axis of uint16 or int32 tokens, found {found}")
-    if len(tokens) <= context_length:
-        raise ValueError(f"{path}: needed more than context_length = {context_length} tokens, found {len(tokens)}")
-    return tokens
 
 
 class FileBatches:

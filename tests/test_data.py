@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cs336_systems.config import Device, ModelConfig, RunConfig
-from cs336_systems.data import Batch, make_batches, open_tokens
+from cs336_systems.data import Batch, make_batches
+from cs336_systems.tokens import open_tokens
 
 MODEL = ModelConfig(vocab_size=50_000, context_length=8, d_model=8, d_ff=12, num_layers=1, num_heads=2)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=5)

@@ -18,7 +18,7 @@ PACKAGE = "cs336_systems"
 LEVELS = (
     ("", "analysis", "analysis.kernels", "analysis.memory", "commands", "prediction", "shortcuts"),
     ("report", "report.ceilings", "report.kernels", "report.ladder", "report.memory", "studies"),
-    ("config", "ranges", "process", "locks", "statistics", "report.formats", "json_files"),
+    ("config", "ranges", "process", "locks", "statistics", "report.formats", "json_files", "tokens"),
     ("hardware", "record", "nsys_run", "prediction.*"),
     ("memory_model", "accounting", "napkin", "nvml", "quality", "store"),
     ("studies.attention_records", "studies.fusion_records", "studies.ceilings_records", "studies.ceilings_files"),
@@ -26,7 +26,7 @@ LEVELS = (
     ("ladder",),
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
-    ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters"),
+    ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "rope"),
     ("shortcuts.cross_entropy_kernel", "shortcuts.joint_kernel"),
     ("shortcuts.fp8", "shortcuts.joint"),
     ("model", "environment", "shortcuts.step_graph", "shortcuts.cross_entropy"),
@@ -53,7 +53,8 @@ LEVELS = (
 )
 
 NEEDS_TORCH = {
-    "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "model", "step", "memory_recording",
+    "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "rope", "model", "step",
+    "memory_recording",
     "shortcuts.adamw_kernel", "shortcuts.cross_entropy", "shortcuts.cross_entropy_kernel", "shortcuts.fp8",
     "shortcuts.joint", "shortcuts.joint_kernel", "shortcuts.step_graph", "shortcuts.weights", "shortcuts.master_adamw",
     "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",

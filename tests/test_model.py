@@ -24,9 +24,8 @@ from cs336_systems.model import (
     TransformerLM,
     naive_attention,
     num_parameters,
-    rope_rotations,
-    rotate_pairs,
 )
+from cs336_systems.rope import rope_rotations, rotate_pairs
 
 # unequal on purpose: batch 5, tokens 7, context 8, width 12, feed-forward 20, layers 3, heads 2 of 6, vocabulary 11
 CONFIG = ModelConfig(vocab_size=11, context_length=8, d_model=12, d_ff=20, num_layers=3, num_heads=2)

@@ -48,7 +48,7 @@ class BenchmarkArguments:
     """Tokens in a sequence."""
     mode: Mode = Mode.TRAIN
     """How much of a step: inference (no graph), forward (with the graph), forward-backward, train."""
-    precision: Annotated[Precision | None, choices(Precision), unset("{fp32,tf32,bf16,fp16}", "fp32")] = None
+    precision: Annotated[Precision | None, choices(Precision), unset(None, "fp32")] = None
     """fp32 (true fp32), tf32, bf16 or fp16 (autocast around forward and loss)."""
     mixed_precision: Switch = False
     """Short for --precision bf16."""

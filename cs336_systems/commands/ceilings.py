@@ -11,6 +11,7 @@ from cs336_systems.commands.flags import DeviceChoice, Switch, checked_name, cho
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
 from cs336_systems.config import SIZES, Device
 from cs336_systems.environment import identity
+from cs336_systems.fast import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import read_record
 from cs336_systems.store import make_writable
@@ -33,8 +34,6 @@ GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 128)
 CPU_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.BF16)
 GPU_LOOP_S, CPU_LOOP_S = 0.06, 0.02
 BATCH_SIZE = 4
-ALIGNED, NICE = 8, 128
-"""Elements of half precision that tensor cores load at once (16 bytes), and what a vocabulary is padded to."""
 MIB = 2**20
 
 
@@ -159,9 +158,9 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
         model = SIZES[name]
         tokens = BATCH_SIZE * model.context_length
         shapes.append(Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward"))
-        if model.vocab_size % ALIGNED:
+        if model.vocab_size % ALIGNMENT:
             head = Shape(rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head")
-            padded = -(-model.vocab_size // NICE) * NICE
+            padded = -(-model.vocab_size // NICE_VOCABULARY) * NICE_VOCABULARY
             shapes += [head, Shape(rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head{PADDED}")]
     return tuple(shapes)
 

@@ -35,7 +35,12 @@ CPU_SIZES = ("tiny",)
 CPU_CONTEXT_LENGTHS = (64, 128, 256)
 MAX_NAME_LENGTH = 100
 
-TOKEN_TYPES = ("uint16", "int32")
+PLAIN: Mapping[str, object] = {
+    field.name: field.default
+    for field in (*fields(ModelConfig), *fields(RunConfig))
+    if field.name in ("attention", "optimizer", "compile", "pad_vocabulary")
+}
+"""What flags mean that were not given, so that --fast may choose: the configuration's own defaults."""
 
 T = TypeVar("T")
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -53,7 +58,7 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
         raise UsageError(str(error)) from error
 
 
-def unset(metavar: str, default: str, text: str | None = None) -> object:
+def unset(metavar: str | None, default: object, text: str | None = None) -> object:
     """How the help shows a flag whose default is not a value but a rule; `text` where a docstring cannot say it."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
 
@@ -105,7 +110,7 @@ class ModelArguments:
     """Attention heads; must divide d_model."""
     rope_theta: Annotated[float | None, unset("FLOAT", "10000.0")] = None
     """Base of the rotary position embedding's wavelengths."""
-    attention: Annotated[Attention | None, choices(Attention), unset("{naive,sdpa}", "naive")] = None
+    attention: Annotated[Attention | None, choices(Attention), unset(None, PLAIN["attention"])] = None
     """naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention."""
     sdpa_backend: SdpaBackend = SdpaBackend.AUTO
     """Which kernel sdpa may use; auto lets PyTorch choose."""
@@ -118,17 +123,13 @@ class StepArguments:
 
     batch_size: int = 4
     """Sequences in a batch."""
-    optimizer: Annotated[OptimizerKind | None, choices(OptimizerKind), unset("{adamw,foreach,fused}", "adamw")] = None
+    optimizer: Annotated[OptimizerKind | None, choices(OptimizerKind), unset(None, PLAIN["optimizer"])] = None
     """adamw: written out, one tensor at a time. foreach, fused: PyTorch's."""
-    compile: Annotated[
-        CompileMode | None,
-        choices(CompileMode),
-        unset("{none,default,reduce-overhead,max-autotune-no-cudagraphs}", "none"),
-    ] = None
+    compile: Annotated[CompileMode | None, choices(CompileMode), unset(None, PLAIN["compile"])] = None
     """Mode of torch.compile; none is eager."""
     compile_blocks: Switch = False
     """Compile block by block: seconds instead of tens of seconds to wait."""
-    pad_vocabulary: Annotated[int | None, unset("INT", "1")] = None
+    pad_vocabulary: Annotated[int | None, unset("INT", PLAIN["pad_vocabulary"])] = None
     """Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss."""
     cast_once: Switch = False
     """Keep the weights of linear layers in bf16 and their fp32 masters with the optimizer, which writes both."""
@@ -155,15 +156,6 @@ class StepArguments:
     """Seed of the weights and the tokens."""
 
 
-PLAIN: Mapping[str, object] = {
-    "attention": Attention.NAIVE,
-    "optimizer": OptimizerKind.ADAMW,
-    "compile": CompileMode.NONE,
-    "pad_vocabulary": 1,
-}
-"""What flags mean that were not given, so that --fast may choose."""
-
-
 def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
     """Raise ValueError for a time or a number of processes that nobody can mean."""
     if not 0 < timeout_s < float("inf"):
@@ -174,27 +166,14 @@ def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
 
 def check_tokens(name: str, context_length: int) -> None:
     """Raise ValueError unless the file begins as one of enough tokens does; the tokens themselves are not read."""
-    from numpy.lib import format as npy  # slow to import, and few command lines need it
+    from cs336_systems.tokens import open_tokens  # numpy is slow to import, and few command lines need it
 
-    path, needed = Path(name), "--tokens needs a .npy file of uint16 or int32 tokens"
-    if not path.is_file():
-        raise ValueError(f"{needed}, and {name!r} is no file")
-    with path.open("rb") as file:
-        head = file.read(len(npy.MAGIC_PREFIX))
-    if head != npy.MAGIC_PREFIX:
-        begins = f"begins with {head!r}" if head else "is empty"
-        raise ValueError(f"{needed}, and {name!r} {begins}; write it with numpy.save")
+    if not Path(name).is_file():
+        raise ValueError(f"--tokens needs a .npy file of uint16 or int32 tokens, and {name!r} is no file")
     try:
-        tokens = npy.open_memmap(name, mode="r")
-    except Exception as error:  # a damaged header makes numpy's parser and mmap raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise ValueError(f"{needed}, and the header of {name!r} is of none ({reason})") from error
-    if tokens.ndim != 1 or tokens.dtype not in TOKEN_TYPES:
-        raise ValueError(f"{needed} along one axis, and {name!r} has {tokens.ndim} axes of {tokens.dtype}")
-    if len(tokens) <= context_length:
-        raise ValueError(
-            f"{needed}, more than context_length = {context_length} of them, and {name!r} has {len(tokens)}"
-        )
+        open_tokens(Path(name), context_length)
+    except ValueError as error:
+        raise ValueError(f"--tokens {error}".replace("\n", "\\n")) from error
 
 
 def resolve_device(device: DeviceChoice) -> Device:

@@ -62,9 +62,7 @@ class SweepArguments:
     """Tokens in a sequence."""
     modes: tuple[Mode, ...] = (Mode.TRAIN,)
     """How much of a step: inference, forward, forward-backward, train."""
-    precisions: Annotated[
-        tuple[Precision, ...] | None, choices(Precision, many=True), unset("[{fp32,tf32,bf16,fp16} ...]", "fp32")
-    ] = None
+    precisions: Annotated[tuple[Precision, ...] | None, choices(Precision, many=True), unset(None, "fp32")] = None
     """fp32, tf32, bf16, fp16; with fp32 and another, the tables get a speed-up column."""
     mixed_precision: Switch = False
     """Short for --precisions bf16."""

@@ -12,6 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.rope import rotate_pairs
+
 Heads = Float[Tensor, "batch seq heads d_head"]
 
 
@@ -62,7 +64,7 @@ def _rope_heads(joint: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tenso
 
         return joint_kernel.rope_heads(joint, rotations)
     q, k, v = joint.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
-    return _turned(q, rotations), _turned(k, rotations), v.clone(memory_format=torch.contiguous_format)
+    return rotate_pairs(q, rotations), rotate_pairs(k, rotations), v.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("cs336_systems::rope_heads_backward", mutates_args=())
@@ -72,13 +74,8 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
 
         return joint_kernel.rope_heads_backward(q, k, v, rotations)
     back = rotations * rotations.new_tensor((1, -1))
-    return torch.stack((_turned(q, back), _turned(k, back), v), dim=2).flatten(2)
-
-
-def _turned(x: Tensor, rotations: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.float().contiguous().view(*x.shape[:-1], -1, 2))
-    turned = pairs * torch.view_as_complex(rotations.contiguous()).unsqueeze(1)
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
+    return torch.stack((*turned, v), dim=2).flatten(2)
 
 
 @_swiglu.register_fake

@@ -114,20 +114,20 @@ NO_TOKENS = {
     "text": (b"hello\n", r"begins with b'hello\\n'"),
     "pickle": (b"\x80\x04N.", r"begins with b'\\x80\\x04N.'"),
     "empty": (b"", "is empty"),
-    "cut in the header": (TOKENS[:40], "the header of 't.npy' is of none"),
-    "cut in the data": (TOKENS[:-1], "the header of 't.npy' is of none .mmap length is greater"),
+    "cut in the header": (TOKENS[:40], "not a .npy file of numbers"),
+    "cut in the data": (TOKENS[:-1], "not a .npy file of numbers .mmap length is greater"),
     "nested header": (
         b"\x93NUMPY\1\0" + (9000).to_bytes(2, "little") + b"(" * 9000,
-        "the header of 't.npy' is of none",
+        "not a .npy file of numbers",
     ),
     "objects": (
         b"\x93NUMPY" + saved(np.zeros(200, "V8"))[6:].replace(b"|V8", b"|O "),
-        "the header of 't.npy' is of none",
+        "not a .npy file of numbers",
     ),
-    "float64": (saved(np.zeros(200)), "along one axis, and 't.npy' has 1 axes of float64"),
-    "big-endian": (saved(np.zeros(200, ">u2")), "has 1 axes of >u2"),
-    "two axes": (saved(np.zeros((20, 20), np.int32)), "has 2 axes of int32"),
-    "too few": (saved(np.zeros(128, np.int32)), "more than context_length = 128 of them, and 't.npy' has 128"),
+    "float64": (saved(np.zeros(200)), "needed one axis of uint16 or int32 tokens, found 1 axes of float64"),
+    "big-endian": (saved(np.zeros(200, ">u2")), "found 1 axes of >u2"),
+    "two axes": (saved(np.zeros((20, 20), np.int32)), "found 2 axes of int32"),
+    "too few": (saved(np.zeros(128, np.int32)), "needed more than context_length = 128 tokens, found 128"),
 }
 
 
@@ -138,7 +138,7 @@ def test_a_token_file_that_is_none_is_said_before_any_run(
     monkeypatch.chdir(tmp_path)
     content, problem = NO_TOKENS[name]
     Path("t.npy").write_bytes(content)
-    with pytest.raises(ValueError, match=f"^--tokens needs a .npy file of uint16 or int32 tokens.*{problem}") as caught:
+    with pytest.raises(ValueError, match=f"^--tokens t.npy: .*{problem}") as caught:
         one("--tokens t.npy")
     assert "pickle" not in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -82,7 +82,7 @@ print(json.dumps(refused))
 
 JOINT = """
 import json, torch
-from cs336_systems.model import rope_rotations
+from cs336_systems.rope import rope_rotations
 from cs336_systems.shortcuts import joint, joint_kernel as kernel
 
 torch.manual_seed(0)

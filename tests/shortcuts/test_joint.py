@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.model import rope_rotations, rotate_pairs
+from cs336_systems.rope import rope_rotations, rotate_pairs
 from cs336_systems.shortcuts import joint
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
