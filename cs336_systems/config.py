@@ -173,6 +173,8 @@ class RunConfig:
     fused_loss: bool = False
     """Cross-entropy that reads the logits once and turns them into their gradient in place; in low precision it leaves
     out the copies in fp32."""
+    fused_blocks: bool = False
+    """Add branches to the residual stream in the kernels of the norms that read the sum, and biases in GELU's."""
     fp8: bool = False
     """Compute the linear layers of the blocks in fp8, with scales found anew in every step, where widths and tokens are
     multiples of 16. The model's FLOPs are the same, and MFU stays a share of the peak in bf16."""
@@ -248,7 +250,7 @@ class RunConfig:
             raise ValueError(f"pad_vocabulary must be at most {MAX_PADDING}, got {self.pad_vocabulary}")
         shortcuts = {
             "pad_vocabulary": self.pad_vocabulary > 1, "cast_once": self.cast_once, "fused_loss": self.fused_loss,
-            "fp8": self.fp8,
+            "fused_blocks": self.fused_blocks, "fp8": self.fp8,
         }  # fmt: skip
         for name, is_set in shortcuts.items():
             if is_set and self.model_factory is not None:
@@ -259,8 +261,9 @@ class RunConfig:
             raise ValueError("fused_loss writes gradients before the loss is scaled, and fp16 needs it scaled")
         if self.fp8 and self.precision is not Precision.BF16:
             raise ValueError(f"fp8 needs precision bf16, got precision {self.precision}")
-        if self.fp8 and not self.cast_once:
-            raise ValueError(f"fp8 needs cast_once, got cast_once {self.cast_once}")
+        for name in ("fused_blocks", "fp8"):
+            if getattr(self, name) and not self.cast_once:
+                raise ValueError(f"{name} needs cast_once, got cast_once {self.cast_once}")
         if self.fused_loss and self.compile is not CompileMode.NONE and not self.compile_blocks:
             raise ValueError(
                 "fused_loss with a compile mode needs compile_blocks: whole models have the loss compiled in"
@@ -331,8 +334,8 @@ class RunConfig:
         words += [f"checkpoint {self.checkpoint_blocks}"] if self.checkpoint_blocks else []
         words += [f"padded to {self.pad_vocabulary}"] if self.pad_vocabulary > 1 else []
         shortcuts = (
-            ("cast once", self.cast_once), ("fused loss", self.fused_loss), ("fp8", self.fp8),
-            ("graph", self.cuda_graph),
+            ("cast once", self.cast_once), ("fused loss", self.fused_loss), ("fused blocks", self.fused_blocks),
+            ("fp8", self.fp8), ("graph", self.cuda_graph),
         )  # fmt: skip
         words += [word for word, is_said in shortcuts if is_said]
         words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []

@@ -56,6 +56,7 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
         cast_once=precision is Precision.BF16,
         fused_loss=precision is not Precision.FP16,
+        fused_blocks=precision is Precision.BF16,
         cuda_graph=precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY,
     )
 
@@ -113,6 +114,7 @@ def describe_fast(config: RunConfig) -> str:
         (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),
         (f"vocabulary padded to a multiple of {config.pad_vocabulary}", config.pad_vocabulary > 1),
         ("fused loss", config.fused_loss),
+        ("fused blocks", config.fused_blocks),
         ("each phase a CUDA graph", config.cuda_graph),
     )
     return ", ".join(word for word, is_said in words if is_said)

@@ -95,7 +95,7 @@ class _Change:
 
 def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     """In order; `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`, `fused-loss` `blocks`, and
-    `fp8` `cast-once`.
+    `fused-blocks` and `fp8` `cast-once`.
 
     On a CPU there is no AdamW that writes two copies at once, and no tensor core to pad a vocabulary for. A user's
     model is as it is, and may wait for the device, which no graph holds. Where no rule knows the device, PyTorch
@@ -125,6 +125,10 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("graph", "each phase of the step a CUDA graph", on_gpu and ours, {"cuda_graph": True}),
         _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
         _Change("fused-loss", "logits become their gradient in place", on_gpu and ours, {"fused_loss": True}),
+        _Change(
+            "fused-blocks", "norms add their branch, GELU its bias, in one kernel", on_gpu and ours,
+            {"fused_blocks": True},
+        ),
         _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
     )  # fmt: skip
 
@@ -143,7 +147,7 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
     config = replace(
         base, model=plain, mode=Mode.TRAIN, precision=Precision.FP32, optimizer=OptimizerKind.FOREACH,
         compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, fused_loss=False,
-        fp8=False, cuda_graph=False, sync_phases=False,
+        fused_blocks=False, fp8=False, cuda_graph=False, sync_phases=False,
     )  # fmt: skip
     found = [Rung(name="fp32", change="true fp32, eager, attention written out, foreach AdamW", config=config)]
     for change in _changes(config, device_name):

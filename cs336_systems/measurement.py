@@ -100,6 +100,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     torch.manual_seed(config.seed)
     set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():
+        gc.collect()  # what an earlier run of this process left in cycles is no part of this one's peaks
         torch.cuda.reset_peak_memory_stats()
     compiled_before = compilation(config)
     step = TrainingStep(config, model)

@@ -173,7 +173,7 @@ def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
     is_known = config.model_factory is None and config.compile is CompileMode.NONE and not refused
-    shortcuts = (config.cast_once, config.fused_loss, config.fp8, config.cuda_graph)
+    shortcuts = (config.cast_once, config.fused_loss, config.fused_blocks, config.fp8, config.cuda_graph)
     is_plain = config.pad_vocabulary == 1 and not any(shortcuts)
     return is_known and is_plain and config.model.num_layers <= MAX_LAYERS
 

@@ -6,6 +6,7 @@ Written for the host's sake, which launches a kernel in 4-5 us: few kernels, tab
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -20,6 +21,7 @@ from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range, block_range
 from cs336_systems.rope import rope_rotations, rotate_pairs
 from cs336_systems.shortcuts.fp8 import fp8_linear
+from cs336_systems.shortcuts.fused_blocks import add_norm, bias_gelu
 from cs336_systems.shortcuts.joint import rope_heads, swiglu
 
 _SDPA_BACKENDS = {
@@ -46,6 +48,8 @@ class TransformerLM(nn.Module):
         self.config = config
         self.checkpoint_blocks = 0
         """Blocks whose inside is computed again in backward instead of kept; 0 for none."""
+        self.has_fused_blocks = False
+        """Whether branches are added to the residual stream by the norms that read the sum (shortcuts/weights.py)."""
         gpt2 = config.arch is Arch.GPT2
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, config.context_length if gpt2 else None)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
@@ -74,7 +78,9 @@ class TransformerLM(nn.Module):
             raise ValueError(f"tokens: needed at most context_length = {self.config.context_length} a row, got {seq}")
         rotations = None if self.rotations is None else self.rotations[:seq]
         future = None if self.future is None else self.future[:seq, :seq]
-        x = self.token_embeddings(tokens)
+        embedded = self.token_embeddings(tokens)
+        x: Tensor | Pending = self._nothing_added(embedded) if self.has_fused_blocks else embedded
+        del embedded  # kept here it would be until the last block
         # around all layers, not in each: it takes 20 us, and here it is in force for blocks compiled one by one too
         with _sdpa_backend(self.config.sdpa_backend):
             blocks = list(cast("Iterable[Block]", self.layers))
@@ -90,16 +96,32 @@ class TransformerLM(nn.Module):
                 for block in blocks:
                     with annotate(block.range):
                         x = block(x, rotations, future)
-        return cast("Tensor", self.ln_final(x))
+        return cast("Tensor", self.ln_final.of_sum(x)[1] if isinstance(x, Pending) else self.ln_final(x))
+
+    def _nothing_added(self, x: Float[Tensor, "batch seq d_model"]) -> "Pending":
+        """A branch of zeros, like those of blocks in all else: a block is compiled once."""
+        last = cast("Block", self.layers[-1]).ffn.w2
+        assert last.copies is not None
+        make = partial(torch.zeros, dtype=last.copies.weight.dtype, device=x.device)
+        bias = None if last.copies.bias is None else make(len(last.copies.bias), requires_grad=True)
+        return Pending(x, make(x.shape, requires_grad=torch.is_grad_enabled()), bias)
+
+
+class Pending(NamedTuple):
+    """A residual stream, and what whoever reads it has to add first: a branch and, where it has one, its bias."""
+
+    stream: Float[Tensor, "batch seq d_model"]
+    branch: Float[Tensor, "batch seq d_model"]
+    bias: Float[Tensor, " d_model"] | None
 
 
 def _again(
     blocks: Iterable["Block"],
-    x: Float[Tensor, "batch seq d_model"],
+    x: Float[Tensor, "batch seq d_model"] | Pending,
     rotations: Float[Tensor, "seq pairs 2"] | None,
     future: Bool[Tensor, "seq seq"] | None,
     backend: SdpaBackend,
-) -> Float[Tensor, "batch seq d_model"]:
+) -> Float[Tensor, "batch seq d_model"] | Pending:
     """The blocks in a range of forward's, which tells a profiler inside backward that this is forward once more.
 
     There the model has long left the context that chooses the attention's kernel.
@@ -129,12 +151,18 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch seq d_model"],
+        x: Float[Tensor, "batch seq d_model"] | Pending,
         rotations: Float[Tensor, "seq pairs 2"] | None,
         future: Bool[Tensor, "seq seq"] | None,
-    ) -> Float[Tensor, "batch seq d_model"]:
-        x = x + self.attn(self.ln1(x), rotations, future)
-        return cast("Tensor", x + self.ffn(self.ln2(x)))
+    ) -> Float[Tensor, "batch seq d_model"] | Pending:
+        """The residual stream with what the block adds to it, or has to be added, as in `x`."""
+        if not isinstance(x, Pending):
+            x = x + self.attn(self.ln1(x), rotations, future)
+            return cast("Tensor", x + self.ffn(self.ln2(x)))
+        stream, normed = self.ln1.of_sum(x)
+        branch = self.attn(normed, rotations, future)
+        stream, normed = self.ln2.of_sum(Pending(stream, branch, self.attn.output_proj.bias_due))
+        return Pending(stream, self.ffn(normed), self.ffn.w2.bias_due)
 
 
 class SelfAttention(nn.Module):
@@ -235,7 +263,9 @@ class GeluMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
-            return cast("Tensor", self.w2(F.gelu(self.w1(x), approximate="tanh")))
+            hidden, bias = self.w1(x), self.w1.bias_due
+            activated = F.gelu(hidden, approximate="tanh") if bias is None else bias_gelu(hidden, bias)
+            return cast("Tensor", self.w2(activated))
 
 
 class Embedding(nn.Module):
@@ -261,10 +291,12 @@ class Copies(NamedTuple):
     bias: Tensor | None
     in_fp8: bool = False
     """Whether the product casts both its factors to fp8."""
+    is_bias_due: bool = False
+    """Whether the bias is left to whoever reads the product."""
 
     def product(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """x W^T, plus the bias."""
-        return (fp8_linear if self.in_fp8 else F.linear)(x, self.weight, self.bias)
+        """x W^T, plus the bias unless that is left to others."""
+        return (fp8_linear if self.in_fp8 else F.linear)(x, self.weight, None if self.is_bias_due else self.bias)
 
 
 class Linear(nn.Module):
@@ -279,6 +311,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         return F.linear(x, self.weight, self.bias) if self.copies is None else self.copies.product(x)
+
+    @property
+    def bias_due(self) -> Float[Tensor, " d_out"] | None:
+        """The bias that whoever reads the product has to add; None where it is in it, or there is none."""
+        return self.copies.bias if self.copies is not None and self.copies.is_bias_due else None
 
 
 class LMHead(Linear):
@@ -315,6 +352,11 @@ class RMSNorm(nn.Module):
         with annotate(self.range):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
+    def of_sum(self, x: Pending) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"]]:
+        """The stream with all added, and its norm."""
+        with annotate(self.range):
+            return add_norm(x.stream, x.branch, x.bias, self.weight, None, self.eps)
+
 
 class LayerNorm(nn.Module):
     """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016)."""
@@ -330,6 +372,11 @@ class LayerNorm(nn.Module):
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: Pending) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"]]:
+        """The stream with all added, and its norm."""
+        with annotate(self.range):
+            return add_norm(x.stream, x.branch, x.bias, self.weight, self.bias, self.eps)
 
 
 def num_parameters(model: nn.Module) -> int:

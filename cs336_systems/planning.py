@@ -46,6 +46,7 @@ def _plain(config: RunConfig) -> RunConfig:
         pad_vocabulary=1,
         cast_once=False,
         fused_loss=False,
+        fused_blocks=False,
         fp8=False,
         cuda_graph=False,
     )

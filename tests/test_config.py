@@ -159,8 +159,8 @@ OTHER_RUN = {
     "size": "tiny", "model": None, "batch_size": 5, "mode": Mode.FORWARD, "precision": Precision.BF16,
     "optimizer": OptimizerKind.FUSED, "compile": CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, "compile_blocks": True,
     "device": Device.CUDA, "warmup_steps": 6, "measured_steps": 11, "seed": 1, "sync_phases": True, "ranges": False,
-    "checkpoint_blocks": 2, "pad_vocabulary": 128, "cast_once": True, "fused_loss": True, "fp8": True,
-    "cuda_graph": True, "learning_rate": 1e-4,
+    "checkpoint_blocks": 2, "pad_vocabulary": 128, "cast_once": True, "fused_loss": True,
+    "fused_blocks": True, "fp8": True, "cuda_graph": True, "learning_rate": 1e-4,
     "tokens": "x.npy", "model_factory": "a:b", "profiler": Profiler.KINETO, "repeat": 1,
 }  # fmt: skip
 
@@ -175,7 +175,8 @@ def test_every_field_changes_the_key() -> None:
     )
     needed = {
         "cast_once": {"precision": Precision.BF16}, "cuda_graph": {"device": Device.CUDA},
-        "fused_loss": {"compile_blocks": True}, "fp8": {"precision": Precision.BF16, "cast_once": True},
+        "fused_loss": {"compile_blocks": True}, "fused_blocks": {"precision": Precision.BF16, "cast_once": True},
+        "fp8": {"precision": Precision.BF16, "cast_once": True},
     }  # fmt: skip
     others = [
         replace(base, model=replace(base.model, attention=Attention.NAIVE) if name == "attention"

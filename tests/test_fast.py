@@ -27,7 +27,8 @@ FIXED = (
     "seed", "sync_phases", "ranges", "tokens", "model_factory", "profiler", "repeat", "fp8",
 )  # fmt: skip
 CHOSEN = (
-    "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "fused_loss", "cuda_graph",
+    "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "fused_loss",
+    "fused_blocks", "cuda_graph",
 )  # fmt: skip
 SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in ("attention", "sdpa_backend"))
 
@@ -70,7 +71,7 @@ def test_the_rule_on_an_h200():
     fast = fastest(make("gpt2"), H200)
     assert {name: getattr(fast, name) for name in CHOSEN} == {
         "precision": "bf16", "optimizer": "fused", "compile": "default", "compile_blocks": True, "pad_vocabulary": 128,
-        "cast_once": True, "fused_loss": True, "cuda_graph": True,
+        "cast_once": True, "fused_loss": True, "fused_blocks": True, "cuda_graph": True,
     }  # fmt: skip
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
 
@@ -167,10 +168,11 @@ def test_autotuning_stays_and_graphs_of_the_compiler_go(asked, mode):
 def test_what_is_chosen_is_said_in_one_line():
     assert describe_fast(fastest(make("gpt2"), H200)) == (
         "bf16, weights cast once, sdpa attention (cudnn), compile default by block, fused AdamW, "
-        "vocabulary padded to a multiple of 128, fused loss, each phase a CUDA graph"
+        "vocabulary padded to a multiple of 128, fused loss, fused blocks, each phase a CUDA graph"
     )
     assert describe_fast(fastest(make(mode=Mode.INFERENCE), None)) == (
-        "bf16, weights cast once, sdpa attention, compile default by block, fused loss, each phase a CUDA graph"
+        "bf16, weights cast once, sdpa attention, compile default by block, fused loss, fused blocks, "
+        "each phase a CUDA graph"
     )
     assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused AdamW"
     assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, compile default, fused AdamW"

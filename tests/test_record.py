@@ -123,8 +123,8 @@ def at_default(value: object, path: str = "record") -> list[str]:
 def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: Path) -> None:
     # Compiled blocks and a model of one's own exclude each other, and so do fp16 and shortcuts; there is one version.
     assert at_default(FULL) == [
-        "record.config.cast_once", "record.config.fused_loss", "record.config.fp8",
-        "record.config.cuda_graph", "record.config.model_factory", "record.format_version",
+        "record.config.cast_once", "record.config.fused_loss", "record.config.fused_blocks",
+        "record.config.fp8", "record.config.cuda_graph", "record.config.model_factory", "record.format_version",
     ]  # fmt: skip
     path = write_record(FULL, tmp_path)
     assert path == tmp_path / f"{FULL.key}.json"
@@ -132,9 +132,8 @@ def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: P
     own = replace(FULL, config=replace(CONFIG, **PLAIN, model_factory="a.b:c"))
     assert read_record(write_record(own, tmp_path)) == own
     graph = {"precision": Precision.BF16, "compile": CompileMode.DEFAULT, "sync_phases": False, "cuda_graph": True}
-    fast = replace(
-        FULL, config=replace(CONFIG, **graph, cast_once=True, compile_blocks=True, fused_loss=True, fp8=True)
-    )
+    shortcuts = dict.fromkeys(("cast_once", "compile_blocks", "fused_loss", "fused_blocks", "fp8"), True)
+    fast = replace(FULL, config=replace(CONFIG, **graph, **shortcuts))
     assert read_record(write_record(fast, tmp_path)) == fast
     assert len(list(tmp_path.iterdir())) == 3, "nothing temporary is left"
 

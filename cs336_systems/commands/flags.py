@@ -135,6 +135,8 @@ class StepArguments:
     """Keep the weights of linear layers in bf16 and their fp32 masters with the optimizer, which writes both."""
     fused_loss: Switch = False
     """Turn the logits into their gradient in place, in one kernel."""
+    fused_blocks: Switch = False
+    """Add to the residual stream in the kernels of the norms that read the sum, and biases in GELU's."""
     fp8: Switch = False
     """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on; with other
     rounding than bf16's, so --fast does so only if asked."""
@@ -234,7 +236,7 @@ def _given(group: ModelArguments | StepArguments, but: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-NOT_ALONE = ("compile_blocks", "cast_once", "fused_loss", "fp8", "cuda_graph")
+NOT_ALONE = ("compile_blocks", "cast_once", "fused_loss", "fused_blocks", "fp8", "cuda_graph")
 """Flags that need others, which --fast sets."""
 
 

@@ -78,8 +78,8 @@ class LadderArguments:
     model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model")] = None
     """Your own model as package.module:factory, as for benchmark.py; rungs that change its inside are left out."""
     rungs: Annotated[tuple[str, ...] | None, unset("NAME [NAME ...]", "all that apply")] = None
-    """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks fused-loss fp8; each still has
-    all changes up to it, and fp32 is always there."""
+    """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks fused-loss fused-blocks fp8;
+    each still has all changes up to it, and fp32 is always there."""
     repeats: Annotated[int | None, unset("INT", "3 on a GPU, 1 on a CPU")] = None
     """Fresh processes of each rung, interleaved; with one there are no intervals."""
     reasons: bool = True

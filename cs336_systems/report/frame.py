@@ -47,6 +47,7 @@ COLUMNS = (
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
     "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms",
     "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "fused_loss", "fp8",
+    "fused_blocks",
 )  # fmt: skip
 """Columns of results.csv, in order."""
 SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]

@@ -21,6 +21,7 @@ _WORDS = {
     "pad_vocabulary": "padded to {}",
     "cast_once": "cast once {}",
     "fused_loss": "fused loss {}",
+    "fused_blocks": "fused blocks {}",
     "fp8": "fp8 {}",
     "cuda_graph": "graph {}",
     "learning_rate": "lr {}",

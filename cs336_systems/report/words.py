@@ -39,6 +39,7 @@ SETTINGS = {
     "pad_vocabulary": "vocabulary padded to a multiple of {}",
     "cast_once": "weights cast once",
     "fused_loss": "fused loss",
+    "fused_blocks": "fused blocks",
     "fp8": "blocks in fp8",
     "cuda_graph": "each phase a CUDA graph",
     "learning_rate": "learning rate {}",

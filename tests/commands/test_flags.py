@@ -181,6 +181,7 @@ OWN_MODEL_ALONE = {
     "compile_blocks": True,
     "cast_once": True,
     "fused_loss": True,
+    "fused_blocks": True,
     "fp8": True,
 }
 """Settings that a model of the user's own does not know."""

@@ -27,6 +27,7 @@ reference = TransformerLM(plain).cuda()
 fast = fastest(RunConfig(size="custom", model=plain, device=Device.CUDA), torch.cuda.get_device_name())
 config = replace(fast, fp8=fp8)
 assert config.cuda_graph and config.compile_blocks and config.cast_once and config.fused_loss
+assert config.fused_blocks
 step, clock = TrainingStep(config), make_clock(config)
 for _ in range(6):
     step(clock)

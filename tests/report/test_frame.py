@@ -26,7 +26,7 @@ forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_me
 step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
 tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib,
 ceiling_share, data_mean_ms, data_std_ms, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
-fused_loss, fp8"""
+fused_loss, fp8, fused_blocks"""
 
 
 def only_row(*records):

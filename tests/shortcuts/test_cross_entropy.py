@@ -81,7 +81,7 @@ def test_who_reads_the_logits_or_goes_backward_again_is_refused(device: str) -> 
 
 @pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("arch", list(Arch))
-@pytest.mark.parametrize("settings", [{}, {"cast_once": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"cast_once": True}, {"cast_once": True, "fused_blocks": True}], ids=str)
 def test_a_step_trains_as_with_pytorch_s_loss(device: Device, arch: Arch, settings: dict[str, object]) -> None:
     """Six steps of both, of a vocabulary that is padded."""
     model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4, arch=arch)
