@@ -174,7 +174,8 @@ class RunConfig:
     """Cross-entropy that reads the logits once and turns them into their gradient in place; in low precision it leaves
     out the copies in fp32."""
     fused_blocks: bool = False
-    """Add branches to the residual stream in the kernels of the norms that read the sum, and biases in GELU's."""
+    """Add branches to the residual stream in the kernels of the norms that read the sum, biases in GELU's, and the
+    gradients of the embedding to their rows in one pass, in no fixed order."""
     fp8: bool = False
     """Compute the linear layers of the blocks in fp8, with scales found anew in every step, where widths and tokens are
     multiples of 16. The model's FLOPs are the same, and MFU stays a share of the peak in bf16."""

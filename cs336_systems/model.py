@@ -23,6 +23,7 @@ from cs336_systems.rope import rope_rotations, rotate_pairs
 from cs336_systems.shortcuts.fp8 import fp8_linear
 from cs336_systems.shortcuts.fused_blocks import add_norm, bias_gelu
 from cs336_systems.shortcuts.joint import rope_heads, swiglu
+from cs336_systems.shortcuts.lookup import lookup
 
 _SDPA_BACKENDS = {
     SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
@@ -277,10 +278,12 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.positions = None if context_length is None else nn.Parameter(torch.empty(context_length, d_model))
+        self.has_fused_backward = False
+        """Whether gradients are added to their rows in one pass (shortcuts/lookup.py)."""
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
-            x = F.embedding(tokens, self.weight)
+            x = (lookup if self.has_fused_backward else _embedding)(self.weight, tokens)
             return x if self.positions is None else x + self.positions[: tokens.shape[1]]
 
 
@@ -377,6 +380,10 @@ class LayerNorm(nn.Module):
         """The stream with all added, and its norm."""
         with annotate(self.range):
             return add_norm(x.stream, x.branch, x.bias, self.weight, self.bias, self.eps)
+
+
+def _embedding(weight: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, weight)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -27,8 +27,13 @@ LEVELS = (
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
     ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "rope"),
-    ("shortcuts.cross_entropy_kernel", "shortcuts.joint_kernel", "shortcuts.fused_blocks_kernel"),
-    ("shortcuts.fp8", "shortcuts.joint", "shortcuts.fused_blocks"),
+    (
+        "shortcuts.cross_entropy_kernel",
+        "shortcuts.joint_kernel",
+        "shortcuts.fused_blocks_kernel",
+        "shortcuts.lookup_kernel",
+    ),
+    ("shortcuts.fp8", "shortcuts.joint", "shortcuts.fused_blocks", "shortcuts.lookup"),
     ("model", "environment", "shortcuts.step_graph", "shortcuts.cross_entropy"),
     ("shortcuts.weights",),
     ("shortcuts.adamw_kernel",),
@@ -57,9 +62,9 @@ NEEDS_TORCH = {
     "memory_recording",
     "shortcuts.adamw_kernel", "shortcuts.cross_entropy", "shortcuts.cross_entropy_kernel", "shortcuts.fp8",
     "shortcuts.fused_blocks", "shortcuts.fused_blocks_kernel", "shortcuts.joint", "shortcuts.joint_kernel",
-    "shortcuts.step_graph", "shortcuts.weights", "shortcuts.master_adamw",
-    "watching", "measurement", "worker", "preload", "studies.precision", "studies.precision_tables",
-    "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
+    "shortcuts.lookup", "shortcuts.lookup_kernel", "shortcuts.step_graph", "shortcuts.weights",
+    "shortcuts.master_adamw", "watching", "measurement", "worker", "preload",
+    "studies.precision", "studies.precision_tables", "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
     "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",
 }  # fmt: skip
 

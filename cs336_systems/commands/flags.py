@@ -136,7 +136,8 @@ class StepArguments:
     fused_loss: Switch = False
     """Turn the logits into their gradient in place, in one kernel."""
     fused_blocks: Switch = False
-    """Add to the residual stream in the kernels of the norms that read the sum, and biases in GELU's."""
+    """Add to the residual stream in the kernels of the norms that read the sum, biases in GELU's, and the embedding's
+    gradients in one pass."""
     fp8: Switch = False
     """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on; with other
     rounding than bf16's, so --fast does so only if asked."""

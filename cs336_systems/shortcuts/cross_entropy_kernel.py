@@ -1,6 +1,7 @@
-"""Cross-entropy over rows of logits, written in Triton: one program to a row, which memory gives it once.
+"""Cross-entropy over rows of logits, written in Triton: a program is at one row at a time, which memory gives it once.
 
-The second time a program reads its row, for the gradient, it is still in a cache.
+The second time a program reads its row, for the gradient, it is still in a cache, if so few programs run that all their
+rows fit there: with a program for each row memory gave all of them twice.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -10,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK = 4096
 """Logits that a program holds at once."""
+LONG_ROW = 16_384
+"""Logits in a row from which few programs are better, with more threads each."""
 WIDTH: tl.constexpr = tl.constexpr(8)
 """Of them in one thread, which are 16 bytes of low precision."""
-NUM_WARPS = 4
 LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
 """Below all logits, and finite: infinity less infinity is not a number."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -27,26 +29,38 @@ def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients:
     number of rows, and 0 where padded.
     """
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _cross_entropy_losses[(len(logits),)](
-        logits, logits.stride(0), targets, found, 1 / len(logits), vocab_size, logits.shape[1],
-        WRITE_GRADIENTS=write_gradients, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
+    processors = torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
+    _cross_entropy_losses[(min(len(logits), processors * programs),)](
+        logits, logits.stride(0), targets, found, len(logits), 1 / len(logits), vocab_size, logits.shape[1],
+        WRITE_GRADIENTS=write_gradients, BLOCK=BLOCK, num_warps=num_warps,
     )  # fmt: skip
     return found
 
 
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
     """Multiply in place; where the factor, which only the device knows, is 1 there is nothing to do."""
-    _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cross_entropy_losses(  # type: ignore[no-untyped-def]
-    logits, stride, targets, losses, share, vocab_size, padded_size,
+    logits, stride, targets, losses, rows, share, vocab_size, padded_size,
     WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = logits + row * stride
-    target = tl.load(targets + row)
+    at = logits + tl.program_id(0).to(tl.int64) * stride
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        _cross_entropy_row(
+            at, tl.load(targets + row), losses + row, share, vocab_size, padded_size, WRITE_GRADIENTS, BLOCK
+        )
+        at += tl.num_programs(0).to(tl.int64) * stride
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cross_entropy_row(  # type: ignore[no-untyped-def]
+    at, target, loss, share, vocab_size, padded_size,
+    WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     own = tl.load(at + target).to(tl.float32)  # first, before it is overwritten
     columns = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     # a running maximum and sum in every thread: none waits for another before the end
@@ -54,7 +68,7 @@ def _cross_entropy_losses(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK // WIDTH,), tl.float32)
     whole = vocab_size // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        x = tl.load(at + start + columns).to(tl.float32)
+        x = tl.load(at + start + columns, eviction_policy="evict_last").to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, 1))
         powers = tl.exp2(x * LOG2_E - (larger * LOG2_E)[:, None])
         total = total * tl.exp2((largest - larger) * LOG2_E) + tl.sum(powers, 1)
@@ -68,20 +82,21 @@ def _cross_entropy_losses(  # type: ignore[no-untyped-def]
         largest = larger
     top = tl.max(largest, 0)
     log_sum = top + tl.log(tl.sum(total * tl.exp2((largest - top) * LOG2_E), 0))
-    tl.store(losses + row, log_sum - own)
+    tl.store(loss, log_sum - own)
     if WRITE_GRADIENTS:
         # softmax x share = 2 ** (x log2 e - this)
         shift = log_sum * LOG2_E - tl.log2(share)
         for start in range(0, whole, BLOCK):
-            x = tl.load(at + start + columns).to(tl.float32)
-            tl.store(at + start + columns, tl.exp2(x * LOG2_E - shift).to(logits.dtype.element_ty))
+            x = tl.load(at + start + columns, eviction_policy="evict_first").to(tl.float32)
+            gradient = tl.exp2(x * LOG2_E - shift).to(at.dtype.element_ty)
+            tl.store(at + start + columns, gradient, eviction_policy="evict_first")
         for start in range(whole, padded_size, BLOCK):
             inside = start + columns < padded_size
             x = tl.load(at + start + columns, mask=inside, other=0.0).to(tl.float32)
             gradient = tl.where(start + columns < vocab_size, tl.exp2(x * LOG2_E - shift), 0.0)
-            tl.store(at + start + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+            tl.store(at + start + columns, gradient.to(at.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # the target's is another thread's to write, and the last word
-        tl.store(at + target, ((tl.exp2((own - log_sum) * LOG2_E) - 1) * share).to(logits.dtype.element_ty))
+        tl.store(at + target, ((tl.exp2((own - log_sum) * LOG2_E) - 1) * share).to(at.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

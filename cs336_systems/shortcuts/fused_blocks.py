@@ -52,7 +52,7 @@ def bias_gelu(x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"]) -> Flo
 def _add_norm(
     stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Also 1 / deviation and mean of each row, for backward."""
+    """Also 1 / deviation of each row and, where the norm takes it away, its mean, for backward."""
     if stream.is_cuda:
         from cs336_systems.shortcuts import fused_blocks_kernel  # Triton, which only comes with PyTorch for GPUs
 
@@ -60,12 +60,12 @@ def _add_norm(
     total = stream.float() + branch.float()
     total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype)
     wide = total.float().flatten(0, -2)
-    mean = wide.new_zeros(len(wide)) if bias is None else wide.mean(dim=-1)
-    wide = wide - mean[:, None]
+    means = [] if bias is None else [wide.mean(dim=-1)]
+    wide = wide - means[0][:, None] if means else wide
     scale = (wide.square().mean(dim=-1) + eps).rsqrt()
     normed = wide * scale[:, None] * gain.float()
     normed = normed if bias is None else normed + bias.float()
-    return total, normed.view(total.shape).to(branch.dtype), torch.stack((scale, mean))
+    return total, normed.view(total.shape).to(branch.dtype, copy=True), torch.stack((scale, *means))
 
 
 @torch.library.custom_op("cs336_systems::add_norm_backward", mutates_args=())
@@ -85,9 +85,10 @@ def _add_norm_backward(
         return fused_blocks_kernel.add_norm_backward(
             stream_gradient, gradient, total, statistics, gain, is_centred=is_centred, has_branch_bias=has_branch_bias
         )
-    scale, mean = statistics[:, :, None]
+    scale, *means = statistics[:, :, None]
     own = gradient.float().flatten(0, -2)
-    normed = (total.float().flatten(0, -2) - mean) * scale
+    wide = total.float().flatten(0, -2)
+    normed = (wide - means[0] if means else wide) * scale
     sums = [(own * normed).sum(dim=0)] + ([own.sum(dim=0)] if is_centred else [])
     own = own * gain.float()
     result = own - normed * (own * normed).mean(dim=-1, keepdim=True)
@@ -122,8 +123,8 @@ def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tens
 def _(
     stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del branch_bias, gain, bias, eps
-    statistics = stream.new_empty(2, stream.numel() // stream.shape[-1], dtype=torch.float32)
+    del branch_bias, gain, eps
+    statistics = stream.new_empty(1 if bias is None else 2, stream.numel() // stream.shape[-1], dtype=torch.float32)
     return stream.new_empty(stream.shape), branch.new_empty(branch.shape), statistics
 
 

@@ -16,7 +16,7 @@ GELU_BLOCK = 1024
 NUM_WARPS = 4
 STAGES: tl.constexpr = tl.constexpr(3)
 """Rows that a program of those that gather sums is reading at once: a fourth less time than one after the other."""
-SUM_COLUMNS, SUM_ROWS = 32, 64
+SUM_COLUMNS, SUM_ROWS = 16, 256
 """Of what the programs found, to a program that adds it up."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """2 sqrt(2 / pi), of GELU."""
@@ -26,12 +26,12 @@ CUBIC: tl.constexpr = tl.constexpr(0.044715)
 def add_norm(
     stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, its norm in the type of `branch`, and 1 / deviation and mean of each row of the sum."""
+    """The sum, its norm in the type of `branch`, and 1 / deviation and, if centred, mean of each row."""
     stream, branch = stream.contiguous(), branch.contiguous()
     width = stream.shape[-1]
     rows = stream.numel() // width
     total, normed = torch.empty_like(stream), torch.empty_like(branch)
-    statistics = torch.empty(2, rows, dtype=torch.float32, device=stream.device)
+    statistics = torch.empty(1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device)
     _add_norm_values[(rows,)](
         stream, branch, branch_bias, gain, bias, total, normed, statistics, rows, width, eps,
         HAS_BRANCH_BIAS=branch_bias is not None, IS_CENTRED=bias is not None,
@@ -101,8 +101,8 @@ def _summed(partial: Tensor) -> Tensor:
     """Over the programs, the middle dimension."""
     num_sums, programs, width = partial.shape
     result = partial.new_empty(num_sums, width)
-    _sum_programs[(triton.cdiv(width, SUM_COLUMNS), num_sums)](
-        partial, result, programs, width, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=NUM_WARPS
+    _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](
+        partial, result, programs, width, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=2 * NUM_WARPS
     )
     return result
 
@@ -180,7 +180,7 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_programs(partial, result, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _reduce_sums(partial, result, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     first = partial + tl.program_id(1) * programs * width

@@ -81,13 +81,14 @@ def cast_linear_weights(model: nn.Module, dtype: torch.dtype, *, fp8: bool = Fal
 def fuse_blocks(model: TransformerLM) -> None:
     """Leave biases inside the blocks, and what these add to the residual stream, to the kernels that read them next.
 
-    For linear layers that have copies; see shortcuts/fused_blocks.py.
+    For linear layers that have copies (shortcuts/fused_blocks.py). The embedding before them gets its gradient in one
+    pass (shortcuts/lookup.py).
     """
     for block in cast(Iterable[Block], model.layers):
         for layer in (block.attn.output_proj, block.ffn.w1, block.ffn.w2):
             if layer.copies is not None and layer.copies.bias is not None:
                 layer.copies = layer.copies._replace(is_bias_due=True)
-    model.has_fused_blocks = True
+    model.has_fused_blocks = model.token_embeddings.has_fused_backward = True
 
 
 def _join(

@@ -207,7 +207,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
     for name, value in OWN_MODEL_ALONE.items():
         flags = f"--{name.replace('_', '-')} " + ("" if value is True else str(value))
         needed = "--precision bf16 --optimizer fused"
-        needed += " --compile default" * (name == "compile_blocks") + " --cast-once" * (name == "fp8")
+        needed += " --compile default" * (name == "compile_blocks") + " --cast-once" * (name in ("fused_blocks", "fp8"))
         assert getattr(one(f"{flags} {needed}"), name) == value
         with pytest.raises(ValueError, match="this project's model"):
             one(f"{flags} {needed} --model a:b")

@@ -109,7 +109,7 @@ print(json.dumps(found))
 
 BLOCKS = """
 import json, torch
-from cs336_systems.shortcuts import fused_blocks, fused_blocks_kernel as kernel
+from cs336_systems.shortcuts import fused_blocks, fused_blocks_kernel as kernel, lookup, lookup_kernel
 
 torch.manual_seed(0)
 found = {}
@@ -134,6 +134,11 @@ for rows, width in ((1, 8), (7, 37), (37, 256), (50, 768), (3, kernel.GELU_BLOCK
             )
             for name, one, other in zip(("stream back", "branch back", "sums"), here, expected):
                 compare(name, one, other)
+    # tokens that come once, several times and not at all
+    tokens, table = torch.randint(0, 9, (rows,)), torch.randn(11, width)
+    here = table.clone()
+    lookup_kernel.add_rows(here, tokens, gradient)
+    compare("lookup", here, table + lookup._lookup_backward(gradient, tokens, 11))
     compare("gelu", kernel.bias_gelu(stream, bias), fused_blocks._bias_gelu(stream, bias))
     expected = fused_blocks._bias_gelu_backward(stream, bias, gradient)
     for name, one, other in zip(("gelu back", "bias"), kernel.bias_gelu_backward(stream, bias, gradient), expected):
@@ -174,7 +179,7 @@ def test_what_follows_joint_products_is_what_pytorch_computes() -> None:
 
 def test_what_is_between_products_is_what_pytorch_computes() -> None:
     found = interpreted(BLOCKS)
-    assert len(found) == 8
+    assert len(found) == 9
     assert all(error < 1e-5 for error in found.values()), found
 
 

@@ -62,7 +62,7 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     # PyTorch (cunn_SoftMaxForward, softmax_warp_backward), Apex, cuDNN; the loss: PyTorch, Liger
     (r"softmax|logsumexp|nll_loss|cross_?entropy", KernelClass.SOFTMAX),
     # PyTorch, Apex (cuApplyLayerNorm), Transformer Engine (ln_fwd_tuned_kernel), Liger, vLLM, cuDNN (bn_fw_tr_...)
-    (r"(?:layer|rms|batch|group|instance|weight)_?norm|(?<![a-z])(?:ln|bn)_[fb]wd?_", KernelClass.NORMALISATION),
+    (r"(?:layer|rms|batch|group|instance|weight|add)_?norm|(?<![a-z])(?:ln|bn)_[fb]wd?_", KernelClass.NORMALISATION),
     # PyTorch's layer norm and group norm, kernel by kernel
     (r"RowwiseMoments|GammaBetaBackward|ComputeInternalGradients|Compute\w{0,9}FusedParams", KernelClass.NORMALISATION),
     (r"ComputeGradOutputCoeff|cuCompute(?:GradInput|(?:Part)?GradGammaBeta)", KernelClass.NORMALISATION),
@@ -77,8 +77,8 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     (r"^aten::(?:addm[mv]_?|mv|dot|vdot|matmul|linear|linear_backward|einsum|addbmm_?)$", KernelClass.MATRIX_PRODUCT),
     # PyTorch: sums by TensorIterator, scans, scatter-add, index-add
     (r"reduce_kernel|scan_(?:innermost|outer)|ReduceAdd|scatter_add|index_?add", KernelClass.REDUCTION),
-    # PyTorch: the gradients of indexing and of embeddings
-    (r"indexing_backward|embedding_(?:dense_)?backward", KernelClass.REDUCTION),
+    # PyTorch: the gradients of indexing and of embeddings; this project's of the latter
+    (r"indexing_backward|embedding_(?:dense_)?backward|lookup_grads", KernelClass.REDUCTION),
     (r"compute_grad_weight|sum_and_scatter|krn_partial", KernelClass.REDUCTION),
     # CUB, and people's own
     (r"DeviceScan|reduce|reduction|cumsum|cumprod", KernelClass.REDUCTION),

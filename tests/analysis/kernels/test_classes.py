@@ -193,6 +193,8 @@ NORMALISATION = (
     "triton_per_fused_add_embedding_dense_backward_masked_fill_mul_native_layer_norm_backward_22",
     "triton_per_fused__to_copy_add_embedding_dense_backward_native_dropout_backward_native_layer_norm_backward_nll_loss_forward_30",
     "aten::native_layer_norm_backward",
+    "_add_norm_values",  # this project's
+    "_add_norm_grads",
 )
 ELEMENT_WISE = (
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl{LAMBDA}, std::array<char*, 2ul> >(int)",
@@ -208,6 +210,8 @@ ELEMENT_WISE = (
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_",
     "_swiglu_forward_kernel",
     "_swiglu_values",  # this project's
+    "_bias_gelu_values",
+    "_bias_gelu_grads",
     "_swiglu_grads",
     "_rope_heads",
     "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)",
@@ -243,6 +247,8 @@ REDUCTION = (
     "cpp_fused_sum_view_3",
     "aten::sum",
     "aten::embedding_dense_backward",
+    "_reduce_sums",  # this project's
+    "_lookup_grads",
 )
 OPTIMIZER = (
     "_adamw_chunks",  # this project's
