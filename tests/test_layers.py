@@ -64,8 +64,8 @@ NEEDS_TORCH = {
     "shortcuts.fused_blocks", "shortcuts.fused_blocks_kernel", "shortcuts.joint", "shortcuts.joint_kernel",
     "shortcuts.lookup", "shortcuts.lookup_kernel", "shortcuts.step_graph", "shortcuts.weights",
     "shortcuts.master_adamw", "watching", "measurement", "worker", "preload",
-    "studies.precision", "studies.precision_tables", "studies.fusion_ops", "studies.fusion_study", "studies.attention_cell",
-    "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",
+    "studies.precision", "studies.precision_tables", "studies.fusion_ops", "studies.fusion_study",
+    "studies.attention_cell", "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",
 }  # fmt: skip
 
 
