@@ -164,7 +164,10 @@ class MemoryRecorder:
 
     def _see_input(self, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._step.phase is Phase.FORWARD and torch.is_grad_enabled():
-            self._see_saved(inputs[0], *current_path(), CHECKPOINT)
+            kept = inputs[0] if isinstance(inputs[0], tuple) else inputs[:1]
+            for tensor in kept:
+                if tensor is not None:
+                    self._see_saved(tensor, *current_path(), CHECKPOINT)
 
     def _begin_again(self, _block: nn.Module, _inputs: tuple[Any, ...]) -> None:
         if self._step.phase is Phase.BACKWARD:

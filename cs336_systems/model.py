@@ -97,7 +97,8 @@ class TransformerLM(nn.Module):
                 for block in blocks:
                     with annotate(block.range):
                         x = block(x, rotations, future)
-        return cast("Tensor", self.ln_final.of_sum(x)[1] if isinstance(x, Pending) else self.ln_final(x))
+        normed = self.ln_final(x)
+        return cast("Tensor", normed[1] if isinstance(x, Pending) else normed)
 
     def _nothing_added(self, x: Float[Tensor, "batch seq d_model"]) -> "Pending":
         """A branch of zeros, like those of blocks in all else: a block is compiled once."""
@@ -160,9 +161,9 @@ class Block(nn.Module):
         if not isinstance(x, Pending):
             x = x + self.attn(self.ln1(x), rotations, future)
             return cast("Tensor", x + self.ffn(self.ln2(x)))
-        stream, normed = self.ln1.of_sum(x)
+        stream, normed = self.ln1(x)
         branch = self.attn(normed, rotations, future)
-        stream, normed = self.ln2.of_sum(Pending(stream, branch, self.attn.output_proj.bias_due))
+        stream, normed = self.ln2(Pending(stream, branch, self.attn.output_proj.bias_due))
         return Pending(stream, self.ffn(normed), self.ffn.w2.bias_due)
 
 
@@ -342,7 +343,10 @@ class LMHead(Linear):
 
 
 class RMSNorm(nn.Module):
-    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
+    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019).
+
+    Of a Pending, the residual stream with all added, and the norm of that.
+    """
 
     range: str = Range.NORM
 
@@ -351,18 +355,20 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+    def forward(
+        self, x: Float[Tensor, "... d_model"] | Pending
+    ) -> Float[Tensor, "... d_model"] | tuple[Tensor, Tensor]:
         with annotate(self.range):
+            if isinstance(x, Pending):
+                return add_norm(*x, self.weight, None, self.eps)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    def of_sum(self, x: Pending) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"]]:
-        """The stream with all added, and its norm."""
-        with annotate(self.range):
-            return add_norm(x.stream, x.branch, x.bias, self.weight, None, self.eps)
 
 
 class LayerNorm(nn.Module):
-    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016)."""
+    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016).
+
+    Of a Pending, the residual stream with all added, and the norm of that.
+    """
 
     range: str = Range.NORM
 
@@ -372,14 +378,13 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_model))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+    def forward(
+        self, x: Float[Tensor, "... d_model"] | Pending
+    ) -> Float[Tensor, "... d_model"] | tuple[Tensor, Tensor]:
         with annotate(self.range):
+            if isinstance(x, Pending):
+                return add_norm(*x, self.weight, self.bias, self.eps)
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-    def of_sum(self, x: Pending) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"]]:
-        """The stream with all added, and its norm."""
-        with annotate(self.range):
-            return add_norm(x.stream, x.branch, x.bias, self.weight, self.bias, self.eps)
 
 
 def _embedding(weight: Tensor, tokens: Tensor) -> Tensor:

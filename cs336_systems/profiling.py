@@ -176,10 +176,15 @@ def _open_at_output(name: str, _module: nn.Module, inputs: tuple[Any, ...], outp
 
 
 def _first_node(values: Iterable[object]) -> Node | None:
-    """The node that computed the first tensor with a gradient among `values`; None while compiling."""
+    """The node that backward runs first of those that computed `values` and what tuples among them hold.
+
+    None where no tensor has one, and while compiling.
+    """
     if torch.compiler.is_compiling():
         return None
-    return next((value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None), None)
+    parts = (part for value in values for part in (value if isinstance(value, tuple) else (value,)))
+    nodes = (part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None)
+    return max(nodes, key=lambda node: node._sequence_nr(), default=None)
 
 
 def _open(name: str) -> None:

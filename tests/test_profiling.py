@@ -15,6 +15,7 @@ from cs336_systems.config import Arch, ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.profiling import Annotator, annotate, backward_ranges, set_annotator
 from cs336_systems.ranges import Range
+from cs336_systems.shortcuts.weights import cast_linear_weights, fuse_blocks
 
 LAYERS = 2
 NAMES = {str(name) for name in Range} | {f"block.{i}" for i in range(LAYERS)}
@@ -159,6 +160,23 @@ def test_backward_ranges(arch, recording) -> None:
     block = ["ffn", "norm", "attention", "norm"]
     expected = ["lm_head", "norm", "block.1", block, "block.0", block, "embedding"]
     assert spans(prof.events()).names() == expected
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_fused_blocks_have_the_same_ranges(arch, recording) -> None:
+    """Though a block's branch is added by the norm that reads the sum, which is the next block's."""
+    model, tokens = make(arch)
+    cast_linear_weights(model, torch.bfloat16)
+    fuse_blocks(model)
+    with backward_ranges(model), torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            loss.backward()
+    block = ["ffn", "norm", "attention", "norm"]
+    expected = ["lm_head", "norm", "block.1", block, "block.0", block, "embedding"]
+    assert spans(prof.events()).names() == expected
+    assert innermost(prof.events(), "cs336_systems::add_norm_backward") == {"norm": 2 * LAYERS + 1}
+    assert innermost(prof.events(), "cs336_systems::lookup_backward") == {"embedding": 1}
 
 
 def check_operators(events: list[FunctionEvent]) -> None:
