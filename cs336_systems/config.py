@@ -164,7 +164,8 @@ class RunConfig:
     compile_blocks: bool = False
     """Compile each block on its own instead of the whole model."""
     checkpoint_blocks: int = 0
-    """Keep only the input of every so many blocks for backward, and compute the rest again; 0 keeps everything."""
+    """Keep only the input of every so many blocks for backward (of fused ones stream and branch), and compute the rest
+    again; 0 keeps everything."""
     pad_vocabulary: int = 1
     """Compute logits for a vocabulary rounded up to a multiple of this, and leave the surplus out of the loss."""
     cast_once: bool = False
@@ -175,7 +176,8 @@ class RunConfig:
     out the copies in fp32."""
     fused_blocks: bool = False
     """Add branches to the residual stream in the kernels of the norms that read the sum, biases in GELU's, and the
-    gradients of the embedding to their rows in one pass, in no fixed order."""
+    gradients of the embedding to their rows in one pass, in no fixed order. Backward keeps the sums, in fp32: a few
+    percent of the memory."""
     fp8: bool = False
     """Compute the linear layers of the blocks in fp8, with scales found anew in every step, where widths and tokens are
     multiples of 16. The model's FLOPs are the same, and MFU stays a share of the peak in bf16."""

@@ -34,11 +34,11 @@ _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
 def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The best known combination for this step on the device of that name (as NVML gives it; None: not known).
 
-    On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one, fused AdamW, each phase one
-    CUDA graph, and a vocabulary padded where its width is an awkward one. A GPU known to have no bf16 keeps its
-    precision. A model of the user's own gets what needs no knowledge of it: bf16, compilation, fused AdamW. On a CPU
-    compilation costs more than it saves and bf16 is seldom faster: both stay as they were asked for. A profiler of
-    memory sees no graph: with it there is none.
+    On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
+    products, fused loss and AdamW, each phase one CUDA graph, and a vocabulary padded where its width is an awkward
+    one. A GPU known to have no bf16 keeps its precision. A model of the user's own gets what needs no knowledge of it:
+    bf16, compilation, fused AdamW. On a CPU compilation costs more than it saves and bf16 is seldom faster: both stay
+    as they were asked for. A profiler of memory sees no graph: with it there is none.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None

@@ -126,7 +126,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
         _Change("fused-loss", "logits become their gradient in place", on_gpu and ours, {"fused_loss": True}),
         _Change(
-            "fused-blocks", "norms add their branch, GELU its bias", on_gpu and ours,
+            "fused-blocks", "norms add their branch, GELU its bias; embedding's gradient in one pass", on_gpu and ours,
             {"fused_blocks": True},
         ),
         _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),

@@ -50,7 +50,7 @@ class TransformerLM(nn.Module):
         self.checkpoint_blocks = 0
         """Blocks whose inside is computed again in backward instead of kept; 0 for none."""
         self.has_fused_blocks = False
-        """Whether branches are added to the residual stream by the norms that read the sum (shortcuts/weights.py)."""
+        """Whether branches are added to the residual stream by the norms that read the sum; see `fuse_blocks`."""
         gpt2 = config.arch is Arch.GPT2
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, config.context_length if gpt2 else None)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
@@ -105,8 +105,23 @@ class TransformerLM(nn.Module):
         last = cast("Block", self.layers[-1]).ffn.w2
         assert last.copies is not None
         make = partial(torch.zeros, dtype=last.copies.weight.dtype, device=x.device)
-        bias = None if last.copies.bias is None else make(len(last.copies.bias), requires_grad=True)
-        return Pending(x, make(x.shape, requires_grad=torch.is_grad_enabled()), bias)
+        # like those of other blocks; the compiler makes no such tensor, and needs none where it sees all blocks at once
+        is_traced = torch.compiler.is_compiling()
+        needs_grad = torch.is_grad_enabled() and not is_traced
+        bias = None if last.copies.bias is None else make(len(last.copies.bias), requires_grad=not is_traced)
+        return Pending(x, make(x.shape, requires_grad=needs_grad), bias)
+
+    def fuse_blocks(self) -> None:
+        """Leave biases inside blocks, and what these add to the residual stream, to the kernels that read them next.
+
+        For linear layers that have copies (shortcuts/weights.py), by shortcuts/fused_blocks.py. The embedding before
+        them gets its gradient in one pass (shortcuts/lookup.py).
+        """
+        for block in cast("Iterable[Block]", self.layers):
+            for layer in (block.attn.output_proj, block.ffn.w1, block.ffn.w2):
+                if layer.copies is not None and layer.copies.bias is not None:
+                    layer.copies = layer.copies._replace(is_bias_due=True)
+        self.has_fused_blocks = self.token_embeddings.has_fused_backward = True
 
 
 class Pending(NamedTuple):
@@ -342,49 +357,44 @@ class LMHead(Linear):
             return F.linear(x, self.weight)
 
 
-class RMSNorm(nn.Module):
-    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019).
-
-    Of a Pending, the residual stream with all added, and the norm of that.
-    """
+class Norm(nn.Module):
+    """A norm with a learned gain, of x or of what a residual stream is with all added."""
 
     range: str = Range.NORM
+    bias: nn.Parameter | None
 
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+    def __init__(self, d_model: int, eps: float = 1e-5, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model)) if bias else None
         self.eps = eps
 
     def forward(
         self, x: Float[Tensor, "... d_model"] | Pending
     ) -> Float[Tensor, "... d_model"] | tuple[Tensor, Tensor]:
+        """The norm of x; of a Pending, the stream with all added, and the norm of that."""
         with annotate(self.range):
-            if isinstance(x, Pending):
-                return add_norm(*x, self.weight, None, self.eps)
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return add_norm(*x, self.weight, self.bias, self.eps) if isinstance(x, Pending) else self._of(x)
+
+    def _of(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
-class LayerNorm(nn.Module):
-    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016).
+class RMSNorm(Norm):
+    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
 
-    Of a Pending, the residual stream with all added, and the norm of that.
-    """
+    def _of(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    range: str = Range.NORM
+
+class LayerNorm(Norm):
+    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016)."""
 
     def __init__(self, d_model: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
-        self.bias = nn.Parameter(torch.zeros(d_model))
-        self.eps = eps
+        super().__init__(d_model, eps, bias=True)
 
-    def forward(
-        self, x: Float[Tensor, "... d_model"] | Pending
-    ) -> Float[Tensor, "... d_model"] | tuple[Tensor, Tensor]:
-        with annotate(self.range):
-            if isinstance(x, Pending):
-                return add_norm(*x, self.weight, self.bias, self.eps)
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def _of(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def _embedding(weight: Tensor, tokens: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from cs336_systems.ranges import Range
 from cs336_systems.shortcuts.cross_entropy import fused_cross_entropy
 from cs336_systems.shortcuts.master_adamw import MasterAdamW
 from cs336_systems.shortcuts.step_graph import StepGraph
-from cs336_systems.shortcuts.weights import Weight, cast_linear_weights, drop_gradients, fuse_blocks
+from cs336_systems.shortcuts.weights import Weight, cast_linear_weights, drop_gradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""
@@ -98,7 +98,7 @@ class TrainingStep:
         if config.cast_once:
             self.weights = cast_linear_weights(self.model, AUTOCAST_DTYPES[config.precision], fp8=config.fp8)
         if config.fused_blocks:
-            fuse_blocks(cast(TransformerLM, self.model))
+            cast(TransformerLM, self.model).fuse_blocks()
         self.optimizer = self._make_optimizer()
         self.phase = Phase.DATA
         """What the step is at, for whoever has to say where it failed."""

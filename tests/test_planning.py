@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.config import SIZES, CompileMode, Device, Mode, Precision, RunConfig
+from cs336_systems.fast import fastest
 from cs336_systems.planning import make_plan
 from cs336_systems.record import Status, load_records
 
@@ -45,6 +46,13 @@ def test_what_ran_out_of_memory_is_foretold_and_comes_last() -> None:
     plan = make_plan(plain, H200_BYTES)
     assert set(plan.too_large) == {found for found in plain if cuda[found] is Status.OOM}
     assert plan.configs[-len(plan.too_large) :] == plan.too_large
+
+
+@pytest.mark.parametrize("size", ["small", "gpt2"])
+def test_the_fastest_steps_are_planned_too(size: str) -> None:
+    """Ordered by what is like them and predictable: the same without what makes them fast."""
+    fast = [fastest(config(size, context), "NVIDIA H200") for context in (512, 128)]
+    assert make_plan(fast, H200_BYTES).configs == tuple(reversed(fast))
 
 
 def test_without_a_known_memory_nothing_is_said_not_to_fit() -> None:

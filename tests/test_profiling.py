@@ -15,7 +15,7 @@ from cs336_systems.config import Arch, ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.profiling import Annotator, annotate, backward_ranges, set_annotator
 from cs336_systems.ranges import Range
-from cs336_systems.shortcuts.weights import cast_linear_weights, fuse_blocks
+from cs336_systems.shortcuts.weights import cast_linear_weights
 
 LAYERS = 2
 NAMES = {str(name) for name in Range} | {f"block.{i}" for i in range(LAYERS)}
@@ -167,7 +167,7 @@ def test_fused_blocks_have_the_same_ranges(arch, recording) -> None:
     """Though a block's branch is added by the norm that reads the sum, which is the next block's."""
     model, tokens = make(arch)
     cast_linear_weights(model, torch.bfloat16)
-    fuse_blocks(model)
+    model.fuse_blocks()
     with backward_ranges(model), torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, tokens)
         with profile(activities=[ProfilerActivity.CPU]) as prof:

@@ -137,7 +137,7 @@ class StepArguments:
     """Turn the logits into their gradient in place, in one kernel."""
     fused_blocks: Switch = False
     """Add to the residual stream in the kernels of the norms that read the sum, biases in GELU's, and the embedding's
-    gradients in one pass."""
+    gradients in one pass, in no fixed order. Needs --cast-once."""
     fp8: Switch = False
     """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on; with other
     rounding than bf16's, so --fast does so only if asked."""

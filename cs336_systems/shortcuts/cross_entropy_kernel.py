@@ -1,7 +1,7 @@
 """Cross-entropy over rows of logits, written in Triton: a program is at one row at a time, which memory gives it once.
 
-The second time a program reads its row, for the gradient, it is still in a cache, if so few programs run that all their
-rows fit there: with a program for each row memory gave all of them twice.
+The second time a program reads its row, for the gradient, it is still in the cache, where the rows of all programs fit
+there: 40 MB of 50,304 logits in bf16, on 132 processors. With a program for each row memory gave all of them twice.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -18,7 +18,7 @@ LONG_ROW = 16_384
 WIDTH: tl.constexpr = tl.constexpr(8)
 """Of them in one thread, which are 16 bytes of low precision."""
 LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
-"""Below all logits, and finite: infinity less infinity is not a number."""
+"""Below all logits, and finite, times LOG2_E too: infinity less infinity is not a number."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -26,7 +26,8 @@ def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients:
     """Of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
     With `write_gradients` the logits become the gradient of the mean of these: softmax less one at the target, over the
-    number of rows, and 0 where padded.
+    number of rows, and 0 where padded. Logits are taken to lie within 1e38; a target that is none of the vocabulary's
+    makes its row's loss nan, and its gradient that of a row without a target.
     """
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
@@ -61,7 +62,8 @@ def _cross_entropy_row(  # type: ignore[no-untyped-def]
     at, target, loss, share, vocab_size, padded_size,
     WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    own = tl.load(at + target).to(tl.float32)  # first, before it is overwritten
+    is_known = (target >= 0) & (target < vocab_size)
+    own = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)  # before it is overwritten
     columns = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     # a running maximum and sum in every thread: none waits for another before the end
     largest = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
@@ -96,7 +98,8 @@ def _cross_entropy_row(  # type: ignore[no-untyped-def]
             gradient = tl.where(start + columns < vocab_size, tl.exp2(x * LOG2_E - shift), 0.0)
             tl.store(at + start + columns, gradient.to(at.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # the target's is another thread's to write, and the last word
-        tl.store(at + target, ((tl.exp2((own - log_sum) * LOG2_E) - 1) * share).to(at.dtype.element_ty))
+        wanted = (tl.exp2((own - log_sum) * LOG2_E) - 1) * share
+        tl.store(at + target, wanted.to(at.dtype.element_ty), mask=is_known)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -58,7 +58,7 @@ def _add_norm(
 
         return fused_blocks_kernel.add_norm(stream, branch, branch_bias, gain, bias, eps)
     total = stream.float() + branch.float()
-    total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype)
+    total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype).contiguous()
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
     wide = wide - means[0][:, None] if means else wide
@@ -96,7 +96,13 @@ def _add_norm_backward(
     result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
     sums += [result.sum(dim=0)] if has_branch_bias else []
     result = result.view(total.shape)
-    return result.to(total.dtype, copy=True), result.to(gradient.dtype, copy=True), torch.stack(sums)
+    rows = _aligned_rows(statistics, len(sums), total.shape[-1]).copy_(torch.stack(sums))
+    return result.to(total.dtype, copy=True), result.to(gradient.dtype, copy=True), rows
+
+
+def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
+    """Rows in fp32, each at an address that AdamW's kernel can read 16 bytes at a time from."""
+    return like.new_empty(num_rows, -(-width // 4) * 4)[:, :width]
 
 
 @torch.library.custom_op("cs336_systems::bias_gelu", mutates_args=())
@@ -105,7 +111,7 @@ def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         from cs336_systems.shortcuts import fused_blocks_kernel
 
         return fused_blocks_kernel.bias_gelu(x, bias)
-    return F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype)
+    return F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
 
 
 @torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())
@@ -116,7 +122,7 @@ def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tens
 
         return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient)
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
-    return wide.to(x.dtype, copy=True), wide.flatten(0, -2).sum(dim=0)
+    return wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format), wide.flatten(0, -2).sum(dim=0)
 
 
 @_add_norm.register_fake
@@ -134,7 +140,7 @@ def _(
     is_centred: bool, has_branch_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     del stream_gradient, gain
-    sums = statistics.new_empty(1 + is_centred + has_branch_bias, total.shape[-1])
+    sums = _aligned_rows(statistics, 1 + is_centred + has_branch_bias, total.shape[-1])
     return total.new_empty(total.shape), gradient.new_empty(gradient.shape), sums
 
 

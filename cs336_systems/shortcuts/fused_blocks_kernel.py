@@ -14,8 +14,10 @@ from torch import Tensor
 GELU_BLOCK = 1024
 """Columns to a program of GELU."""
 NUM_WARPS = 4
-STAGES: tl.constexpr = tl.constexpr(3)
+STAGES = 3
 """Rows that a program of those that gather sums is reading at once: a fourth less time than one after the other."""
+MAX_STAGED = 4096
+"""Elements of the widest row of which so many fit into the memory that a program shares."""
 SUM_COLUMNS, SUM_ROWS = 16, 256
 """Of what the programs found, to a program that adds it up."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
@@ -28,12 +30,13 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, its norm in the type of `branch`, and 1 / deviation and, if centred, mean of each row."""
     stream, branch = stream.contiguous(), branch.contiguous()
+    vectors = [None if each is None else each.contiguous() for each in (branch_bias, gain, bias)]
     width = stream.shape[-1]
     rows = stream.numel() // width
     total, normed = torch.empty_like(stream), torch.empty_like(branch)
     statistics = torch.empty(1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device)
     _add_norm_values[(rows,)](
-        stream, branch, branch_bias, gain, bias, total, normed, statistics, rows, width, eps,
+        stream, branch, *vectors, total, normed, statistics, rows, width, eps,
         HAS_BRANCH_BIAS=branch_bias is not None, IS_CENTRED=bias is not None,
         BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
     )  # fmt: skip
@@ -51,7 +54,7 @@ def add_norm_backward(
     has_branch_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of stream and branch, and rows in fp32: those of gain, of bias, of branch bias, as far as there are."""
-    gradient = gradient.contiguous()
+    gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
     width = total.shape[-1]
     rows = total.numel() // width
     block = triton.next_power_of_2(width)
@@ -61,15 +64,15 @@ def add_norm_backward(
     _add_norm_grads[(programs,)](
         None if stream_gradient is None else stream_gradient.contiguous(), gradient, total, statistics, gain,
         of_stream, of_branch, partial, rows, width,
-        HAS_STREAM=stream_gradient is not None, IS_CENTRED=is_centred, HAS_BRANCH_BIAS=has_branch_bias,
-        BLOCK=block, num_warps=NUM_WARPS,
+        HAS_STREAM=stream_gradient is not None, IS_CENTRED=is_centred, HAS_BRANCH_BIAS=has_branch_bias, BLOCK=block,
+        STAGES=STAGES if block <= MAX_STAGED else 1, num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
     )  # fmt: skip
     return of_stream, of_branch, _summed(partial)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """GELU of x + bias, in its tanh approximation."""
-    x = x.contiguous()
+    x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
     result = torch.empty_like(x)
     grid = (x.numel() // width, triton.cdiv(width, GELU_BLOCK))
@@ -79,14 +82,16 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the bias, the latter in fp32."""
-    x, gradient = x.contiguous(), gradient.contiguous()
+    x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
     programs = _num_programs(rows, triton.next_power_of_2(width), x.device)
     result = torch.empty_like(x)
     partial = torch.empty(1, programs, width, dtype=torch.float32, device=x.device)
     grid = (programs, triton.cdiv(width, GELU_BLOCK))
-    _bias_gelu_grads[grid](x, bias, gradient, result, partial, rows, width, BLOCK=GELU_BLOCK, num_warps=NUM_WARPS)
+    _bias_gelu_grads[grid](
+        x, bias, gradient, result, partial, rows, width, BLOCK=GELU_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS
+    )
     return result, _summed(partial)[0]
 
 
@@ -98,11 +103,11 @@ def _num_programs(rows: int, block: int, device: torch.device) -> int:
 
 
 def _summed(partial: Tensor) -> Tensor:
-    """Over the programs, the middle dimension."""
+    """Over the programs, the middle dimension; each row begins at 16 bytes, which AdamW's kernel reads at a time."""
     num_sums, programs, width = partial.shape
-    result = partial.new_empty(num_sums, width)
+    result = partial.new_empty(num_sums, triton.cdiv(width, 4) * 4)[:, :width]
     _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](
-        partial, result, programs, width, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=2 * NUM_WARPS
+        partial, result, programs, width, result.stride(0), ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=2 * NUM_WARPS
     )
     return result
 
@@ -139,7 +144,7 @@ def _add_norm_values(  # type: ignore[no-untyped-def]
 def _add_norm_grads(  # type: ignore[no-untyped-def]
     stream_gradient, gradient, total, statistics, gain, of_stream, of_branch, partial, rows, width,
     HAS_STREAM: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -180,7 +185,9 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce_sums(partial, result, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _reduce_sums(  # type: ignore[no-untyped-def]
+    partial, result, programs, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     first = partial + tl.program_id(1) * programs * width
@@ -189,7 +196,7 @@ def _reduce_sums(partial, result, programs, width, ROWS: tl.constexpr, COLUMNS: 
         program = start + tl.arange(0, ROWS)
         here = (program < programs)[:, None] & inside[None, :]
         found += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
-    tl.store(result + tl.program_id(1) * width + column, tl.sum(found, 0), mask=inside)
+    tl.store(result + tl.program_id(1) * stride + column, tl.sum(found, 0), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -205,7 +212,7 @@ def _bias_gelu_values(x, bias, result, width, BLOCK: tl.constexpr):  # type: ign
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gelu_grads(  # type: ignore[no-untyped-def]
-    x, bias, gradient, result, partial, rows, width, BLOCK: tl.constexpr
+    x, bias, gradient, result, partial, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
     program = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -7,12 +7,11 @@ model's parameters are the masters, and its state dict knows nothing of copies.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.model import Block, Copies, Linear, LMHead, SelfAttention, SwiGLU, TransformerLM
+from cs336_systems.model import Copies, Linear, LMHead, SelfAttention, SwiGLU
 
 ALIGNMENT = 16
 """Bytes at which the parts of a joint weight must begin, as a kernel's threads read so many at once."""
@@ -76,19 +75,6 @@ def cast_linear_weights(model: nn.Module, dtype: torch.dtype, *, fp8: bool = Fal
     weights = tuple(found.get(parameter) or Weight(master=parameter) for parameter in model.parameters())
     model.register_load_state_dict_post_hook(lambda _model, _keys: _refresh(weights))
     return weights
-
-
-def fuse_blocks(model: TransformerLM) -> None:
-    """Leave biases inside the blocks, and what these add to the residual stream, to the kernels that read them next.
-
-    For linear layers that have copies (shortcuts/fused_blocks.py). The embedding before them gets its gradient in one
-    pass (shortcuts/lookup.py).
-    """
-    for block in cast(Iterable[Block], model.layers):
-        for layer in (block.attn.output_proj, block.ffn.w1, block.ffn.w2):
-            if layer.copies is not None and layer.copies.bias is not None:
-                layer.copies = layer.copies._replace(is_bias_due=True)
-    model.has_fused_blocks = model.token_embeddings.has_fused_backward = True
 
 
 def _join(

@@ -50,6 +50,28 @@ def test_loss_and_gradient_are_pytorch_s_and_padding_has_none(
     assert not gradient[..., vocab:].any()
 
 
+@pytest.mark.gpu
+def test_more_rows_than_programs() -> None:
+    """Of a short and of a long vocabulary; the programs are 6 and 3 to a processor."""
+    rows = 6 * torch.cuda.get_device_properties(0).multi_processor_count + 5
+    for vocab in (1000, 20_000):
+        logits = torch.randn(1, rows, vocab, device="cuda", requires_grad=True)
+        targets = torch.randint(vocab, (1, rows), device="cuda")
+        loss, expected = fused_cross_entropy(logits * 1, targets, vocab), F.cross_entropy(logits[0], targets[0])
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        found, wanted = (torch.autograd.grad(each, logits)[0] for each in (loss, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_a_target_of_no_vocabulary_has_no_loss_and_writes_nothing_beside_its_row() -> None:
+    logits = torch.randn(1, 3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1
+    before = logits.detach().clone()
+    loss = fused_cross_entropy(logits[:, 1:2], torch.tensor([[-100]], device="cuda"), 60)
+    assert loss.isnan()
+    assert torch.equal(logits.detach()[:, [0, 2]], before[:, [0, 2]])
+
+
 def test_logits_that_overflow_exponentials_have_a_finite_loss() -> None:
     logits = torch.tensor([[[1e4, -1e4, 0.0, 7.0]]])
     loss = fused_cross_entropy(logits, torch.tensor([[1]]), 3)

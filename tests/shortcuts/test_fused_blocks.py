@@ -1,6 +1,11 @@
 """Residual addition with norm, and bias with GELU, against PyTorch's operators, differentiated by autograd."""
 
+import json
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +14,12 @@ from torch import Tensor
 
 from cs336_systems.clock import HostClock
 from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.model import Norm
 from cs336_systems.shortcuts import fused_blocks
 from cs336_systems.step import TrainingStep
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-WIDTHS = [8, 768, 1600, 2560]
+WIDTHS = [37, 768, 2560, 4608, 8200]
 EPS = 1e-5
 TYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 """Of the stream and of the branch."""
@@ -108,16 +114,17 @@ def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2047, 16_384])
 def test_sums_over_many_rows(rows: int, device: str) -> None:
     """More rows than programs, and fewer: none is left out, none counted twice. Of ones, so that sums are exact."""
-    stream, branch = (torch.zeros(rows, 24, device=device, requires_grad=True) for _ in range(2))
+    stream = torch.tensor([1.0, -1.0] * 12, device=device).repeat(rows, 1).requires_grad_()  # which is its own norm
+    branch = torch.zeros(rows, 24, device=device, requires_grad=True)
     vectors = [torch.zeros(24, device=device, requires_grad=True) for _ in range(3)]
-    total, normed = fused_blocks.add_norm(stream, branch, vectors[0], vectors[1], vectors[2], EPS)
+    total, normed = fused_blocks.add_norm(stream, branch, vectors[0], vectors[1], vectors[2], 0.0)
     (total.sum() + normed.sum()).backward()
     hidden, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((rows, 24), (24,)))
     fused_blocks.bias_gelu(hidden, bias).sum().backward()
-    expected = {"branch bias": 1.0, "gain": 0.0, "bias": 1.0, "GELU's bias": 0.5}
-    for each, share in zip((*vectors, bias), expected.values(), strict=True):
+    expected = {"branch bias": [1.0, 1.0], "gain": [1.0, -1.0], "bias": [1.0, 1.0], "GELU's bias": [0.5, 0.5]}
+    for each, shares in zip((*vectors, bias), expected.values(), strict=True):
         assert each.grad is not None
-        assert each.grad.tolist() == [share * rows] * 24
+        assert each.grad.tolist() == [share * rows for share in shares] * 12
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,6 +135,23 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS))
     torch.library.opcheck(fused_blocks._add_norm, (stream, branch, None, vectors[0], None, EPS))
     torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_does_not_lie_row_after_row(device: str) -> None:
+    """A kernel would take it for what does."""
+    stream, branch = (made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2))
+    vectors = [made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_() for n in range(3)]
+    stream, branch = (each.detach().requires_grad_() for each in (stream, branch))
+    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS))
+    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0]))
+    total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
+    gradient = torch.ones_like(total)
+    given = (None, gradient, total, statistics, vectors[1].detach(), True, False)
+    dense = (None, gradient.contiguous(), total.contiguous(), statistics, vectors[1].detach().contiguous(), True, False)
+    for found, expected in zip(fused_blocks._add_norm_backward(*given), fused_blocks._add_norm_backward(*dense),
+                               strict=True):  # fmt: skip
+        torch.testing.assert_close(found, expected)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -141,6 +165,17 @@ def test_what_does_not_fit_is_refused() -> None:
         fused_blocks.bias_gelu(x, vector[:1])
     with pytest.raises(ValueError, match="fused_blocks needs cast_once"):
         replace(BASE, cast_once=False, fused_blocks=True)
+
+
+@pytest.mark.parametrize("d_model", [6, 50])
+def test_gradients_begin_where_adamw_s_kernel_can_read(d_model: int) -> None:
+    """16 bytes at a time."""
+    model = replace(MODEL, arch=Arch.GPT2, d_model=d_model, num_heads=2)
+    step, _, _ = first_gradients(replace(BASE, model=model, fused_blocks=True))
+    norms = [module for module in step.model.modules() if isinstance(module, Norm)]
+    found = [parameter.grad for norm in norms for parameter in (norm.weight, norm.bias) if parameter is not None]
+    assert len(found) == 2 * (2 * model.num_layers + 1)
+    assert all(gradient is not None and gradient.data_ptr() % 16 == 0 for gradient in found)
 
 
 def first_gradients(config: RunConfig) -> tuple[TrainingStep, float, dict[str, Tensor]]:
@@ -183,11 +218,12 @@ def test_a_forgotten_bias_would_be_seen(arch: Arch) -> None:
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
-def test_training_goes_on_alike_with_an_operator_for_each_norm() -> None:
+@pytest.mark.parametrize("arch", list(Arch))
+def test_training_goes_on_alike_by_an_operator_for_each_norm(arch: Arch) -> None:
     losses = []
     for is_fused in (False, True):
         torch.manual_seed(0)
-        step = TrainingStep(replace(BASE, fused_blocks=is_fused))
+        step = TrainingStep(replace(BASE, model=replace(MODEL, arch=arch), fused_blocks=is_fused))
         losses.append([step(HostClock())[1].item() for _ in range(6)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1][-1] < losses[1][0]
@@ -195,5 +231,35 @@ def test_training_goes_on_alike_with_an_operator_for_each_norm() -> None:
         step(HostClock())
     events = profile.events()
     assert events is not None
-    seen = [event.name for event in events if event.name == "cs336_systems::add_norm"]
-    assert len(seen) == 2 * MODEL.num_layers + 1
+    seen = Counter(event.name for event in events)
+    assert seen["cs336_systems::add_norm"] == seen["cs336_systems::add_norm_backward"] == 2 * MODEL.num_layers + 1
+    assert seen["cs336_systems::bias_gelu"] == (MODEL.num_layers if arch is Arch.GPT2 else 0)
+    assert seen["cs336_systems::lookup"] == seen["cs336_systems::lookup_backward"] == 1
+
+
+ONE_GRAPH = """
+import contextlib, json, torch
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.step import TrainingStep
+
+found = []
+for arch, mode, context in (("cs336", "train", contextlib.nullcontext), ("gpt2", "inference", torch.no_grad)):
+    model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4, arch=arch)
+    config = RunConfig(size="custom", model=model, precision="bf16", mode=mode, optimizer="fused", cast_once=True,
+                       fused_blocks=True)
+    step = TrainingStep(config)
+    with context(), torch.autocast("cpu", torch.bfloat16):
+        explained = torch._dynamo.explain(step._loss_of)(*step.batches())
+    found.append([explained.graph_count, explained.graph_break_count])
+print(json.dumps(found))
+"""
+
+
+def test_the_whole_model_is_one_graph() -> None:
+    """In a fresh process: the shape checks of tests do not compile."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ONE_GRAPH], cwd=Path(__file__).parents[2], capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[1, 0], [1, 0]]
