@@ -1,5 +1,7 @@
 """Shape checking on throughout the tests, and GPU tests only where there is a GPU."""
 
+import gc
+
 import pytest
 from jaxtyping import install_import_hook
 
@@ -14,3 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker("gpu"):
                     item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Each measurement collects garbage; among all that was imported and collected here there is none."""
+    gc.collect()
+    gc.freeze()
