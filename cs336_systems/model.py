@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,13 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
+from cs336_systems.layers import Copies, Embedding, LayerNorm, Linear, LMHead, Pending, RMSNorm, cast_once
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range, block_range
 from cs336_systems.rope import rope_rotations, rotate_pairs
-from cs336_systems.shortcuts.fp8 import fp8_linear
-from cs336_systems.shortcuts.fused_blocks import add_norm, bias_gelu
+from cs336_systems.shortcuts.fused_blocks import bias_gelu
 from cs336_systems.shortcuts.joint import rope_heads, swiglu
-from cs336_systems.shortcuts.lookup import lookup
 
 _SDPA_BACKENDS = {
     SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
@@ -100,7 +99,7 @@ class TransformerLM(nn.Module):
         normed = self.ln_final(x)
         return cast("Tensor", normed[1] if isinstance(x, Pending) else normed)
 
-    def _nothing_added(self, x: Float[Tensor, "batch seq d_model"]) -> "Pending":
+    def _nothing_added(self, x: Float[Tensor, "batch seq d_model"]) -> Pending:
         """A branch of zeros, like those of blocks in all else: a block is compiled once."""
         last = cast("Block", self.layers[-1]).ffn.w2
         assert last.copies is not None
@@ -122,14 +121,6 @@ class TransformerLM(nn.Module):
                 if layer.copies is not None and layer.copies.bias is not None:
                     layer.copies = layer.copies._replace(is_bias_due=True)
         self.has_fused_blocks = self.token_embeddings.has_fused_backward = True
-
-
-class Pending(NamedTuple):
-    """A residual stream, and what whoever reads it has to add first: a branch and, where it has one, its bias."""
-
-    stream: Float[Tensor, "batch seq d_model"]
-    branch: Float[Tensor, "batch seq d_model"]
-    bias: Float[Tensor, " d_model"] | None
 
 
 def _again(
@@ -205,7 +196,7 @@ class SelfAttention(nn.Module):
         future: Bool[Tensor, "seq seq"] | None,
     ) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
-            x = _cast_once(x)
+            x = cast_once(x)
             if self.joint is not None and rotations is not None:
                 q, k, v = rope_heads(self.joint.product(x), rotations)
             else:
@@ -262,7 +253,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
-            x = _cast_once(x)
+            x = cast_once(x)
             if self.joint is None:
                 return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
             return cast("Tensor", self.w2(swiglu(self.joint.product(x))))
@@ -285,122 +276,6 @@ class GeluMLP(nn.Module):
             return cast("Tensor", self.w2(activated))
 
 
-class Embedding(nn.Module):
-    """A vector for each token, plus one for each position where `context_length` is given."""
-
-    range: str = Range.EMBEDDING
-
-    def __init__(self, vocab_size: int, d_model: int, context_length: int | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        self.positions = None if context_length is None else nn.Parameter(torch.empty(context_length, d_model))
-        self.has_fused_backward = False
-        """Whether gradients are added to their rows in one pass (shortcuts/lookup.py)."""
-
-    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
-        with annotate(self.range):
-            x = (lookup if self.has_fused_backward else _embedding)(self.weight, tokens)
-            return x if self.positions is None else x + self.positions[: tokens.shape[1]]
-
-
-class Copies(NamedTuple):
-    """A weight and, where there is one, a bias, in low precision."""
-
-    weight: Tensor
-    bias: Tensor | None
-    in_fp8: bool = False
-    """Whether the product casts both its factors to fp8."""
-    is_bias_due: bool = False
-    """Whether the bias is left to whoever reads the product."""
-
-    def product(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """x W^T, plus the bias unless that is left to others."""
-        return (fp8_linear if self.in_fp8 else F.linear)(x, self.weight, None if self.is_bias_due else self.bias)
-
-
-class Linear(nn.Module):
-    """x W^T, plus a bias where asked for."""
-
-    def __init__(self, d_in: int, d_out: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(d_out, d_in))
-        self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
-        self.copies: Copies | None = None
-        """Copies of both, to be read in their place (shortcuts/weights.py)."""
-
-    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        return F.linear(x, self.weight, self.bias) if self.copies is None else self.copies.product(x)
-
-    @property
-    def bias_due(self) -> Float[Tensor, " d_out"] | None:
-        """The bias that whoever reads the product has to add; None where it is in it, or there is none."""
-        return self.copies.bias if self.copies is not None and self.copies.is_bias_due else None
-
-
-class LMHead(Linear):
-    """Logits from the residual stream."""
-
-    range: str = Range.LM_HEAD
-    multiple: int = 1
-    """Of which the product computes logits, with weights of 0 for the surplus, which is returned only if asked for."""
-
-    def forward(self, x: Float[Tensor, "... d_model"], *, with_surplus: bool = False) -> Float[Tensor, "... vocab"]:
-        logits = self._padded(x)
-        return logits if with_surplus or logits.shape[-1] == len(self.weight) else logits[..., : len(self.weight)]
-
-    def _padded(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... padded"]:
-        with annotate(self.range):
-            if self.copies is not None:
-                return self.copies.product(x)
-            if surplus := -len(self.weight) % self.multiple:
-                return F.linear(x, F.pad(_cast_once(self.weight), (0, 0, 0, surplus)))
-            return F.linear(x, self.weight)
-
-
-class Norm(nn.Module):
-    """A norm with a learned gain, of x or of what a residual stream is with all added."""
-
-    range: str = Range.NORM
-    bias: nn.Parameter | None
-
-    def __init__(self, d_model: int, eps: float = 1e-5, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
-        self.bias = nn.Parameter(torch.zeros(d_model)) if bias else None
-        self.eps = eps
-
-    def forward(
-        self, x: Float[Tensor, "... d_model"] | Pending
-    ) -> Float[Tensor, "... d_model"] | tuple[Tensor, Tensor]:
-        """The norm of x; of a Pending, the stream with all added, and the norm of that."""
-        with annotate(self.range):
-            return add_norm(*x, self.weight, self.bias, self.eps) if isinstance(x, Pending) else self._of(x)
-
-    def _of(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class RMSNorm(Norm):
-    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
-
-    def _of(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class LayerNorm(Norm):
-    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016)."""
-
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
-        super().__init__(d_model, eps, bias=True)
-
-    def _of(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-def _embedding(weight: Tensor, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens, weight)
-
-
 def num_parameters(model: nn.Module) -> int:
     """Number of parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
@@ -408,12 +283,6 @@ def num_parameters(model: nn.Module) -> int:
 
 def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
-
-
-def _cast_once(x: Tensor) -> Tensor:
-    """x in autocast's type, where it is on: by itself it makes, and keeps for backward, a copy for each product."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _sdpa_backend(backend: SdpaBackend) -> AbstractContextManager[object]:

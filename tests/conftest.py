@@ -5,7 +5,8 @@ import gc
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook(["cs336_systems.model", "cs336_systems.optimizer", "cs336_systems.step"], "beartype.beartype")
+CHECKED = ("layers", "model", "optimizer", "step")
+install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

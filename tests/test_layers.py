@@ -34,7 +34,8 @@ LEVELS = (
         "shortcuts.lookup_kernel",
     ),
     ("shortcuts.fp8", "shortcuts.joint", "shortcuts.fused_blocks", "shortcuts.lookup"),
-    ("model", "environment", "shortcuts.step_graph", "shortcuts.cross_entropy"),
+    ("layers", "environment", "shortcuts.step_graph", "shortcuts.cross_entropy"),
+    ("model",),
     ("shortcuts.weights",),
     ("shortcuts.adamw_kernel",),
     ("shortcuts.master_adamw",),
@@ -58,7 +59,7 @@ LEVELS = (
 )
 
 NEEDS_TORCH = {
-    "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "rope", "model", "step",
+    "profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "rope", "layers", "model", "step",
     "memory_recording",
     "shortcuts.adamw_kernel", "shortcuts.cross_entropy", "shortcuts.cross_entropy_kernel", "shortcuts.fp8",
     "shortcuts.fused_blocks", "shortcuts.fused_blocks_kernel", "shortcuts.joint", "shortcuts.joint_kernel",

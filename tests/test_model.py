@@ -1,7 +1,6 @@
 """The model against torch's own layers, a reference in fp64, properties, closed forms and published figures."""
 
 import cmath
-import importlib.util
 import math
 from collections import Counter
 from dataclasses import replace
@@ -13,19 +12,17 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems import model as model_module
 from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, SdpaBackend
+from cs336_systems.layers import Embedding, LayerNorm, RMSNorm
 from cs336_systems.model import (
-    Embedding,
     GeluMLP,
-    LayerNorm,
-    RMSNorm,
     SwiGLU,
     TransformerLM,
     naive_attention,
     num_parameters,
 )
 from cs336_systems.rope import rope_rotations, rotate_pairs
+from tests.plain import plain_model
 
 # unequal on purpose: batch 5, tokens 7, context 8, width 12, feed-forward 20, layers 3, heads 2 of 6, vocabulary 11
 CONFIG = ModelConfig(vocab_size=11, context_length=8, d_model=12, d_ff=20, num_layers=3, num_heads=2)
@@ -506,11 +503,7 @@ def test_autocast(config, dtype) -> None:
 
 @pytest.fixture(scope="module")
 def plain():
-    """The module without conftest's shape checks, which the compiler cannot trace."""
-    spec = importlib.util.spec_from_file_location("plain_model", model_module.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return plain_model()
 
 
 @pytest.mark.parametrize("config", VARIANTS)

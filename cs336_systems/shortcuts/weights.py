@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.model import Copies, Linear, LMHead, SelfAttention, SwiGLU
+from cs336_systems.layers import Copies, Linear, LMHead
+from cs336_systems.model import SelfAttention, SwiGLU
 
 ALIGNMENT = 16
 """Bytes at which the parts of a joint weight must begin, as a kernel's threads read so many at once."""

@@ -1,6 +1,5 @@
 """Linear layers in fp8: against casts by hand and products in fp64, and as part of a step."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, Ru
 from cs336_systems.hardware import DEVICES as KNOWN
 from cs336_systems.shortcuts.fp8 import fp8_linear
 from cs336_systems.step import TrainingStep
+from tests.plain import plain_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4)
@@ -239,9 +239,7 @@ def test_a_block_with_copies_in_fp8_compiles_without_a_break(backend: str, dista
 
     aot_eager takes operations apart and rounds at other places, which may be a place of e4m3 for an element.
     """
-    spec = importlib.util.spec_from_file_location("plain_model", model_module.__file__)
-    plain = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plain)
+    plain = plain_model()
     torch.manual_seed(0)
     block = plain.Block(MODEL, 0)
     for module in block.modules():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cs336_systems.clock import HostClock
 from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.model import Norm
+from cs336_systems.layers import Norm
 from cs336_systems.shortcuts import fused_blocks
 from cs336_systems.step import TrainingStep
 
