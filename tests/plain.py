@@ -1,5 +1,6 @@
 """The model without the shape checks of conftest, which the compiler cannot trace."""
 
+import functools
 import importlib.util
 import sys
 from types import ModuleType
@@ -8,8 +9,9 @@ from unittest.mock import patch
 from cs336_systems import layers, model
 
 
+@functools.cache
 def plain_model() -> ModuleType:
-    """The module `model` loaded anew, with layers that are loaded anew too."""
+    """The module `model` loaded once more, with layers that are loaded once more too."""
     with patch.dict(sys.modules, {layers.__name__: _loaded(layers)}):
         return _loaded(model)
 
