@@ -36,7 +36,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
-            x = (lookup if self.has_fused_backward else _embedding)(self.weight, tokens)
+            x = lookup(self.weight, tokens) if self.has_fused_backward else F.embedding(tokens, self.weight)
             return x if self.positions is None else x + self.positions[: tokens.shape[1]]
 
 
@@ -95,7 +95,7 @@ class LMHead(Linear):
 
 
 class Norm(nn.Module):
-    """A norm with a learned gain, of x or of what a residual stream is with all added."""
+    """A norm with a learned gain: with a bias LayerNorm, without one RMSNorm."""
 
     range: str = Range.NORM
     bias: nn.Parameter | None
@@ -111,17 +111,15 @@ class Norm(nn.Module):
     ) -> Float[Tensor, "... d_model"] | tuple[Tensor, Tensor]:
         """The norm of x; of a Pending, the stream with all added, and the norm of that."""
         with annotate(self.range):
-            return add_norm(*x, self.weight, self.bias, self.eps) if isinstance(x, Pending) else self._of(x)
-
-    def _of(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+            if isinstance(x, Pending):
+                return add_norm(*x, self.weight, self.bias, self.eps)
+            if self.bias is None:
+                return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(Norm):
     """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
-
-    def _of(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class LayerNorm(Norm):
@@ -129,13 +127,6 @@ class LayerNorm(Norm):
 
     def __init__(self, d_model: int, eps: float = 1e-5) -> None:
         super().__init__(d_model, eps, bias=True)
-
-    def _of(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-def _embedding(weight: Tensor, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens, weight)
 
 
 def cast_once(x: Tensor) -> Tensor:

@@ -166,9 +166,8 @@ class TrainingStep:
     # below, plain tensors: the compiler cannot trace the shape checks of tests
     def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
         config = self.config
-        if (
-            config.fused_loss or config.compile_blocks
-        ):  # these criteria cut off the surplus themselves, in their kernels
+        # these criteria cut off the surplus themselves, in their kernels
+        if config.fused_loss or config.compile_blocks:
             model = cast(TransformerLM, self.model)
             logits = model.lm_head(model.hidden(tokens), with_surplus=True)
         else:
