@@ -11,7 +11,7 @@ from enum import StrEnum
 from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
 from cs336_systems.hardware import DeviceSpec, find_device
 
-FP32_BYTES, HALF_BYTES, INT64_BYTES = 4, 2, 8
+FP32_BYTES, HALF_BYTES, FP8_BYTES, INT64_BYTES = 4, 2, 1, 8
 
 
 class Component(StrEnum):
@@ -25,6 +25,12 @@ class Component(StrEnum):
     OUTPUT = "output"
     FFN = "feed-forward"
     HEAD = "head"
+
+
+IN_BLOCKS = (Component.QKV, Component.SCORES, Component.VALUES, Component.OUTPUT, Component.FFN)
+"""What multiplies matrices in the blocks."""
+FP8_LAYERS = (Component.QKV, Component.OUTPUT, Component.FFN)
+"""What `fp8` computes in fp8."""
 
 
 def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
@@ -136,14 +142,20 @@ def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Com
     model = config.model
     again: dict[Component, int] = {}
     if config.checkpoint_blocks:
-        inside = (Component.QKV, Component.SCORES, Component.VALUES, Component.OUTPUT, Component.FFN)
-        again = {part: forward[part] for part in inside}
-        # the last product of the blocks between two checkpoints feeds nothing that backward needs
-        checkpoints = -(-model.num_layers // config.checkpoint_blocks)
-        again[Component.FFN] -= checkpoints * forward[Component.FFN] // (model.num_layers * _ffn_matrices(model))
+        again = {part: forward[part] for part in IN_BLOCKS}
+        products = model.num_layers * _ffn_matrices(model)
+        again[Component.FFN] -= _products_spared(config) * forward[Component.FFN] // products
     if _is_fused(model):
         again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
     return again
+
+
+def _products_spared(config: RunConfig) -> int:
+    """Last products of the blocks between two checkpoints, which feed nothing that backward needs.
+
+    In fp8 they are computed again all the same: such a layer saves its factors only after the product.
+    """
+    return 0 if config.fp8 else -(-config.model.num_layers // config.checkpoint_blocks)
 
 
 def _has_backward(config: RunConfig) -> bool:
@@ -256,10 +268,11 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
 
     Every factor and result of a product counts once, in the type of the run's products, but what several products of a
     part read, such as the input of queries, keys and values, once for all. Fused attention keeps its scores to itself.
+    `fp8` changes nothing here: its bytes are those of component_bytes.
     """
     element_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
     elements, moved_bytes = _product_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
-    moved_bytes |= {part: element_bytes * count for part, count in elements.items()}
+    moved_bytes |= {part: found.forward_bytes(element_bytes, element_bytes) for part, found in elements.items()}
     flops = forward_flops(config.model, config.batch_size)
     return tuple(
         Work(name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision)
@@ -268,21 +281,92 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
     )
 
 
-def _product_elements(config: RunConfig) -> dict[Component, int]:
-    """Elements of the factors and results of one forward pass's products."""
-    model, layers, parameters = config.model, config.model.num_layers, parameters_by_component(config.model)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProductElements:
+    """Elements of one forward pass's products of a part of the model, in all layers."""
+
+    factors: int
+    """Both of each product; what several of them read, once."""
+    results: int
+    biases: int = 0
+    """Read beside the factors, in the type of the results."""
+
+    def forward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
+        return factor_bytes * self.factors + result_bytes * (self.results + self.biases)
+
+    def backward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
+        """Each factor's gradient is a product of the result's gradient and of the other factor."""
+        return factor_bytes * (2 * self.results + self.factors) + result_bytes * self.factors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentBytes:
+    """Least bytes that the products of one part move in one step of a run's mode."""
+
+    component: Component
+    forward: int
+    backward: int
+    """Of the two products for each of forward; 0 where the mode has no backward."""
+    recomputed: int
+    """Of what backward computes once more between checkpoints."""
+
+
+def component_bytes(config: RunConfig) -> tuple[ComponentBytes, ...]:
+    """What component_flops' products move at least: factors and results as forward_work counts them.
+
+    With `fp8` the factors of the blocks' linear layers are in fp8 and the results in half precision; casts and copies
+    around them are not counted. Raises ValueError for a model of the user's own.
+    """
+    if config.model_factory is not None:
+        raise ValueError(f"bytes are known of this project's model, got model_factory {config.model_factory!r}")
+    return tuple(_component_bytes(config, part, elements) for part, elements in _product_elements(config).items())
+
+
+def _component_bytes(config: RunConfig, part: Component, elements: _ProductElements) -> ComponentBytes:
+    result_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
+    sizes = (FP8_BYTES if config.fp8 and part in FP8_LAYERS else result_bytes, result_bytes)
+    forward, has_backward = elements.forward_bytes(*sizes), _has_backward(config)
+    recomputed = forward if has_backward and config.checkpoint_blocks and part in IN_BLOCKS else 0
+    if recomputed and part is Component.FFN:
+        recomputed -= _products_spared(config) * _last_product(config).forward_bytes(*sizes)
+    return ComponentBytes(
+        component=part,
+        forward=forward,
+        backward=elements.backward_bytes(*sizes) if has_backward else 0,
+        recomputed=recomputed,
+    )
+
+
+def _product_elements(config: RunConfig) -> dict[Component, _ProductElements]:
+    model, layers = config.model, config.model.num_layers
+    weights, parameters = _weights(model), parameters_by_component(model)
+    biases = {part: parameters[part] - weights[part] for part in weights}
     tokens = config.batch_size * model.context_length
-    stream = tokens * model.d_model
-    scores = 0 if _is_fused(model) else tokens * model.num_heads * model.context_length
-    hidden = _ffn_matrices(model) * tokens * model.d_ff
-    return {
-        Component.QKV: layers * 4 * stream + parameters[Component.QKV],
-        Component.SCORES: layers * (2 * stream + scores),
-        Component.VALUES: layers * (2 * stream + scores),
-        Component.OUTPUT: layers * 2 * stream + parameters[Component.OUTPUT],
-        Component.FFN: layers * (2 * stream + hidden) + parameters[Component.FFN],
-        Component.HEAD: stream + parameters[Component.HEAD] + tokens * model.vocab_size,
+    stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
+    scores = 0 if _is_fused(model) else layers * tokens * model.num_heads * model.context_length
+    # factors beside the weights, and results; hidden: one in, and what all but w2 make
+    activations = {
+        Component.QKV: (stream, 3 * stream),
+        Component.SCORES: (2 * stream, scores),
+        Component.VALUES: (stream + scores, stream),
+        Component.OUTPUT: (stream, stream),
+        Component.FFN: (stream + hidden, (_ffn_matrices(model) - 1) * hidden + stream),
+        Component.HEAD: (tokens * model.d_model, tokens * model.vocab_size),
     }
+    return {
+        part: _ProductElements(factors=read + weights.get(part, 0), results=made, biases=biases.get(part, 0))
+        for part, (read, made) in activations.items()
+    }
+
+
+def _last_product(config: RunConfig) -> _ProductElements:
+    """Of one block: w2's."""
+    model, tokens = config.model, config.batch_size * config.model.context_length
+    return _ProductElements(
+        factors=(tokens + model.d_model) * model.d_ff,
+        results=tokens * model.d_model,
+        biases=model.d_model if model.arch is Arch.GPT2 else 0,
+    )
 
 
 def _embedding_bytes(config: RunConfig) -> int:

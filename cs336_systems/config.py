@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -16,6 +16,15 @@ FP8_MULTIPLE = 16
 """Of which all sizes of a product in fp8 must be multiples, for cuBLAS."""
 MAX_PADDING = 2**16
 """Multiple to pad a vocabulary to: above any that a kernel likes."""
+EAGER_STEPS_BEFORE_GRAPH = 3
+"""Before a step is recorded: compiling, the optimizer's state, and a step that finds both there."""
+OWN_MODEL_ONLY = (
+    "compile_blocks", "checkpoint_blocks", "pad_vocabulary", "cast_once", "fused_loss", "fused_blocks", "fp8",
+)  # fmt: skip
+"""Settings that change the inside of this project's model, and of no other."""
+
+Need = tuple[str, bool, str, str, bool]
+"""A setting, whether it is set, what it needs, what is there instead, and whether that will do."""
 
 
 class Arch(StrEnum):
@@ -226,85 +235,75 @@ class RunConfig:
                 f"one tensor of the step would hold {elements:.1e} elements, more than {MAX_ELEMENTS:.0e}: "
                 "check batch_size, context_length and vocab_size"
             )
-        if self.compile_blocks and self.compile is CompileMode.NONE:
-            raise ValueError("compile_blocks needs a compile mode, got compile none")
-        if self.compile_blocks and self.model_factory is not None:
-            raise ValueError(f"compile_blocks needs this project's model, got model_factory {self.model_factory!r}")
-        if self.checkpoint_blocks and self.model_factory is not None:
-            raise ValueError(f"checkpoint_blocks needs this project's model, got model_factory {self.model_factory!r}")
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
-        self._check_shortcuts()
-        if self.device is Device.CPU and self.precision is Precision.TF32:
-            raise ValueError("precision tf32 is a mode of NVIDIA GPUs, got device cpu")
-        if self.device is Device.CPU and self.profiler is Profiler.NSYS:
-            raise ValueError("nsys sees the kernels of NVIDIA GPUs, got device cpu: use torch.profiler (--profile)")
-        if self.device is Device.CPU and self.profiler is Profiler.MEMORY:
-            raise ValueError("the history of memory is that of PyTorch's CUDA allocator, got device cpu")
+        if self.pad_vocabulary > MAX_PADDING:
+            raise ValueError(f"pad_vocabulary must be at most {MAX_PADDING}, got {self.pad_vocabulary}")
+        self._check_together()
+        if self.fp8 and (misfit := fp8_misfit(self.model, self.batch_size)):
+            raise ValueError(misfit)
         if self.tokens is not None and not _is_unicode(self.tokens):
             raise ValueError(f"tokens needs a file name that is valid UTF-8, got {self.tokens!r}; rename the file")
         if self.model_factory is not None and not _is_factory(self.model_factory):
             raise ValueError(f"model must be package.module:factory, got {self.model_factory!r}")
 
-    def _check_shortcuts(self) -> None:
-        """Raise ValueError where what makes the step faster does not go with the rest."""
-        trains = self.mode is Mode.TRAIN
-        if self.pad_vocabulary > MAX_PADDING:
-            raise ValueError(f"pad_vocabulary must be at most {MAX_PADDING}, got {self.pad_vocabulary}")
-        shortcuts = {
-            "pad_vocabulary": self.pad_vocabulary > 1, "cast_once": self.cast_once, "fused_loss": self.fused_loss,
-            "fused_blocks": self.fused_blocks, "fp8": self.fp8,
-        }  # fmt: skip
-        for name, is_set in shortcuts.items():
-            if is_set and self.model_factory is not None:
-                raise ValueError(f"{name} needs this project's model, got model_factory {self.model_factory!r}")
-        if self.cast_once and self.precision is not Precision.BF16:
-            raise ValueError(f"cast_once keeps weights in bf16, got precision {self.precision}")
-        if self.fused_loss and self.precision is Precision.FP16:
-            raise ValueError("fused_loss writes gradients before the loss is scaled, and fp16 needs it scaled")
-        if self.fp8 and self.precision is not Precision.BF16:
-            raise ValueError(f"fp8 needs precision bf16, got precision {self.precision}")
+    def _check_together(self) -> None:
+        """Raise ValueError, in the words of the command line, where settings do not go with each other."""
+        for flag, is_set, needed, found, is_met in (*self._needs_of_shortcuts(), *self._needs_of_the_device()):
+            if is_set and not is_met:
+                raise ValueError(f"--{flag.replace('_', '-')} needs {needed}, got {found}")
+
+    def _needs_of_shortcuts(self) -> Iterator[Need]:
+        precision, compiled = f"--precision {self.precision}", f"--compile {self.compile}"
+        for name in OWN_MODEL_ONLY:
+            is_set = getattr(self, name) != _default(name)
+            yield name, is_set, "this project's model", f"--model {self.model_factory!r}", self.model_factory is None
+        has_mode = self.compile is not CompileMode.NONE
+        yield "compile_blocks", self.compile_blocks, "a mode, as in --compile default", compiled, has_mode
+        for name in ("cast_once", "fp8"):
+            is_bf16 = self.precision is Precision.BF16
+            yield name, getattr(self, name), "--precision bf16", precision, is_bf16
         for name in ("fused_blocks", "fp8"):
-            if getattr(self, name) and not self.cast_once:
-                raise ValueError(f"{name} needs cast_once, got cast_once {self.cast_once}")
-        if self.fused_loss and self.compile is not CompileMode.NONE and not self.compile_blocks:
-            raise ValueError(
-                "fused_loss with a compile mode needs compile_blocks: whole models have the loss compiled in"
-            )
-        if self.fp8 and (misfit := fp8_misfit(self.model, self.batch_size)):
-            raise ValueError(misfit)
-        if self.cuda_graph and self.device is not Device.CUDA:
-            raise ValueError(f"cuda_graph needs device cuda, got {self.device}")
-        if trains and self.optimizer is not OptimizerKind.FUSED:
-            for name in ("cast_once", "cuda_graph"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} needs the fused optimizer, got optimizer {self.optimizer}")
-        if not self.cuda_graph:
-            return
-        needs = {
-            "a precision without loss scaling, which decides on the host": (
-                self.precision, self.precision is not Precision.FP16
-            ),
-            "a compile mode without graphs of its own": (
-                self.compile, self.compile is not CompileMode.REDUCE_OVERHEAD
-            ),
-            "another profiler: a replayed graph allocates nothing": (
-                self.profiler, self.profiler is not Profiler.MEMORY
-            ),
-        }  # fmt: skip
-        for needed, (found, is_met) in needs.items():
-            if not is_met:
-                raise ValueError(f"cuda_graph needs {needed}, got {found}")
+            yield name, getattr(self, name), "--cast-once", "none", self.cast_once
+        unscaled, is_unscaled = "a precision whose loss is not scaled", self.precision is not Precision.FP16
+        for name in ("fused_loss", "cuda_graph"):
+            yield name, getattr(self, name), unscaled, precision, is_unscaled
+        apart = "--compile-blocks, as a whole model has its loss compiled in"
+        yield "fused_loss", self.fused_loss, apart, compiled, self.compile_blocks or not has_mode
+        optimizer = f"--optimizer {self.optimizer}"
+        fuses = self.mode is not Mode.TRAIN or self.optimizer is OptimizerKind.FUSED
+        for name in ("cast_once", "cuda_graph"):
+            yield name, getattr(self, name), "--optimizer fused", optimizer, fuses
+        ungraphed = self.compile is not CompileMode.REDUCE_OVERHEAD
+        yield "cuda_graph", self.cuda_graph, "a mode of --compile without graphs of its own", compiled, ungraphed
+        seen = "another profiler, as a replayed graph allocates nothing"
+        yield "cuda_graph", self.cuda_graph, seen, "--memory", self.profiler is not Profiler.MEMORY
+        least = EAGER_STEPS_BEFORE_GRAPH + 1
+        warm = f"at least --warmup-steps {least}: it records the step after {EAGER_STEPS_BEFORE_GRAPH} others"
+        yield "cuda_graph", self.cuda_graph, warm, str(self.warmup_steps), self.warmup_steps >= least
+
+    def _needs_of_the_device(self) -> Iterator[Need]:
+        needed, found, is_met = "--device cuda", f"--device {self.device}", self.device is Device.CUDA
+        yield "cuda_graph", self.cuda_graph, needed, found, is_met
+        yield "precision tf32", self.precision is Precision.TF32, needed, found, is_met
+        kernels = f"{needed}, whose kernels it sees (--profile has a CPU's operators)"
+        yield "nsys", self.profiler is Profiler.NSYS, kernels, found, is_met
+        allocator = f"{needed}, as it records PyTorch's CUDA allocator"
+        yield "memory", self.profiler is Profiler.MEMORY, allocator, found, is_met
 
     @property
     def key(self) -> str:
         """File name of this run's record: readable, unique among configurations, safe on every file system."""
-        chosen = json.dumps([_non_defaults(self.configuration), _non_defaults(self.model)], sort_keys=True)
-        digest = hashlib.sha256(chosen.encode()).hexdigest()[:10]
         # a record from elsewhere may call its size anything
         size = re.sub(r"[^A-Za-z0-9.-]+", "-", self.size).lstrip(".-")[:32]
         shape = f"{size}_ctx{self.model.context_length}_b{self.batch_size}_{self.mode}_{self.precision}"
-        return f"{shape}_{digest}_r{self.repeat}"
+        return f"{shape}_{self.digest}_r{self.repeat}"
+
+    @property
+    def digest(self) -> str:
+        """Ten hexadecimal digits that all repeats of this run share, and no other run has."""
+        chosen = json.dumps([_non_defaults(self.configuration), _non_defaults(self.model)], sort_keys=True)
+        return hashlib.sha256(chosen.encode()).hexdigest()[:10]
 
     @property
     def configuration(self) -> "RunConfig":
@@ -367,6 +366,10 @@ def _make_choices(config: "RunConfig | ModelConfig") -> None:
     for field in fields(config):
         if isinstance(field.default, StrEnum):
             object.__setattr__(config, field.name, type(field.default)(getattr(config, field.name)))
+
+
+def _default(name: str) -> object:
+    return next(field.default for field in fields(RunConfig) if field.name == name)
 
 
 def _is_unicode(text: str) -> bool:

@@ -17,7 +17,7 @@ from cs336_systems.record import Environment, Identity
 PACKAGE = Path(cs336_systems.__file__).parent
 MEASURING_FILES = (
     "clock.py", "config.py", "counters.py", "data.py", "layers.py", "measurement.py", "model.py", "optimizer.py",
-    "precision.py", "profiling.py", "rope.py", "step.py", "watching.py", "shortcuts/adamw_kernel.py",
+    "precision.py", "profiling.py", "rope.py", "run_progress.py", "step.py", "watching.py", "shortcuts/adamw_kernel.py",
     "shortcuts/cross_entropy.py", "shortcuts/cross_entropy_kernel.py", "shortcuts/fp8.py",
     "shortcuts/fused_blocks.py", "shortcuts/fused_blocks_kernel.py", "shortcuts/joint.py",
     "shortcuts/joint_kernel.py", "shortcuts/lookup.py", "shortcuts/lookup_kernel.py", "shortcuts/master_adamw.py",

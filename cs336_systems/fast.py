@@ -1,12 +1,14 @@
 """The fastest known way to compute the same step on a device, chosen by rule; `cs336 ladder` does the sums.
 
-Shape, batch, mode, steps, seed, device and data stay as they are: what is computed does not change, only how.
+Shape, batch, mode, steps, seed, device and data stay as they are. The result is the same up to rounding: the gate of
+the ladder holds it to that.
 """
 
 import re
 from dataclasses import replace
 
 from cs336_systems.config import (
+    EAGER_STEPS_BEFORE_GRAPH,
     Attention,
     CompileMode,
     Device,
@@ -35,10 +37,10 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The best known combination for this step on the device of that name (as NVML gives it; None: not known).
 
     On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
-    products, fused loss and AdamW, each phase one CUDA graph, and a vocabulary padded where its width is an awkward
-    one. A GPU known to have no bf16 keeps its precision. A model of the user's own gets what needs no knowledge of it:
-    bf16, compilation, fused AdamW. On a CPU compilation costs more than it saves and bf16 is seldom faster: both stay
-    as they were asked for. A profiler of memory sees no graph: with it there is none.
+    products, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
+    its width is an awkward one. A GPU known to have no bf16 keeps its precision. A model of the user's own gets what
+    needs no knowledge of it: bf16, compilation, fused AdamW. On a CPU compilation costs more than it saves and bf16 is
+    seldom faster: both stay as they were asked for. A profiler of memory sees no graph: with it there is none.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
@@ -57,8 +59,13 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         cast_once=precision is Precision.BF16,
         fused_loss=precision is not Precision.FP16,
         fused_blocks=precision is Precision.BF16,
-        cuda_graph=precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY,
+        cuda_graph=_can_be_a_graph(config, precision),
     )
+
+
+def _can_be_a_graph(config: RunConfig, precision: Precision) -> bool:
+    warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
+    return warms_up and precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
 
 
 def has_bf16(device_name: str | None) -> bool:

@@ -65,7 +65,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
     _spec("A30", fp32=10.3, tf32=82, bf16=165, fp16=165, gb_per_s=933, source="NVIDIA A30 data sheet"),
     _spec("A40", fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7, gb_per_s=696, source="NVIDIA A40 data sheet"),
     _spec("L4", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, gb_per_s=300, source="NVIDIA L4 data sheet"),
-    _spec("L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362.05, gb_per_s=864, source=_L40),
+    _spec("L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, gb_per_s=864, source=_L40),
     _spec("L40S", fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, gb_per_s=864, source=_L40S),
     _spec("H100 80GB HBM3", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=3350, source=_H100),
     _spec("H100 PCIe", fp32=51, tf32=378, bf16=756.5, fp16=756.5, fp8=1513, gb_per_s=2000, source=_H100),

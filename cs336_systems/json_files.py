@@ -15,9 +15,11 @@ MAX_BYTES = 64 * 2**20
 class FileError(ValueError):
     """The file `path` does not hold what it should."""
 
-    def __init__(self, path: Path, problem: str) -> None:
+    def __init__(self, path: Path, problem: str, *, is_newer: bool = False) -> None:
         super().__init__(f"{path}: {problem}")
         self.path = path
+        self.is_newer = is_newer
+        """Whether a later version of this program wrote the file: nothing is wrong with it."""
 
 
 def encode_json(value: object, indent: int = 2) -> bytes:
@@ -48,7 +50,9 @@ def read_json(
         data = path.read_bytes()
         found = msgspec.json.decode(data, type=_Versioned).format_version
         if found > version:
-            raise error(path, f"format version {found} is newer than this program's {version}; update it")
+            raise error(
+                path, f"format version {found} is newer than this program's {version}; update it", is_newer=True
+            )
         if found < version and if_older is not None:
             raise error(path, f"needed format version {version}, got {found}: {if_older}")
         return msgspec.json.decode(data, type=kind)

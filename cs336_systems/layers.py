@@ -90,7 +90,7 @@ class LMHead(Linear):
             if self.copies is not None:
                 return self.copies.product(x)
             if surplus := -len(self.weight) % self.multiple:
-                return F.linear(x, F.pad(cast_once(self.weight), (0, 0, 0, surplus)))
+                return F.linear(x, F.pad(to_autocast_dtype(self.weight), (0, 0, 0, surplus)))
             return F.linear(x, self.weight)
 
 
@@ -129,7 +129,7 @@ class LayerNorm(Norm):
         super().__init__(d_model, eps, bias=True)
 
 
-def cast_once(x: Tensor) -> Tensor:
+def to_autocast_dtype(x: Tensor) -> Tensor:
     """x in autocast's type, where it is on: by itself it makes, and keeps for backward, a copy for each product."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

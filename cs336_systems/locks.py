@@ -47,5 +47,5 @@ def _open(path: Path) -> int:
 
 
 def gpu_lock_path(uuid: str) -> Path:
-    """Lock file of a GPU, the same for all users of this machine."""
-    return Path(tempfile.gettempdir()) / f"cs336-systems-{uuid}.lock"
+    """Lock file of a GPU, the same for all users of this machine; older drivers give slices UUIDs with slashes."""
+    return Path(tempfile.gettempdir()) / f"cs336-systems-{uuid.replace('/', '-')}.lock"

@@ -7,70 +7,35 @@ import gc
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import pynvml
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cs336_systems.clock import Clock, StepTimes, make_clock
-from cs336_systems.config import Device, Mode, Phase, RunConfig
+from cs336_systems.config import Device, Mode, RunConfig
 from cs336_systems.counters import compilation, compiled_graphs, read_counters
 from cs336_systems.environment import environment
 from cs336_systems.failure import classify, describe
-from cs336_systems.nvml import Gpu, GpuMonitor, visible_gpus
+from cs336_systems.nvml import GpuMonitor, visible_gpus
 from cs336_systems.precision import apply_math_mode
 from cs336_systems.profiling import annotate, set_annotator
 from cs336_systems.quality import timing_warnings
 from cs336_systems.ranges import Range
-from cs336_systems.record import (
-    Durations,
-    GpuState,
-    Measurement,
-    Memory,
-    RunRecord,
-    RunWarning,
-    Status,
-    Telemetry,
-    WarningCode,
-)
-from cs336_systems.shortcuts.step_graph import EAGER_STEPS
+from cs336_systems.record import Memory, RunRecord, Status, Telemetry, WarningCode
+from cs336_systems.run_progress import Progress
 from cs336_systems.step import TrainingStep
-from cs336_systems.watching import Watch, annotator_of, make_watch
+from cs336_systems.watching import annotator_of, make_watch
 
 MAX_EXTRA_WARMUP_STEPS = 20
 """Steps added to the warm-up while torch.compile still compiles, at most."""
+MAX_EXTRA_SKIPPED_STEPS = 20
+"""Steps that GradScaler may skip beyond as many as are to be taken: its factor has 16 powers of two to fall by."""
 LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer's state appears at the end of the first step, so the second is the first of the steady state."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """What is known so far: enough for a record whenever the run ends."""
-
-    config: RunConfig
-    started_at: str
-    started: float
-    where: str = "set-up"
-    step: TrainingStep | None = None
-    num_parameters: int | None = None
-    gpu: Gpu | None = None
-    setup_s: float = 0.0
-    first_step_peak_bytes: int | None = None
-    warmup: list[StepTimes] = field(default_factory=list)
-    measured: list[StepTimes] = field(default_factory=list)
-    losses: list[float | None] = field(default_factory=list)
-    warnings: list[RunWarning] = field(default_factory=list)
-    skipped_steps: int = 0
-    collector_on: bool | None = None
-    state_before: GpuState | None = None
-    profile: Path | None = None
-    watch: Watch = field(default_factory=Watch)
-
-    def warn(self, code: WarningCode, message: str) -> None:
-        self.warnings.append(RunWarning(code=code, message=message))
 
 
 def measure(config: RunConfig, model: nn.Module | None = None, profile: Path | None = None) -> RunRecord:
@@ -107,7 +72,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, make_watch(step, progress.profile)
     clock = progress.watch.clock(make_clock(config))
-    progress.num_parameters = step.num_parameters
+    progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
     progress.setup_s = perf_counter() - progress.started
@@ -121,13 +86,11 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
             counters_before = read_counters(config, reset_peaks=True)
             with annotate(Range.MEASURE):
                 _time(step, clock, progress)
+            telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes, and the GPU rests
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
     counters = read_counters(config)
-    timed = len(progress.measured) + progress.skipped_steps
-    telemetry = _telemetry(monitor, progress.state_before, energy_before, timed)
 
-    measurements = _measurements(progress)
     graph_peak_bytes = step.graph.peak_bytes if step.graph else None
     memory = counters.memory_since(counters_before, progress.first_step_peak_bytes, graph_peak_bytes)
     _judge(progress, memory, telemetry, counters.graphs - counters_before.graphs)
@@ -135,7 +98,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         config=config,
         status=Status.OK,
         started_at=progress.started_at,
-        measurements=measurements,
+        measurements=progress.measurements(),
         warmup_times_s=tuple(times.step_s for times in progress.warmup),
         host_times_s=tuple(times.host_s for times in progress.measured),
         losses=tuple(progress.losses),
@@ -146,7 +109,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         compilation=compilation(config, compiled_before),
         telemetry=telemetry,
         environment=environment(config.device, progress.gpu),
-        durations=_durations(progress),
+        durations=progress.durations(),
         warnings=tuple(progress.warnings),
     )
 
@@ -175,28 +138,29 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
 
 
 def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
-    config = progress.config
-    wanted = max(config.warmup_steps, EAGER_STEPS + 1) if config.cuda_graph else config.warmup_steps
-    while len(progress.warmup) < wanted:
-        if len(progress.warmup) == wanted - 1:
+    """Steps that the optimizer skips do not count; where the last one still compiles, there is one more."""
+    config, wanted, taken = progress.config, progress.config.warmup_steps, 0
+    while taken < wanted:
+        if taken == wanted - 1:
             _settle(progress, monitor)
         graphs = compiled_graphs(config)
         progress.where = f"warm-up step {len(progress.warmup)}"
-        times, loss = step(clock)
+        times, is_taken = _run(step, clock, progress)
         progress.warmup.append(times)
-        _keep_loss(progress, loss)
+        taken += is_taken
+        _check_skipped(len(progress.warmup) - taken, wanted)
         if len(progress.warmup) == 1 and config.device is Device.CUDA:
             progress.first_step_peak_bytes = torch.cuda.max_memory_allocated()
-        last = len(progress.warmup) == wanted
-        if last and compiled_graphs(config) > graphs and wanted < config.warmup_steps + MAX_EXTRA_WARMUP_STEPS:
+        most = config.warmup_steps + MAX_EXTRA_WARMUP_STEPS
+        if taken == wanted and compiled_graphs(config) > graphs and wanted < most:
             wanted += 1
-    if not progress.warmup:
+    if not taken:
         _settle(progress, monitor)
-    if config.mode is Mode.TRAIN and len(progress.warmup) < LEAST_TRAIN_WARMUP_STEPS:
-        first = "the making of the optimizer's state" if not progress.warmup else "the first with the optimizer's state"
+    if config.mode is Mode.TRAIN and taken < LEAST_TRAIN_WARMUP_STEPS:
+        first = "the first with the optimizer's state" if taken else "the making of the optimizer's state"
         progress.warn(
             WarningCode.FEW_WARMUP_STEPS,
-            f"{len(progress.warmup)} warm-up step(s): the measured ones include {first}; "
+            f"{taken} warm-up step(s): the measured ones include {first}; "
             f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
         )
 
@@ -210,31 +174,35 @@ def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
 def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     """A step of warm-up for the profiler's own sake."""
     progress.where = "the first step under the profiler"
-    times, loss = step(clock)
+    times, _ = _run(step, clock, progress)
     progress.warmup.append(times)
-    _keep_loss(progress, loss)
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     config = progress.config
     progress.collector_on = gc.isenabled()
-    scale = step.loss_scale()
     while len(progress.measured) < config.measured_steps:
         progress.where = f"measured step {len(progress.measured)}"
-        times, loss = step(clock)
-        _keep_loss(progress, loss)
-        scale, last_scale = step.loss_scale(), scale
-        if scale is not None and last_scale is not None and scale < last_scale:
-            progress.skipped_steps += 1
-            if progress.skipped_steps > config.measured_steps + 20:
-                raise RuntimeError(f"GradScaler skipped {progress.skipped_steps} steps: the gradients are not finite")
-        else:
+        times, is_taken = _run(step, clock, progress)
+        if is_taken:
             progress.measured.append(times)
+        else:
+            progress.skipped_steps += 1
+            _check_skipped(progress.skipped_steps, config.measured_steps)
 
 
-def _keep_loss(progress: Progress, loss: Tensor) -> None:
+def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTimes, bool]:
+    """Times of one step, and whether the optimizer took it: GradScaler skips those whose gradients overflow."""
+    times, loss = step(clock)
     value = loss.item()
     progress.losses.append(value if math.isfinite(value) else None)
+    last, progress.loss_scale = progress.loss_scale, step.loss_scale()
+    return times, last is None or progress.loss_scale is None or progress.loss_scale >= last
+
+
+def _check_skipped(skipped: int, wanted: int) -> None:
+    if skipped > wanted + MAX_EXTRA_SKIPPED_STEPS:
+        raise RuntimeError(f"GradScaler skipped {skipped} steps: the gradients are not finite")
 
 
 @contextlib.contextmanager
@@ -247,22 +215,14 @@ def _collector_off() -> Iterator[None]:
         gc.enable()
 
 
-def _telemetry(
-    monitor: GpuMonitor | None, before: GpuState | None, energy_before: float | None, steps: int
-) -> Telemetry | None:
-    if monitor is None or before is None:
+def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: float | None) -> Telemetry | None:
+    """The GPU's state before and after the steps that have just run, and the energy of one."""
+    if monitor is None or progress.state_before is None:
         return None
-    after, energy = monitor.state(), monitor.energy_j()
+    energy, after = monitor.energy_j(), monitor.state()
+    steps = len(progress.measured) + progress.skipped_steps
     per_step = None if energy is None or energy_before is None else (energy - energy_before) / steps
-    return Telemetry(before=before, after=after, energy_per_step_j=per_step)
-
-
-def _measurements(progress: Progress) -> tuple[Measurement, ...]:
-    phases = [
-        Measurement(phase, tuple(times.phases_s[phase] for times in progress.measured))
-        for phase in progress.config.phases
-    ]
-    return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in progress.measured)))
+    return Telemetry(before=progress.state_before, after=after, energy_per_step_j=per_step)
 
 
 def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
@@ -271,6 +231,7 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
     progress.warnings += timing_warnings(
         [times.step_s for times in progress.measured],
         [times.host_s for times in progress.measured] if launches_apart else (),
+        progress.config,
     )
     if graphs:
         progress.warn(
@@ -298,34 +259,21 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
         progress.warn(WarningCode.NOT_FINITE, f"the loss was not finite in {progress.losses.count(None)} step(s)")
 
 
-def _durations(progress: Progress) -> Durations:
-    return Durations(
-        setup_s=progress.setup_s,
-        warmup_s=sum(times.step_s for times in progress.warmup),
-        measured_s=sum(times.step_s for times in progress.measured),
-        total_s=perf_counter() - progress.started,
-    )
-
-
-def _where(progress: Progress) -> str:
-    """The phase and step, or what went on outside of the steps."""
-    if progress.step is None or " step " not in progress.where:
-        return progress.where
-    return f"{progress.step.phase} of {progress.where}"
-
-
 def _failed(progress: Progress, error: Exception) -> RunRecord:
     status = classify(error)
-    progress.watch.failed()
+    try:
+        progress.watch.failed()
+    except (RuntimeError, OSError) as unwritten:  # of a broken context, on a full disk; the failure is the result
+        progress.warn(WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {unwritten}")
     record = RunRecord(
         config=progress.config,
         status=status,
         started_at=progress.started_at,
-        failure=describe(error, status, _where(progress), progress.config.device),
+        failure=describe(error, status, progress.place, progress.config.device),
         warmup_times_s=tuple(times.step_s for times in progress.warmup),
         losses=tuple(progress.losses),
         num_parameters=progress.num_parameters,
-        durations=_durations(progress),
+        durations=progress.durations(),
         warnings=tuple(progress.warnings),
     )
     return replace(record, environment=environment(progress.config.device, progress.gpu))

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
-from cs336_systems.layers import Copies, Embedding, LayerNorm, Linear, LMHead, Pending, RMSNorm, cast_once
+from cs336_systems.layers import Copies, Embedding, LayerNorm, Linear, LMHead, Pending, RMSNorm, to_autocast_dtype
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range, block_range
 from cs336_systems.rope import rope_rotations, rotate_pairs
@@ -196,7 +196,7 @@ class SelfAttention(nn.Module):
         future: Bool[Tensor, "seq seq"] | None,
     ) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
-            x = cast_once(x)
+            x = to_autocast_dtype(x)
             if self.joint is not None and rotations is not None:
                 q, k, v = rope_heads(self.joint.product(x), rotations)
             else:
@@ -253,7 +253,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
-            x = cast_once(x)
+            x = to_autocast_dtype(x)
             if self.joint is None:
                 return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
             return cast("Tensor", self.w2(swiglu(self.joint.product(x))))

@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pynvml
@@ -25,10 +26,13 @@ class Gpu:
     """One GPU that CUDA_VISIBLE_DEVICES lets this process see."""
 
     index: int
+    """Of a slice, that of the GPU it is part of."""
     uuid: str
     name: str
     memory_bytes: int | None
     """None where the GPU has no memory of its own."""
+    slice_of: str | None = None
+    """UUID of the GPU that this is a slice of (MIG); None for a whole one."""
     usable_bytes: int | None = None
     """Of these, what the driver leaves to programs; None where it does not say."""
     driver: str
@@ -46,43 +50,99 @@ def _initialised() -> bool:
 def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order, by PCI bus where it gives numbers.
 
-    As in CUDA, the first entry that names no GPU ends the list, and a GPU named twice empties it. Empty on a machine
-    without an NVIDIA driver.
+    As in CUDA, the first entry that names no GPU ends the list, and a GPU named twice empties it; of a GPU in MIG mode
+    there are its slices only, and a process sees one slice and no GPU beside it. Empty on a machine without an NVIDIA
+    driver.
     """
-    if not _initialised():
-        return ()
-    every = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    every = _every()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
-    return tuple(every) if visible is None else select(every, visible)
+    return _as_cuda_counts(every) if visible is None else select(every, visible)
 
 
-def select(gpus: list[Gpu], visible: str) -> tuple[Gpu, ...]:
+def _every() -> list[Gpu]:
+    """All GPUs that the driver tells of, in MIG mode their slices."""
+    indices = range(pynvml.nvmlDeviceGetCount()) if _initialised() else ()
+    return [gpu for index in indices for gpu in _devices(index)]
+
+
+def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
     """The part of `gpus` that a value of CUDA_VISIBLE_DEVICES names: by number or by UUID, as its first entry does."""
     entries = [entry.strip() for entry in visible.split(",")]
-    by_uuid = entries[0].startswith("GPU-")
+    kind = next((prefix for prefix in ("GPU-", "MIG-") if entries[0].startswith(prefix)), "")
     chosen: list[Gpu] = []
     for entry in entries:
-        if by_uuid:
-            match = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-        else:
-            match = [gpu for gpu in gpus if str(gpu.index) == entry]
-        if len(match) != 1:
+        match = _named(gpus, entry, kind)
+        if match is None:
             break
-        if match[0] in chosen:
+        if match in chosen:
             return ()
-        chosen.append(match[0])
-    return tuple(chosen)
+        chosen.append(match)
+    return _as_cuda_counts(chosen)
+
+
+def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
+    """The one that the entry names; of a GPU in MIG mode that is named as a whole, the first slice."""
+    if kind == "MIG-":
+        match = [gpu for gpu in gpus if gpu.slice_of and gpu.uuid.startswith(entry)]
+    else:
+        firsts = list({gpu.index: gpu for gpu in reversed(gpus)}.values())
+        by_number = [gpu for gpu in firsts if str(gpu.index) == entry]
+        match = [gpu for gpu in firsts if (gpu.slice_of or gpu.uuid).startswith(entry)] if kind else by_number
+    return match[0] if len(match) == 1 and entry.startswith(kind) else None
+
+
+def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """All of them, or, where there is a slice among them, the first slice alone (NVIDIA's MIG user guide)."""
+    slices = [gpu for gpu in gpus if gpu.slice_of]
+    return tuple(slices[:1] or gpus)
+
+
+def why_none_visible() -> str | None:
+    """In words, why no GPU is visible though there are some; None where one is, where there are none, and where
+    CUDA_VISIBLE_DEVICES hides them on purpose (empty or -1)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_gpus() or not _initialised() or (visible is not None and visible.strip() in ("", "-1")):
+        return None
+    every = _every()
+    if visible is not None and every:
+        known = ", ".join(f"{gpu.uuid if gpu.slice_of else gpu.index} ({gpu.name})" for gpu in every)
+        return f"CUDA_VISIBLE_DEVICES={visible} names none of the GPUs here: {known}"
+    if pynvml.nvmlDeviceGetCount():
+        return "all GPUs are in MIG mode and the driver tells of no slice (nvidia-smi -L lists them)"
+    return None
+
+
+def wants_slice() -> bool:
+    """Whether a CUDA program here would be on a slice (MIG), as far as the environment and the driver tell."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    return visible.startswith("MIG-") or not _every()
+
+
+def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Those of the first one's name: times of others do not stand in one table with its."""
+    return tuple(gpu for gpu in gpus if gpu.name == gpus[0].name)
 
 
 def usable_gpu_bytes() -> int | None:
-    """Memory that programs can have of the smallest visible GPU; None where that is not known."""
-    sizes = [gpu.usable_bytes or gpu.memory_bytes for gpu in visible_gpus()]
+    """Memory that programs can have of the smallest visible GPU of the first one's name; None where not known."""
+    sizes = [gpu.usable_bytes or gpu.memory_bytes for gpu in alike(visible_gpus())]
     known = [size for size in sizes if size is not None]
     return min(known, default=None)
 
 
-def _gpu(index: int) -> Gpu:
+def _devices(index: int) -> list[Gpu]:
+    """The GPU of that number as CUDA has it: itself, or its slices in MIG mode, of which there may be none."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    gpu = _gpu(index, handle)
+    if not _is_sliced(handle):
+        return [gpu]
+    return [
+        replace(found, name=_slice_name(found, gpu), slice_of=gpu.uuid)
+        for found in (_gpu(index, slice_) for slice_ in _slices(handle))
+    ]
+
+
+def _gpu(index: int, handle: object) -> Gpu:
     return Gpu(
         index=index,
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
@@ -91,6 +151,29 @@ def _gpu(index: int) -> Gpu:
         usable_bytes=_usable_bytes(handle),
         driver=_text(pynvml.nvmlSystemGetDriverVersion()),
     )
+
+
+def _is_sliced(handle: object) -> bool:
+    with contextlib.suppress(pynvml.NVMLError):  # of a GPU that knows no MIG
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    return False
+
+
+def _slices(handle: object) -> Iterator[object]:
+    count = 0
+    with contextlib.suppress(pynvml.NVMLError):
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    for number in range(count):
+        with contextlib.suppress(pynvml.NVMLError):  # not all that there could be are there
+            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+
+
+def _slice_name(found: Gpu, whole: Gpu) -> str:
+    """The driver's own where it tells the slice from the whole, whose peaks are not the slice's."""
+    if " MIG " in found.name:
+        return found.name
+    size = "" if found.memory_bytes is None else f" {found.memory_bytes / 2**30:.0f}gb"
+    return f"{whole.name} MIG{size}"
 
 
 def _memory_bytes(handle: object) -> int | None:

@@ -8,6 +8,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from cs336_systems.advice import against_launches
+from cs336_systems.config import RunConfig
 from cs336_systems.record import RunWarning, WarningCode
 from cs336_systems.statistics import lag1_autocorrelation, modified_z_scores, slope
 
@@ -35,11 +37,14 @@ kernels, which makes the host wait: such a step takes long to launch too, but it
 MAX_LISTED = 5
 
 
-def timing_warnings(times_s: Sequence[float], host_times_s: Sequence[float] = ()) -> tuple[RunWarning, ...]:
+def timing_warnings(
+    times_s: Sequence[float], host_times_s: Sequence[float] = (), config: RunConfig | None = None
+) -> tuple[RunWarning, ...]:
     """What puts the raw times of the measured steps, in order, in doubt.
 
     `host_times_s`: how long the host took to launch each step. Leave it empty where launching and running are the same
-    thing: on the CPU, and with a synchronisation after each phase.
+    thing: on the CPU, and with a synchronisation after each phase. With the `config` of the run, nothing is advised
+    that it does already.
     """
     for step, time_s in enumerate(times_s, start=1):
         if not 0 < time_s < math.inf:
@@ -50,7 +55,7 @@ def timing_warnings(times_s: Sequence[float], host_times_s: Sequence[float] = ()
         WarningCode.UNSTABLE: _unstable(times_s),
         WarningCode.OUTLIERS: _outliers(times_s),
         WarningCode.DRIFT: _drift(times_s),
-        WarningCode.LAUNCH_BOUND: _launch_bound(times_s, host_times_s),
+        WarningCode.LAUNCH_BOUND: _launch_bound(times_s, host_times_s, config),
     }
     return tuple(RunWarning(code=code, message=message) for code, message in messages.items() if message is not None)
 
@@ -122,7 +127,7 @@ def _correlation_seen(times_s: Sequence[float]) -> str | None:
     return f"each step resembles the one before (lag-1 autocorrelation {lag1:.2f} over {n} steps)"
 
 
-def _launch_bound(times_s: Sequence[float], host_times_s: Sequence[float]) -> str | None:
+def _launch_bound(times_s: Sequence[float], host_times_s: Sequence[float], config: RunConfig | None) -> str | None:
     if not host_times_s:
         return None
     share = statistics.median(host_times_s) / statistics.median(times_s)
@@ -131,7 +136,7 @@ def _launch_bound(times_s: Sequence[float], host_times_s: Sequence[float]) -> st
         return None
     return (
         f"the CPU is the limit: launching took {_percent(share)} of the step, so a faster GPU would not help; "
-        "use a larger model or batch, --compile reduce-overhead, or fewer kernels (--attention sdpa, --optimizer fused)"
+        f"use {against_launches(config)}"
     )
 
 

@@ -60,6 +60,7 @@ class WarningCode(StrEnum):
     NOT_FINITE = "not-finite"
     TEARDOWN_FAILED = "teardown-failed"
     NO_TELEMETRY = "no-telemetry"
+    NO_SNAPSHOT = "no-snapshot"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +199,16 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """What a run depends on of the user's own, as it was when the run began."""
+
+    name: str
+    """In words, the same in every run that depends on it."""
+    state: str | None
+    """What changes when it does, such as a digest; None where it could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
     """Where the run's own wall time went. Warm-up and measured are the steps themselves."""
 
@@ -248,6 +259,8 @@ class RunRecord:
     """None for an eager run, and where the run failed."""
     telemetry: Telemetry | None = None
     environment: Environment | None = None
+    inputs: tuple[Input, ...] = ()
+    """Empty for this project's model on random tokens, and in records that are older than this field."""
     durations: Durations | None = None
     warnings: tuple[RunWarning, ...] = ()
 

@@ -9,7 +9,7 @@ import msgspec
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.json_files import write_atomically
-from cs336_systems.record import Identity, RunRecord
+from cs336_systems.record import Identity, Input, RecordError, RunRecord, Status
 
 _PROBE_BYTES = 2**16
 """Room for a record, so that a full disk is found out too."""
@@ -61,6 +61,23 @@ def memory_profile_path(config: RunConfig, runs: Path) -> Path:
     return runs.with_name("memory") / f"{config.key}.json"
 
 
+def lacks_profile(record: RunRecord, runs: Path) -> bool:
+    """Whether the run ended well under a profiler, and the explanation of what it recorded is no longer there."""
+    profiler = record.config.profiler
+    if profiler is Profiler.NONE or record.status is not Status.OK:
+        return False
+    path_of = memory_profile_path if profiler is Profiler.MEMORY else kernel_profile_path
+    return not path_of(record.config, runs).is_file()
+
+
+def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
+    """Quarantine records that are damaged; raise SweepError for one that a later version of this program wrote."""
+    if newer := [problem for problem in problems if problem.is_newer]:
+        raise SweepError(f"{newer[0]}, or choose another --name")
+    for problem in problems:
+        quarantine(problem.path)
+
+
 def set_aside(runs: Path) -> None:
     """Move all records to a directory of their own beside, named after the time, and start with none."""
     if any(runs.iterdir()):
@@ -83,19 +100,36 @@ def quarantine(path: Path) -> Path:
     return path.rename(target)
 
 
-def refuse_to_mix(records: Sequence[RunRecord], present: Identity, directory: Path) -> None:
-    """Raise SweepError, naming what differs, unless all records were made under the `present` conditions."""
+def refuse_to_mix(records: Sequence[RunRecord], present: Identity, inputs: Sequence[Input], directory: Path) -> None:
+    """Raise SweepError, naming what differs, unless all records were made under the `present` conditions.
+
+    `inputs` are those of the runs wanted, as they are now; what other runs depended on may have changed.
+    """
     for record in records:
-        if record.environment is None or record.environment.identity == present:
-            continue
-        past = msgspec.to_builtins(record.environment.identity)
-        now = msgspec.to_builtins(present)
-        changed = "; ".join(f"{name} was {past[name]}, is {now[name]}" for name in now if past[name] != now[name])
-        raise SweepError(
-            f"{directory} holds records made under other conditions ({changed}). "
-            "Choose another --name, start over with --fresh (the old records are kept beside), "
-            "or mix them with --allow-mixed"
-        )
+        if changed := [*_changed_conditions(record, present), *changed_inputs(record, inputs)]:
+            raise SweepError(
+                f"{directory} holds records made under other conditions ({'; '.join(changed)}). "
+                "Choose another --name, start over with --fresh (the old records are kept beside), "
+                "or mix them with --allow-mixed"
+            )
+
+
+def _changed_conditions(record: RunRecord, present: Identity) -> list[str]:
+    if record.environment is None:
+        return []
+    past = msgspec.to_builtins(record.environment.identity)
+    now = msgspec.to_builtins(present)
+    return [f"{name} was {past[name]}, is {now[name]}" for name in now if past[name] != now[name]]
+
+
+def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
+    """In words, what the record's run depended on and was in another state than it is in `inputs`."""
+    now = {found.name: found.state for found in inputs}
+    return [
+        f"{past.name} was {past.state or 'unreadable'}, is {now[past.name] or 'unreadable'}"
+        for past in record.inputs
+        if past.name in now and past.state != now[past.name]
+    ]
 
 
 def write_environment(records: Sequence[RunRecord], directory: Path) -> None:

@@ -1,7 +1,7 @@
 """A grid of runs, each in a fresh process: what is done is kept, what fails is a row, what is left can be resumed.
 
 The directory of records is the whole state. A run that has a result (`ok` or `oom`) is not run again; one that
-crashed, hung or was killed is, because nothing says that it would again.
+crashed, hung or was killed is, because nothing says that it would again, and so is one whose profile was lost.
 """
 
 import contextlib
@@ -17,13 +17,15 @@ from typing import Protocol
 
 from cs336_systems.config import CompileMode, Device, RunConfig
 from cs336_systems.environment import identity
+from cs336_systems.inputs import all_inputs
 from cs336_systems.interrupts import Interrupts
 from cs336_systems.isolation import Worker, kill_orphans, preload_compiler
 from cs336_systems.locks import exclusive, gpu_lock_path
-from cs336_systems.nvml import Gpu, visible_gpus
+from cs336_systems.nvml import Gpu, alike, visible_gpus
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.record import (
     Failure,
+    Input,
     RecordError,
     RunRecord,
     RunWarning,
@@ -35,10 +37,13 @@ from cs336_systems.record import (
 )
 from cs336_systems.store import (
     SweepError,
+    changed_inputs,
+    lacks_profile,
     make_writable,
     quarantine,
     refuse_to_mix,
     set_aside,
+    set_aside_unreadable,
     sweep_up,
     write_environment,
 )
@@ -97,7 +102,8 @@ def run_sweep(
     """Measure what of `configs` has no result in `directory` yet.
 
     Raises SweepError where the directory cannot be written, where its records come from other hardware or software
-    (unless `allow_mixed`), and where the disk fills; LockedError where another sweep is at work here.
+    (unless `allow_mixed`) or from a later version of this program, and where the disk fills; LockedError where another
+    sweep is at work here.
     """
     started = monotonic()
     runs = make_writable(directory / "runs")
@@ -112,20 +118,20 @@ def run_sweep(
             set_aside(runs)
         sweep_up(runs)
         records, problems = load_records(runs)
-        for problem in problems:
-            quarantine(problem.path)
+        set_aside_unreadable(problems)
         wanted = {config.key for config in configs}
-        kept = [r for r in records if r.key not in wanted or r.status.is_result]
+        kept = [r for r in records if r.key not in wanted or (r.status.is_result and not lacks_profile(r, runs))]
         present = identity(configs[0].device, gpus[0]) if configs else None
+        inputs = () if allow_mixed else all_inputs(configs)
         if present and not allow_mixed:
-            refuse_to_mix(kept, present, directory)
+            refuse_to_mix(kept, present, inputs, directory)
         done = {record.key for record in kept}
         todo = [config for config in configs if config.key not in done]
         if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in todo):
             preload_compiler()
         listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts())
-        loop = _Loop(runs, listener, gpus, timeout_s, interrupts)
+        loop = _Loop(runs, listener, gpus, timeout_s, interrupts, inputs)
         measured = loop.run(todo)
         every, _ = load_records(runs)
         write_environment(every, directory)
@@ -147,6 +153,8 @@ class _Loop:
     gpus: Sequence[Gpu | None]
     timeout_s: float
     interrupts: Interrupts
+    inputs: Sequence[Input] = ()
+    """As the sweep found them; a run that found them changed has no result."""
     measured: list[RunRecord] = field(default_factory=list)
 
     def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
@@ -222,6 +230,9 @@ class _Loop:
                 return self._fail(
                     worker, Status.INVALID, f"the record is of another run; kept as {quarantine(path).name}"
                 )
+            if record.status.is_result and (changed := changed_inputs(record, self.inputs)):
+                message = f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
+                return self._fail(worker, Status.INVALID, message)
             return self._with_teardown(record, exit_code, timed_out) if exit_code else record
         if timed_out:
             return self._fail(
@@ -277,7 +288,13 @@ def _signal_name(number: int) -> str:
 
 
 def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:
-    """One slot per visible GPU, or a single one for the CPU."""
+    """One slot per visible GPU of the first one's kind, or a single one for the CPU."""
     if not any(config.device is Device.CUDA for config in configs):
         return (None,)
-    return visible_gpus() or (None,)
+    return alike(visible_gpus()) or (None,)
+
+
+def gpus_left_out(configs: Sequence[RunConfig]) -> tuple[Gpu, ...]:
+    """Visible GPUs that a sweep of these leaves idle, because times of another kind would stand in the same table."""
+    used = _gpus(configs)
+    return () if used == (None,) else tuple(gpu for gpu in visible_gpus() if gpu not in used)

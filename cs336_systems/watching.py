@@ -3,7 +3,6 @@
 nsys watches from outside, and gets the ranges of backward.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -46,7 +45,7 @@ class Watch:
         return nullcontext()
 
     def failed(self) -> None:
-        """The run ended with an exception: keep what can be kept."""
+        """The run ended with an exception: keep what can be kept. Raises RuntimeError or OSError where that fails."""
 
 
 class _RangesInBackward(Watch):
@@ -93,8 +92,7 @@ class _Memory(Watch):
 
     def failed(self) -> None:
         """The snapshot is evidence, of running out of memory above all; a broken context has none to give."""
-        with contextlib.suppress(RuntimeError):
-            self._recorder.dump(self._path)
+        self._recorder.dump(self._path)
 
 
 def make_watch(step: TrainingStep, path: Path | None) -> Watch:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import ModelConfig, Profiler, RunConfig
 from cs336_systems.failure import describe
+from cs336_systems.inputs import inputs_of
 from cs336_systems.measurement import measure
 from cs336_systems.nsys_run import is_under_nsys, run_under_nsys
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with, die_with_forker
@@ -34,6 +36,11 @@ def run_here(config: RunConfig, directory: Path) -> RunRecord:
 
 
 def _run(config: RunConfig, runs: Path) -> RunRecord:
+    inputs = inputs_of(config)  # before the user's module is imported, which it may be some time after an edit
+    return replace(_watched(config, runs), inputs=inputs)
+
+
+def _watched(config: RunConfig, runs: Path) -> RunRecord:
     if config.profiler is Profiler.NONE or (config.profiler is Profiler.NSYS and is_under_nsys()):
         return measure(config)
     if config.profiler is Profiler.NSYS:

@@ -349,7 +349,7 @@ from cs336_systems.cli import main
 sys.exit(main())
 """
     done = run("-c", code, "report", "sweep")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert re.fullmatch(r"warning: sweep/runs/broken\.json: not a record of a run: .*\n", done.stderr)
     with (sweep / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -513,6 +513,67 @@ def test_a_side_may_be_one_flag_or_none(
     assert ("--precision=bf16" in sides) == (a.precision == "bf16" and b.precision == "fp32")
 
 
+def test_no_side_is_taken_from_an_earlier_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    """Its times are of another hour: alternately measured is what the verdict says and rests on."""
+    directories: list[Path] = []
+
+    def measure_nothing(configs: Sequence[RunConfig], directory: Path, **_: object) -> int:
+        (directory / "runs").mkdir(parents=True, exist_ok=True)
+        for config in configs:
+            write_record(replace(record(0.1 + 0.001 * config.repeat), config=config), directory / "runs")
+        directories.append(directory)
+        return 0
+
+    monkeypatch.setattr(compare_command, "measure_all", measure_nothing)
+    baseline, first, second = "--device cpu", "--device cpu --no-ranges", "--device cpu --sync-phases"
+    for b in (first, second, first):
+        assert compare(baseline, b) == 0
+    assert directories[0] == directories[2] != directories[1]
+    assert compare(baseline, first, "--name", "mine") == 0
+    assert compare(baseline, first, "--name", "mine", "--repeats", "6") == 0, "the same one goes on"
+    capsys.readouterr()
+    for sides in ((baseline, second), (first, baseline)):
+        assert compare(*sides, "--name", "mine") == 2
+        assert "mine holds another comparison" in capsys.readouterr().err
+    assert len(directories) == 5, "nothing was measured"
+    assert compare(baseline, second, "--name", "mine", "--fresh") == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--profile", "a profiler makes a run slower"),
+        ("--json", "leave out --json"),
+        ("--output x", "leave out --json"),
+    ],
+)
+def test_a_side_is_a_plain_run_and_no_more(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    assert compare("--device cpu", f"--device cpu {flags}") == 2
+    assert said in capsys.readouterr().err
+    assert not list(empty_directory.iterdir())
+
+
+def test_a_report_does_not_write_over_tables_of_records_that_it_cannot_read(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    sweep = directory_of(
+        empty_directory / "sweep", [record(0.1, precision=precision) for precision in ("fp32", "bf16")]
+    )
+    assert cli.main(["report", "sweep"]) == 0
+    before = files_in(sweep)
+    min((sweep / "runs").iterdir()).write_text("{")
+    damaged = files_in(sweep)
+    assert cli.main(["report", "sweep"]) == 2
+    assert "1 record cannot be read, and the tables there would lose them" in capsys.readouterr().err
+    assert files_in(sweep) == damaged != before
+    assert cli.main(["report", "sweep", "--output", "elsewhere"]) == 1, "a file is damaged"
+    assert len((empty_directory / "elsewhere" / "results.csv").read_text().splitlines()) == 2
+
+
 def test_a_report_of_records_made_under_other_conditions_says_so(
     capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
@@ -561,7 +622,7 @@ def test_a_against_a_runs_every_process_and_writes_the_verdict(empty_directory: 
     flags = " ".join(ONE)
     done = run("-c", code, "compare", flags, flags, "--repeats", "2")
     assert done.returncode == 0, done.stderr
-    base = empty_directory / "data/e2e_benchmark/compare"
+    (base,) = (empty_directory / "data/e2e_benchmark").iterdir()
     records = [json.loads(path.read_text()) for path in sorted((base / "runs").iterdir())]
     assert sorted(r["config"]["repeat"] for r in records) == [0, 1, 2, 3]
     assert len({json.dumps(r["config"] | {"repeat": 0}) for r in records}) == 1

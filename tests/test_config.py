@@ -106,12 +106,12 @@ def test_only_rope_needs_an_even_head() -> None:
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"seed": 2**63}, "seed must be below 2**63"),
         ({"repeat": -1}, "repeat must be at least 0, got -1"),
-        ({"compile_blocks": True}, "compile_blocks needs a compile mode, got compile none"),
+        ({"compile_blocks": True}, "--compile-blocks needs a mode, as in --compile default, got --compile none"),
         (
             {"compile_blocks": True, "compile": CompileMode.DEFAULT, "model_factory": "a:b"},
-            "compile_blocks needs this project's model, got model_factory 'a:b'",
+            "--compile-blocks needs this project's model, got --model 'a:b'",
         ),
-        ({"precision": Precision.TF32}, "precision tf32 is a mode of NVIDIA GPUs, got device cpu"),
+        ({"precision": Precision.TF32}, "--precision tf32 needs --device cuda, got --device cpu"),
         ({"tokens": "/data/\udcff.npy"}, "tokens"),
     ],
 )
@@ -290,11 +290,14 @@ def test_the_label_says_what_is_unusual() -> None:
         ({"pad_vocabulary": 10**6}, "pad_vocabulary must be at most 65536, got 1000000"),
         ({"learning_rate": 0.0}, "learning_rate must be between 0 and 1, got 0.0"),
         ({"learning_rate": float("nan")}, "learning_rate must be between 0 and 1, got nan"),
-        ({"cast_once": True}, "cast_once keeps weights in bf16, got precision fp32"),
-        ({"cast_once": True, "precision": Precision.BF16}, "cast_once needs the fused optimizer, got optimizer adamw"),
-        ({"cast_once": True, "model_factory": "a:b"}, "cast_once needs this project's model, got model_factory 'a:b'"),
-        ({"fp8": True, "precision": Precision.BF16}, "fp8 needs cast_once, got cast_once False"),
-        ({"fp8": True}, "fp8 needs precision bf16, got precision fp32"),
+        ({"cast_once": True}, "--cast-once needs --precision bf16, got --precision fp32"),
+        (
+            {"cast_once": True, "precision": Precision.BF16},
+            "--cast-once needs --optimizer fused, got --optimizer adamw",
+        ),
+        ({"cast_once": True, "model_factory": "a:b"}, "--cast-once needs this project's model, got --model 'a:b'"),
+        ({"fp8": True, "precision": Precision.BF16}, "--fp8 needs --cast-once, got none"),
+        ({"fp8": True}, "--fp8 needs --precision bf16, got --precision fp32"),
         (
             {
                 "fp8": True,
@@ -306,16 +309,23 @@ def test_the_label_says_what_is_unusual() -> None:
             },
             "fp8 needs sizes that are multiples of 16, got batch_size x context_length = 24, d_ff = 40",
         ),
-        ({"fp8": True, "model_factory": "a:b"}, "fp8 needs this project's model, got model_factory 'a:b'"),
-        ({"pad_vocabulary": 64, "model_factory": "a:b"}, "pad_vocabulary needs this project's model"),
-        ({"cuda_graph": True, "optimizer": OptimizerKind.FUSED}, "cuda_graph needs device cuda, got cpu"),
-        ({"cuda_graph": True, "device": Device.CUDA}, "cuda_graph needs the fused optimizer, got optimizer adamw"),
+        ({"fp8": True, "model_factory": "a:b"}, "--fp8 needs this project's model, got --model 'a:b'"),
+        ({"pad_vocabulary": 64, "model_factory": "a:b"}, "--pad-vocabulary needs this project's model"),
+        ({"cuda_graph": True, "optimizer": OptimizerKind.FUSED}, "--cuda-graph needs --device cuda, got --device cpu"),
+        ({"cuda_graph": True, "device": Device.CUDA}, "--cuda-graph needs --optimizer fused, got --optimizer adamw"),
         *(
             ({"cuda_graph": True, "device": Device.CUDA, "optimizer": OptimizerKind.FUSED, **other}, said)
             for other, said in (
-                ({"precision": Precision.FP16}, "a precision without loss scaling, .* got fp16"),
-                ({"compile": CompileMode.REDUCE_OVERHEAD}, "a compile mode without graphs of its own, got reduce"),
-                ({"profiler": Profiler.MEMORY}, "another profiler: a replayed graph allocates nothing, got memory"),
+                ({"precision": Precision.FP16}, "a precision whose loss is not scaled, got --precision fp16"),
+                (
+                    {"compile": CompileMode.REDUCE_OVERHEAD},
+                    "a mode of --compile without graphs of its own, got --compile reduce",
+                ),
+                (
+                    {"profiler": Profiler.MEMORY},
+                    "another profiler, as a replayed graph allocates nothing, got --memory",
+                ),
+                ({"warmup_steps": 3}, "at least --warmup-steps 4: it records the step after 3 others, got 3"),
             )
         ),
     ],

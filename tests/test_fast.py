@@ -146,6 +146,7 @@ def test_a_users_own_model_gets_what_needs_no_knowledge_of_it():
 def test_what_sees_no_graph_gets_none():
     assert not fastest(make(profiler=Profiler.MEMORY), H200).cuda_graph
     assert fastest(make(), H200).cuda_graph
+    assert [fastest(make(warmup_steps=steps), H200).cuda_graph for steps in (0, 3, 4)] == [False, False, True]
 
 
 @pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.FORWARD, Mode.FORWARD_BACKWARD])

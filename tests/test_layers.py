@@ -18,9 +18,9 @@ PACKAGE = "cs336_systems"
 LEVELS = (
     ("", "analysis", "analysis.kernels", "analysis.memory", "commands", "prediction", "shortcuts"),
     ("report", "report.ceilings", "report.kernels", "report.ladder", "report.memory", "studies"),
-    ("config", "ranges", "process", "locks", "statistics", "report.formats", "json_files", "tokens"),
-    ("hardware", "record", "nsys_run", "prediction.*"),
-    ("memory_model", "accounting", "napkin", "nvml", "quality", "store"),
+    ("config", "counting", "ranges", "process", "locks", "statistics", "report.formats", "json_files", "tokens"),
+    ("hardware", "record", "nsys_run", "advice", "prediction.*"),
+    ("memory_model", "accounting", "napkin", "nvml", "quality", "store", "inputs"),
     ("studies.attention_records", "studies.fusion_records", "studies.ceilings_records", "studies.ceilings_files"),
     ("planning", "fast"),
     ("ladder",),
@@ -45,6 +45,7 @@ LEVELS = (
     ("report.ladder.*",),
     ("memory_recording",),
     ("watching",),
+    ("run_progress",),
     ("measurement", "studies.precision", "studies.fusion_ops", "studies.ceilings_timing", "studies.ceilings_ranks"),
     ("worker", "studies.precision_tables", "studies.fusion_study", "studies.ceilings_study"),
     ("isolation",),
@@ -64,7 +65,7 @@ NEEDS_TORCH = {
     "shortcuts.adamw_kernel", "shortcuts.cross_entropy", "shortcuts.cross_entropy_kernel", "shortcuts.fp8",
     "shortcuts.fused_blocks", "shortcuts.fused_blocks_kernel", "shortcuts.joint", "shortcuts.joint_kernel",
     "shortcuts.lookup", "shortcuts.lookup_kernel", "shortcuts.step_graph", "shortcuts.weights",
-    "shortcuts.master_adamw", "watching", "measurement", "worker", "preload",
+    "shortcuts.master_adamw", "watching", "run_progress", "measurement", "worker", "preload",
     "studies.precision", "studies.precision_tables", "studies.fusion_ops", "studies.fusion_study",
     "studies.attention_cell", "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",
 }  # fmt: skip
@@ -189,7 +190,7 @@ def test_what_is_measured_with_is_part_of_the_identity() -> None:
         reached |= more
     around = {
         "", "shortcuts", "record", "nvml",
-        "environment", "quality", "statistics", "ranges", "failure", "memory_recording",
+        "environment", "quality", "advice", "statistics", "ranges", "failure", "memory_recording",
         "analysis.memory.notes", "analysis.columns", "analysis.files", "json_files",
     }  # fmt: skip
     # they see a step from outside, or are there in profiled runs alone, whose times are not published

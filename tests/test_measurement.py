@@ -1,7 +1,9 @@
 """A record holds what was measured, says what puts it in doubt, and is made whatever a run dies of."""
 
+import contextlib
 import copy
 import datetime
+import errno
 import gc
 import itertools
 import os
@@ -34,9 +36,11 @@ from cs336_systems.config import (
 )
 from cs336_systems.data import FileBatches
 from cs336_systems.failure import classify, requested_bytes
-from cs336_systems.measurement import MAX_EXTRA_WARMUP_STEPS, Progress, measure
+from cs336_systems.measurement import MAX_EXTRA_WARMUP_STEPS, measure
 from cs336_systems.nvml import Gpu
-from cs336_systems.record import RunRecord, Status, WarningCode, encode_record, read_record, write_record
+from cs336_systems.record import GpuState, RunRecord, Status, WarningCode, encode_record, read_record, write_record
+from cs336_systems.run_progress import Progress
+from cs336_systems.watching import Watch
 from tests.own_models import PrefersTf32
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
@@ -229,10 +233,25 @@ def test_a_skipped_step_is_counted_and_not_timed() -> None:
     assert changed == [True, True, True, False, False, True], "which steps changed the weights"
 
 
-def test_a_run_that_skips_every_step_ends() -> None:
-    record = measure(replace(CONFIG, precision=Precision.FP16), with_infinite_gradients(lambda step: True))
+def test_skipped_steps_are_no_warm_up() -> None:
+    """The optimizer's state is made in the first step that it takes, whichever that is."""
+    model = with_infinite_gradients(lambda step: step < 4)
+    states: list[int] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: states.append(len(optimizer.state)))
+    try:
+        record = measure(replace(CONFIG, precision=Precision.FP16, warmup_steps=2, measured_steps=3), model)
+    finally:
+        hook.remove()
+    assert len(record.warmup_times_s) == 4 + 2
+    assert states == [0, 1, 1, 1, 1], "two steps of warm-up are taken, and the second has what the first has made"
+    assert (record.skipped_steps, codes(record)) == (0, set())
+
+
+@pytest.mark.parametrize(("first", "skipped"), [(0, 2 + 21), (2, 3 + 21)])
+def test_a_run_that_skips_every_step_ends(first: int, skipped: int) -> None:
+    record = measure(replace(CONFIG, precision=Precision.FP16), with_infinite_gradients(lambda step: step >= first))
     assert record.status is Status.CRASHED
-    assert "GradScaler skipped 24 steps" in record.failure.message
+    assert f"GradScaler skipped {skipped} steps" in record.failure.message
 
 
 def test_without_loss_scaling_nothing_is_skipped() -> None:
@@ -567,6 +586,52 @@ def test_a_gpu_that_says_little_is_measured_all_the_same(
     assert (monitor is None) == (code is WarningCode.NO_TELEMETRY)
     if others:
         assert "2 other process(es)" in progress.warnings[0].message
+
+
+class PoweredMonitor:
+    """A GPU that takes 1000 W, and says as its power when it was asked."""
+
+    def energy_j(self) -> float:
+        return 1000 * perf_counter()
+
+    def state(self) -> GpuState:
+        return GpuState(
+            sm_clock_hz=1, max_sm_clock_hz=1, memory_clock_hz=1, power_w=perf_counter(), temperature_c=1.0,
+            throttle_reasons=(), other_processes=0,
+        )  # fmt: skip
+
+
+def test_what_a_profiler_does_after_the_steps_is_not_in_their_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowToWrite(Watch):
+        began: float
+
+        @contextlib.contextmanager
+        def measured_steps(self, one_step: Callable[[], None]) -> Iterator[None]:
+            yield
+            self.began = perf_counter()
+            sleep(0.6)
+
+    watch = SlowToWrite()
+    monkeypatch.setattr(measurement, "_find_gpu", lambda progress: PoweredMonitor())
+    monkeypatch.setattr(measurement, "make_watch", lambda step, path: watch)
+    record = measure(CONFIG, Table(lambda step: sleep(0.1)))
+    assert 100 <= record.telemetry.energy_per_step_j < 200, "steps of 0.1 s; with the writing 300 J"
+    assert record.telemetry.after.power_w < watch.began
+
+
+def test_a_history_that_cannot_be_kept_leaves_the_failure_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnAFullDisk(Watch):
+        def failed(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run_out(step: int) -> None:
+        if step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(measurement, "make_watch", lambda step, path: OnAFullDisk())
+    record = measure(CONFIG, Table(run_out))
+    assert record.status is Status.OOM
+    assert "No space left on device" in message(record, WarningCode.NO_SNAPSHOT)
 
 
 @pytest.mark.gpu

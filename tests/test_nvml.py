@@ -4,13 +4,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 
 from cs336_systems import nvml
-from cs336_systems.nvml import Gpu, GpuMonitor, select, usable_gpu_bytes, visible_gpus
+from cs336_systems.hardware import find_device
+from cs336_systems.nvml import (
+    Gpu,
+    GpuMonitor,
+    alike,
+    select,
+    usable_gpu_bytes,
+    visible_gpus,
+    wants_slice,
+    why_none_visible,
+)
+from tests.fake_nvml import WHOLE_BYTES, Slice, fake_driver, unsupported
 
 GPUS = [
     Gpu(index=i, uuid=uuid, name="NVIDIA H100", memory_bytes=2**36, driver="580.1")
@@ -81,38 +93,10 @@ def test_without_a_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.Monke
     assert visible_gpus("0") == ()
 
 
-def unsupported(*_: object, **__: object) -> None:
-    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, forget_driver: None) -> SimpleNamespace:
     """A driver with two GPUs whose answers a test may change."""
-    answers = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetUUID=lambda handle: handle,
-        nvmlDeviceGetName=lambda handle: "NVIDIA H100 80GB HBM3",
-        nvmlSystemGetDriverVersion=lambda: "580.1",
-        nvmlDeviceGetMemoryInfo=lambda handle, version=1: SimpleNamespace(
-            total=85_520_809_984, reserved=680_000_000 if version == pynvml.nvmlMemory_v2 else None
-        ),
-        nvmlDeviceGetClockInfo=lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1755, pynvml.NVML_CLOCK_MEM: 2619}[kind],
-        nvmlDeviceGetMaxClockInfo=lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind],
-        nvmlDeviceGetPowerUsage=lambda handle: 698_250,
-        nvmlDeviceGetTemperature=lambda handle, kind: 61,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: ["this one"],
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1_234_567,
-    )
-    for name in vars(answers):
-        monkeypatch.setattr(
-            pynvml, name, lambda *arguments, name=name, **options: getattr(answers, name)(*arguments, **options)
-        )
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return answers
+    return fake_driver(monkeypatch)
 
 
 def test_gpus_are_those_of_the_environment_unless_told(
@@ -140,6 +124,98 @@ def test_what_programs_can_have_is_without_what_the_driver_keeps(driver: SimpleN
     assert visible_gpus()[0].usable_bytes == 85_520_809_984 - 680_000_000 == usable_gpu_bytes()
     driver.nvmlDeviceGetMemoryInfo = unsupported
     assert usable_gpu_bytes() is None
+
+
+A, B = Slice("MIG-aa01", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * 2**30), Slice("MIG-bb02", "?", 40 * 2**30)
+
+
+@pytest.fixture
+def sliced(driver: SimpleNamespace) -> SimpleNamespace:
+    """The first of the two GPUs is in MIG mode, with two slices and room for more."""
+    driver.slices["GPU-0"] = [A, None, B]
+    return driver
+
+
+# What CUDA makes of CUDA_VISIBLE_DEVICES there: one slice, and no GPU beside a slice (NVIDIA's MIG user guide).
+SLICED = {
+    None: ["MIG-aa01"], "0": ["MIG-aa01"], "1": ["GPU-1"], "0,1": ["MIG-aa01"], "1,0": ["MIG-aa01"], "2": [],
+    "MIG-aa01": ["MIG-aa01"], "MIG-bb02": ["MIG-bb02"], "MIG-b": ["MIG-bb02"], "MIG-bb02,MIG-aa01": ["MIG-bb02"],
+    "MIG-": [], "MIG-cc": [], "MIG-aa01,MIG-aa01": [], "GPU-0": ["MIG-aa01"], "GPU-1": ["GPU-1"], "": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("visible", SLICED)
+def test_a_slice_is_a_device_and_the_gpu_it_is_of_is_none(
+    sliced: SimpleNamespace, visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.uuid for gpu in visible_gpus()] == SLICED[visible]
+
+
+@pytest.mark.parametrize("told", [A, B, replace(B, name="NVIDIA H100 80GB HBM3")])
+def test_a_slice_has_its_own_memory_and_no_peak_of_the_whole(sliced: SimpleNamespace, told: Slice) -> None:
+    """Whatever name the driver gives it, the whole GPU's among them."""
+    sliced.slices["GPU-0"] = [told]
+    (gpu,) = visible_gpus()
+    assert gpu.memory_bytes == told.memory_bytes < WHOLE_BYTES
+    assert usable_gpu_bytes() == told.memory_bytes - 2**20
+    assert gpu.slice_of == "GPU-0"
+    assert find_device("NVIDIA H100 80GB HBM3") is not None
+    assert find_device(gpu.name) is None
+    assert "NVIDIA H100 80GB HBM3 MIG " in gpu.name
+    assert gpu.name == told.name or gpu.name.endswith(" 40gb")
+
+
+def test_the_mode_without_a_slice_leaves_nothing_to_compute_on(sliced: SimpleNamespace) -> None:
+    sliced.slices["GPU-0"] = [None]
+    assert [gpu.uuid for gpu in visible_gpus()] == ["GPU-1"]
+    assert why_none_visible() is None
+    sliced.slices["GPU-1"] = []
+    assert visible_gpus() == ()
+    assert "MIG mode" in why_none_visible()
+    assert wants_slice()
+    sliced.nvmlDeviceGetMaxMigDeviceCount = unsupported
+    assert visible_gpus() == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "told", "slice_wanted"),
+    [
+        ("7", "=7 names none of the GPUs here: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)", False),
+        ("GPU-9", "=GPU-9 names none of", False),
+        ("MIG-cc", "=MIG-cc names none of", True),
+        ("0", None, False),
+        ("", None, False),
+        ("-1", None, False),
+        (None, None, False),
+    ],
+)
+def test_why_no_gpu_is_visible_is_said_unless_it_is_meant(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str | None, slice_wanted: bool
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    why = why_none_visible()
+    assert why is None if told is None else told in why
+    assert wants_slice() == slice_wanted
+
+
+def test_without_a_gpu_there_is_nothing_to_explain(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    driver.nvmlDeviceGetCount = lambda: 0
+    assert why_none_visible() is None
+
+
+def test_gpus_are_alike_by_the_name_of_the_first(driver: SimpleNamespace) -> None:
+    driver.nvmlDeviceGetCount = lambda: 3
+    driver.nvmlDeviceGetName = lambda handle: "NVIDIA A100" if handle == "GPU-1" else "NVIDIA H100"
+    small = SimpleNamespace(total=2**30, reserved=0)
+    large = SimpleNamespace(total=2**36, reserved=0)
+    driver.nvmlDeviceGetMemoryInfo = lambda handle, version=1: small if handle == "GPU-1" else large
+    assert [gpu.index for gpu in alike(visible_gpus())] == [0, 2]
+    assert alike(()) == ()
+    assert usable_gpu_bytes() == 2**36, "what is left out sets no limit"
 
 
 def test_units_are_si(driver: SimpleNamespace) -> None:

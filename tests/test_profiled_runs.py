@@ -157,6 +157,16 @@ def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(tmp_path: 
     assert len(profiles) == 2
     again = run(tmp_path, "benchmark_sweep.py", "--context-lengths", "16", "32", "--profile", "--name", "p")
     assert "4 records kept, 0 runs to go" in again.stderr
+    tables = {path.name: path.read_text().count("\n") for path in folder.glob("*.csv")}
+    min((folder / "kernels").glob("*.json")).unlink()
+    mended = run(tmp_path, "benchmark_sweep.py", "--context-lengths", "16", "32", "--profile", "--name", "p")
+    assert mended.returncode == 0, mended.stderr
+    assert "3 records kept, 1 run to go" in mended.stderr, "a run whose profile was lost is made again"
+    assert len(list((folder / "kernels").glob("*.json"))) == 2
+    assert {name: tables[name] for name in ("phases.csv", "slowdown.csv", "attention.csv")} == {
+        path.name: path.read_text().count("\n")
+        for path in folder.glob("*.csv") if path.name in ("phases.csv", "slowdown.csv", "attention.csv")
+    }  # fmt: skip
 
 
 def test_without_nsys_the_times_are_kept_and_what_to_install_is_said(

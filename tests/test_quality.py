@@ -1,8 +1,10 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, OptimizerKind, RunConfig
 from cs336_systems.quality import timing_warnings
 from cs336_systems.record import WarningCode
 
@@ -111,6 +113,32 @@ def test_a_host_that_takes_the_whole_step_is_the_limit() -> None:
     assert list(found) == [WarningCode.LAUNCH_BOUND]
     assert found[WarningCode.LAUNCH_BOUND].startswith("the CPU is the limit: launching took 98.0 % of the step")
     assert warnings_of(step, 0.9 * step) == {}
+
+
+def launch_bound(config: RunConfig | None) -> str:
+    """What is said of ten steps of 20 ms that took the host 19.6."""
+    (warning,) = timing_warnings([0.02] * 10, [0.0196] * 10, config)
+    assert warning.code is WarningCode.LAUNCH_BOUND
+    return warning.message
+
+
+def test_a_run_is_not_advised_what_it_does_already() -> None:
+    plain = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
+    fused = replace(plain, optimizer=OptimizerKind.FUSED)
+    graphs = replace(fused, model=replace(plain.model, attention=Attention.SDPA), cuda_graph=True)
+    end = "use a larger model or batch"
+    flags = "fewer kernels (--compile default, --attention sdpa, --optimizer fused)"
+    assert launch_bound(plain).endswith(f"{end}, {flags}, or CUDA graphs (--compile reduce-overhead)")
+    assert launch_bound(fused).endswith(
+        f"{end}, fewer kernels (--compile default, --attention sdpa), or CUDA graphs (--compile reduce-overhead)"
+    )
+    assert launch_bound(graphs).endswith(f"{end}, or fewer kernels (--compile default)")
+    assert launch_bound(replace(graphs, compile=CompileMode.DEFAULT)).endswith(end)
+    inference = replace(plain, mode=Mode.INFERENCE, compile=CompileMode.REDUCE_OVERHEAD)
+    assert launch_bound(inference).endswith(f"{end}, or fewer kernels (--attention sdpa)")
+    own = replace(plain, model_factory="a:b")
+    assert "(--compile default, --optimizer fused)" in launch_bound(own), "its attention is not known"
+    assert "--" not in launch_bound(None)
 
 
 def test_a_device_with_a_full_queue_is_not_waiting_for_the_host() -> None:

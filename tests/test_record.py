@@ -38,6 +38,7 @@ from cs336_systems.record import (
     Failure,
     GpuState,
     Identity,
+    Input,
     Measurement,
     Memory,
     RecordError,
@@ -97,6 +98,7 @@ FULL = RunRecord(
         host="node-1", cpu="AMD", cpu_count=2, load_1min=0.5, torch_threads=1, float32_matmul_precision="highest",
         allow_tf32_matmul=False, allow_tf32_cudnn=True, git_commit="f" * 40, git_dirty=True, package_version="1.0",
     ),
+    inputs=(Input(name="source of a.b:c", state="0123456789abcdef"), Input(name="token file t.npy", state=None)),
     durations=Durations(setup_s=1.0, warmup_s=2.0, measured_s=3.0, total_s=6.5),
     warnings=tuple(RunWarning(code=code, message=f"about {code}") for code in WarningCode),
 )  # fmt: skip
@@ -131,7 +133,13 @@ def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: P
     assert read_record(path) == FULL
     own = replace(FULL, config=replace(CONFIG, **PLAIN, model_factory="a.b:c"))
     assert read_record(write_record(own, tmp_path)) == own
-    graph = {"precision": Precision.BF16, "compile": CompileMode.DEFAULT, "sync_phases": False, "cuda_graph": True}
+    graph = {
+        "warmup_steps": 4,
+        "precision": Precision.BF16,
+        "compile": CompileMode.DEFAULT,
+        "sync_phases": False,
+        "cuda_graph": True,
+    }
     shortcuts = dict.fromkeys(("cast_once", "compile_blocks", "fused_loss", "fused_blocks", "fp8"), True)
     fast = replace(FULL, config=replace(CONFIG, **graph, **shortcuts))
     assert read_record(write_record(fast, tmp_path)) == fast

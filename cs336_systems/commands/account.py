@@ -13,6 +13,7 @@ from cs336_systems.commands.flags import (
     ModelArguments,
     StepArguments,
     Switch,
+    choices,
     make_config,
     one_precision,
     unset,
@@ -20,7 +21,7 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import OK, UsageError, ceilings_or_say, checked
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
 from cs336_systems.hardware import DEVICES, DeviceSpec, find_device
-from cs336_systems.nvml import visible_gpus
+from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
@@ -43,7 +44,7 @@ class AccountArguments:
     """Sequences in a batch."""
     mode: Mode = Mode.TRAIN
     """How much of a step: inference, forward, forward-backward, train."""
-    precision: Precision = Precision.FP32
+    precision: Annotated[Precision | None, choices(Precision), unset(None, "fp32")] = None
     """fp32, tf32, bf16 or fp16 (autocast around forward and loss)."""
     mixed_precision: Switch = False
     """Short for --precision bf16."""
@@ -56,7 +57,7 @@ class AccountArguments:
     fit: Switch = False
     """Say the largest batch, and the longest context, that fit."""
     memory_gib: Annotated[float | None, unset("GIB", "this machine's GPU")] = None
-    """Memory of the GPU for --fit (GiB)."""
+    """Memory of the GPU for --fit that programs can have (GiB); of several GPUs here, the smallest's."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3"."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
@@ -101,9 +102,11 @@ class AccountArguments:
             if not 0 < self.memory_gib < 1e6:
                 raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
             return round(self.memory_gib * GIB)
-        if not (gpus := visible_gpus()):
-            raise ValueError("--fit needs --memory-gib on a machine without an NVIDIA GPU")
-        return gpus[0].memory_bytes
+        if (usable_bytes := usable_gpu_bytes()) is None:
+            raise ValueError(
+                "--fit needs --memory-gib here: this machine has no NVIDIA GPU that tells how much memory it has"
+            )
+        return usable_bytes
 
 
 def device_meant(name: str | None) -> DeviceSpec | None:

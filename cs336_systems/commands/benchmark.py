@@ -9,6 +9,7 @@ from typing import Annotated
 from cs336_systems.commands.flags import (
     CPU_SIZES,
     GPU_SIZES,
+    DeviceChoice,
     Flat,
     ModelArguments,
     StepArguments,
@@ -22,12 +23,12 @@ from cs336_systems.commands.flags import (
     unset,
     without_shortcuts,
 )
-from cs336_systems.commands.outcome import ceilings_or_say, checked, status_of
+from cs336_systems.commands.outcome import UsageError, ceilings_or_say, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.fast import describe_fast
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
-from cs336_systems.nvml import visible_gpus
+from cs336_systems.nvml import visible_gpus, wants_slice, why_none_visible
 from cs336_systems.record import Status, encode_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
 
@@ -78,8 +79,9 @@ class BenchmarkArguments:
         """The run that these flags mean; raise ValueError where they mean none."""
         device = resolve_device(self.step.device)
         precision = one_precision(self.precision, self.mixed_precision)
+        model, step = without_shortcuts(self.model, self.step) if self.fast else (self.model, self.step)
         plain = make_config(
-            self.model, without_shortcuts(self.step) if self.fast else self.step, device,
+            model, step, device,
             size=(GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0] if self.size is None else self.size,
             context_length=self.context_length,
             mode=self.mode,
@@ -106,6 +108,7 @@ class BenchmarkArguments:
 def run(arguments: BenchmarkArguments) -> int:
     """Measure, keep the record, print it."""
     config = checked(arguments.config)
+    say_why_cpu(arguments.step.device)
     if arguments.fast:
         print(f"fast: {describe_fast(config)}", file=sys.stderr)
     from cs336_systems.store import PROFILE_DIRECTORIES, make_writable
@@ -133,6 +136,19 @@ def run(arguments: BenchmarkArguments) -> int:
     return status_of([record])
 
 
+def say_why_cpu(device: DeviceChoice) -> None:
+    """Say on standard error why `auto` is the CPU where there are GPUs and none is visible.
+
+    Raises UsageError where that GPU would be a slice (MIG): that the driver does not tell of it need not mean that
+    CUDA has none.
+    """
+    why = why_none_visible() if device == "auto" else None
+    if why is not None and wants_slice():
+        raise UsageError(f"--device auto finds no GPU: {why}. Correct that, or measure the CPU with --device cpu")
+    if why is not None:
+        print(f"note: --device auto takes the CPU: {why}", file=sys.stderr)
+
+
 def _print_memory(config: RunConfig, runs: Path) -> None:
     """Where the memory went; of a run that ran out of it too."""
     from cs336_systems.analysis.memory.profile import read_memory_profile
@@ -151,4 +167,4 @@ def _print_kernels(config: RunConfig, runs: Path) -> None:
     from cs336_systems.report.terminal import print_profile
     from cs336_systems.store import kernel_profile_path
 
-    print_profile(decode_profile(kernel_profile_path(config, runs).read_bytes()), TOP)
+    print_profile(decode_profile(kernel_profile_path(config, runs).read_bytes()), TOP, config)

@@ -52,8 +52,8 @@ class CeilingsArguments:
     presets: Annotated[
         tuple[str, ...] | None, unset("[SIZE ...]", "small medium large xl 2.7B gpt2 on a GPU, tiny on a CPU")
     ] = None
-    """Presets whose first feed-forward product to measure, at batch 4 and the preset's context, and whose head, as it
-    is and padded, if the vocabulary is no multiple of 8."""
+    """Model sizes whose layer shapes are measured: the first feed-forward matrix product (at batch 4 and the size's
+    context) and, if the vocabulary is no multiple of 8, the LM head with and without padding."""
     precisions: Annotated[
         tuple[ProductPrecision, ...] | None,
         choices(ProductPrecision, many=True),

@@ -10,12 +10,12 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.analysis.compare import compare, interleave, process_means
-from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse
+from cs336_systems.commands.benchmark import BenchmarkArguments, say_why_cpu
+from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse, unset, value_or
 from cs336_systems.commands.outcome import OK, UsageError, checked
 from cs336_systems.commands.report import load_or_say
 from cs336_systems.commands.sweep import measure_all
-from cs336_systems.config import RunConfig
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, load_records, read_record
 
 
@@ -34,7 +34,7 @@ class CompareArguments:
     """What to compare it with."""
     repeats: int = 5
     """Fresh processes of each; two give next to no interval."""
-    name: str = "compare"
+    name: Annotated[str | None, unset("NAME", "made of A and B")] = None
     """Name of the directory under OUTPUT/e2e_benchmark/ for the records."""
     output: Path = Path("data")
     """Directory for results."""
@@ -61,14 +61,17 @@ def run(arguments: CompareArguments) -> int:
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
         _refuse_unlike(sides, arguments.allow_mixed)
     else:
-        pair = [
-            checked(parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, s))).config)
-            for s in (arguments.a, arguments.b)
-        ]
+        asked = [_flags_of(side) for side in (arguments.a, arguments.b)]
+        pair = [checked(side.config) for side in asked]
+        for device in dict.fromkeys(side.step.device for side in asked):
+            say_why_cpu(device)
         # Even repeats are A and odd ones B, so that A can be compared with A.
         order = [(side, 2 * repeat + side) for side, repeat in interleave(2, arguments.repeats)]
         configs = [replace(pair[side], repeat=repeat) for side, repeat in order]
-        directory = arguments.output / "e2e_benchmark" / checked(functools.partial(checked_name, arguments.name))
+        name = value_or(arguments.name, f"compare_{pair[0].size}_{pair[0].digest}_{pair[1].digest}")
+        directory = arguments.output / "e2e_benchmark" / checked(functools.partial(checked_name, name))
+        if not arguments.fresh:
+            _refuse_another(pair, directory)
         if (status := _measure(configs, directory, arguments)) != OK:
             return status
         by_key = {record.key: record for record in load_records(directory / "runs")[0]}
@@ -86,6 +89,29 @@ def run(arguments: CompareArguments) -> int:
     return OK
 
 
+def _flags_of(side: str) -> BenchmarkArguments:
+    """The flags of a side; raise UsageError for those of a run whose times do not count, and of where to write them."""
+    asked = parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side)))
+    if checked(asked.config).profiler is not Profiler.NONE:
+        raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
+    if asked.json or asked.output != BenchmarkArguments.output:
+        raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --json and --output")
+    return asked
+
+
+def _refuse_another(pair: Sequence[RunConfig], directory: Path) -> None:
+    """Raise UsageError where records are of another comparison: one side of it would be of another hour than the other.
+
+    Even repeats are A's and odd ones B's.
+    """
+    for record in load_or_say(directory / "runs") if directory.is_dir() else ():
+        if record.config.configuration != pair[record.config.repeat % 2].configuration:
+            raise UsageError(
+                f"{directory} holds another comparison ({record.config.label} is in it): both sides are measured "
+                "alternately, so none of its times can stand for one of them; choose another --name, or --fresh"
+            )
+
+
 def _measure(configs: Sequence[RunConfig], directory: Path, arguments: CompareArguments) -> int:
     return measure_all(
         configs, directory, timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed
@@ -96,6 +122,11 @@ def _refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> N
     identities = {record.environment.identity for side in sides for record in side if record.environment}
     if len(identities) > 1 and not allow_mixed:
         raise UsageError("the records come from different hardware or software; compare them with --allow-mixed")
+    if any(len({record.inputs for record in side}) > 1 for side in sides) and not allow_mixed:
+        raise UsageError(
+            "the records of one side come from different versions of a model's source or of a token file; "
+            "compare them with --allow-mixed"
+        )
     if any(len({record.config.configuration for record in side}) != 1 for side in sides):
         raise UsageError("each side must hold repeats of one configuration; give the paths of its records")
 

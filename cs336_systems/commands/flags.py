@@ -132,19 +132,20 @@ class StepArguments:
     pad_vocabulary: Annotated[int | None, unset("INT", PLAIN["pad_vocabulary"])] = None
     """Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss."""
     cast_once: Switch = False
-    """Keep the weights of linear layers in bf16 and their fp32 masters with the optimizer, which writes both."""
+    """Keep a bf16 copy of each linear layer's weights beside the fp32 masters, so that autocast need not cast them in
+    every step. The optimizer updates both."""
     fused_loss: Switch = False
-    """Turn the logits into their gradient in place, in one kernel."""
+    """Fused cross-entropy: forward overwrites the logits with their gradient, which saves time and memory."""
     fused_blocks: Switch = False
-    """Add to the residual stream in the kernels of the norms that read the sum, biases in GELU's, and the embedding's
-    gradients in one pass, in no fixed order. Needs --cast-once."""
+    """Fused kernels between the matrix products: residual addition with norm, bias with GELU, and the embedding's
+    backward in one pass, whose sums are not the same to the last bit every time. Needs --cast-once."""
     fp8: Switch = False
     """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on; with other
     rounding than bf16's, so --fast does so only if asked."""
     cuda_graph: Switch = False
-    """Record the step as CUDA graphs, one for each phase, and replay these."""
+    """Record the step as CUDA graphs, one for each phase, and replay these. Needs at least --warmup-steps 4."""
     learning_rate: float = 1e-3
-    """Of AdamW."""
+    """Learning rate of AdamW."""
     measured_steps: int = 10
     """Steps that are timed, after the warm-up."""
     sync_phases: Switch = False
@@ -241,10 +242,12 @@ NOT_ALONE = ("compile_blocks", "cast_once", "fused_loss", "fused_blocks", "fp8",
 """Flags that need others, which --fast sets."""
 
 
-def without_shortcuts(step: StepArguments) -> StepArguments:
-    """What `faster` is to begin with."""
+def without_shortcuts(model: ModelArguments, step: StepArguments) -> tuple[ModelArguments, StepArguments]:
+    """What `faster` is to begin with: a valid run, whatever needs a choice that --fast has yet to make."""
     none: dict[str, Any] = dict.fromkeys(NOT_ALONE, False)
-    return replace(step, **none)
+    if model.attention is None and model.sdpa_backend is not SdpaBackend.AUTO:
+        model = replace(model, attention=Attention.SDPA)
+    return model, replace(step, **none)
 
 
 def faster(
@@ -288,7 +291,7 @@ def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
 
 def one_precision(precision: Precision | None, mixed_precision: bool) -> Precision:
     """The precision meant, fp32 where none was asked for; raise ValueError where --mixed-precision contradicts it."""
-    if mixed_precision and precision not in (None, Precision.FP32, Precision.BF16):
+    if mixed_precision and precision not in (None, Precision.BF16):
         raise ValueError(f"--mixed-precision means bf16, but the precision asked for is {precision}")
     return Precision.BF16 if mixed_precision else value_or(precision, Precision.FP32)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
-from cs336_systems.commands.outcome import OK, checked, existing
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing
 from cs336_systems.record import RunRecord, read_record
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class KernelsArguments:
     top: int = 10
     """Kernels to list, for the step and for each phase."""
     record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
-    """Record of the profiled run; it gives attention its FLOPs."""
+    """Record of the profiled run; it gives attention its FLOPs, and says which advice the run follows already."""
     ranges: Flat[RangeArguments] = field(default_factory=RangeArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
@@ -89,23 +89,28 @@ def run(arguments: KernelsArguments) -> int:
     phases, attention = checked(arguments.ranges.phases), checked(arguments.ranges.attention)
     existing(arguments.file, "a report of nsys, its SQLite export, or a trace of torch.profiler")
     record = _record_of(arguments)
+    config = None if record is None else record.config
     from cs336_systems.analysis.kernels.explain import explain
+    from cs336_systems.analysis.kernels.phases import UnknownRangeError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
 
     profile = read_profile(arguments.file)
     if profile is None:
-        profile = explain(arguments.file, record.config if record else None, phases, attention)
+        try:
+            profile = explain(arguments.file, config, phases, attention)
+        except UnknownRangeError as error:
+            raise UsageError(f"{arguments.file}: {error}") from error
     if arguments.output is not None:
         from cs336_systems.report.kernels.files import write_profile
 
         arguments.output.mkdir(parents=True, exist_ok=True)
-        write_profile(profile, arguments.output, arguments.top)
+        write_profile(profile, arguments.output, arguments.top, config)
     if arguments.json:
         sys.stdout.write(encode_profile(profile).decode())
     else:
         from cs336_systems.report.terminal import print_profile
 
-        print_profile(profile, arguments.top)
+        print_profile(profile, arguments.top, config)
     return OK
 
 

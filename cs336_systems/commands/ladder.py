@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cs336_systems.analysis.compare import interleave
+from cs336_systems.commands.benchmark import say_why_cpu
 from cs336_systems.commands.flags import (
     DeviceChoice,
     ModelArguments,
@@ -25,7 +26,10 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import INTERRUPTED, OK, UsageError, ceilings_or_say, checked, existing, status_of
 from cs336_systems.commands.report import load_or_say
+from cs336_systems.commands.sweep import say_left_out
 from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.counting import counted
+from cs336_systems.json_files import FileError
 from cs336_systems.ladder import (
     GATE_STEPS,
     Rung,
@@ -107,7 +111,7 @@ class LadderArguments:
     fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""
     allow_mixed: Switch = False
-    """Go on in a directory whose records come from another GPU, driver, torch or code."""
+    """Go on in a directory whose records come from another GPU, driver, torch, code, own model or token file."""
     dry_run: Switch = False
     """Print what would run, and stop."""
 
@@ -170,13 +174,15 @@ def run(arguments: LadderArguments) -> int:
         return OK
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
+    say_why_cpu(arguments.device)
     if arguments.dry_run:
         for rung in ladder:
             print(f"{rung.name}: {rung.change} ({rung.config.label})")
-        print(f"{len(configs)} runs into {directory}")
+        print(f"{counted(len(configs), 'run')} into {directory}")
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
+    _refuse_another(ladder[0], directory, fresh=arguments.fresh)
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
     with _empty_compiler_cache():
@@ -191,6 +197,21 @@ def run(arguments: LadderArguments) -> int:
     return status
 
 
+def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
+    """Raise UsageError where the directory holds a ladder of another step, whose tables this one's would replace."""
+    if fresh or not (directory / LADDER_FILE).is_file():
+        return
+    try:
+        there = read_ladder(directory / LADDER_FILE)[0].config
+    except FileError:  # a damaged list of rungs is written again
+        return
+    if there != first.config:
+        raise UsageError(
+            f"{directory} holds the ladder of another step ({there.label}, batch {there.batch_size}; this one is "
+            f"{first.config.label}, batch {first.config.batch_size}): choose another --name, or start over with --fresh"
+        )
+
+
 def _measure(
     configs: Sequence[RunConfig],
     directory: Path,
@@ -201,6 +222,7 @@ def _measure(
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep import run_sweep
 
+    say_left_out(configs)
     with TerminalListener(_names(ladder)) as listener:
         outcome = run_sweep(
             configs, directory, listener,

@@ -1,6 +1,8 @@
 """`cs336 report`: the tables and plots of finished runs, again."""
 
+import itertools
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +10,10 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.commands.flags import unset
-from cs336_systems.commands.outcome import OK, UsageError
+from cs336_systems.commands.outcome import FAILED, OK, UsageError
 from cs336_systems.commands.sweep import report
-from cs336_systems.record import RunRecord, load_records
+from cs336_systems.counting import counted
+from cs336_systems.record import RecordError, RunRecord, load_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,10 @@ def run(arguments: ReportArguments) -> int:
     """Write and print what the records of the directories give together."""
     if not arguments.directories or (arguments.output is None and len(arguments.directories) > 1):
         raise UsageError("report needs a directory; with several, also --output for what they give together")
-    found = {directory: load_or_say(directory / "runs") for directory in arguments.directories}
+    found, problems = {}, {}
+    for directory in arguments.directories:
+        found[directory], problems[directory] = load_records(directory / "runs")
+    _refuse_to_lose(problems, arguments.output)
     for directory, own in found.items():
         if not own:
             raise UsageError(f"{directory}: no records in {directory / 'runs'}; needed the directory of a sweep")
@@ -38,7 +44,19 @@ def run(arguments: ReportArguments) -> int:
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
     report(found, output, keep=True)
-    return OK
+    return FAILED if any(problems.values()) else OK
+
+
+def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path | None) -> None:
+    """Say which records cannot be read; raise UsageError where tables with these runs would be written over."""
+    for problem in itertools.chain.from_iterable(problems.values()):
+        print(f"warning: {problem}", file=sys.stderr)
+    for directory, found in problems.items():
+        if found and (directory / "results.csv").is_file() and (output or directory).resolve() == directory.resolve():
+            raise UsageError(
+                f"{directory}: {counted(len(found), 'record')} cannot be read, and the tables there would lose them: "
+                "write elsewhere with --output, or measure them again with the command of the sweep"
+            )
 
 
 def load_or_say(runs: Path) -> list[RunRecord]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336_systems.analysis.compare import interleave
+from cs336_systems.commands.benchmark import say_why_cpu
 from cs336_systems.commands.flags import (
     CPU_CONTEXT_LENGTHS,
     CPU_SIZES,
@@ -34,6 +35,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, ceilings_or_say, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.counting import counted
 from cs336_systems.fast import describe_fast
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
@@ -98,7 +100,7 @@ class SweepArguments:
     fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""
     allow_mixed: Switch = False
-    """Go on in a directory whose records come from another GPU, driver, torch or code."""
+    """Go on in a directory whose records come from another GPU, driver, torch, code, own model or token file."""
     dry_run: Switch = False
     """Print what would run, and stop."""
 
@@ -126,10 +128,10 @@ class SweepArguments:
             self.warmup_steps,
             self.checkpoint_blocks,
         )
-        step = without_shortcuts(self.step) if self.fast else self.step
+        model, step = without_shortcuts(self.model, self.step) if self.fast else (self.model, self.step)
         once = [
             make_config(
-                self.model, step, device,
+                model, step, device,
                 size=size, context_length=context_length, mode=mode, precision=precision, warmup_steps=warmup_steps,
                 checkpoint_blocks=checkpoint_blocks,
             )
@@ -211,6 +213,7 @@ def run(arguments: SweepArguments) -> int:
     """Measure a grid and write its tables and plots."""
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
+    say_why_cpu(arguments.step.device)
     for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
         print(f"fast: {chosen}", file=sys.stderr)
     if arguments.dry_run:
@@ -219,7 +222,7 @@ def run(arguments: SweepArguments) -> int:
             print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
         for config in plan.too_large:
             print(f"will not fit: {config.label}")
-        print(f"{len(configs)} runs into {directory}")
+        print(f"{counted(len(configs), 'run')} into {directory}")
         return OK
     for config in plan.too_large:
         print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
@@ -259,19 +262,32 @@ def measure_all(
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep import run_sweep
 
+    say_left_out(configs)
     with TerminalListener() as listener:
         outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
-    report({directory: outcome.records}, directory)
+    report({directory: outcome.records}, directory, keep=True)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
         print(
-            f"{len(outcome.measured)} runs in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s per run "
-            "were neither warm-up nor measured steps"
+            f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
+            "per run were neither warm-up nor measured steps"
         )
     if outcome.interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
     wanted = {config.key for config in configs}
     return status_of([record for record in outcome.records if record.key in wanted])
+
+
+def say_left_out(configs: Sequence[RunConfig]) -> None:
+    """Say on standard error which visible GPUs a sweep of these does not use."""
+    from cs336_systems.sweep import gpus_left_out
+
+    for gpu in gpus_left_out(configs):
+        print(
+            f"note: GPU {gpu.index} ({gpu.name}) is left out: it is of another kind than the first visible one; "
+            "choose with CUDA_VISIBLE_DEVICES",
+            file=sys.stderr,
+        )
 
 
 def report(found: Mapping[Path, Sequence[RunRecord]], output: Path, *, keep: bool = False) -> None:

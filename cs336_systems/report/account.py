@@ -164,7 +164,7 @@ def _state_table(config: RunConfig, whole: Numbers) -> Table:
     rows = (
         ("parameters", Precision.FP32, state.parameters, "always"),
         ("gradients", Precision.FP32, state.gradients, "from backward to the end of the step"),
-        ("optimizer's moments", Precision.FP32, state.optimizer_state, "from the first step's end on"),
+        ("optimizer's moments", Precision.FP32, state.optimizer_state, "from the end of the first step"),
         ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
     )
     columns: list[Column[tuple[str, Precision, int, str]]] = [
@@ -174,7 +174,7 @@ def _state_table(config: RunConfig, whole: Numbers) -> Table:
         Column(Heading("for each parameter", "byte"), lambda row: significant(row[2] / whole["parameters"], 3)),
         Column(Heading("held", numeric=False), lambda row: row[3]),
     ]
-    return make_table("Bytes that the parameters entail", columns, [row for row in rows if row[2]])
+    return make_table("Memory for parameters, gradients and optimizer state", columns, [row for row in rows if row[2]])
 
 
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:

@@ -52,8 +52,11 @@ COLUMNS = (
 """Columns of results.csv, in order."""
 SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]
 """Columns of settings that make a step smaller or faster, and of the learning rate."""
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+"""Columns of the inside of this project's model, empty for a user's own: nobody knows that one's."""
 QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
 """Columns that were measured or follow from what was measured; NaN where that is unknown."""
+_MODEL_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms")
 
 
@@ -131,7 +134,8 @@ def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
 def _frame(groups: Sequence[Sequence[RunRecord]], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
     index = pd.Index([group[0].config.configuration for group in groups], dtype="object", name="config")
     frame = pd.DataFrame([_row(group, ceilings) for group in groups], columns=list(COLUMNS), index=index)
-    return frame.astype(dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(TEXTS, "object"))
+    types = dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(TEXTS, "object") | dict.fromkeys(SHAPE, "Int64")
+    return frame.astype(types)
 
 
 def _groups(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
@@ -186,18 +190,15 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, object]:
         codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
     device_name = next((name for record in group if (name := _device_name(record)) is not None), None)
     row: dict[str, object] = {
-        "size": config.size,
-        "arch": config.model_factory or str(model.arch),  # the shape of an own model is its own affair
-        "d_model": model.d_model,
-        "d_ff": model.d_ff,
-        "num_layers": model.num_layers,
-        "num_heads": model.num_heads,
+        "size": size_text(config),
+        "arch": config.model_factory or str(model.arch),
+        **{name: None if config.model_factory else getattr(model, name) for name in SHAPE},
         "vocab_size": model.vocab_size,
         "context_length": model.context_length,
         "batch_size": config.batch_size,
         "mode": str(config.mode),
         "precision": str(config.precision),
-        "attention": _attention(model),
+        "attention": attention_text(config),
         "compile": _compile(config),
         "optimizer": str(config.optimizer),
         "world_size": 1,
@@ -285,7 +286,30 @@ def _device_name(record: RunRecord) -> str | None:
     return None if record.environment is None else record.environment.identity.device_name
 
 
-def _attention(model: ModelConfig) -> str:
+def size_text(config: RunConfig) -> str:
+    """The size; of a user's own model what its factory was offered, which nobody knows it to have taken.
+
+    A preset by its name, with what differs from it; any other by its shape too, as two of them are two rows.
+    """
+    if config.model_factory is None:
+        return config.size
+    preset = SIZES.get(config.size)
+    offered = {
+        field.name: getattr(config.model, field.name)
+        for field in fields(ModelConfig)
+        if field.name not in ("context_length", "vocab_size")  # these the model must keep to
+    }
+    usual = {name: getattr(preset, name, _MODEL_DEFAULTS[name]) for name in offered}
+    told = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in offered.items() if value != usual[name]]  # fmt: skip
+    return f"{', '.join((config.size, *told))} (offered)"
+
+
+def attention_text(config: RunConfig) -> str | None:
+    """Attention's kind with its backend, if one was chosen; None for a user's own model, which has what it has."""
+    model = config.model
+    if config.model_factory is not None:
+        return None
     if model.attention is Attention.NAIVE or model.sdpa_backend is SdpaBackend.AUTO:
         return str(model.attention)
     return f"{model.attention}-{model.sdpa_backend}"

@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from cs336_systems.config import Phase, RunConfig
+from cs336_systems.counting import counted
 from cs336_systems.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.words import STATUS_WORDS
@@ -56,7 +57,9 @@ class TerminalListener:
         for problem in problems:
             self.console.print(f"[yellow]set aside[/] {escape(str(problem))}", highlight=False)
         if kept:
-            self.console.print(f"{len(kept)} records kept, {len(todo)} runs to go", highlight=False)
+            self.console.print(
+                f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go", highlight=False
+            )
         self._task = self._progress.add_task("", total=len(todo))
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:

@@ -19,14 +19,13 @@ from cs336_systems.report.formats import (
     significant,
     to_csv,
 )
-from cs336_systems.report.frame import COLUMNS, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.frame import COLUMNS, SHAPE, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
-SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
-
 RowDict: TypeAlias = dict[str, Any]
 
+OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
 UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
     "phases": lambda config: "synchronised" if config.sync_phases else "by events",
     "ranges": lambda config: "on" if config.ranges else "off",
@@ -34,7 +33,7 @@ UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
     "seed": lambda config: str(config.seed),
     "rope_theta": lambda config: f"{config.model.rope_theta:g}",
 }
-"""Settings that results.csv has no column for: where they vary, rows would look alike without."""
+"""Settings that tables name where they vary, and that results.csv ends with: rows would look alike without."""
 
 
 def results_table(frame: pd.DataFrame) -> Table:
@@ -50,6 +49,7 @@ def results_table(frame: pd.DataFrame) -> Table:
     is_ceiling_known = _known(frame, "ceiling_share")
     notes = [
         *_sentences(describe(frame)),
+        *([OFFERED] if any(config.model_factory for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
         *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
         *warning_notes(frame),
@@ -77,7 +77,7 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
     kept = tuple(records)
     frame = to_frame(kept, ceilings)
     tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
-    texts = {"csv": to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows_of(frame)))}
+    texts = {"csv": to_csv((*COLUMNS, *UNLISTED), map(_csv_row, rows_of(frame)))}
     texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -85,6 +85,10 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
         paths.append(directory / f"results.{ending}")
         write_atomically(paths[-1], text.encode(errors="replace"))
     return paths
+
+
+def _csv_row(row: RowDict) -> list[object]:
+    return [*(row[name] for name in COLUMNS), *(value_of(row["config"]) for value_of in UNLISTED.values())]
 
 
 def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
@@ -169,6 +173,7 @@ def _sentences(text: str) -> list[str]:
 
 def warning_notes(frame: pd.DataFrame, rows: str = "rows") -> list[str]:
     """How many rows, or what they are called here, carry each warning."""
+    rows = rows.removesuffix("s") if len(frame) == 1 else rows
     counts = frame["warnings"].dropna().str.split(";").explode().value_counts()
     said = ", ".join(f"{code} in {count} of {len(frame)} {rows}" for code, count in counts.items())
     return [f"Warnings, named by row in the CSV: {said}."] if said else []

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile
-from cs336_systems.config import Profiler
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.report.formats import Table, to_rich
 from cs336_systems.report.frame import to_frame
@@ -34,14 +34,14 @@ def say(text: str) -> None:
     _console().print(escape(text), soft_wrap=True)
 
 
-def print_profile(profile: StepProfile, top: int) -> None:
-    """What was found in a kernel trace, then its tables."""
+def print_profile(profile: StepProfile, top: int, config: RunConfig | None = None) -> None:
+    """What was found in a kernel trace, then its tables; `config` is the run's, where it is known."""
     from cs336_systems.report.kernels.files import (
         profile_tables,  # matplotlib, half a second that most prints can spare
     )
 
     console = _console()
-    for table in profile_tables(profile, top):
+    for table in profile_tables(profile, top, config):
         console.print(to_rich(table, console.width))
         console.print()
 

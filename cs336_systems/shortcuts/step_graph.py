@@ -5,12 +5,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from cs336_systems.clock import Clock
-from cs336_systems.config import Phase
+from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Phase
 from cs336_systems.data import Batch
 from cs336_systems.profiling import annotate
-
-EAGER_STEPS = 3
-"""Before the capture: compiling, the optimizer's state, and a step that finds both there."""
 
 Phases = Callable[[Batch], Iterator[Phase]]
 """Launches the phases of a step, one after the other, and says of each that it is launched."""
@@ -39,7 +36,7 @@ class StepGraph:
     def __call__(self, batch: Batch, clock: Clock) -> None:
         """One step; what it computes is overwritten by the next."""
         self._num_steps += 1
-        if self._num_steps <= EAGER_STEPS:
+        if self._num_steps <= EAGER_STEPS_BEFORE_GRAPH:
             self._eagerly(batch, clock)
             return
         if self._batch is None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cs336_systems import nvml
 from cs336_systems.accounting import component_flops, count_parameters
 from cs336_systems.cli import main
 from cs336_systems.commands import account as command
@@ -14,9 +15,12 @@ from cs336_systems.commands.account import AccountArguments, device_meant
 from cs336_systems.config import SIZES, Precision
 from cs336_systems.hardware import DEVICES
 from cs336_systems.memory_model import predict_memory
+from cs336_systems.nvml import Gpu
 from cs336_systems.prediction.tape import Category
 from cs336_systems.studies.ceilings_files import encode_study
 from tests.report.ceilings import make_ceilings, product_at, square
+
+GIB = 2**30
 
 
 def account(*words: str | Path) -> int:
@@ -47,6 +51,36 @@ def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> 
     (small, few), (large, many) = answers
     assert (small, large) == ("does not fit", "fits")
     assert few < 4 <= many
+
+
+def test_what_is_to_fit_this_machine_is_what_programs_can_have_of_its_smallest_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver keeps a GiB of the one to itself, and the other is smaller: as a sweep plans, so here."""
+    sizes = ((80 * GIB, 79 * GIB), (24 * GIB, 23 * GIB))
+    gpus = tuple(
+        Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA X", memory_bytes=whole, usable_bytes=usable, driver="1")
+        for i, (whole, usable) in enumerate(sizes)
+    )
+    monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
+    assert account("--size", "tiny", "--fit") == 0
+    assert "What fits 23.00 GiB" in capsys.readouterr().out
+    monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus[:1])
+    assert account("--size", "tiny", "--fit") == 0
+    assert "What fits 79.00 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [(), (Gpu(index=0, uuid="u", name="X", memory_bytes=None, driver="1"),)],
+    ids=["no GPU", "one that does not tell"],
+)
+def test_without_a_known_memory_the_flag_is_needed(
+    gpus: tuple[Gpu, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
+    assert account("--size", "tiny", "--fit") == 2
+    assert "--fit needs --memory-gib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 """`cs336 kernels` from end to end: what it prints and writes, and what it says of a file that is no profile."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels.step_profile import decode_profile
+from cs336_systems.analysis.kernels.step_profile import decode_profile, write_profile
 from cs336_systems.cli import main
-from cs336_systems.config import RunConfig
+from cs336_systems.config import SIZES, OptimizerKind, RunConfig
 from cs336_systems.record import RunRecord, Status, write_record
 from tests.analysis.kernels.tracing import Recording, Span, training, write_export
+from tests.report.kernels.profiles import make_profile
 
 
 @pytest.fixture
@@ -42,6 +44,16 @@ def test_json_is_the_profile_and_what_is_written_says_the_same_again(
     assert capsys.readouterr().out == printed
 
 
+def test_a_range_that_the_file_has_not_is_refused(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Silently all kernels, those of the warm-up too, would be of no phase."""
+    for words in (("--forward", "fward"), ("--step", "iteration")):
+        assert kernels(export, *words) == 2
+        said = capsys.readouterr().err
+        assert f"{words[0]} {words[1]}: no range in the file is called so; there are " in said
+        assert "backward" in said, "what there is to choose from"
+    assert kernels(export, "--forward", "forward") == 0
+
+
 def test_ranges_of_others_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = training(2)
     renamed = [Span({"forward": "fw", "backward": "bw"}.get(s.name, s.name), s.start_ns, s.end_ns, s.thread)
@@ -59,7 +71,6 @@ def test_ranges_of_others_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:
     from cs336_systems.commands.kernels import KernelsArguments, _record_of
-    from cs336_systems.config import SIZES
 
     (tmp_path / "reports").mkdir()
     (tmp_path / "runs").mkdir()
@@ -70,6 +81,20 @@ def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path:
     assert _record_of(KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")) == record
     assert _record_of(KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")) == record
     assert _record_of(KernelsArguments(file=export, record=path)) == record
+
+
+def test_the_record_says_which_advice_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An optimizer of a quarter of the step: what is advised depends on the run, here and in findings.md."""
+    profile, run = tmp_path / "profile.json", RunConfig(size="tiny", model=SIZES["tiny"])
+    write_profile(make_profile(), profile)
+    said = {}
+    for kind in OptimizerKind:
+        record = RunRecord(config=replace(run, optimizer=kind), status=Status.OOM, started_at="2026-11-21T00:00:00Z")
+        path = write_record(record, tmp_path)
+        assert kernels(profile, "--record", path, "--output", tmp_path / kind) == 0
+        said[kind] = "--optimizer fused" in capsys.readouterr().out
+        assert ("--optimizer fused" in (tmp_path / kind / "findings.md").read_text()) is said[kind]
+    assert said == {OptimizerKind.ADAMW: True, OptimizerKind.FOREACH: True, OptimizerKind.FUSED: False}
 
 
 @pytest.mark.parametrize(

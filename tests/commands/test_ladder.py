@@ -264,6 +264,19 @@ def test_an_interrupted_ladder_is_reported_as_far_as_it_is(fake: FakeSweep, caps
     assert set(gates(Path("data/ladder/x"))) == {"fp32", "bf16"}
 
 
+def test_another_ladder_does_not_write_over_the_tables(fake: FakeSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16"]
+    assert ladder(*words) == 0
+    before = Path("data/ladder/x/ladder.md").read_bytes()
+    assert status(*words, "--seed", "7") == 2
+    assert "holds the ladder of another step" in capsys.readouterr().err
+    assert Path("data/ladder/x/ladder.md").read_bytes() == before
+    assert ladder(*words) == 0, "the same one goes on"
+    assert ladder(*words, "--seed", "7", "--fresh") == 0
+    Path("data/ladder/x/ladder.json").write_text("{")
+    assert ladder(*words) == 0, "a damaged list of rungs is written again"
+
+
 def test_tables_are_made_again_from_the_records(fake: FakeSweep, capsys: pytest.CaptureFixture[str]) -> None:
     assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 0
     before = Path("data/ladder/x/ladder.csv").read_bytes()

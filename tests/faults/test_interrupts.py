@@ -168,7 +168,7 @@ def test_sigkill_of_the_sweep_and_the_same_command_again(launch, place):
     assert contents(runs(place)) == earlier
     again = launch(command("pauses_once"))
     assert again.wait() == 0, again.stderr
-    assert "1 records kept, 2 runs to go" in again.stderr
+    assert "1 record kept, 2 runs to go" in again.stderr
     assert re.search(r"2 runs in \d+\.\d s, of which \d+\.\d\d s per run were neither warm-up nor", again.stdout)
     assert contents(runs(place)).items() >= earlier.items()
     assert rows(place) == [(4, "ok"), (8, "ok"), (16, "ok")]

@@ -1,11 +1,17 @@
 """Records made under other conditions are neither mixed in silently nor lost."""
 
 import json
+import os
 import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from cs336_systems.record import load_records
+from cs336_systems import cli
+from cs336_systems.record import Status, load_records
 from cs336_systems.store import SweepError
 from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, results, runs, sweep
 
@@ -45,6 +51,16 @@ def test_other_conditions_are_mixed_when_told_to(place):
     assert contents(place / "runs").items() >= earlier.items()
 
 
+def test_a_record_of_a_later_version_is_left_alone(place):
+    sweep(place, config())
+    path = path_of(config(), place)
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format_version": 99}))
+    earlier = contents(place / "runs")
+    with pytest.raises(SweepError, match=r"format version 99 is newer than .*; update it, or choose another"):
+        sweep(place, config(), config(seed=1))
+    assert contents(place / "runs") == earlier
+
+
 def test_a_fresh_start_keeps_the_old_records_beside(place):
     earlier = made_elsewhere(place, torch="1.0")
     outcome = sweep(place, config(), fresh=True)
@@ -80,3 +96,173 @@ def test_changed_code_is_refused_by_the_command(launch, place):
     assert "Traceback" not in refused.stderr
     assert contents(runs(place)) == earlier
     assert len(load_records(runs(place))[0]) == 1
+
+
+MODEL = """
+from torch import nn
+from {module}_layers import Table
+def make(vocab_size):
+    return nn.Sequential(Table(vocab_size))
+"""
+LAYERS = """
+from torch import nn
+class Table(nn.Embedding):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, vocab_size)
+"""
+EDIT = "# slower\n"
+FLAGS = (
+    "--vocab-size", "11", "--d-model", "8", "--d-ff", "16", "--num-layers", "1", "--num-heads", "2", "--device", "cpu",
+    "--warmup-steps", "10", "--measured-steps", "10",
+)  # fmt: skip
+
+
+def own_model(place, module):
+    """The file of a user's own model, and that of what it imports."""
+    files = place / f"{module}.py", place / f"{module}_layers.py"
+    files[0].write_text(MODEL.format(module=module))
+    files[1].write_text(LAYERS)
+    return files
+
+
+def append(path, text=EDIT):
+    with path.open("a") as file:
+        file.write(text)
+
+
+def sweep_of(module, *more):
+    own = ("--model", f"{module}:make") if module else ()
+    return cli.sweep([*FLAGS, *own, "--context-lengths", "8", "--name", "own", *more])
+
+
+def comparison_of(a, b, *more):
+    sides = (f" {' '.join(FLAGS)} --context-length 8 --model {side}:make" for side in (a, b))
+    return cli.main(["compare", *sides, "--repeats", "2", *more])
+
+
+def ladder_of(module, *more):
+    own = ("--model", f"{module}:make", "--rungs", "fp32", "--no-reasons")
+    return cli.main(["ladder", *FLAGS, *own, "--context-length", "8", "--name", "own", *more])
+
+
+def records_in(place):
+    """Every record below, by its path there: its bytes, and when they were written."""
+    found = place.glob("data/*/*/runs/*.json")
+    return {path.relative_to(place): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+@pytest.mark.parametrize("edited", [0, 1])
+@pytest.mark.parametrize("run", [sweep_of, ladder_of])
+def test_a_model_that_was_edited_is_not_given_its_old_times(place, capsys, run, edited):
+    files = own_model(place, f"edited_{run.__name__}_{edited}")
+    module = files[0].stem
+    assert run(module) == 0
+    earlier = records_in(place)
+    assert run(module) == 0
+    assert records_in(place) == earlier, "nothing has changed, and nothing is measured again"
+    append(files[edited])
+    capsys.readouterr()
+    assert run(module) == 1
+    refusal = capsys.readouterr().err
+    assert f"source of {module}:make was " in refusal
+    assert "--fresh" in refusal
+    assert records_in(place) == earlier
+    assert run(module, "--allow-mixed") == 0
+    assert records_in(place) == earlier
+    assert run(module, "--fresh") == 0
+    assert records_in(place).keys() == earlier.keys()
+    assert all(records_in(place)[path] != earlier[path] for path in earlier)
+    assert not {module, f"{module}_layers"} & set(sys.modules), "the process that watches imports no user's code"
+
+
+def test_a_comparison_has_a_model_on_each_side(place, capsys):
+    (a, _), (b, _) = own_model(place, "side_a"), own_model(place, "side_b")
+    assert comparison_of("side_a", "side_b") == 0
+    earlier = records_in(place)
+    assert len(earlier) == 4
+    assert comparison_of("side_a", "side_b") == 0
+    assert records_in(place) == earlier
+    for path, other in ((a, b), (b, a)):
+        before = path.read_text()
+        append(path)
+        capsys.readouterr()
+        assert comparison_of("side_a", "side_b") == 1
+        refusal = capsys.readouterr().err
+        assert f"source of {path.stem}:make was " in refusal
+        assert f"source of {other.stem}" not in refusal
+        assert records_in(place) == earlier
+        path.write_text(before)
+    append(b)
+    assert comparison_of("side_a", "side_a") == 0, "what no side names may change"
+
+
+def test_versions_of_a_model_are_compared_by_directories_of_one_version_each(place, capsys):
+    path, _ = own_model(place, "versions")
+    assert sweep_of("versions", "--repeats", "2", "--name", "before") == 0
+    append(path)
+    assert sweep_of("versions", "--repeats", "2", "--name", "after") == 0
+    sides = [f"data/e2e_benchmark/{name}" for name in ("before", "after")]
+    assert cli.main(["compare", *sides]) == 0
+    shutil.copy(*(next(Path(side, "runs").glob("*_r1.json")) for side in sides))
+    capsys.readouterr()
+    assert cli.main(["compare", *sides]) == 2
+    assert "one side come from different versions" in capsys.readouterr().err
+    assert cli.main(["compare", *sides, "--allow-mixed"]) == 0
+
+
+def test_this_project_s_model_has_no_source_to_change(place):
+    own_model(place, "unused")
+    assert sweep_of(None) == 0
+    earlier = records_in(place)
+    assert [json.loads(data)["inputs"] for data, _ in earlier.values()] == [[]]
+    append(place / "unused.py")
+    assert sweep_of(None) == 0
+    assert records_in(place) == earlier
+
+
+def test_records_from_before_versions_were_kept_are_gone_on_with(place):
+    path, _ = own_model(place, "older")
+    assert sweep_of("older") == 0
+    (record,) = place.glob("data/*/*/runs/*.json")
+    data = json.loads(record.read_bytes())
+    del data["inputs"]
+    record.write_text(json.dumps(data))
+    earlier = records_in(place)
+    append(path)
+    assert sweep_of("older") == 0
+    assert records_in(place) == earlier
+
+
+def rewrite(path):
+    np.save(path, np.ones(99, np.uint16))
+
+
+def touch(path):
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", [rewrite, touch])
+def test_a_token_file_that_was_changed_is_not_given_its_old_times(place, capsys, change):
+    path = place / "tokens.npy"
+    np.save(path, np.zeros(100, np.uint16))
+    assert sweep_of(None, "--tokens", "tokens.npy") == 0
+    earlier = records_in(place)
+    assert sweep_of(None, "--tokens", "tokens.npy") == 0
+    change(path)
+    capsys.readouterr()
+    assert sweep_of(None, "--tokens", "tokens.npy") == 1
+    assert "token file tokens.npy was 328 bytes, written " in capsys.readouterr().err
+    assert records_in(place) == earlier
+
+
+def test_a_model_edited_while_the_sweep_runs_gives_no_result_of_mixed_versions(place):
+    path, _ = own_model(place, "edited_meanwhile")
+    append(path, f"open({str(path)!r}, 'a').write({EDIT!r})\n")  # whoever imports it edits it
+    before, after = (replace(config(seed=seed), model_factory="edited_meanwhile:make") for seed in (0, 1))
+    outcome = sweep(place, before, after)
+    assert [record.status for record in outcome.measured] == [Status.OK, Status.INVALID]
+    message = outcome.measured[1].failure.message
+    assert message.startswith("changed while the sweep ran: source of edited_meanwhile:make was ")
+    assert message.endswith("start over with --fresh")
+    with pytest.raises(SweepError, match="source of edited_meanwhile:make was"):
+        sweep(place, before, after)

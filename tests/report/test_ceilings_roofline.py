@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
-from cs336_systems.config import Attention, ModelConfig, Precision, RunConfig
+from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.report.ceilings.roofline import StepPart, StepParts, parts_listing, step_parts
 from cs336_systems.report.ceilings.roofline_plot import PHASE_COLOURS, draw_roofline
 from cs336_systems.report.ceilings.summary import ceilings_tables, write_ceilings
-from tests.report.ceilings import BF16, FP32, make_ceilings, make_whole, product_at, square, stream_at
+from tests.report.ceilings import BF16, FP8, FP32, make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.drawn import overlaps, texts
 from tests.report.kernels.profiles import make_module, make_products, make_profile
 
@@ -191,7 +191,71 @@ def test_what_is_computed_again_counts():
     plain = by_name(step_parts(make_profile(), CONFIG))[LINEAR, BACKWARD]
     again = by_name(step_parts(make_profile(), replace(CONFIG, checkpoint_blocks=1)))[LINEAR, BACKWARD]
     assert plain.flops < again.flops < 1.5 * plain.flops
-    assert again.moved_bytes == 1.5 * plain.moved_bytes
+    # not the head's products, nor w2's of each block, the last before a checkpoint
+    w2 = TOKENS * 24 + 16 * 24 + TOKENS * 16
+    kept = sum(count for name, count in ELEMENTS.items() if name != "head") - 2 * w2
+    assert again.moved_bytes == plain.moved_bytes + 4 * kept
+
+
+def test_norms_of_the_blocks_are_computed_again_with_them():
+    """The last one, before the head, is in no checkpoint."""
+    modules = (make_module(("ln_final", "norm"), BACKWARD, 2, 4),)
+    config = replace(CONFIG, checkpoint_blocks=2)
+    part = by_name(step_parts(make_profile(modules=modules), config))["norms", BACKWARD]
+    assert part.moved_bytes == 4 * (3 * 5 + 2 * 4) * STREAM
+    assert part.flops == (9 * 5 + 4 * 4) * STREAM
+
+
+FP8_MODEL = ModelConfig(vocab_size=11, context_length=16, d_model=16, d_ff=32, num_layers=2, num_heads=4)
+FP8_CONFIG = RunConfig(
+    size="custom", model=FP8_MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+    cast_once=True, fp8=True,
+)  # fmt: skip
+
+
+def fp8_parts():
+    modules = (*make_profile().modules, make_module(("lm_head",), FORWARD, 2, 4))
+    return step_parts(make_profile(modules=modules), FP8_CONFIG)
+
+
+def test_blocks_in_fp8_are_on_its_roof_and_the_head_is_not():
+    """A byte an element of x, hidden and the weights, and 2 for what w1, w3 and w2 make; gradients of results are
+    factors of both products of backward."""
+    parts = by_name(fp8_parts())
+    tokens = 3 * 16
+    factors, results = 2 * (tokens * (16 + 32) + 3 * 16 * 32), 2 * tokens * (2 * 32 + 16)
+    assert parts[FFN, FORWARD].precision is parts[FFN, BACKWARD].precision is FP8
+    assert parts[FFN, FORWARD].moved_bytes == factors + 2 * results
+    assert parts[FFN, BACKWARD].moved_bytes == (results + results + factors) + 2 * factors
+    head = parts["head, all kernels", FORWARD]
+    assert head.precision is BF16
+    assert head.moved_bytes == 2 * (tokens * 16 + 16 * 11 + tokens * 11)
+    assert parts["scores, products alone", FORWARD].precision is BF16
+
+
+def test_products_of_two_precisions_are_left_out_and_that_is_said():
+    study = make_ceilings([product_at(square(64), 4), product_at(square(64), 8, FP8)], [stream_at(1e6)])
+    unknown = make_profile(products=(make_products(FORWARD, 0, 0, unknown=8, unknown_ms=6),))
+    for parts, left_out in ((fp8_parts(), LINEAR), (step_parts(unknown, FP8_CONFIG), "all products")):
+        (table,) = parts_listing(study, parts).tables
+        assert not any(left_out in row[0] for row in table.rows)
+        (note,) = [note for note in table.notes if note.startswith("Left out: ")]
+        assert note.startswith(f"Left out: {left_out}. ")
+    rows = csv.DictReader(io.StringIO(parts_listing(study, fp8_parts()).csv))
+    roofs = {row["part"]: float(row["roof_tflops_per_s"]) for row in rows if row["precision"] != "fp32"}
+    assert (roofs[FFN], roofs["head, all kernels"]) == (pytest.approx(8), pytest.approx(4))
+    (plain,) = parts_listing(study, step_parts(make_profile(), CONFIG)).tables
+    assert "fp8" not in " ".join(plain.notes)
+    assert not any(note.startswith("Left out") for note in plain.notes)
+
+
+@pytest.mark.parametrize(("gb_per_s", "reason"), [(1e6, "no product"), (1e-6, "still in a cache")])
+def test_above_the_roof_the_note_says_which(gb_per_s, reason):
+    study = make_ceilings([product_at(square(64), 1e-5, FP32)], [stream_at(gb_per_s)])
+    (table,) = parts_listing(study, step_parts(make_profile(), CONFIG)).tables
+    found = [note for note in table.notes if note.startswith("Above 100 %")]
+    assert any(reason in note for note in found)
+    assert len(found) == len({row[-1] for row in table.rows if float(row[-2].replace(",", "")) > 100})
 
 
 def test_a_model_of_ones_own_and_no_steps_are_refused():

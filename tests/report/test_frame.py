@@ -16,6 +16,7 @@ from cs336_systems.memory_model import predict_memory
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.series import size_names
 from cs336_systems.studies.ceilings_files import Ceilings
 from tests.report.ceilings import make_ceilings, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
@@ -150,6 +151,49 @@ def test_unknown_hardware_has_no_mfu_and_an_own_model_no_flops():
     own = only_row(make_record(make_config(model_factory="pkg.mod:make"), (0.1,), peak_bytes=None))
     assert [own[name] for name in ("mfu", "model_tflops_per_s", "peak_allocated_gib")] == [None] * 3
     assert own["arch"] == "pkg.mod:make"
+
+
+OWN = {"model_factory": "pkg.mod:make"}
+
+
+def test_the_inside_of_an_own_model_is_not_claimed():
+    """What the factory was offered is said to be that; the tokens and the vocabulary it has to keep to."""
+    own = only_row(make_record(make_config("tiny", **OWN), (0.1,)))
+    assert [own[name] for name in ("d_model", "d_ff", "num_layers", "num_heads", "attention")] == [None] * 5
+    assert own["size"] == "tiny (offered)"
+    assert (own["vocab_size"], own["context_length"], own["batch_size"]) == (10_000, 128, 4)
+
+
+def test_own_models_that_were_offered_different_shapes_are_told_apart():
+    """In results.csv and in the pictures, and every text says what made the difference."""
+    shape = {"d_model": 64, "d_ff": 96, "num_layers": 3, "num_heads": 2}
+    changes = {
+        "tiny (offered)": {},
+        "custom, d_model 64, d_ff 96, num_layers 3, num_heads 2 (offered)": shape,
+        "custom, d_model 64, d_ff 96, num_layers 5, num_heads 2 (offered)": shape | {"num_layers": 5},
+        "tiny, attention sdpa (offered)": {"attention": Attention.SDPA},
+        "tiny, attention sdpa, sdpa_backend flash (offered)":
+            {"attention": Attention.SDPA, "sdpa_backend": SdpaBackend.FLASH},
+        "tiny, arch gpt2 (offered)": {"arch": Arch.GPT2},
+        "tiny, rope_theta 1e+06 (offered)": {"rope_theta": 1e6},
+    }  # fmt: skip
+    records = [
+        make_record(make_config(text.split(",")[0].split(" ")[0], model=model, **OWN), (0.1,))
+        for text, model in changes.items()
+    ]
+    frame = to_frame(records)
+    assert set(frame["size"]) == set(changes)
+    assert set(size_names(frame)) == set(changes)
+    gpt2 = only_row(make_record(make_config("gpt2", **OWN), (0.1,)))
+    assert gpt2["size"] == "gpt2 (offered)", "of GPT-2's architecture, as the preset is"
+
+
+def test_beside_an_own_model_the_shapes_of_others_stay_whole_numbers():
+    frame = to_frame([make_record(make_config("tiny"), (0.1,)), make_record(make_config("tiny", **OWN), (0.1,))])
+    assert [(row["size"], row["d_model"], row["attention"]) for row in rows_of(frame)] == [
+        ("tiny", 128, "naive"), ("tiny (offered)", None, None),
+    ]  # fmt: skip
+    assert all(isinstance(row["d_model"], int | None) for row in rows_of(frame))
 
 
 def test_modes_without_a_phase_leave_its_columns_empty():

@@ -11,6 +11,7 @@ from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.ladder import reference
 from cs336_systems.record import Status
 from cs336_systems.report.ladder.rows import fastest_row, ladder_rows, reason_of, speed_up
+from cs336_systems.report.ladder.tables import CSV
 from tests.report.kernels.profiles import make_cpu_profile, make_profile
 from tests.report.ladders import FALLING, STEPS_S, make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import make_failure
@@ -172,3 +173,11 @@ def test_records_of_other_configurations_are_not_mixed_in(ladder):
     rows = by_name(ladder_rows(ladder, [*make_records(ladder), other], []))
     assert rows["bf16"].row["step_mean_ms"] == pytest.approx(1e3 * STEPS_S["bf16"])
     assert rows["bf16"].gate.passed
+
+
+def test_a_rung_of_an_own_model_claims_no_attention():
+    (rung, *_) = make_ladder()
+    own = replace(rung, config=replace(rung.config, model_factory="pkg.mod:make"))
+    for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("small (offered)", None))):
+        (row,) = ladder_rows(ladder, [make_process(ladder[0], 0.1)], [])
+        assert (CSV["size"](row), CSV["attention"](row)) == expected

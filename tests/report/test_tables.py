@@ -10,7 +10,7 @@ from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Measurement, Status, WarningCode
 from cs336_systems.report.formats import to_rich
 from cs336_systems.report.frame import COLUMNS, QUANTITIES, to_frame
-from cs336_systems.report.tables import results_table, warmup_table, write_tables
+from cs336_systems.report.tables import OFFERED, results_table, warmup_table, write_tables
 from cs336_systems.report.terminal import print_run
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
@@ -34,7 +34,7 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     write_tables(grid, tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header == list(COLUMNS)
+    assert header == [*COLUMNS, "phases", "ranges", "tokens", "seed", "rope_theta"]
     assert len(rows) == 8
     table = [dict(zip(header, row, strict=True)) for row in rows]
     failed = next(row for row in table if row["status"] == "oom")
@@ -106,11 +106,26 @@ def test_rows_that_differ_in_what_the_csv_does_not_list_are_told_apart():
     assert not set(added) & set(names(results_table(to_frame(records[:1]))))
 
 
+def test_an_own_model_is_described_by_what_is_known_of_it(tmp_path):
+    own = [make_record(make_config(size, model_factory="pkg.mod:make"), (0.1, 0.1)) for size in ("tiny", "small")]
+    table = results_table(to_frame(own))
+    assert column(table, "size") == ["tiny (offered)", "small (offered)"]
+    assert OFFERED in table.notes
+    assert "attention" not in " ".join((*names(table), *table.notes))
+    write_tables(own, tmp_path)
+    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
+        assert {(row["d_model"], row["attention"]) for row in csv.DictReader(file)} == {("", "")}
+    ours = results_table(to_frame([make_record(make_config("tiny"), (0.1, 0.1))]))
+    assert OFFERED not in ours.notes
+
+
 def test_warnings_are_counted_below(grid):
     codes = (WarningCode.DRIFT, WarningCode.UNSTABLE)
     other = make_record(make_config("medium"), (0.1,), codes=codes[:1])
     table = results_table(to_frame([make_record(make_config(), (0.1,), codes=codes), other]))
     assert table.notes[-1] == "Warnings, named by row in the CSV: drift in 2 of 2 rows, unstable in 1 of 2 rows."
+    (said,) = results_table(to_frame([other])).notes[-1:]
+    assert said == "Warnings, named by row in the CSV: drift in 1 of 1 row."
 
 
 def test_warmup_table(warmup_records, tmp_path):
@@ -151,7 +166,7 @@ def test_hostile_texts_stay_in_their_cells(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["size"][:4] for row in rows] == ["'=HY", "'=HY"]
     assert rows[1]["error"].startswith("'=HY")
-    assert all(len(row) == len(COLUMNS) and None not in row for row in rows)
+    assert all(len(row) == len(COLUMNS) + 5 and None not in row for row in rows)
     assert "<img" not in (tmp_path / "results.md").read_text()
     assert r"\input" not in (tmp_path / "results.tex").read_text()
     assert "img src" in rendered([make_record(config, (0.1,))], 200)

@@ -132,7 +132,7 @@ def test_the_head_s_range_is_there_in_backward_too() -> None:
 
 def test_what_it_does_not_go_with_is_said() -> None:
     model = ModelConfig(d_model=8, d_ff=8, num_layers=1, num_heads=1)
-    with pytest.raises(ValueError, match="fused_loss with a compile mode needs compile_blocks"):
+    with pytest.raises(ValueError, match=r"--fused-loss needs --compile-blocks, .* got --compile default"):
         RunConfig(size="custom", model=model, compile=CompileMode.DEFAULT, fused_loss=True)
-    with pytest.raises(ValueError, match="fused_loss writes gradients before the loss is scaled"):
+    with pytest.raises(ValueError, match="--fused-loss needs a precision whose loss is not scaled"):
         RunConfig(size="custom", model=model, precision=Precision.FP16, fused_loss=True)

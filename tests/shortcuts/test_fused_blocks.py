@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused() -> None:
         fused_blocks.add_norm(x, x, None, vector, vector[:7], EPS)
     with pytest.raises(ValueError, match=r"needed a bias of 8 elements, got \(1,\)"):
         fused_blocks.bias_gelu(x, vector[:1])
-    with pytest.raises(ValueError, match="fused_blocks needs cast_once"):
+    with pytest.raises(ValueError, match="--fused-blocks needs --cast-once, got none"):
         replace(BASE, cast_once=False, fused_blocks=True)
 
 

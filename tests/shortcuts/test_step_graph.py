@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cs336_systems.clock import EventClock
-from cs336_systems.config import Mode, ModelConfig, Phase, RunConfig
+from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Mode, ModelConfig, Phase, RunConfig
 from cs336_systems.data import Batch
-from cs336_systems.shortcuts.step_graph import EAGER_STEPS, StepGraph
+from cs336_systems.shortcuts.step_graph import StepGraph
 from cs336_systems.step import TrainingStep
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -103,7 +103,7 @@ def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_
 
     told: list[int] = []
     graph, clock = StepGraph(phases, PHASES, lambda: told.append(len(seen))), EventClock()
-    for number in range(EAGER_STEPS + 3):
+    for number in range(EAGER_STEPS_BEFORE_GRAPH + 3):
         clock.start()
         batch = (torch.full((1,), float(number)), static)
         if reads_data:
@@ -113,8 +113,8 @@ def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_
         wanted = ((Phase.DATA,) if reads_data else ()) + PHASES
         assert clock.stop().phases_s == pytest.approx({phase: TOOK_S[phase] for phase in wanted})
         assert loss.item() == number, "each step has its own batch, and the capture is one step too"
-    assert seen == [(number, float(number)) for number in range(EAGER_STEPS + 3)], "nothing runs twice"
-    assert told == [EAGER_STEPS], "after the capture, before its first replay"
+    assert seen == [(number, float(number)) for number in range(EAGER_STEPS_BEFORE_GRAPH + 3)], "nothing runs twice"
+    assert told == [EAGER_STEPS_BEFORE_GRAPH], "after the capture, before its first replay"
     assert graph.peak_bytes == 77
 
 
@@ -130,6 +130,6 @@ def test_gradients_that_nobody_applies_are_not_added_up(device: Device) -> None:
         yield from run(batch)
 
     step.graph, clock = StepGraph(phases, order, lambda: None), EventClock()
-    for _ in range(EAGER_STEPS + 2):
+    for _ in range(EAGER_STEPS_BEFORE_GRAPH + 2):
         step(clock)
-    assert found == [False] * (EAGER_STEPS + 1)
+    assert found == [False] * (EAGER_STEPS_BEFORE_GRAPH + 1)

@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.phases import PhaseNames
+from cs336_systems.analysis.kernels.phases import PhaseNames, check_names
 from cs336_systems.analysis.kernels.reading import read_trace
 from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.kernels.summary import AttentionNames, summarise
@@ -22,12 +22,14 @@ def explain(
 ) -> StepProfile:
     """Where the time of the profiled steps went; `config`, where it is known, gives attention its FLOPs.
 
-    A report of nsys is exported first, by nsys. Raises ProfileError for what is no profile, NsysError where nsys is
-    needed and not there.
+    A report of nsys is exported first, by nsys. Raises ProfileError for what is no profile, UnknownRangeError for names
+    in `phases` that it has not, NsysError where nsys is needed and not there.
     """
     with TemporaryDirectory(prefix="cs336-") as scratch:
         file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
-        attribution = attribute(read_trace(file), phases)
+        trace = read_trace(file)
+    check_names(trace, phases or PhaseNames())
+    attribution = attribute(trace, phases)
     own_model = config is not None and config.model_factory is not None
     return summarise(
         attribution,

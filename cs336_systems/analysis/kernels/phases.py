@@ -64,6 +64,24 @@ class PhaseNames:
         return {getattr(self, phase): phase for phase in PHASES if phase is not LaunchPhase.UNATTRIBUTED}
 
 
+class UnknownRangeError(ValueError):
+    """A range that a phase was said to have is not in the file."""
+
+
+def check_names(trace: Trace, names: PhaseNames) -> None:
+    """Raise UnknownRangeError for a name of the caller's own choice that no range of the trace has.
+
+    Names left as they are need not occur: a file may have no ranges at all.
+    """
+    there = [trace.strings[name] for name in np.unique(trace.ranges.name)]
+    usual = PhaseNames()
+    for field in fields(names):
+        name = getattr(names, field.name)
+        if name not in there and name != getattr(usual, field.name):
+            found = ", ".join(there[:MAX_LISTED]) + (", ..." if len(there) > MAX_LISTED else "") or "none"
+            raise UnknownRangeError(f"--{field.name} {name}: no range in the file is called so; there are {found}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Windows of one process in time: a launch on any of its threads belongs to the window that holds it."""
@@ -80,6 +98,8 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
+MAX_LISTED = 12
+"""Names of ranges in an error."""
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 

@@ -48,9 +48,9 @@ from cs336_systems.analysis.memory.profile import (
     PhaseMemory,
     Timeline,
 )
-from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Snapshot, read_snapshot
 from cs336_systems.config import ModelConfig
+from cs336_systems.counting import counted
 
 MAX_POINTS = 2000
 """Of a timeline."""

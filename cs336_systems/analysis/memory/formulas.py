@@ -20,6 +20,8 @@ BOOL_BYTES, HALF_BYTES, INTEGER_BYTES = 1, 2, 8
 CUBLAS_WORKSPACE_BYTES = (32 * 2**20, 2 * 4096 * 2**10 + 8 * 16 * 2**10)
 """On Hopper, and on other devices (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 _BITS = re.compile(r"\d+")
+OR = " or "
+"""Between formulas of which any may be the right one."""
 T = TypeVar("T")
 
 
@@ -128,7 +130,7 @@ class Formulas:
         fitting = _narrowed(fitting, [c for c in fitting if c.has_shape(shape, in_order=True)])
         fitting = _narrowed(fitting, [c for c in fitting if c.role is role])
         if fitting:
-            return " or ".join(_explained(c.formula(size), what or c.what) for c in fitting)
+            return OR.join(_explained(c.formula(size), what or c.what) for c in fitting)
         return _explained(" x ".join(map(str, (*shape, size))), what) if math.prod(shape) * size == num_bytes else ""
 
     def _unsighted(self, requested_bytes: int, role: Role | None, function: str, has_half: bool) -> str:
@@ -146,7 +148,7 @@ class Formulas:
         fitting = _narrowed(fitting, [(c, size) for c, size in fitting if any(f in function for f in c.functions)])
         if not fitting and requested_bytes in CUBLAS_WORKSPACE_BYTES:
             return "workspace of cuBLAS"
-        return " or ".join(_explained(c.formula(size), c.what) for c, size in fitting)
+        return OR.join(_explained(c.formula(size), c.what) for c, size in fitting)
 
 
 def _narrowed(choice: list[T], narrower: list[T]) -> list[T]:

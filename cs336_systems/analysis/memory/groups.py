@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
 from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.memory.allocations import Replay
 from cs336_systems.analysis.memory.categories import CATEGORIES, NOT_SIGHTED, Contents
-from cs336_systems.analysis.memory.formulas import HALF_BYTES, Formulas, Role, element_bytes
+from cs336_systems.analysis.memory.formulas import HALF_BYTES, OR, Formulas, Role, element_bytes
 from cs336_systems.analysis.memory.lifetimes import BEFORE
 from cs336_systems.analysis.memory.names import like_name, short_name, what_saved
 from cs336_systems.analysis.memory.notes import Kind, Sighting
@@ -61,11 +62,15 @@ class Groups:
         self._begin = np.searchsorted(self._group[self._order], np.arange(self._num_groups + 1))
 
     def largest(self, chosen: Mask, live: Mask, limit: int) -> tuple[LikeAllocations, ...]:
-        """The groups of the chosen allocations with the largest of them; counted at the peak are those that `live`."""
+        """The groups of the chosen allocations with the largest of them; counted at the peak are those that `live`.
+
+        At least `limit`, if there are so many: all groups of the last size are among them.
+        """
         counts = np.bincount(self._group[chosen], minlength=self._num_groups)
         sizes = self._known.replay.allocations.requested_bytes[self._first]
         order = np.lexsort((-counts, -sizes))
-        return self._rows(order[counts[order] > 0][:limit], live)
+        order = order[counts[order] > 0]
+        return self._rows(order[np.isin(sizes[order], sizes[order[:limit]])], live)
 
     def at_peak(self, live: Mask) -> tuple[LikeAllocations, ...]:
         """The groups of which some `live`, those that take most first."""
@@ -81,7 +86,8 @@ class Groups:
         known, first = self._known, int(self._first[group])
         rows, members = known.replay.allocations, self._order[self._begin[group] : self._begin[group + 1]]
         at_peak = members[live[members]]
-        sighting = self._sighting(first)
+        sightings = self._sightings(members)
+        shapes, dtypes = {one.shape for one in sightings}, {one.dtype for one in sightings}
         name = self._name(members)
         return LikeAllocations(
             num_bytes=int(rows.num_bytes[members].max()),
@@ -91,31 +97,38 @@ class Groups:
             bytes_at_peak=int(rows.num_bytes[at_peak].sum()),
             category=CATEGORIES[known.contents.category[first]],
             name=name,
-            shape=() if sighting is None else sighting.shape,
-            dtype="" if sighting is None else sighting.dtype,
+            shape=shapes.pop() if len(shapes) == 1 else (),
+            dtype=dtypes.pop() if len(dtypes) == 1 else "",
             phase=self._phase_names[self._phase_of_row[first]],
-            explanation=self._explanation(first, sighting, name),
-            places=self._places[self._stack_of_row[first]],
+            explanation=self._explanation(members, sightings, name),
+            places=_common([self._places[stack] for stack in np.unique(self._stack_of_row[members]).tolist()]),
         )
 
-    def _sighting(self, row: int) -> Sighting | None:
-        index = int(self._known.contents.sighting[row])
-        return None if index == NOT_SIGHTED else self._known.sightings[index]
+    def _sightings(self, members: Ints) -> Sequence[Sighting]:
+        """One of each shape and data type; none where the group was not sighted."""
+        indices = self._known.contents.sighting[members].tolist()
+        sightings = [self._known.sightings[index] for index in indices if index != NOT_SIGHTED]
+        return list({(one.shape, one.dtype): one for one in reversed(sightings)}.values())[::-1]
 
     def _name(self, members: Ints) -> str:
         indices = self._known.contents.sighting[members].tolist()
         names = {self._names[index] for index in indices if index != NOT_SIGHTED}
         return names.pop() if len(names) == 1 else like_name(names.pop()) if names else ""
 
-    def _explanation(self, row: int, sighting: Sighting | None, name: str) -> str:
+    def _explanation(self, members: Ints, sightings: Sequence[Sighting], name: str) -> str:
+        """Each formula once that any of the members has."""
         formulas = self._known.formulas
-        if sighting is None:
-            requested = int(self._known.replay.allocations.requested_bytes[row])
-            places = self._places[self._stack_of_row[row]]
-            return formulas.unsighted(
-                requested, self._role(row), places[0].function if places else "", self._may_have_half
-            )
-        return explain_sighting(formulas, sighting, name)
+        said = [explain_sighting(formulas, sighting, name) for sighting in sightings] or self._unsighted(members)
+        return OR.join(dict.fromkeys(part for text in said for part in text.split(OR) if part))
+
+    def _unsighted(self, members: Ints) -> list[str]:
+        """What allocations that nobody sighted may be, for each role that one of them may have."""
+        known, first = self._known, int(members[0])
+        rows, places = known.replay.allocations, self._places[self._stack_of_row[first]]
+        requested, function = int(rows.requested_bytes[first]), places[0].function if places else ""
+        _, telling = np.unique(2 * self._stack_of_row[members] + (rows.start[members] == BEFORE), return_index=True)
+        roles = dict.fromkeys(self._role(row) for row in members[telling].tolist())
+        return [known.formulas.unsighted(requested, role, function, self._may_have_half) for role in roles]
 
     def _role(self, row: int) -> Role | None:
         """What an allocation that was not sighted may be; None where nothing tells."""
@@ -144,6 +157,12 @@ def _role_of_code(stack: Stack) -> Role | None:
     if any(word in frame.filename for frame in stack for word in _OPTIMIZER_FILES):
         return Role.WEIGHT
     return Role.ACTIVATION
+
+
+def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
+    """Of several stacks, the places from the innermost on that all share."""
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*places, strict=False))
+    return tuple(column[0] for column in alike)
 
 
 def _numbered(values: Sequence[str | tuple[Place, ...]], index: Ints) -> Ints:

@@ -113,15 +113,16 @@ class LikeAllocations:
     """Of the parameter, or the ranges around the operator that saved it; empty where unknown. Block numbers are as they
     are where all are of one block, a star where they are of several."""
     shape: tuple[int, ...]
-    """Empty where unknown."""
+    """Empty where unknown, or not the same of all; so is `dtype`."""
     dtype: str
     phase: str
     """In which it was allocated; empty where unknown."""
     explanation: str
-    """The formula that gives the bytes, such as `batch x heads x T x T x 4`, and what that is; empty for none."""
+    """The formula that gives the bytes, such as `batch x heads x T x T x 4`, and what that is; each of several that it
+    may be; empty for none."""
     places: tuple[Place, ...]
-    """The innermost first, outside of PyTorch, and of all installed packages where something is left then; empty where
-    there is no stack, as in backward."""
+    """The innermost first, as far out as all have the same, outside of PyTorch, and of all installed packages where
+    something is left then; empty where there is no stack, as in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +229,7 @@ class MemoryProfile:
     phases: tuple[PhaseMemory, ...]
     """Between the boundaries, and one that ran out of memory behind the last."""
     largest: tuple[LikeAllocations, ...]
-    """By bytes of each: the first some dozens, of `num_allocations`."""
+    """By bytes of each: the first some dozens, of `num_allocations`, and all others of the last size among them."""
     at_peak: tuple[LikeAllocations, ...]
     """What the peak consists of, by bytes together."""
     blocks: tuple[BlockMemory, ...]

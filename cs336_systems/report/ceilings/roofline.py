@@ -4,15 +4,19 @@ Least bytes: what goes in is read once and what comes out is written once; whate
 roof. A part whose data is still in a cache can be above it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cs336_systems.accounting import (
+    FP8_LAYERS,
     SOFTMAX_BACKWARD_FLOPS,
     SOFTMAX_FORWARD_FLOPS,
     Component,
+    ComponentBytes,
+    ComponentFlops,
+    component_bytes,
     component_flops,
-    forward_work,
     optimizer_work,
 )
 from cs336_systems.analysis.kernels.classes import KernelClass
@@ -75,6 +79,8 @@ class StepParts:
     label: str
     """The run, in a few words."""
     parts: tuple[StepPart, ...]
+    mixed: tuple[str, ...] = ()
+    """Names of parts that are left out because no one roof is theirs: they multiply in fp8 and in bf16."""
 
 
 def step_parts(profile: StepProfile, config: RunConfig) -> StepParts:
@@ -84,45 +90,56 @@ def step_parts(profile: StepProfile, config: RunConfig) -> StepParts:
     """
     if profile.num_steps < 1:
         raise ValueError(f"{profile.source} holds no steps")
-    sums = [*_products(profile), *_modules(profile)]
-    found = [_product_part(config, name, parts, phase, total_s) for name, parts, phase, total_s in sums]
+    timed = [row for row in (*_products(profile), *_modules(profile)) if row.total_s > 0]
+    roofs = [(row, _precision(config, row.components)) for row in timed]
+    found = [_product_part(config, row, precision) for row, precision in roofs if precision is not None]
     found += [*_softmax(profile, config), *_norms(profile, config), *_optimizer(profile, config)]
     per_step = (replace(part, time_s=part.time_s / profile.num_steps) for part in found if part.time_s > 0)
-    return StepParts(label=config.unprofiled.label, parts=tuple(per_step))
+    mixed = dict.fromkeys(row.name for row, precision in roofs if precision is None)
+    return StepParts(label=config.unprofiled.label, parts=tuple(per_step), mixed=tuple(mixed))
 
 
-_Sum = tuple[str, tuple[Component, ...], LaunchPhase, float]
-"""Name, what of the model it computes, and its time over all steps."""
+class _Sum(NamedTuple):
+    """Kernels that compute some parts of the model in one phase, over all steps."""
+
+    name: str
+    components: tuple[Component, ...]
+    phase: LaunchPhase
+    total_s: float
+
+
+def _precision(config: RunConfig, components: Sequence[Component]) -> ProductPrecision | None:
+    """Of the products of these parts; None where they are of two kinds: fp8 leaves the head and attention in bf16."""
+    in_fp8 = {config.fp8 and part in FP8_LAYERS for part in components}
+    if len(in_fp8) > 1:
+        return None
+    return ProductPrecision.FP8 if True in in_fp8 else ProductPrecision(config.precision)
 
 
 def _products(profile: StepProfile) -> Iterator[_Sum]:
     """Matrix products alone, without the kernels around them; all together where they cannot be told apart."""
     for row in profile.products:
         if row.phase in PASSES and row.unknown:
-            yield (
-                "all products",
-                (*LINEAR, *SCORES_AND_VALUES),
-                row.phase,
-                row.linear_s + row.attention_s + row.unknown_s,
-            )
+            total_s = row.linear_s + row.attention_s + row.unknown_s
+            yield _Sum("all products", (*LINEAR, *SCORES_AND_VALUES), row.phase, total_s)
         elif row.phase in PASSES:
-            yield "linear layers, products alone", LINEAR, row.phase, row.linear_s
+            yield _Sum("linear layers, products alone", LINEAR, row.phase, row.linear_s)
     for times in profile.attention:
         if times.part is not AttentionPart.SOFTMAX:
-            yield f"{times.part}, products alone", (Component(times.part),), times.phase, times.product_s
+            yield _Sum(f"{times.part}, products alone", (Component(times.part),), times.phase, times.product_s)
     for kind in profile.classes:
         if kind.kind is KernelClass.ATTENTION and kind.phase in PASSES:
-            yield FUSED, SCORES_AND_VALUES, kind.phase, kind.total_s
+            yield _Sum(FUSED, SCORES_AND_VALUES, kind.phase, kind.total_s)
 
 
 def _modules(profile: StepProfile) -> Iterator[_Sum]:
     """Linear layers with all kernels of their module: casts, activation, RoPE."""
     for phase in PASSES:
-        yield f"feed-forward, {ALL_KERNELS}", (Component.FFN,), phase, _module_s(profile, Range.FFN, phase)
-        yield f"head, {ALL_KERNELS}", (Component.HEAD,), phase, _module_s(profile, Range.LM_HEAD, phase)
+        yield _Sum(f"feed-forward, {ALL_KERNELS}", (Component.FFN,), phase, _module_s(profile, Range.FFN, phase))
+        yield _Sum(f"head, {ALL_KERNELS}", (Component.HEAD,), phase, _module_s(profile, Range.LM_HEAD, phase))
     if profile.attention:  # its parts have ranges of their own in forward: what is left are the projections
         total_s = _module_s(profile, Range.ATTENTION, LaunchPhase.FORWARD)
-        yield f"projections, {ALL_KERNELS}", (Component.QKV, Component.OUTPUT), LaunchPhase.FORWARD, total_s
+        yield _Sum(f"projections, {ALL_KERNELS}", (Component.QKV, Component.OUTPUT), LaunchPhase.FORWARD, total_s)
 
 
 def _module_s(profile: StepProfile, last: Range, phase: LaunchPhase) -> float:
@@ -130,26 +147,23 @@ def _module_s(profile: StepProfile, last: Range, phase: LaunchPhase) -> float:
     return sum(row.total_s for row in profile.modules if row.phase is phase and row.path and row.path[-1] == last)
 
 
-def _product_part(
-    config: RunConfig, name: str, components: Sequence[Component], phase: LaunchPhase, total_s: float
-) -> StepPart:
-    """Backward has two products for each of forward, of the same three matrices, and what it computes again."""
-    moved_bytes = sum(work.moved_bytes for work in forward_work(config) if work.name in components)
-    in_forward = phase is LaunchPhase.FORWARD
+def _product_part(config: RunConfig, row: _Sum, precision: ProductPrecision) -> StepPart:
+    flops, causal = component_flops(config), component_flops(config, causal=True)
     return StepPart(
-        name=name,
-        phase=phase,
-        precision=ProductPrecision(config.precision),
-        flops=_flops(config, components, phase),
-        moved_bytes=moved_bytes * (1 if in_forward else 3 if config.checkpoint_blocks else 2),
-        time_s=total_s,
-        causal_flops=_flops(config, components, phase, causal=True) if name == FUSED else None,
+        name=row.name,
+        phase=row.phase,
+        precision=precision,
+        flops=_of_phase(flops, row),
+        moved_bytes=_of_phase(component_bytes(config), row),
+        time_s=row.total_s,
+        causal_flops=_of_phase(causal, row) if row.name == FUSED else None,
     )
 
 
-def _flops(config: RunConfig, components: Sequence[Component], phase: LaunchPhase, *, causal: bool = False) -> int:
-    found = [part for part in component_flops(config, causal=causal) if part.component in components]
-    return sum(part.forward if phase is LaunchPhase.FORWARD else part.backward + part.recomputed for part in found)
+def _of_phase(parts: Iterable[ComponentFlops | ComponentBytes], row: _Sum) -> int:
+    """FLOPs or bytes of the row's components in its phase; backward's with those of what it computes again."""
+    found = [part for part in parts if part.component in row.components]
+    return sum(part.forward if row.phase is LaunchPhase.FORWARD else part.backward + part.recomputed for part in found)
 
 
 def _softmax(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
@@ -169,16 +183,22 @@ def _softmax(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
 
 
 def _norms(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
-    """All norms, counted as RMSNorm."""
+    """All norms, counted as RMSNorm; in backward with the blocks' two that it computes again between checkpoints."""
     model = config.model
-    elements = (2 * model.num_layers + 1) * config.batch_size * model.context_length * model.d_model
+    elements = config.batch_size * model.context_length * model.d_model
+    in_blocks = 2 * model.num_layers
     for phase in PASSES:
+        again = in_blocks if phase is LaunchPhase.BACKWARD and config.checkpoint_blocks else 0
+        flops, tensors = (
+            (in_blocks + 1) * counts[phase] + again * counts[LaunchPhase.FORWARD]
+            for counts in (NORM_FLOPS, NORM_TENSORS)
+        )
         yield StepPart(
             name="norms",
             phase=phase,
             precision=ProductPrecision.FP32,
-            flops=NORM_FLOPS[phase] * elements,
-            moved_bytes=NORM_TENSORS[phase] * FP32_BYTES * elements,
+            flops=flops * elements,
+            moved_bytes=tensors * FP32_BYTES * elements,
             time_s=_module_s(profile, Range.NORM, phase),
         )
 
@@ -233,21 +253,37 @@ def parts_listing(study: CeilingsStudy, parts: StepParts | None) -> Listing:
     if parts is None:
         return Listing(name="roofline", tables=(), csv="")
     title = f"Parts of a step on the roofline: {parts.label}, {study.device_name}"
-    table = make_table(title, columns, rows, _notes(study, rows))
+    table = make_table(title, columns, rows, _notes(study, parts))
     return Listing(name="roofline", tables=(table,), csv=csv_of(fields, rows))
 
 
-def _notes(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
+def _notes(study: CeilingsStudy, found: StepParts) -> Iterator[str]:
     """What the columns mean, and of the exceptions those that are in the table."""
+    rows = found.parts
     yield (
         "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
         "measured product rate, or the measured copy bandwidth times the intensity where that is less."
     )
     if any(part.name.endswith(ALL_KERNELS) for part in rows):
         yield "All kernels: the FLOPs and bytes are the products', the time is that of everything in the module."
+    if any(part.precision is ProductPrecision.FP8 for part in rows):
+        yield "Linear layers of the blocks: on the roof of fp8, factors in fp8 and results in bf16, without the casts."
+    if found.mixed:
+        yield (
+            f"Left out: {', '.join(found.mixed)}. The profile does not tell the time of fp8's products from that of "
+            "bf16's in them, and each kind has a roof of its own."
+        )
     yield from _causal_note(study, [part for part in rows if part.causal_flops is not None])
-    if any((ratio(part.flops_per_s, roof(study, part)) or 0.0) >= ABOVE for part in rows):
-        yield "Above 100 %: what it read was still in a cache."
+    yield from _above_notes(study, rows)
+
+
+def _above_notes(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
+    """Why parts can be above their roof, by what the roof is."""
+    limits = {limit(study, part) for part in rows if (ratio(part.flops_per_s, roof(study, part)) or 0.0) >= ABOVE}
+    if "memory" in limits:
+        yield "Above 100 % where memory is the limit: what it read was still in a cache."
+    if "arithmetic" in limits:
+        yield "Above 100 % where arithmetic is the limit: no product that was measured for the ceilings is as fast."
 
 
 def _causal_note(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
+from cs336_systems.config import RunConfig
 from cs336_systems.report.formats import Heading, Table, to_markdown
 from cs336_systems.report.kernels.findings import findings
 from cs336_systems.report.kernels.places import (
@@ -36,17 +37,17 @@ def listings(profile: StepProfile, top: int) -> list[Listing]:
     ]
 
 
-def findings_table(profile: StepProfile) -> Table:
-    """What stands out, the most important first."""
-    rows = tuple((str(number), text) for number, text in enumerate(findings(profile), 1))
+def findings_table(profile: StepProfile, config: RunConfig | None = None) -> Table:
+    """What stands out, the most important first; with the `config` of the run, no advice that it follows already."""
+    rows = tuple((str(number), text) for number, text in enumerate(findings(profile, config), 1))
     headings = (Heading("no."), Heading("finding", numeric=False))
     return Table(title="Findings", headings=headings, rows=rows, notes=() if rows else ("Nothing stands out.",))
 
 
-def profile_tables(profile: StepProfile, top: int) -> list[Table]:
+def profile_tables(profile: StepProfile, top: int, config: RunConfig | None = None) -> list[Table]:
     """The tables for a terminal: first the findings, if any; below the first table stands what it is of."""
     tables = [table for listing in listings(profile, top) for table in listing.tables]
-    found = findings_table(profile)
+    found = findings_table(profile, config)
     tables = [found, *tables] if found.rows else tables
     return [_of(profile, tables[0]), *tables[1:]]
 
@@ -56,13 +57,13 @@ def _of(profile: StepProfile, table: Table) -> Table:
     return replace(table, notes=(about(profile), *table.notes))
 
 
-def write_profile(profile: StepProfile, directory: Path, top: int = 10) -> list[Path]:
+def write_profile(profile: StepProfile, directory: Path, top: int = 10, config: RunConfig | None = None) -> list[Path]:
     """Write profile.json, each subject as CSV and for people, findings.md and plots/ into the directory, which is made.
 
     Returns the paths. A subject that the profile has nothing of has no files: those of another profile are removed.
     """
     texts = {"profile.json": encode_profile(profile).decode()}
-    texts["findings.md"] = to_markdown(_of(profile, findings_table(profile)))
+    texts["findings.md"] = to_markdown(_of(profile, findings_table(profile, config)))
     for listing in listings(profile, top):
         texts |= texts_of(listing, about(profile))
     return [*write_files(texts, directory), *write_pictures(profile, directory)]

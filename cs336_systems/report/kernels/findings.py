@@ -6,13 +6,15 @@ All numbers are per step. A finding is told only where it costs at least the sha
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from cs336_systems.advice import NOT_IN_USE, Remedy, against_launches, remedies
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls, IdleCause, KernelTimes, PhaseTimes, StepProfile, Work
+from cs336_systems.config import RunConfig
 from cs336_systems.report.kernels.facts import MIN_LATE_SHARE, idle_s, is_launch_bound, kernel_s, wall_s
 from cs336_systems.report.kernels.places import path_text
 from cs336_systems.report.kernels.terms import terms
-from cs336_systems.report.kernels.words import WHERE, launches, ms, per_step, us
+from cs336_systems.report.kernels.words import WHERE, items, launches, ms, per_step, us
 from cs336_systems.report.listing import label
 from cs336_systems.report.sentences import percent_of
 
@@ -44,19 +46,22 @@ class _Finding:
     text: str
 
 
-def findings(profile: StepProfile) -> tuple[str, ...]:
-    """What limits the step, then where the device idles, then what else takes long; each by the time that it takes."""
-    idle = [*_late_phases(profile), *_waits(profile), *_pauses(profile), *_between(profile)]
+def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
+    """What limits the step, then where the device idles, then what else takes long; each by the time that it takes.
+
+    With the `config` of the run, nothing is advised that it does already.
+    """
+    idle = [*_late_phases(profile), *_waits(profile), *_pauses(profile), *_between(profile, config)]
     long = [*_unknown(profile), *_unattributed(profile), *_recomputed(profile), *_communication(profile),
-            *_optimizer(profile), *_moving(profile)]  # fmt: skip
-    return (*_limit(profile), *_texts(idle), *_texts(long))
+            *_optimizer(profile, config), *_moving(profile, config)]  # fmt: skip
+    return (*_limit(profile, config), *_texts(idle), *_texts(long))
 
 
 def _texts(found: Iterable[_Finding]) -> Iterator[str]:
     return (finding.text for finding in sorted(found, key=lambda finding: -finding.cost_s))
 
 
-def _limit(profile: StepProfile) -> Iterator[str]:
+def _limit(profile: StepProfile, config: RunConfig | None) -> Iterator[str]:
     """Whether the host or the device limits the step; nothing of a trace of a CPU, on which they are one."""
     whole_s = wall_s(profile)
     if profile.work is Work.OPERATORS or not whole_s:
@@ -67,9 +72,8 @@ def _limit(profile: StepProfile) -> Iterator[str]:
     if is_launch_bound(profile):
         yield (
             f"The CPU is the limit: the GPU is busy {busy} of the step's {ms(whole_s / profile.num_steps)}, and idle "
-            f"{percent_of(late_s, whole_s)} because the next kernel was not launched yet.{_launch_cost(profile)} A "
-            "larger model or batch, fewer kernels (--compile default, --attention sdpa, --optimizer fused) or CUDA "
-            "graphs (--compile reduce-overhead) help, a faster GPU does not. A profiler makes each launch slower: "
+            f"{percent_of(late_s, whole_s)} because the next kernel was not launched yet.{_launch_cost(profile)} "
+            f"What helps is {against_launches(config)}; a faster GPU does not. A profiler makes each launch slower: "
             "without one it is less."
         )
     else:
@@ -90,7 +94,7 @@ def _launch_cost(profile: StepProfile) -> str:
     call_s, num_kernels = sum(call.total_s for call in calls), sum(kernel.count for kernel in kernels)
     return (
         f" The CPU takes {us(host_s / num_launches)} per launch, {us(call_s / num_launches)} of it in CUDA's own "
-        f"call; the median of {per_step(num_kernels, profile)} kernels runs {us(_median_s(kernels))}."
+        f"call; the median of {items(num_kernels, profile)} runs {us(_median_s(kernels))}."
     )
 
 
@@ -114,8 +118,8 @@ def _late_phases(profile: StepProfile) -> Iterator[_Finding]:
             yield _Finding(
                 late_s,
                 f"In {WHERE[phase.phase]} the CPU is the limit: of {ms(whole_s / profile.num_steps)} the GPU is idle "
-                f"{percent_of(late_s, whole_s)}, because the next of its {per_step(sum(phase.launches), profile)} "
-                "kernels was not launched yet.",
+                f"{percent_of(late_s, whole_s)}, because the next of its "
+                f"{items(sum(phase.launches), profile)} was not launched yet.",
             )
 
 
@@ -168,7 +172,8 @@ def _rounded_ms(time_s: float) -> str:
     return f"{time_s * 1e3:,.0f} ms" if time_s >= 10e-3 else ms(time_s)
 
 
-def _between(profile: StepProfile) -> Iterator[_Finding]:
+def _between(profile: StepProfile, config: RunConfig | None) -> Iterator[_Finding]:
+    advice = remedies(config, Remedy.COMPILE, Remedy.OPTIMIZER)
     lost_s = idle_s(profile, IdleCause.BETWEEN_KERNELS)
     count = sum(row.count for row in profile.idle if row.cause is IdleCause.BETWEEN_KERNELS)
     if lost_s and lost_s / wall_s(profile) >= MIN_BETWEEN_SHARE:
@@ -176,8 +181,8 @@ def _between(profile: StepProfile) -> Iterator[_Finding]:
             lost_s,
             f"Between kernels that were launched in time the GPU idles {ms(lost_s / profile.num_steps)}, "
             f"{percent_of(lost_s, wall_s(profile))} of the step: {us(lost_s / count)} each, "
-            f"{per_step(count, profile)} times. Fewer and longer kernels have less of it (--compile default, "
-            "--optimizer fused).",
+            f"{_times_per_step(count, profile)}. Fewer and longer kernels have less of it"
+            f"{f' ({advice})' if advice else ''}.",
         )
 
 
@@ -209,7 +214,7 @@ def _unattributed(profile: StepProfile) -> Iterator[_Finding]:
     yield _Finding(
         lost_s,
         f"{percent_of(lost_s, whole_s)} of the {words.time}, {ms(lost_s / profile.num_steps)} in "
-        f"{per_step(sum(phase.launches), profile)} {words.items}, was launched in no phase: put it inside a range, or "
+        f"{items(sum(phase.launches), profile)}, was launched in no phase: put it inside a range, or "
         "say which ranges are the phases (--forward, --backward, --optimizer).",
     )
 
@@ -236,23 +241,26 @@ def _communication(profile: StepProfile) -> Iterator[_Finding]:
         )
 
 
-def _optimizer(profile: StepProfile) -> Iterator[_Finding]:
-    """A large optimizer; what to do depends on whether it is fused already."""
+def _optimizer(profile: StepProfile, config: RunConfig | None) -> Iterator[_Finding]:
+    """A large optimizer; what to do depends on whether it is fused already, as its kernels and the run say."""
     phase, whole_s = _phase(profile, LaunchPhase.OPTIMIZER), wall_s(profile)
     if phase is None or not whole_s or sum(phase.wall_s) / whole_s < MIN_OPTIMIZER_SHARE:
         return
     fused_s = sum(row.total_s for row in profile.classes
                   if row.phase is phase.phase and row.kind is KernelClass.OPTIMIZER)  # fmt: skip
-    written_out = "; --optimizer fused does the same in few" if fused_s < sum(phase.kernel_s) / 2 else ""
+    is_written_out = fused_s < sum(phase.kernel_s) / 2 and Remedy.OPTIMIZER.is_open_to(config)
+    remedy = f"; {Remedy.OPTIMIZER.named_for(config)} does the same in few" if is_written_out else ""
     yield _Finding(
         sum(phase.wall_s),
         f"The optimizer takes {ms(sum(phase.wall_s) / profile.num_steps)}, {percent_of(sum(phase.wall_s), whole_s)} of "
-        f"the step, in {per_step(sum(phase.launches), profile)} {terms(profile).items}{written_out}.",
+        f"the step, in {items(sum(phase.launches), profile)}{remedy}.",
     )
 
 
-def _moving(profile: StepProfile) -> Iterator[_Finding]:
+def _moving(profile: StepProfile, config: RunConfig | None) -> Iterator[_Finding]:
     """Work that a compiler fuses."""
+    fuses = f": {Remedy.COMPILE.named_for(config)} fuses them" if Remedy.COMPILE.is_open_to(config) else ""
+    fuses += f", {NOT_IN_USE}" if config is None else ""
     rows = [row for row in profile.classes if row.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)]
     moving_s, whole_s = sum(row.total_s for row in rows if row.kind in _MOVING), sum(row.total_s for row in rows)
     if moving_s and moving_s / whole_s >= MIN_MOVING_SHARE:
@@ -260,5 +268,5 @@ def _moving(profile: StepProfile) -> Iterator[_Finding]:
             moving_s,
             f"In forward and backward, {percent_of(moving_s, whole_s)} of the {terms(profile).time}, "
             f"{ms(moving_s / profile.num_steps)}, goes to element-wise work, norms, sums and copies, which move values "
-            "more than they compute: --compile default fuses them.",
+            f"more than they compute{fuses}.",
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Phase
+from cs336_systems.counting import counted
 from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.answers import SAME_TIME, Question, answers
 from cs336_systems.report.kernels.entries import Profiled, labels
@@ -44,8 +45,9 @@ def _forward_times(entries: Sequence[Profiled], names: Sequence[str]) -> str:
     agree = sum(abs(difference) <= SAME_TIME for difference in differences.values())
     name, largest = max(differences.items(), key=lambda item: abs(item[1]))
     direction = "longer" if largest > 0 else "shorter"
+    told = counted(len(differences), "configuration")
     return (
-        f"Trace and clock agree within {SAME_TIME * 100:g} % in {agree} of {len(differences)} configurations; they "
+        f"Trace and clock agree within {SAME_TIME * 100:g} % in {agree} of {told}; they "
         f"differ most in {name}, where the trace is {percent_of(abs(largest), 1)} {direction}."
     )
 
@@ -61,8 +63,9 @@ def _top_kernels(entries: Sequence[Profiled], _: Sequence[str]) -> str:
     kinds = " or ".join(dict.fromkeys(first.kind for first, _ in pairs))
     same = sum(first.name == both.name for first, both in pairs)
     different = len({first.name for first, _ in pairs})
+    where = f"all {len(pairs)} configurations" if len(pairs) > 1 else "the one configuration that has any"
     return (
-        f"The longest kernel of forward is of class {kinds} in all {len(pairs)} configurations "
+        f"The longest kernel of forward is of class {kinds} in {where} "
         f"({different} different kernel{'s' if different > 1 else ''}); it is also the longest of forward and backward "
         f"together in {same}."
     )

@@ -3,6 +3,7 @@
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.report.formats import significant
+from cs336_systems.report.kernels.terms import terms
 
 WHERE = {
     LaunchPhase.DATA: "the making of the batch",
@@ -36,3 +37,9 @@ def launches(count: int, profile: StepProfile) -> str:
     word = "call" if profile.work is Work.OPERATORS else "launch"
     plural = "s" if profile.work is Work.OPERATORS else "es"
     return f"{per_step(count, profile)} {word}{'' if count == profile.num_steps else plural}"
+
+
+def items(count: int, profile: StepProfile) -> str:
+    """How many kernels or operators there were per step: `4 kernels`, `1 kernel`."""
+    words = terms(profile)
+    return f"{per_step(count, profile)} {words.item if count == profile.num_steps else words.items}"

@@ -8,6 +8,7 @@ from cs336_systems.ladder import GATE_STEPS
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import Column, Heading, Table, make_table, mean_and_std, significant
+from cs336_systems.report.frame import size_text
 from cs336_systems.report.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.ladder.plots import draw_ladder
 from cs336_systems.report.ladder.reasons import GIGA, reasons
@@ -190,14 +191,15 @@ def _speed_up_columns(name: str) -> Mapping[str, Callable[[LadderRow], object]]:
     return {short: value("ratio"), f"{short}_ci95_low": value("low"), f"{short}_ci95_high": value("high")}
 
 
-def _attention(config: RunConfig) -> str:
-    return f"{config.model.attention}-{config.model.sdpa_backend}"
+def _attention(config: RunConfig) -> str | None:
+    return None if config.model_factory else f"{config.model.attention}-{config.model.sdpa_backend}"
 
 
 CSV: Mapping[str, Callable[[LadderRow], object]] = {
     "rung": lambda row: row.rung.name,
     "change": lambda row: row.rung.change,
-    **{name: _setting(name) for name in ("size", "batch_size", "precision", "compile", "compile_blocks", "optimizer",
+    "size": lambda row: size_text(row.rung.config),
+    **{name: _setting(name) for name in ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
                                          "pad_vocabulary", "cast_once", "fused_loss", "fused_blocks", "fp8",
                                          "cuda_graph", "learning_rate", "seed")},
     "context_length": lambda row: row.rung.config.model.context_length,

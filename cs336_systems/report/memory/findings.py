@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile
-from cs336_systems.analysis.memory.sentences import counted
+from cs336_systems.counting import counted
 from cs336_systems.report.memory.facts import late_state_bytes, starts, step_peaks
 from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.phases import difference_bytes

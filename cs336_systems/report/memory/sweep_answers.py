@@ -170,13 +170,11 @@ def _residual(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
 
 
 def _largest(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
-    pairs = [
-        (entry.profile.largest[0], name) for entry, name in zip(entries, names, strict=True) if entry.profile.largest
-    ]
+    pairs = [(entry.profile.largest, name) for entry, name in zip(entries, names, strict=True) if entry.profile.largest]
     if not pairs:
         return []
-    row, name = max(pairs, key=lambda pair: pair[0].requested_bytes)
-    return [f"The largest of all, in {name}: {largest_words([row], 1)}."]
+    rows, name = max(pairs, key=lambda pair: pair[0][0].requested_bytes)
+    return [f"The largest of all, in {name}: {largest_words(rows, 1)}."]
 
 
 def _blocks(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:

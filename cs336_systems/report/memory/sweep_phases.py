@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from cs336_systems.analysis.memory.profile import Moment, PhaseMemory
-from cs336_systems.analysis.memory.sentences import counted
 from cs336_systems.config import Phase
+from cs336_systems.counting import counted
 from cs336_systems.report.formats import Column, Heading
 from cs336_systems.report.listing import Listing
 from cs336_systems.report.memory.entries import MemoryEntry, Row, make_listing, rows_of_entries

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cs336_systems.analysis.memory.profile import CategoryBytes, FailedRequest, MemoryProfile, Moment, Place
-from cs336_systems.analysis.memory.sentences import counted
+from cs336_systems.counting import counted
 from cs336_systems.report.formats import plain, significant
 from cs336_systems.report.listing import label
 

@@ -211,7 +211,7 @@ def test_the_largest_are_those_that_came_or_went(explained: MemoryProfile, train
     assert sizes == sorted(sizes, reverse=True)
     assert all(group.num_bytes >= group.requested_bytes for group in explained.largest)
     assert Category.HELD not in {group.category for group in explained.largest}
-    assert len(sizes) <= MAX_LARGEST
+    assert len(sizes) <= MAX_LARGEST or min(sizes) == sizes[MAX_LARGEST - 1]
     told = [event["size"] for event in training.program.events if event["action"] == "alloc"]
     assert max(group.requested_bytes for group in explained.largest) == max(told)
 

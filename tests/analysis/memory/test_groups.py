@@ -1,11 +1,12 @@
 """What is concluded of allocations that nobody sighted, from their size, phase and stack; and how fast."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.memory.explain import MAX_POINTS, explain_memory
+from cs336_systems.analysis.memory.explain import MAX_LARGEST, MAX_POINTS, explain_memory
 from cs336_systems.analysis.memory.notes import Kind
 from cs336_systems.analysis.memory.profile import LikeAllocations, MemoryProfile
 from cs336_systems.config import ModelConfig
@@ -124,6 +125,48 @@ def test_equal_requests_in_blocks_of_different_sizes_are_one_row(tmp_path: Path)
     ):
         assert (row.count, row.count_at_peak) == (3, 2)
         assert (row.num_bytes, row.bytes_at_peak) == (max(sizes), sum(sizes[:2]))
+
+
+def test_of_a_size_all_rows_are_kept(tmp_path: Path) -> None:
+    """Of the first size nearly as many as are kept, of the second more than there is room for, of the third none."""
+    program = Program()
+    program.record()
+    for size, num_lines in ((3000, MAX_LARGEST - 5), (2000, 20), (1000, 2)):
+        for line in range(num_lines):
+            program.malloc(size, frames=[frame("forward", line)])
+    rows = explain_memory(program.write(tmp_path)).largest
+    assert Counter(row.requested_bytes for row in rows) == {3000: MAX_LARGEST - 5, 2000: 20}
+
+
+def test_a_row_says_of_all_only_what_all_have_in_common(tmp_path: Path) -> None:
+    """Three shapes of one number of bytes, of which the callers differ, beyond the second line out."""
+    program = Program()
+    program.record()
+    inner, outer = frame("norm", 43), frame("block", 7)
+    for shape, dtype, stack in (
+        ((4, 256), "float32", [inner, outer, frame("train", 1)]),
+        ((1024,), "float32", [inner, outer, frame("train", 2)]),
+        ((2048,), "bfloat16", [inner, outer]),
+    ):
+        program.see(Kind.SAVED, "forward > block.0 > ffn", program.malloc(4096, frames=stack), shape, dtype)
+    program.see(Kind.SAVED, "forward > block.0 > ffn", program.malloc(8192, frames=[inner, outer]), (2048,))
+    program.malloc(512)
+    profile = explain_memory(program.write(tmp_path))
+    mixed, alike = row_of(profile, 4096), row_of(profile, 8192)
+    assert (mixed.count, mixed.shape, mixed.dtype) == (3, (), "")
+    assert (alike.count, alike.shape, alike.dtype) == (1, (2048,), "float32")
+    assert [place.line for place in mixed.places] == [place.line for place in alike.places] == [43, 7]
+    assert mixed.explanation == "4 x 256 x 4: ffn of block 0 or 1024 x 4: ffn of block 0 or 2048 x 2: ffn of block 0"
+
+
+def test_one_line_that_two_roles_reach_may_be_either(tmp_path: Path) -> None:
+    program = Program()
+    program.record()
+    update = {"name": "_update", "filename": "/home/user/lm/optimizer.py", "line": 1}
+    for caller in (frame("main"), update, frame("main")):
+        program.malloc(AMBIGUOUS, frames=[frame("product"), caller])
+    profile = explain_memory(write(tmp_path / "s.pickle", snapshot_of(program)), XL_256, BATCH)
+    assert (row_of(profile, AMBIGUOUS).count, row_of(profile, AMBIGUOUS).explanation) == (3, f"{LOGITS} or {WEIGHT}")
 
 
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, RunConfig
 from cs336_systems.report.kernels.facts import idle_s, is_launch_bound
 from cs336_systems.report.kernels.findings import findings
 from tests.report.kernels.profiles import (
@@ -49,8 +50,63 @@ def quiet(**changes):
     })  # fmt: skip
 
 
-def said(profile):
-    return " ".join(findings(profile))
+def said(profile, config=None):
+    return " ".join(findings(profile, config))
+
+
+PLAIN = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
+FAST = replace(PLAIN, compile=CompileMode.DEFAULT, optimizer=OptimizerKind.FUSED, cuda_graph=True,
+               model=replace(PLAIN.model, attention=Attention.SDPA))  # fmt: skip
+
+
+def with_all_advice():
+    """The CPU is the limit, there is time between kernels, the optimizer is large and written out, much is moved."""
+    names = {FORWARD: ((GEMM_A, 8, 20), (MUL, 8, 10)), BACKWARD: ((GEMM_A, 8, 20), (FILL, 8, 5)),
+             OPTIMIZER: ((MUL, 2, 3),)}  # fmt: skip
+    late, between = (
+        make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, 20),
+        make_idle(FORWARD, IdleCause.BETWEEN_KERNELS, 9, 9),
+    )
+    phases = (*quiet().phases[:2], make_phase(OPTIMIZER, (1, 1), (9, 9), (9, 9), (1, 1)))
+    return quiet(classes=make_classes(names), idle=(late, between), phases=phases)
+
+
+def of_advice(config):
+    """The findings on the limit, the time between kernels, the optimizer and what is moved."""
+    found = findings(with_all_advice(), config)
+    words = ("The CPU is the limit", "Between kernels", "The optimizer takes", "In forward and backward")
+    return [text for word in words for text in found if text.startswith(word)]
+
+
+def test_a_plain_run_is_advised_in_flags() -> None:
+    limit, between, optimizer, moving = of_advice(PLAIN)
+    assert (
+        "What helps is a larger model or batch, fewer kernels (--compile default, --attention sdpa, --optimizer "
+        "fused), or CUDA graphs (--compile reduce-overhead); a faster GPU does not."
+    ) in limit
+    assert between.endswith("have less of it (--compile default, --optimizer fused).")
+    assert optimizer.endswith("; --optimizer fused does the same in few.")
+    assert moving.endswith(": --compile default fuses them.")
+
+
+def test_a_run_that_follows_all_advice_is_told_nothing_that_it_does() -> None:
+    limit, between, optimizer, moving = of_advice(FAST)
+    assert "What helps is a larger model or batch; a faster GPU does not." in limit
+    assert between.endswith("have less of it.")
+    assert optimizer.endswith("in 1 kernel.")
+    assert moving.endswith("more than they compute.")
+    assert "--" not in said(with_all_advice(), FAST)
+
+
+def test_of_a_run_that_is_not_known_nothing_is_taken_for_granted() -> None:
+    """A trace of somebody else's program has none of our flags, and may do all of it already."""
+    limit, between, optimizer, moving = of_advice(None)
+    assert "fewer kernels (torch.compile, fused attention, a fused optimizer, where not in use yet)" in limit
+    assert "or CUDA graphs where not in use yet;" in limit
+    assert between.endswith("have less of it (torch.compile, a fused optimizer, where not in use yet).")
+    assert optimizer.endswith("; a fused optimizer does the same in few.")
+    assert moving.endswith(": torch.compile fuses them, where not in use yet.")
+    assert "--" not in said(with_all_advice())
 
 
 def test_what_stands_out_in_order_with_its_numbers() -> None:
@@ -71,7 +127,9 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     )
     assert "in block.1 > ffn." in pause
     # 12 of 52 ms; 2 of 40 ms of kernels
-    assert optimizer.startswith("The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels; --optimizer fused")
+    assert optimizer.startswith(
+        "The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels; a fused optimizer does"
+    )
     assert unknown == (
         f"The kernel {UNKNOWN}, of a kind that no rule knows, takes 5.00 % of the GPU time: 1.00 ms in 2 launches."
     )

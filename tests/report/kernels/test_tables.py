@@ -422,10 +422,10 @@ def test_host_calls_by_hand():
 
 
 def test_findings_are_numbered_in_their_order(monkeypatch):
-    monkeypatch.setattr(kernel_files, "findings", lambda profile: ("first", "second"))
+    monkeypatch.setattr(kernel_files, "findings", lambda profile, config: ("first", "second"))
     assert findings_table(make_profile()).rows == (("1", "first"), ("2", "second"))
     assert profile_tables(make_profile(), 3)[0].title == "Findings"
-    monkeypatch.setattr(kernel_files, "findings", lambda profile: ())
+    monkeypatch.setattr(kernel_files, "findings", lambda profile, config: ())
     assert findings_table(make_profile()).notes == ("Nothing stands out.",)
     assert profile_tables(make_profile(), 3)[0].title == "Phases of a step"
 

@@ -143,6 +143,16 @@ def test_a_text_that_answers_for_several_runs_is_told_once(tmp_path) -> None:
     assert (tmp_path / "answers.md").read_text().count("6.25 MiB: batch x T") == 1
 
 
+def test_the_largest_of_all_is_told_with_all_of_its_size(tmp_path) -> None:
+    """3 and 2 of 31 MiB, which is more than the 30 of the other run."""
+    rows = (make_like(31, 3, phase="backward"), make_like(31, 2, phase="forward"), make_like(30, 9))
+    write_memory_sweep([entry(make_inference(largest=rows)), entry(make_inference(), "medium")], tmp_path)
+    assert (
+        "The largest of all, in small ctx 128: 5 times 32,505,856 bytes (31.00 MiB): 3 temporary in backward, 2 "
+        "temporary in forward."
+    ) in (tmp_path / "answers.md").read_text()
+
+
 def test_copies_that_nothing_names_are_told_in_mixed_precision(tmp_path) -> None:
     """Two weights of 40 MiB, three temporary blocks of 20, so two of these may be copies; one weight is bf16."""
     weights = make_like(40, 2, 2, Category.PARAMETERS, dtype="float32")

@@ -1,4 +1,4 @@
-"""How sentences about memory say counts."""
+"""How sentences say counts."""
 
 
 def counted(count: int, noun: str) -> str:

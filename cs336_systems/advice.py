@@ -1,0 +1,54 @@
+"""What a run can still do for fewer launches: the flags that it does not follow already.
+
+Where the run is not known, as with somebody else's trace, no flag is named, nor is it said that the way is open.
+"""
+
+from enum import Enum
+
+from cs336_systems.config import Attention, CompileMode, Mode, OptimizerKind, RunConfig
+
+NOT_IN_USE = "where not in use yet"
+
+
+class Remedy(Enum):
+    """A way to have fewer launches: in words, and as this project's flag."""
+
+    COMPILE = ("torch.compile", "--compile default")
+    ATTENTION = ("fused attention", "--attention sdpa")
+    OPTIMIZER = ("a fused optimizer", "--optimizer fused")
+    GRAPHS = ("CUDA graphs", "--compile reduce-overhead")
+
+    def named_for(self, config: RunConfig | None) -> str:
+        """The flag, or the words where the run is not known."""
+        words, flag = self.value
+        return words if config is None else flag
+
+    def is_open_to(self, config: RunConfig | None) -> bool:
+        """Whether the run could and does not follow it, as far as the run is known.
+
+        A user's own model has the attention that it has.
+        """
+        if config is None:
+            return True
+        return {
+            Remedy.COMPILE: config.compile is CompileMode.NONE,
+            Remedy.ATTENTION: config.model_factory is None and config.model.attention is Attention.NAIVE,
+            Remedy.OPTIMIZER: config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED,
+            Remedy.GRAPHS: not config.cuda_graph and config.compile is not CompileMode.REDUCE_OVERHEAD,
+        }[self]
+
+
+def remedies(config: RunConfig | None, *candidates: Remedy) -> str:
+    """Those that are open to the run, for a pair of brackets; empty for none."""
+    found = [remedy.named_for(config) for remedy in candidates if remedy.is_open_to(config)]
+    return ", ".join([*found, NOT_IN_USE] if config is None else found)
+
+
+def against_launches(config: RunConfig | None) -> str:
+    """What helps a step that the CPU limits, without a verb."""
+    ways = ["a larger model or batch"]
+    if kernels := remedies(config, Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER):
+        ways.append(f"fewer kernels ({kernels})")
+    if graphs := remedies(config, Remedy.GRAPHS):
+        ways.append(f"CUDA graphs {NOT_IN_USE}" if config is None else f"CUDA graphs ({graphs})")
+    return ", or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)

@@ -1,0 +1,118 @@
+"""What a run depends on of the user's own: the source of a model, a token file. Found without importing either.
+
+Left out: packages that are installed beside the model's, and whatever else the model's code reads.
+"""
+
+import ast
+import contextlib
+import datetime
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+import cs336_systems
+from cs336_systems.config import RunConfig
+from cs336_systems.record import Input
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def inputs_of(config: RunConfig) -> tuple[Input, ...]:
+    """The user's own files that the run depends on, as they are now; none for this project's model on random tokens."""
+    found = []
+    if (factory := config.model_factory) is not None:
+        found.append(Input(name=f"source of {factory}", state=source_digest(factory.partition(":")[0])))
+    if config.tokens is not None:
+        found.append(Input(name=f"token file {config.tokens}", state=_file_state(Path(config.tokens))))
+    return tuple(found)
+
+
+def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
+    """Those of all the runs, each once and looked at once."""
+    alike = {(config.model_factory, config.tokens): config for config in configs}
+    return tuple(dict.fromkeys(found for config in alike.values() for found in inputs_of(config)))
+
+
+def source_digest(module: str) -> str | None:
+    """Digest of the module's source, of the whole package where it lies in one; None where there is none to be read.
+
+    What it imports from the directory that it lies in counts too, unless that is where packages are installed.
+    """
+    locations = _locations(module.partition(".")[0])
+    root = locations[0].parent if locations else None
+    follow = root is not None and root.name not in _INSTALLED
+    digest, waiting, seen = hashlib.sha256(), list(locations), set(locations)
+    files: dict[str, bytes] = {}
+    while waiting:
+        for name, source in _sources(waiting.pop(0)):
+            files.setdefault(name, source)
+            beside = [path for path in _beside(root, source) if path not in seen] if follow and root else []
+            waiting += beside
+            seen.update(beside)
+    for name in sorted(files):
+        digest.update(f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape") + files[name])
+    return digest.hexdigest()[:16] if files else None
+
+
+def _locations(module: str) -> list[Path]:
+    """The file or the directories of a module at the top, where a worker would import it from."""
+    spec = _find(module)
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(location) for location in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.has_location and spec.origin else []
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """As `load_factory` does, in the current directory too; no package is imported on the way to one at the top."""
+    here = str(Path.cwd())
+    path = sys.path if here in sys.path else [here, *sys.path]
+    with contextlib.suppress(ImportError, ValueError):  # of a module that is loaded and says not from where
+        return PathFinder.find_spec(module, path) or importlib.util.find_spec(module)
+    return None
+
+
+def _sources(location: Path) -> list[tuple[str, bytes]]:
+    """The file, or the Python files in the directory, by their names from there; what cannot be read is left out."""
+    paths = sorted(location.rglob("*.py")) if location.is_dir() else [location]
+    found = []
+    for path in paths:
+        name = path.relative_to(location.parent)
+        with contextlib.suppress(OSError):
+            if not any(part.startswith(".") or part in _INSTALLED for part in name.parts):
+                found.append((name.as_posix(), path.read_bytes()))
+    return found
+
+
+def _beside(root: Path, source: bytes) -> list[Path]:
+    """Modules and packages in `root` that the source imports; this package has a digest of its own."""
+    names = sorted(_imported(source) - {cs336_systems.__name__})
+    there = (name for name in names if (root / name).is_dir() or (root / f"{name}.py").is_file())
+    return [path for name in there for path in _locations(name) if path.parent == root]
+
+
+def _imported(source: bytes) -> set[str]:
+    """First names of the absolute imports anywhere in the source; none where it is no Python."""
+    names: set[str] = set()
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+def _file_state(path: Path) -> str | None:
+    """Size and time of the last change; what it holds would take long to read. None where there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    seconds, nanoseconds = divmod(found.st_mtime_ns, 10**9)
+    written = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None).isoformat()
+    return f"{found.st_size} bytes, written {written}.{nanoseconds:09}Z"

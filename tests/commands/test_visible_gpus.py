@@ -1,0 +1,176 @@
+"""What the commands make of GPUs that are hidden, cut into slices, or not all of a kind."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cs336_systems import cli, nvml, sweep
+from cs336_systems.commands.flags import resolve_device
+from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.locks import exclusive, gpu_lock_path
+from cs336_systems.record import load_records
+from cs336_systems.sweep import gpus_left_out, run_sweep
+from tests.fake_nvml import Slice, fake_driver
+
+SMALL = (
+    "--vocab-size", "11", "--d-model", "8", "--d-ff", "16", "--num-layers", "1", "--num-heads", "2",
+    "--warmup-steps", "10", "--measured-steps", "10",
+)  # fmt: skip
+SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
+ONCE = RunConfig(size="custom", model=SHAPE, device=Device.CUDA, warmup_steps=2, measured_steps=2)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """Two H100s, as the driver tells; nothing here gets as far as CUDA."""
+    monkeypatch.chdir(tmp_path)
+    nvml._initialised.cache_clear()
+    yield fake_driver(monkeypatch)
+    nvml._initialised.cache_clear()
+
+
+COMMANDS = {
+    "benchmark": lambda: cli.benchmark([*SMALL, "--context-length", "8"]),
+    "sweep": lambda: cli.sweep([*SMALL, "--context-lengths", "8"]),
+    "ladder": lambda: cli.main(["ladder", *SMALL, "--context-length", "8", "--rungs", "fp32", "--no-reasons"]),
+    "compare": lambda: cli.main(
+        ["compare", *[f" {' '.join(SMALL)} --context-length 8"] * 2, "--repeats", "2"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_auto_says_once_that_it_takes_the_cpu_and_why(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert COMMANDS[name]() == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("note: --device auto takes the CPU: CUDA_VISIBLE_DEVICES=5 names none of the GPUs") == 1
+    assert "note:" not in captured.out
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_gpus_hidden_on_purpose_need_no_word(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], visible: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert COMMANDS["benchmark"]() == 0
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_standard_output_is_the_record_alone(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert cli.benchmark([*SMALL, "--context-length", "8", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["config"]["device"] == "cpu"
+    assert "takes the CPU" in captured.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_slice_that_is_not_found_is_not_replaced_by_the_cpu(
+    driver: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-99")
+    assert COMMANDS[name]() == 2
+    captured = capsys.readouterr()
+    assert "CUDA_VISIBLE_DEVICES=MIG-99 names none of the GPUs here" in captured.err
+    assert "--device cpu" in captured.err
+    assert list(tmp_path.iterdir()) == []
+    assert cli.benchmark([*SMALL, "--context-length", "8", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("visible", [None, "0", "MIG-aa", "MIG-aa01"])
+def test_a_slice_is_a_gpu_to_auto(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    driver.slices["GPU-0"] = [Slice("MIG-aa01", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * 2**30)]
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert resolve_device("auto") is Device.CUDA
+
+
+class Witness:
+    def __init__(self) -> None:
+        self.gpus: list[str] = []
+
+    def planned(self, *_: object) -> None: ...
+
+    def started(self, config: RunConfig, gpu: nvml.Gpu | None) -> None:
+        assert gpu is not None
+        self.gpus.append(gpu.uuid)
+
+    def finished(self, record: object) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+@pytest.fixture
+def mixed(driver: SimpleNamespace) -> SimpleNamespace:
+    """Four GPUs, the second of another kind."""
+    driver.nvmlDeviceGetCount = lambda: 4
+    driver.nvmlDeviceGetName = lambda handle: "NVIDIA A100-SXM4-40GB" if handle == "GPU-1" else "NVIDIA H200"
+    return driver
+
+
+def test_a_sweep_is_on_gpus_of_one_kind(
+    mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other is not even taken from others: the runs fail, as there is no CUDA behind this driver."""
+    monkeypatch.setattr(sweep, "gpu_lock_path", lambda uuid: tmp_path / f"{uuid}.lock")
+    witness = Witness()
+    with exclusive(tmp_path / "GPU-1.lock", "the other GPU"):
+        outcome = run_sweep([replace(ONCE, repeat=number) for number in range(6)], tmp_path, witness)
+    assert sorted(witness.gpus[:3]) == ["GPU-0", "GPU-2", "GPU-3"]
+    assert set(witness.gpus) == {"GPU-0", "GPU-2", "GPU-3"}
+    assert outcome.slots == 3
+    assert len(load_records(tmp_path / "runs")[0]) == 6
+
+
+def test_what_is_left_out_is_told(mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [gpu.uuid for gpu in gpus_left_out([ONCE])] == ["GPU-1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert [gpu.uuid for gpu in gpus_left_out([ONCE])] == ["GPU-0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert gpus_left_out([ONCE]) == ()
+
+
+@pytest.mark.parametrize("name", ["sweep", "ladder", "compare"])
+def test_what_is_left_out_is_said_on_standard_error(
+    mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    class FarEnoughError(Exception):
+        """It is enough to come as far as the runs."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise FarEnoughError
+
+    monkeypatch.setattr(sweep, "run_sweep", stop)
+    with pytest.raises(FarEnoughError):
+        COMMANDS[name]()
+    captured = capsys.readouterr()
+    assert captured.err.count("note: GPU 1 (NVIDIA A100-SXM4-40GB) is left out: it is of another kind") == 1
+    assert captured.out == ""
+
+
+def test_a_cpu_sweep_leaves_nothing_out(mixed: SimpleNamespace) -> None:
+    assert gpus_left_out([replace(ONCE, device=Device.CPU)]) == ()
+
+
+def test_a_slice_has_a_lock_file_whatever_its_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers before 470 write the numbers of the instances behind slashes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = (gpu_lock_path(f"MIG-GPU-11aa/{number}/0") for number in (1, 2))
+    with exclusive(first, "the first slice"), exclusive(second, "the second slice"):
+        assert {first, second} == set(tmp_path.iterdir())

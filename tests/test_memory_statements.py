@@ -1,0 +1,108 @@
+"""What README.md and data/README.md say of predicted memory is what the records in data/ say."""
+
+import csv
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from cs336_systems.config import CompileMode, Profiler, RunConfig
+from cs336_systems.memory_model import predicted_peak_bytes
+from cs336_systems.planning import make_plan
+from cs336_systems.record import RunRecord, Status, load_records
+
+ROOT = Path(__file__).parents[1]
+H200_RUNS = ROOT / "data/memory_profiles/h200/runs"
+GIB, MIB = 2**30, 2**20
+
+
+def said(name: str, pattern: str) -> tuple[str, ...]:
+    """The groups of the one place in the document that says this, however its lines are broken."""
+    words = " ".join((ROOT / name).read_text().split())
+    found = list(re.finditer(pattern, words))
+    assert len(found) == 1, f"{name}: needed one place that says {pattern!r}, got {len(found)}"
+    return found[0].groups()
+
+
+@cache
+def eager_records() -> tuple[RunRecord, ...]:
+    """Of all directories: runs of this project's model that nothing compiled."""
+    found = (record for path in sorted((ROOT / "data").rglob("runs")) for record in load_records(path)[0])
+    return tuple(dict.fromkeys(record for record in found if record.config.compile is CompileMode.NONE))
+
+
+def errors(records: Iterable[RunRecord]) -> list[tuple[int, int]]:
+    """How far off each prediction was, and the measured peak (bytes); every run has both."""
+    pairs = []
+    for record in records:
+        predicted_bytes = predicted_peak_bytes(record.config)
+        assert predicted_bytes is not None, record.key
+        assert record.memory is not None, record.key
+        pairs.append((abs(predicted_bytes - record.memory.peak_allocated_bytes), record.memory.peak_allocated_bytes))
+    return pairs
+
+
+def out_of_memory(records: Iterable[RunRecord]) -> tuple[set[RunConfig], set[RunConfig]]:
+    """The configurations that ran out of memory, and those foretold on the GPU whose size the message gives."""
+    kept = {record.config.unprofiled.configuration: record for record in records}
+    ended = {config: record for config, record in kept.items() if record.status is Status.OOM}
+    messages = [record.failure.message for record in ended.values() if record.failure is not None]
+    (gib,) = {float(size) for text in messages for size in re.findall(r"total capacity of ([\d.]+) GiB", text)}
+    return set(ended), set(make_plan(list(kept), round(gib * GIB)).too_large)
+
+
+def test_readme_says_how_far_off_predictions_were() -> None:
+    count, largest, num_ended = said(
+        "README.md",
+        r"Of the ([\d,]+) eager runs in `data/` that finished, all on H200s, it was at most ([\d.]+) % off, and the "
+        r"(\d+) configurations that ran out of memory were those foretold\.",
+    )
+    finished = [record for record in eager_records() if record.status is Status.OK]
+    assert {record.environment and record.environment.identity.device_name for record in finished} == {"NVIDIA H200"}
+    assert int(count.replace(",", "")) == len(finished)
+    assert largest == f"{100 * max(error / peak for error, peak in errors(finished)):.2f}"
+    ended, foretold = out_of_memory(eager_records())
+    assert ended == foretold
+    assert int(num_ended) == len(ended)
+
+
+def test_the_readme_of_data_says_how_far_off_those_of_h200_were() -> None:
+    count, share, error_mib, peak_gib, num_exact, num_ended, gib = said(
+        "data/README.md",
+        r"Predicted peaks of the (\d+) runs that finished are within ([\d.]+) % \((\d+) MiB of ([\d.]+) GiB\); (\d+) "
+        r"are right to the byte\. The (\d+) that ran out of memory, xl and 2\.7B at context 2048 in `forward` and "
+        r"`train`, are those foretold on ([\d.]+) GiB, and no other",
+    )
+    plain = [record for record in load_records(H200_RUNS)[0] if record.config.profiler is Profiler.NONE]
+    finished = [record for record in plain if record.status is Status.OK]
+    pairs = errors(finished)
+    error, peak = max(pairs, key=lambda pair: pair[0] / pair[1])
+    assert int(count) == len(finished)
+    assert (share, error_mib, peak_gib) == (f"{100 * error / peak:.2f}", f"{error / MIB:.0f}", f"{peak / GIB:.2f}")
+    assert int(num_exact) == sum(error == 0 for error, _ in pairs)
+    ended, foretold = out_of_memory(plain)
+    assert ended == foretold
+    assert int(num_ended) == len(ended)
+    shapes = {(config.size, config.model.context_length, str(config.mode)) for config in ended}
+    assert shapes == {(size, 2048, mode) for size in ("xl", "2.7B") for mode in ("forward", "train")}
+    assert all(
+        f"total capacity of {gib} GiB" in record.failure.message for record in plain if record.failure is not None
+    )
+
+
+def test_the_readme_of_data_says_the_closest_that_did_not_fit() -> None:
+    needed, had = said(
+        "data/README.md",
+        r"The closest, 2\.7B `forward` in fp32, was to need ([\d.]+) GiB; it had ([\d.]+) when 2\.00 more were not",
+    )
+    ended = [record for record in load_records(H200_RUNS)[0] if record.status is Status.OOM]
+    closest = min(ended, key=lambda record: predicted_peak_bytes(record.config) or 0)
+    config = closest.config
+    assert (config.size, str(config.mode), str(config.precision)) == ("2.7B", "forward", "fp32")
+    assert needed == f"{(predicted_peak_bytes(config) or 0) / GIB:.1f}"
+    assert closest.failure is not None
+    assert "Tried to allocate 2.00 GiB" in closest.failure.message
+    with (H200_RUNS.parent / "peaks.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["size"] == "2.7B" and row["context_length"] == "2048"]
+    (row,) = [row for row in rows if (row["mode"], row["precision"]) == ("forward", "fp32")]
+    assert had == f"{float(row['peak_allocated_gib']):.1f}"
