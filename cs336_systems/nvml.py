@@ -92,7 +92,7 @@ def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
 
 
 def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """All of them, or, where there is a slice among them, the first slice alone (NVIDIA's MIG user guide)."""
+    """All of them, or, where there is a slice among them, the first slice alone, as CUDA is said to do."""
     slices = [gpu for gpu in gpus if gpu.slice_of]
     return tuple(slices[:1] or gpus)
 

@@ -14,7 +14,8 @@ def sparse(tflops_per_s: float) -> float:
 
 
 # fp32, tf32, bf16, fp16, fp8 (accumulating in fp32; TFLOP/s, as the source gives them), bandwidth (GB/s); None: not in
-# the source, or not accumulating in fp32. Not copied from the table that is tested.
+# the source, or not accumulating in fp32. Written from memory of the sources, not from the table that is tested; looked
+# up, in copies of the sheets, were L40, L40S, A40, B200 and RTX 4090.
 PROMISED = {
     # NVIDIA V100 data sheet (single precision, deep learning)
     "Tesla V100-SXM2-16GB": (15.7, None, None, 125, None, 900),

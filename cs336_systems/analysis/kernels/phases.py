@@ -79,7 +79,7 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
         name = getattr(names, field.name)
         if name not in there and name != getattr(usual, field.name):
             found = ", ".join(there[:MAX_LISTED]) + (", ..." if len(there) > MAX_LISTED else "") or "none"
-            raise UnknownRangeError(f"--{field.name} {name}: no range in the file is called so; there are {found}")
+            raise UnknownRangeError(f"no range is called {name!r}, as {field.name} was said to be; there are {found}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,12 @@
-"""What README.md and data/README.md say of predicted memory is what the records in data/ say."""
+"""What README.md and data/README.md say in numbers is what the records and tables in data/ say."""
 
 import csv
 import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from cs336_systems.config import CompileMode, Profiler, RunConfig
 from cs336_systems.memory_model import predicted_peak_bytes
@@ -106,3 +108,58 @@ def test_the_readme_of_data_says_the_closest_that_did_not_fit() -> None:
         rows = [row for row in csv.DictReader(file) if row["size"] == "2.7B" and row["context_length"] == "2048"]
     (row,) = [row for row in rows if (row["mode"], row["precision"]) == ("forward", "fp32")]
     assert had == f"{float(row['peak_allocated_gib']):.1f}"
+
+
+# The fast step
+
+
+def steps_ms(name: str, **only: str) -> dict[str, float]:
+    """The mean step of each size (ms), of the rows of a sweep that have these values."""
+    with (ROOT / "data/e2e_benchmark" / name / "results.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in only.items())]
+    return {row["size"]: float(row["step_mean_ms"]) for row in rows}
+
+
+def ceiling_shares(name: str) -> dict[str, float]:
+    """Model FLOPs per second of each size over the highest bf16 rate that was measured (%)."""
+    with (ROOT / "data/ceilings/NVIDIA-H200/results.csv").open(newline="", encoding="utf-8") as file:
+        (ceiling,) = [float(row["measured"]) for row in csv.DictReader(file) if row["ceiling"] == "bf16 product"]
+    with (ROOT / "data/e2e_benchmark" / name / "results.csv").open(newline="", encoding="utf-8") as file:
+        return {row["size"]: 100 * float(row["model_tflops_per_s"]) / ceiling for row in csv.DictReader(file)}
+
+
+def test_readme_says_how_fast_the_fast_step_is() -> None:
+    row = r"\| (\S+) \| ([\d.]+) \| ([\d.]+)(?: ± \d+)? \| ([\d.]+) \| ([\d.]+) \|"
+    text = (ROOT / "README.md").read_text()
+    table = re.findall(row, text[text.index("| size | eager bf16, above (ms)") :])
+    eager = steps_ms("train", context_length="512", precision="bf16")
+    fast, shares = steps_ms("train_fast"), ceiling_shares("train_fast")
+    assert [size for size, *_ in table] == list(fast) == ["small", "medium", "large", "xl", "2.7B"]
+    for size, eager_ms, fast_ms, times, share in table:
+        assert float(eager_ms) == pytest.approx(eager[size], abs=0.05)
+        assert float(fast_ms) == pytest.approx(fast[size], abs=0.5 if size == "2.7B" else 0.05)
+        assert times == f"{eager[size] / fast[size]:.1f}"
+        assert share == f"{shares[size]:.1f}"
+
+
+def test_readme_says_what_share_of_the_ceiling_is_reached() -> None:
+    xl, largest = said("README.md", r"\[(\d+) % and (\d+) %\]\(data/e2e_benchmark/train_fast_batch16/results\.md\)")
+    shares = ceiling_shares("train_fast_batch16")
+    assert (xl, largest) == (f"{shares['xl']:.0f}", f"{shares['2.7B']:.0f}")
+
+
+def test_readme_says_how_far_up_the_ladders_go() -> None:
+    gpt2 = said(
+        "README.md", r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]"
+    )
+    larger = said("README.md", r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, and to (\d+) in fp8")
+    rungs: dict[str, dict[str, dict[str, str]]] = {}
+    for name in ("gpt2", "gpt2-xl"):
+        with (ROOT / "data/ladder" / name / "ladder.csv").open(newline="", encoding="utf-8") as file:
+            rungs[name] = {row["rung"]: row for row in csv.DictReader(file)}
+    first, last = rungs["gpt2"]["fp32"], rungs["gpt2"]["fused-blocks"]
+    assert gpt2[:2] == tuple(f"{float(row['step_mean_ms']):.1f}" for row in (first, last))
+    interval = [float(last[f"speed_up_over_first_ci95_{end}"]) for end in ("low", "high")]
+    assert gpt2[2:] == tuple(f"{end:.1f}" for end in interval)
+    found = [float(rungs["gpt2-xl"][name]["step_mean_ms"]) for name in ("fp32", "fused-blocks", "fp8")]
+    assert larger == tuple(f"{step_ms:,.0f}" for step_ms in found)
