@@ -155,17 +155,22 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
             "-c", code, "compare", flags, flags, "--repeats", "4", "--output", str(tmp_path)
         ).splitlines()[-1]
     )
-    records, _ = load_records(tmp_path / "e2e_benchmark" / "compare" / "runs")
+    (runs,) = tmp_path.glob("e2e_benchmark/*/runs")
+    records, _ = load_records(runs)
     a, b = (process_means(r for r in records if r.config.repeat % 2 == side) for side in (0, 1))
     assert len(a) == len(b) == 4
     assert compare(a, b).verdict is Verdict.CANNOT_TELL
 
 
 def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
-    """The peak is in backward, where the first step lacks AdamW's moments: 8 bytes a parameter."""
+    """The peak is in backward, where the first step lacks AdamW's moments: 8 bytes a parameter.
+
+    Up to 4 % more: the workspace of backward's products (32 MiB), made after the first peak unless an earlier run in
+    this process made it, and remainders of blocks that the allocator does not split.
+    """
     record = measure(config_of("small", 512))
     steady, first = record.memory.peak_allocated_bytes, record.memory.first_step_peak_allocated_bytes
-    assert steady - first == pytest.approx(8 * record.num_parameters, rel=0.02)
+    assert 8 * record.num_parameters <= steady - first <= 1.04 * 8 * record.num_parameters
 
 
 def test_an_inference_step_keeps_no_graph() -> None:
