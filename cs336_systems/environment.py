@@ -21,7 +21,7 @@ MEASURING_FILES = (
     "shortcuts/cross_entropy.py", "shortcuts/cross_entropy_kernel.py", "shortcuts/fp8.py",
     "shortcuts/fused_blocks.py", "shortcuts/fused_blocks_kernel.py", "shortcuts/joint.py",
     "shortcuts/joint_kernel.py", "shortcuts/lookup.py", "shortcuts/lookup_kernel.py", "shortcuts/master_adamw.py",
-    "shortcuts/step_graph.py", "shortcuts/weights.py", "tokens.py",
+    "shortcuts/step_graph.py", "shortcuts/sums_kernel.py", "shortcuts/weights.py", "tokens.py",
 )  # fmt: skip
 """The source files whose change can change a time; a change of a plot need not start a sweep afresh."""
 

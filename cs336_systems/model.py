@@ -22,7 +22,7 @@ from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range, block_range
 from cs336_systems.rope import rope_rotations, rotate_pairs
 from cs336_systems.shortcuts.fused_blocks import bias_gelu
-from cs336_systems.shortcuts.joint import rope_heads, swiglu
+from cs336_systems.shortcuts.joint import cut_heads, rope_heads, swiglu
 
 _SDPA_BACKENDS = {
     SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
@@ -213,6 +213,8 @@ class SelfAttention(nn.Module):
 
     def _projected(self, x: Float[Tensor, "batch seq d_model"]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v by heads, (batch, seq, heads, d_head); nobody else holds them, so that they go when turned."""
+        if self.joint is not None and self.joint.bias is not None:
+            return cut_heads(self.joint.with_constant_bias().product(x), self.joint.bias, self.num_heads)
         heads = (*x.shape[:2], self.num_heads, -1)
         if self.joint is None:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -27,6 +27,7 @@ LEVELS = (
     ("analysis.*",),
     ("analysis.kernels.*", "analysis.memory.*"),
     ("profiling", "precision", "optimizer", "clock", "data", "failure", "counters", "rope"),
+    ("shortcuts.sums_kernel",),
     (
         "shortcuts.cross_entropy_kernel",
         "shortcuts.joint_kernel",
@@ -64,8 +65,8 @@ NEEDS_TORCH = {
     "memory_recording",
     "shortcuts.adamw_kernel", "shortcuts.cross_entropy", "shortcuts.cross_entropy_kernel", "shortcuts.fp8",
     "shortcuts.fused_blocks", "shortcuts.fused_blocks_kernel", "shortcuts.joint", "shortcuts.joint_kernel",
-    "shortcuts.lookup", "shortcuts.lookup_kernel", "shortcuts.step_graph", "shortcuts.weights",
-    "shortcuts.master_adamw", "watching", "run_progress", "measurement", "worker", "preload",
+    "shortcuts.lookup", "shortcuts.lookup_kernel", "shortcuts.step_graph", "shortcuts.sums_kernel",
+    "shortcuts.weights", "shortcuts.master_adamw", "watching", "run_progress", "measurement", "worker", "preload",
     "studies.precision", "studies.precision_tables", "studies.fusion_ops", "studies.fusion_study",
     "studies.attention_cell", "studies.ceilings_timing", "studies.ceilings_ranks", "studies.ceilings_study",
 }  # fmt: skip

@@ -76,14 +76,17 @@ def _add_norm_backward(
     statistics: Tensor,
     gain: Tensor,
     is_centred: bool,
-    has_branch_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of stream and branch, and rows in fp32: those of gain, of bias, of branch bias, as far as there are."""
+    branch_bias_type: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias.
+
+    The last in its own type, and empty where there is none.
+    """
     if total.is_cuda:
         from cs336_systems.shortcuts import fused_blocks_kernel
 
         return fused_blocks_kernel.add_norm_backward(
-            stream_gradient, gradient, total, statistics, gain, is_centred=is_centred, has_branch_bias=has_branch_bias
+            stream_gradient, gradient, total, statistics, gain, is_centred=is_centred, branch_bias_type=branch_bias_type
         )
     scale, *means = statistics[:, :, None]
     own = gradient.float().flatten(0, -2)
@@ -94,10 +97,10 @@ def _add_norm_backward(
     result = own - normed * (own * normed).mean(dim=-1, keepdim=True)
     result = (result - own.mean(dim=-1, keepdim=True) if is_centred else result) * scale
     result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
-    sums += [result.sum(dim=0)] if has_branch_bias else []
+    of_branch_bias = result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
     rows = _aligned_rows(statistics, len(sums), total.shape[-1]).copy_(torch.stack(sums))
-    return result.to(total.dtype, copy=True), result.to(gradient.dtype, copy=True), rows
+    return result.to(total.dtype, copy=True), result.to(gradient.dtype, copy=True), rows, of_branch_bias
 
 
 def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
@@ -116,13 +119,13 @@ def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())
 def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of `bias` in fp32."""
     if x.is_cuda:
         from cs336_systems.shortcuts import fused_blocks_kernel
 
         return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient)
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
-    return wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format), wide.flatten(0, -2).sum(dim=0)
+    of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
+    return wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format), of_bias
 
 
 @_add_norm.register_fake
@@ -137,11 +140,13 @@ def _(
 @_add_norm_backward.register_fake
 def _(
     stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
-    is_centred: bool, has_branch_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    del stream_gradient, gain
-    sums = _aligned_rows(statistics, 1 + is_centred + has_branch_bias, total.shape[-1])
-    return total.new_empty(total.shape), gradient.new_empty(gradient.shape), sums
+    is_centred: bool, branch_bias_type: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    del stream_gradient
+    width = total.shape[-1]
+    of_branch_bias = gain.new_empty(0 if branch_bias_type is None else width, dtype=branch_bias_type or torch.float32)
+    rows = _aligned_rows(statistics, 1 + is_centred, width)
+    return total.new_empty(total.shape), gradient.new_empty(gradient.shape), rows, of_branch_bias
 
 
 @_bias_gelu.register_fake
@@ -153,7 +158,7 @@ def _(x: Tensor, bias: Tensor) -> Tensor:
 @_bias_gelu_backward.register_fake
 def _(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     del gradient
-    return x.new_empty(x.shape), bias.new_empty(bias.shape, dtype=torch.float32)
+    return x.new_empty(x.shape), bias.new_empty(bias.shape)
 
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ANN401
@@ -175,12 +180,11 @@ def _differentiate_add_norm(
     branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
         gradient = torch.zeros_like(total, dtype=branch_type)
-    of_stream, of_branch, sums = _add_norm_backward(
-        stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type is not None
+    of_stream, of_branch, rows, of_branch_bias = _add_norm_backward(
+        stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type
     )
-    of_bias = None if bias_type is None else sums[1].to(bias_type)
-    of_branch_bias = None if branch_bias_type is None else sums[-1].to(branch_bias_type)
-    return of_stream, of_branch, of_branch_bias, sums[0].to(gain.dtype), of_bias, None
+    of_bias = None if bias_type is None else rows[1].to(bias_type)
+    return of_stream, of_branch, of_branch_bias if branch_bias_type else None, rows[0].to(gain.dtype), of_bias, None
 
 
 def _keep_bias_gelu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401
@@ -190,8 +194,7 @@ def _keep_bias_gelu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> 
 
 def _differentiate_bias_gelu(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
     x, bias = ctx.saved_tensors
-    of_x, of_bias = _bias_gelu_backward(x, bias, gradient)
-    return of_x, of_bias.to(bias.dtype)
+    return cast(tuple[Tensor, Tensor], _bias_gelu_backward(x, bias, gradient))
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)

@@ -1,7 +1,7 @@
 """What is between the products of a block, written in Triton: residual addition with norm, and bias with GELU.
 
-All is read once and written once. Gradients of gains and biases, sums over all rows, are gathered on the way: each
-program goes through many rows and keeps their sum, and a last kernel adds up what the programs found.
+All is read once and written once. Gradients of gains and biases, sums over all rows, are gathered on the way
+(sums_kernel.py).
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.shortcuts.sums_kernel import STAGES, num_programs, summed
+
 GELU_BLOCK = 1024
 """Columns to a program of GELU."""
 NUM_WARPS = 4
-STAGES = 3
-"""Rows that a program of those that gather sums is reading at once: a fourth less time than one after the other."""
 MAX_STAGED = 4096
 """Elements of the widest row of which so many fit into the memory that a program shares."""
-SUM_COLUMNS, SUM_ROWS = 16, 256
-"""Of what the programs found, to a program that adds it up."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """2 sqrt(2 / pi), of GELU."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
@@ -51,14 +49,15 @@ def add_norm_backward(
     gain: Tensor,
     *,
     is_centred: bool,
-    has_branch_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of stream and branch, and rows in fp32: those of gain, of bias, of branch bias, as far as there are."""
+    branch_bias_type: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias."""
     gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
     width = total.shape[-1]
     rows = total.numel() // width
     block = triton.next_power_of_2(width)
-    programs = _num_programs(rows, block, total.device)
+    programs = num_programs(rows, block, total.device)
+    has_branch_bias = branch_bias_type is not None
     of_stream, of_branch = torch.empty_like(total), torch.empty_like(gradient)
     partial = torch.empty(1 + is_centred + has_branch_bias, programs, width, dtype=torch.float32, device=total.device)
     _add_norm_grads[(programs,)](
@@ -67,7 +66,8 @@ def add_norm_backward(
         HAS_STREAM=stream_gradient is not None, IS_CENTRED=is_centred, HAS_BRANCH_BIAS=has_branch_bias, BLOCK=block,
         STAGES=STAGES if block <= MAX_STAGED else 1, num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
     )  # fmt: skip
-    return of_stream, of_branch, _summed(partial)
+    of_vectors, of_branch_bias = summed(partial, branch_bias_type)
+    return of_stream, of_branch, of_vectors, of_branch_bias
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -81,35 +81,18 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, the latter in fp32."""
+    """Gradients of x and of the bias."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
-    programs = _num_programs(rows, triton.next_power_of_2(width), x.device)
+    programs = num_programs(rows, triton.next_power_of_2(width), x.device)
     result = torch.empty_like(x)
     partial = torch.empty(1, programs, width, dtype=torch.float32, device=x.device)
     grid = (programs, triton.cdiv(width, GELU_BLOCK))
     _bias_gelu_grads[grid](
         x, bias, gradient, result, partial, rows, width, BLOCK=GELU_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS
     )
-    return result, _summed(partial)[0]
-
-
-def _num_programs(rows: int, block: int, device: torch.device) -> int:
-    """Of those that gather sums: enough to keep the memory busy, few enough that each has rows to gather."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    per_processor = min(4096 // block, rows // (8 * processors))
-    return min(rows, processors * max(2, per_processor))
-
-
-def _summed(partial: Tensor) -> Tensor:
-    """Over the programs, the middle dimension; each row begins at 16 bytes, which AdamW's kernel reads at a time."""
-    num_sums, programs, width = partial.shape
-    result = partial.new_empty(num_sums, triton.cdiv(width, 4) * 4)[:, :width]
-    _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](
-        partial, result, programs, width, result.stride(0), ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=2 * NUM_WARPS
-    )
-    return result
+    return result, summed(partial, bias.dtype)[1]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -182,21 +165,6 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
         tl.store(at + programs * width, of_bias, mask=inside)
     if HAS_BRANCH_BIAS:
         tl.store(at + (1 + IS_CENTRED) * programs * width, of_branch_bias, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce_sums(  # type: ignore[no-untyped-def]
-    partial, result, programs, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    first = partial + tl.program_id(1) * programs * width
-    found = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, programs, ROWS):
-        program = start + tl.arange(0, ROWS)
-        here = (program < programs)[:, None] & inside[None, :]
-        found += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
-    tl.store(result + tl.program_id(1) * stride + column, tl.sum(found, 0), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

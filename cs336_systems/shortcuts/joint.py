@@ -2,10 +2,10 @@
 
 The gradient of a joint product is put together from parts. torch.compile does so with a mask for each part, and reads
 every part again for the others: 4 to 7 times as long as the bytes take. Here each part is read once, and written where
-it belongs. On a CPU the same is computed by PyTorch.
+it belongs, and the gradient of a bias is gathered on the way. On a CPU the same is computed by PyTorch.
 """
 
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -32,6 +32,39 @@ def rope_heads(
     if joint.shape[1] != len(rotations):
         raise ValueError(f"needed rotations of {joint.shape[1]} positions, got {len(rotations)}")
     return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(joint, rotations))
+
+
+def cut_heads(
+    joint: Float[Tensor, "batch seq thrice_d_model"], bias: Float[Tensor, " thrice_d_model"], num_heads: int
+) -> tuple[Heads, Heads, Heads]:
+    """The heads of q, k and v, views of `joint`, which has the bias in it as a constant: here that gets its gradient.
+
+    Raises ValueError for a bias of another width.
+    """
+    if bias.shape != joint.shape[-1:]:
+        raise ValueError(f"needed a bias of {joint.shape[-1]} elements, got {tuple(bias.shape)}")
+    heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(joint, bias, num_heads)  # type: ignore[no-untyped-call]
+    return heads
+
+
+class _Context(Protocol):
+    """What forward leaves for backward."""
+
+    bias_type: torch.dtype
+
+
+class _CutHeads(torch.autograd.Function):
+    """No operator, whose results could not be views."""
+
+    @staticmethod
+    def forward(ctx: _Context, joint: Tensor, bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.bias_type = bias.dtype
+        q, k, v = joint.unflatten(-1, (3, num_heads, -1)).unbind(2)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_cut_heads_backward(q, k, v, ctx.bias_type), None
 
 
 # below, plain tensors: a schema is read from the types
@@ -78,6 +111,16 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
     return torch.stack((*turned, v), dim=2).flatten(2)
 
 
+@torch.library.custom_op("cs336_systems::cut_heads_backward", mutates_args=())
+def _cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        from cs336_systems.shortcuts import joint_kernel
+
+        return joint_kernel.cut_heads_backward(q, k, v, bias_type)
+    joint = torch.stack((q, k, v), dim=2).flatten(2)
+    return joint, joint.float().sum(dim=(0, 1)).to(bias_type)
+
+
 @_swiglu.register_fake
 def _(joint: Tensor) -> Tensor:
     return joint.new_empty(*joint.shape[:-1], joint.shape[-1] // 2)
@@ -100,6 +143,13 @@ def _(joint: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
     del k, v, rotations
     return q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
+
+
+@_cut_heads_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
+    del k, v
+    width = 3 * q.shape[2] * q.shape[3]
+    return q.new_empty(*q.shape[:2], width), q.new_empty(width, dtype=bias_type)
 
 
 def _keep_swiglu(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401

@@ -1,6 +1,7 @@
 """What follows the joint products of a block, written in Triton: a program has a stretch of one token's row.
 
-All is read once and written once: 5 and 3 times the bytes of SwiGLU's result, twice those of q, k and v.
+All is read once and written once: 5 and 3 times the bytes of SwiGLU's result, twice those of q, k and v. Where q, k and
+v have biases, a program has a stretch of many rows, and gathers the gradients of these (sums_kernel.py).
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -10,9 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.shortcuts.sums_kernel import STAGES, num_programs, summed
+
 BLOCK = 1024
 """Elements of a part to a program; each thread has 8, which are 16 bytes."""
 NUM_WARPS = 4
+BIASED_BLOCK = 256
+"""The same where the gradients of biases are gathered."""
 
 
 def swiglu(joint: Tensor) -> Tensor:
@@ -49,6 +54,21 @@ def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> T
     joint = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
     _launch_rope(joint, q, k, v, rotations, back=True)
     return joint
+
+
+def cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One row of q, k and v for each token, and the sum of all rows."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    width = q.shape[2] * q.shape[3]
+    rows = q.shape[0] * q.shape[1]
+    blocks = triton.cdiv(width, BIASED_BLOCK)
+    programs = num_programs(rows, 4 * BIASED_BLOCK, q.device)
+    joint = q.new_empty(*q.shape[:2], 3 * width)
+    partial = q.new_empty(1, programs, 3 * width, dtype=torch.float32)
+    _cut_heads_grads[(programs, blocks)](
+        q, k, v, joint, partial, rows, width, BLOCK=BIASED_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS // 4
+    )
+    return joint, summed(partial, bias_type)[1]
 
 
 def _launch_rope(joint: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool) -> None:
@@ -108,6 +128,37 @@ def _rope_heads(  # type: ignore[no-untyped-def]
         tl.store(whole + 2 * width, tl.load(v + part, mask=inside), mask=inside)
     else:
         tl.store(v + part, tl.load(whole + 2 * width, mask=inside), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cut_heads_grads(  # type: ignore[no-untyped-def]
+    q, k, v, joint, partial, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    of_q = tl.zeros((BLOCK,), tl.float32)
+    of_k = tl.zeros((BLOCK,), tl.float32)
+    of_v = tl.zeros((BLOCK,), tl.float32)
+    part = program.to(tl.int64) * width + column
+    whole = joint + program.to(tl.int64) * 3 * width + column
+    for _ in tl.range(program, rows, programs, num_stages=STAGES):
+        own_q = tl.load(q + part, mask=inside, other=0.0)
+        own_k = tl.load(k + part, mask=inside, other=0.0)
+        own_v = tl.load(v + part, mask=inside, other=0.0)
+        tl.store(whole, own_q, mask=inside)
+        tl.store(whole + width, own_k, mask=inside)
+        tl.store(whole + 2 * width, own_v, mask=inside)
+        of_q += own_q.to(tl.float32)
+        of_k += own_k.to(tl.float32)
+        of_v += own_v.to(tl.float32)
+        part += programs.to(tl.int64) * width
+        whole += programs.to(tl.int64) * 3 * width
+    at = partial + program * 3 * width + column
+    tl.store(at, of_q, mask=inside)
+    tl.store(at + width, of_k, mask=inside)
+    tl.store(at + 2 * width, of_v, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

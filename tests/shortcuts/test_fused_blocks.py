@@ -147,8 +147,8 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
     torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0]))
     total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
     gradient = torch.ones_like(total)
-    given = (None, gradient, total, statistics, vectors[1].detach(), True, False)
-    dense = (None, gradient.contiguous(), total.contiguous(), statistics, vectors[1].detach().contiguous(), True, False)
+    given = (None, gradient, total, statistics, vectors[1].detach(), True, None)
+    dense = (None, gradient.contiguous(), total.contiguous(), statistics, vectors[1].detach().contiguous(), True, None)
     for found, expected in zip(fused_blocks._add_norm_backward(*given), fused_blocks._add_norm_backward(*dense),
                                strict=True):  # fmt: skip
         torch.testing.assert_close(found, expected)

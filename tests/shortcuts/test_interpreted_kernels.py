@@ -107,6 +107,9 @@ for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (2, 2, 16, 64), 
     # as attention returns them: heads before tokens
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
     compare("heads back", kernel.rope_heads_backward(*parts, rotations), joint._rope_heads_backward(*parts, rotations))
+    back = *parts, torch.float32
+    for name, here, there in zip(("cut", "bias"), kernel.cut_heads_backward(*back), joint._cut_heads_backward(*back)):
+        compare(name, here, there)
 for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
     x, gradient = torch.randn(3, 7, 2 * width), torch.randn(3, 7, width)
     compare("swiglu", kernel.swiglu(x), joint._swiglu(x))
@@ -116,7 +119,7 @@ print(json.dumps(found))
 
 BLOCKS = """
 import json, torch
-from cs336_systems.shortcuts import fused_blocks, fused_blocks_kernel as kernel, lookup, lookup_kernel
+from cs336_systems.shortcuts import fused_blocks, fused_blocks_kernel as kernel, lookup, lookup_kernel, sums_kernel
 
 torch.manual_seed(0)
 found = {}
@@ -134,14 +137,20 @@ for rows, width in ((1, 8), (7, 37), (37, 256), (50, 768), (3, kernel.GELU_BLOCK
             compare(name, here, there)
         for stream_gradient in (None, torch.randn(rows, width)):
             back = stream_gradient, gradient, total, statistics, gain
-            expected = fused_blocks._add_norm_backward(*back, is_centred, has_branch_bias)
+            branch_bias_type = torch.float32 if has_branch_bias else None
+            expected = fused_blocks._add_norm_backward(*back, is_centred, branch_bias_type)
             here = kernel.add_norm_backward(
-                *back[:3], kernel.add_norm(*given)[2], gain, is_centred=is_centred, has_branch_bias=has_branch_bias
+                *back[:3], kernel.add_norm(*given)[2], gain, is_centred=is_centred, branch_bias_type=branch_bias_type
             )
-            for name, one, other in zip(("stream back", "branch back", "sums"), here, expected):
-                compare(name, one, other)
-    partial = torch.randn(2, kernel.SUM_ROWS + rows, width)
-    compare("sums of programs", kernel._summed(partial), partial.sum(1))
+            assert here[3].shape == expected[3].shape == (width if has_branch_bias else 0,)
+            for name, one, other in zip(("stream back", "branch back", "sums", "branch bias"), here, expected):
+                if one.numel():
+                    compare(name, one, other)
+    partial = torch.randn(2, sums_kernel.ROWS + rows, width)
+    compare("sums of programs", sums_kernel.summed(partial, None)[0], partial.sum(1))
+    apart, last = sums_kernel.summed(partial, torch.bfloat16)
+    compare("sums apart", apart, partial.sum(1)[:1])
+    assert last.dtype is torch.bfloat16 and ((last - partial.sum(1)[1]).abs() <= 2**-7 * partial.sum(1)[1].abs()).all()
     # tokens that come once, several times and not at all
     tokens, table = torch.randint(0, 9, (rows,)), torch.randn(11, width)
     here = table.clone()
@@ -182,13 +191,13 @@ def test_the_loss_and_its_gradient_are_pytorch_s() -> None:
 
 def test_what_follows_joint_products_is_what_pytorch_computes() -> None:
     found = interpreted(JOINT)
-    assert len(found) == 4
+    assert len(found) == 6
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
 def test_what_is_between_products_is_what_pytorch_computes() -> None:
     found = interpreted(BLOCKS)
-    assert len(found) == 10
+    assert len(found) == 12
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
