@@ -18,8 +18,9 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
-from cs336_systems.config import SIZES, Device, Profiler, RunConfig
+from cs336_systems.config import SIZES, Device, OptimizerKind, Profiler, RunConfig
 from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
+from cs336_systems.report.memory.loading import load_memory
 from cs336_systems.store import kernel_profile_path, memory_profile_path
 from tests.report.kernels.profiles import make_profile
 from tests.report.memory.profiles import make_memory
@@ -358,6 +359,25 @@ sys.exit(main())
     assert {path.suffix for path in sweep.glob("results.*")} == {".csv", ".md", ".tex", ".typ"}
     assert not (empty_directory / "sprung").exists()
     assert (sweep / "runs" / "broken.json").read_text() == "{", "a report leaves the records alone"
+
+
+def test_records_of_graphs_get_their_tables_and_twins(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    """A graph needs steps before it, which no other way to name the run may take away. Here each has a recorded one."""
+    fast = {"optimizer": OptimizerKind.FUSED, "cuda_graph": True}
+    plain = [record(0.125, device=Device.CUDA, **fast), record(0.25, device=Device.CUDA, optimizer=OptimizerKind.FUSED)]
+    recorded = record(0.5, profiler=Profiler.MEMORY, device=Device.CUDA, optimizer=OptimizerKind.FUSED)
+    sweep = directory_of(empty_directory / "sweep", [*plain, recorded])
+    write_profile_of(recorded, sweep / "runs")
+    assert cli.main(["report", "sweep"]) == 0
+    with (sweep / "results.csv").open(newline="") as file:
+        steps = sorted(float(row["step_mean_ms"]) for row in csv.DictReader(file))
+    assert steps == [125, 250], "what recorded its memory has no times"
+    (entry,) = load_memory([*plain, recorded], sweep)
+    assert entry.plain == plain[1], "the graph's memory is another"
+    assert load_memory([plain[0], recorded], sweep)[0].plain is None
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def write_profile_of(run: RunRecord, runs: Path) -> Path:

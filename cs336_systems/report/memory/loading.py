@@ -31,6 +31,6 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
     return found
 
 
-def _whatever_steps(config: RunConfig) -> RunConfig:
-    """The configuration without its numbers of steps: a recorded run has fewer."""
-    return replace(config.configuration, warmup_steps=0, measured_steps=1)
+def _whatever_steps(config: RunConfig) -> tuple[RunConfig, bool]:
+    """The configuration without its numbers of steps: a recorded run has fewer. A graph, which needs some, apart."""
+    return replace(config.configuration, cuda_graph=False, warmup_steps=0, measured_steps=1), config.cuda_graph
