@@ -1,5 +1,6 @@
 """What a number must stand on before anybody believes it, on a real GPU."""
 
+import json
 import os
 import statistics
 import subprocess
@@ -18,7 +19,6 @@ from cs336_systems.clock import EventClock
 from cs336_systems.config import SIZES, Device, Mode, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measurement import measure
 from cs336_systems.model import TransformerLM
-from cs336_systems.precision import apply_math_mode
 from cs336_systems.record import RunRecord, Status, WarningCode, load_records
 from cs336_systems.step import TrainingStep
 
@@ -41,28 +41,39 @@ def run_in_fresh_process(*arguments: str) -> str:
     return done.stdout
 
 
-def matmul_kernels(precision: Precision) -> set[str]:
-    apply_math_mode(precision)
-    with torch.device("cuda"):
-        model = TransformerLM(replace(SIZES["small"], num_layers=1, context_length=128))
-        tokens = torch.zeros(4, 128, dtype=torch.long)
+MATRIX_PRODUCTS = """
+import json, sys, torch
+from dataclasses import replace
+from cs336_systems.config import SIZES, Precision
+from cs336_systems.model import TransformerLM
+
+apply_math_mode(Precision(sys.argv[1]))
+with torch.device("cuda"):
+    model = TransformerLM(replace(SIZES["small"], num_layers=1, context_length=128))
+    tokens = torch.zeros(4, 128, dtype=torch.long)
+model(tokens).sum().backward()
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
     model(tokens).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        model(tokens).sum().backward()
-        torch.cuda.synchronize()
-    apply_math_mode(Precision.FP32)
-    names = {event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA}
-    return {name for name in names if "gemm" in name.lower() or "gemv" in name.lower()}
+    torch.cuda.synchronize()
+names = {event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+print(json.dumps(sorted(name for name in names if "gemm" in name.lower() or "gemv" in name.lower())))
+"""
+
+
+def matrix_products(precision: Precision) -> list[str]:
+    """Names of the kernels, seen in a fresh process: torch.profiler slows the launches of its own for good."""
+    names: list[str] = json.loads(run_in_fresh_process("-c", MATRIX_PRODUCTS, precision).splitlines()[-1])
+    return names
 
 
 def test_fp32_runs_launch_no_tensor_core_kernel() -> None:
-    names = matmul_kernels(Precision.FP32)
-    print("\n".join(sorted(names)))
+    names = matrix_products(Precision.FP32)
+    print("\n".join(names))
     assert names
     assert not [
         name for name in names if "tf32" in name.lower() or "bf16" in name.lower() or "tensorop" in name.lower()
     ]
-    assert [name for name in matmul_kernels(Precision.TF32) if "tf32" in name.lower()]
+    assert [name for name in matrix_products(Precision.TF32) if "tf32" in name.lower()]
 
 
 class Sleep:
