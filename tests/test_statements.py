@@ -26,6 +26,12 @@ def said(name: str, pattern: str) -> tuple[str, ...]:
     return found[0].groups()
 
 
+def table(path: Path) -> list[dict[str, str]]:
+    """The rows of a table that this project wrote as CSV."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 @cache
 def eager_records() -> tuple[RunRecord, ...]:
     """Of all directories: runs of this project's model that nothing compiled."""
@@ -104,9 +110,10 @@ def test_the_readme_of_data_says_the_closest_that_did_not_fit() -> None:
     assert needed == f"{(predicted_peak_bytes(config) or 0) / GIB:.1f}"
     assert closest.failure is not None
     assert "Tried to allocate 2.00 GiB" in closest.failure.message
-    with (H200_RUNS.parent / "peaks.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["size"] == "2.7B" and row["context_length"] == "2048"]
-    (row,) = [row for row in rows if (row["mode"], row["precision"]) == ("forward", "fp32")]
+    rows = [row for row in table(H200_RUNS.parent / "peaks.csv") if row["size"] == "2.7B"]
+    (row,) = [
+        row for row in rows if (row["context_length"], row["mode"], row["precision"]) == ("2048", "forward", "fp32")
+    ]
     assert had == f"{float(row['peak_allocated_gib']):.1f}"
 
 
@@ -115,27 +122,28 @@ def test_the_readme_of_data_says_the_closest_that_did_not_fit() -> None:
 
 def steps_ms(name: str, **only: str) -> dict[str, float]:
     """The mean step of each size (ms), of the rows of a sweep that have these values."""
-    with (ROOT / "data/e2e_benchmark" / name / "results.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in only.items())]
-    return {row["size"]: float(row["step_mean_ms"]) for row in rows}
+    rows = table(ROOT / "data/e2e_benchmark" / name / "results.csv")
+    return {
+        row["size"]: float(row["step_mean_ms"]) for row in rows if all(row[key] == value for key, value in only.items())
+    }
 
 
 def ceiling_shares(name: str) -> dict[str, float]:
     """Model FLOPs per second of each size over the highest bf16 rate that was measured (%)."""
-    with (ROOT / "data/ceilings/NVIDIA-H200/results.csv").open(newline="", encoding="utf-8") as file:
-        (ceiling,) = [float(row["measured"]) for row in csv.DictReader(file) if row["ceiling"] == "bf16 product"]
-    with (ROOT / "data/e2e_benchmark" / name / "results.csv").open(newline="", encoding="utf-8") as file:
-        return {row["size"]: 100 * float(row["model_tflops_per_s"]) / ceiling for row in csv.DictReader(file)}
+    studies = [table(path) for path in (ROOT / "data/ceilings").glob("NVIDIA-H200*/results.csv")]
+    ceiling = max(float(row["measured"]) for rows in studies for row in rows if row["ceiling"] == "bf16 product")
+    rows = table(ROOT / "data/e2e_benchmark" / name / "results.csv")
+    return {row["size"]: 100 * float(row["model_tflops_per_s"]) / ceiling for row in rows}
 
 
 def test_readme_says_how_fast_the_fast_step_is() -> None:
     row = r"\| (\S+) \| ([\d.]+) \| ([\d.]+)(?: ± \d+)? \| ([\d.]+) \| ([\d.]+) \|"
     text = (ROOT / "README.md").read_text()
-    table = re.findall(row, text[text.index("| size | eager bf16, above (ms)") :])
+    shown = re.findall(row, text[text.index("| size | eager bf16, above (ms)") :])
     eager = steps_ms("train", context_length="512", precision="bf16")
     fast, shares = steps_ms("train_fast"), ceiling_shares("train_fast")
-    assert [size for size, *_ in table] == list(fast) == ["small", "medium", "large", "xl", "2.7B"]
-    for size, eager_ms, fast_ms, times, share in table:
+    assert [size for size, *_ in shown] == list(fast) == ["small", "medium", "large", "xl", "2.7B"]
+    for size, eager_ms, fast_ms, times, share in shown:
         assert float(eager_ms) == pytest.approx(eager[size], abs=0.05)
         assert float(fast_ms) == pytest.approx(fast[size], abs=0.5 if size == "2.7B" else 0.05)
         assert times == f"{eager[size] / fast[size]:.1f}"
@@ -153,13 +161,39 @@ def test_readme_says_how_far_up_the_ladders_go() -> None:
         "README.md", r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]"
     )
     larger = said("README.md", r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, and to (\d+) in fp8")
-    rungs: dict[str, dict[str, dict[str, str]]] = {}
-    for name in ("gpt2", "gpt2-xl"):
-        with (ROOT / "data/ladder" / name / "ladder.csv").open(newline="", encoding="utf-8") as file:
-            rungs[name] = {row["rung"]: row for row in csv.DictReader(file)}
+    rungs = {
+        name: {row["rung"]: row for row in table(ROOT / "data/ladder" / name / "ladder.csv")}
+        for name in ("gpt2", "gpt2-xl")
+    }
     first, last = rungs["gpt2"]["fp32"], rungs["gpt2"]["fused-blocks"]
     assert gpt2[:2] == tuple(f"{float(row['step_mean_ms']):.1f}" for row in (first, last))
     interval = [float(last[f"speed_up_over_first_ci95_{end}"]) for end in ("low", "high")]
     assert gpt2[2:] == tuple(f"{end:.1f}" for end in interval)
     found = [float(rungs["gpt2-xl"][name]["step_mean_ms"]) for name in ("fp32", "fused-blocks", "fp8")]
     assert larger == tuple(f"{step_ms:,.0f}" for step_ms in found)
+
+
+# Attention alone, and several GPUs
+
+
+def test_the_readme_of_data_says_how_long_attention_takes() -> None:
+    context, d_head, *times = said(
+        "data/README.md",
+        r"forward at ([\d,]+) tokens and d_head (\d+) in bf16 takes ([\d.]+) ms written out, ([\d.]+) by flash, "
+        r"([\d.]+) by cuDNN; what is kept for backward is ([\d,]+) MiB, ([\d.]+) and (\d+\.\d+)\.",
+    )
+    rows = {
+        row["implementation"]: row
+        for row in table(ROOT / "data/attention/bf16/results.csv")
+        if (row["context_length"], row["d_head"]) == (context.replace(",", ""), d_head)
+    }
+    three = [rows[name] for name in ("naive", "flash", "cudnn")]
+    assert times[:3] == [f"{float(row['forward_mean_ms']):.2f}" for row in three]
+    kept = [float(row["saved_mib"]) for row in three]
+    assert times[3:] == [f"{kept[0]:,.0f}", *(f"{mib:.1f}" for mib in kept[1:])]
+
+
+def test_the_readme_of_data_says_how_fast_two_gpus_reduce() -> None:
+    (rate,) = said("data/README.md", r"all-reduce between two reaches (\d+) GB/s on the bus")
+    rates = [float(row["bus_gb_per_s"]) for row in table(ROOT / "data/ceilings/NVIDIA-H200-x2/all_reduce.csv")]
+    assert rate == f"{max(rates):.0f}"
