@@ -54,6 +54,7 @@ LEVELS = (
     ("interrupts", "studies.attention_study"),
     ("sweep",),
     ("commands.outcome",),
+    ("commands.device",),
     ("commands.flags",),
     ("commands.*",),
     ("cli",),

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cs336_systems.commands.flags import DeviceChoice, Switch, resolve_device, study_name, unset, value_or
+from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
+from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, checked
 from cs336_systems.config import Device, Precision
 from cs336_systems.store import make_writable
@@ -92,6 +93,7 @@ class AttentionArguments:
 
 def run(arguments: AttentionArguments) -> int:
     """Measure the grid, write its record after every cell, then the tables and plots."""
+    say_why_cpu(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     from cs336_systems.report.attention import attention_tables, write_attention, write_attention_record
     from cs336_systems.report.terminal import print_table, say

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from cs336_systems.commands.device import resolve_device, say_why_cpu
 from cs336_systems.commands.flags import (
     CPU_SIZES,
     GPU_SIZES,
-    DeviceChoice,
     Flat,
     ModelArguments,
     StepArguments,
@@ -19,16 +19,15 @@ from cs336_systems.commands.flags import (
     make_config,
     one_precision,
     profiled_config,
-    resolve_device,
     unset,
     without_shortcuts,
 )
-from cs336_systems.commands.outcome import UsageError, ceilings_or_say, checked, status_of
+from cs336_systems.commands.outcome import ceilings_or_say, checked, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.fast import describe_fast
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
-from cs336_systems.nvml import visible_gpus, wants_slice, why_none_visible
+from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import Status, encode_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
 
@@ -134,19 +133,6 @@ def run(arguments: BenchmarkArguments) -> int:
         if config.profiler is Profiler.MEMORY:
             _print_memory(config, runs)
     return status_of([record])
-
-
-def say_why_cpu(device: DeviceChoice) -> None:
-    """Say on standard error why `auto` is the CPU where there are GPUs and none is visible.
-
-    Raises UsageError where that GPU would be a slice (MIG): that the driver does not tell of it need not mean that
-    CUDA has none.
-    """
-    why = why_none_visible() if device == "auto" else None
-    if why is not None and wants_slice():
-        raise UsageError(f"--device auto finds no GPU: {why}. Correct that, or measure the CPU with --device cpu")
-    if why is not None:
-        print(f"note: --device auto takes the CPU: {why}", file=sys.stderr)
 
 
 def _print_memory(config: RunConfig, runs: Path) -> None:

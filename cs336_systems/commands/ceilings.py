@@ -1,13 +1,13 @@
 """`cs336 ceilings`: what this machine reaches at its best, beside what its data sheet promises."""
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.commands.flags import DeviceChoice, Switch, checked_name, choices, resolve_device, unset, value_or
+from cs336_systems.commands.device import DeviceChoice, device_word, resolve_device, say_why_cpu
+from cs336_systems.commands.flags import Switch, checked_name, choices, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
 from cs336_systems.config import SIZES, Device
 from cs336_systems.environment import identity
@@ -128,7 +128,11 @@ class CeilingsArguments:
             if self.name is not None:
                 raise ValueError("--measured writes beside its file: leave --name out")
             return self.measured.parent
-        return self.output / "ceilings" / (checked_name(self.name) if self.name else _device_word(self.device))
+        return (
+            self.output
+            / "ceilings"
+            / (checked_name(self.name) if self.name else device_word(resolve_device(self.device)))
+        )
 
 
 def _check_memory(memory_mib: Sequence[int]) -> None:
@@ -137,13 +141,6 @@ def _check_memory(memory_mib: Sequence[int]) -> None:
         raise ValueError("--memory-mib needs at least one value")
     if wrong := [size for size in memory_mib if not 1 <= size <= most]:
         raise ValueError(f"--memory-mib must be from 1 to {most} MiB, got {wrong[0]}")
-
-
-def _device_word(device: DeviceChoice) -> str:
-    """The device as the name of a directory."""
-    if resolve_device(device) is Device.CPU:
-        return "cpu"
-    return re.sub(r"[^A-Za-z0-9.+]+", "-", visible_gpus()[0].name).strip("-")
 
 
 def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
@@ -167,6 +164,8 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
 def run(arguments: CeilingsArguments) -> int:
     """Measure in this process, or read what was measured; print, and write."""
+    if arguments.measured is None:
+        say_why_cpu(arguments.device)
     directory, grid = checked(arguments.directory), checked(arguments.grid)
     study = None if arguments.measured is None else read_study(existing(arguments.measured, "a study of ceilings"))
     device_name = identity(grid.device).device_name if study is None else study.device_name

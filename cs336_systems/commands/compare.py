@@ -10,7 +10,8 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.analysis.compare import compare, interleave, process_means
-from cs336_systems.commands.benchmark import BenchmarkArguments, say_why_cpu
+from cs336_systems.commands.benchmark import BenchmarkArguments
+from cs336_systems.commands.device import say_why_cpu
 from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse, unset, value_or
 from cs336_systems.commands.outcome import OK, UsageError, checked
 from cs336_systems.commands.report import load_or_say

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from cs336_systems.commands.device import DeviceChoice, device_word, plain_word, resolve_device
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import (
     SIZES,
@@ -43,7 +44,6 @@ PLAIN: Mapping[str, object] = {
 """What flags mean that were not given, so that --fast may choose: the configuration's own defaults."""
 
 T = TypeVar("T")
-DeviceChoice = Literal["auto", "cpu", "cuda"]
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 """A flag that is off unless it is given."""
 Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
@@ -180,17 +180,6 @@ def check_tokens(name: str, context_length: int) -> None:
         raise ValueError(f"--tokens {error}".replace("\n", "\\n")) from error
 
 
-def resolve_device(device: DeviceChoice) -> Device:
-    """The device meant; raise ValueError for cuda on a machine without."""
-    found = bool(visible_gpus())
-    if device == "cuda" and not found:
-        raise ValueError(
-            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; "
-            "try --device cpu"
-        )
-    return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
-
-
 def make_config(
     model: ModelArguments,
     step: StepArguments,
@@ -315,6 +304,4 @@ def study_name(name: str | None, precisions: Sequence[Precision], device: Device
     """The name given, or precisions and device, so that machines that share a directory do not collide."""
     if name is not None:
         return checked_name(name)
-    place = visible_gpus()[0].name if resolve_device(device) is Device.CUDA else "cpu"
-    parts = ("-".join(dict.fromkeys(precisions)), place)
-    return "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-") for part in parts)
+    return "_".join((plain_word("-".join(dict.fromkeys(precisions))), device_word(resolve_device(device))))

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cs336_systems.commands.flags import DeviceChoice, Switch, resolve_device, study_name, unset, value_or
+from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
+from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import OK, checked
 from cs336_systems.config import Device, Precision
 from cs336_systems.store import make_writable
@@ -74,6 +75,7 @@ class FusionArguments:
 
 def run(arguments: FusionArguments) -> int:
     """Measure in this process, print, and write."""
+    say_why_cpu(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     from cs336_systems.report.fusion import fusion_tables, write_fusion
     from cs336_systems.report.terminal import print_table, say

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands.benchmark import say_why_cpu
+from cs336_systems.commands.device import DeviceChoice, device_word, plain_word, resolve_device, say_why_cpu
 from cs336_systems.commands.flags import (
-    DeviceChoice,
     ModelArguments,
     StepArguments,
     Switch,
     check_limits,
     checked_name,
     make_config,
-    resolve_device,
     unset,
     value_or,
 )
@@ -161,9 +158,8 @@ class LadderArguments:
 
     def _default_name(self) -> str:
         base = self.base()
-        place = visible_gpus()[0].name if base.device is Device.CUDA else "cpu"
-        parts = (base.size, f"ctx{base.model.context_length}", f"b{base.batch_size}", place)
-        return "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-") for part in parts)
+        shape = f"ctx{base.model.context_length}_b{base.batch_size}"
+        return "_".join((plain_word(base.size), shape, device_word(base.device)))
 
 
 def run(arguments: LadderArguments) -> int:

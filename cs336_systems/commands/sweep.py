@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands.benchmark import say_why_cpu
+from cs336_systems.commands.device import device_word, plain_word, resolve_device, say_why_cpu
 from cs336_systems.commands.flags import (
     CPU_CONTEXT_LENGTHS,
     CPU_SIZES,
@@ -29,7 +29,6 @@ from cs336_systems.commands.flags import (
     make_config,
     one_precision,
     profiled_config,
-    resolve_device,
     unset,
     without_shortcuts,
 )
@@ -39,7 +38,7 @@ from cs336_systems.counting import counted
 from cs336_systems.fast import describe_fast
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
-from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.nvml import usable_gpu_bytes
 from cs336_systems.planning import Plan, make_plan
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.store import PROFILE_DIRECTORIES
@@ -192,9 +191,9 @@ def default_name(sweep: SweepArguments) -> str:
         "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
         *(f"{name}-{value}" for name, value in axes),
         *different,
-        visible_gpus()[0].name if device is Device.CUDA else "cpu",
+        device_word(device),
     ]
-    name = "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-") for part in parts)
+    name = "_".join(plain_word(part) for part in parts)
     if len(name) > MAX_NAME_LENGTH:
         name = f"{name[: MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return name

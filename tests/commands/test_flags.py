@@ -12,8 +12,8 @@ import tyro
 
 from cs336_systems import nvml
 from cs336_systems.cli import sweep
+from cs336_systems.commands import device as device_module
 from cs336_systems.commands import flags as flags_module
-from cs336_systems.commands import sweep as sweep_module
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.compare import CompareArguments
 from cs336_systems.commands.flags import MAX_NAME_LENGTH, ModelArguments, StepArguments, checked_name
@@ -39,7 +39,7 @@ H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    for module in (flags_module, sweep_module, nvml):
+    for module in (device_module, flags_module, nvml):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import cs336_systems.sweep
 from cs336_systems.cli import main
-from cs336_systems.commands import flags
+from cs336_systems.commands import device, flags
 from cs336_systems.commands import ladder as command
 from cs336_systems.commands.ladder import CACHE_VARIABLE, LadderArguments
 from cs336_systems.config import Profiler, RunConfig
@@ -41,7 +41,7 @@ def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H200, as far as the command looks."""
-    for module in (flags, command):
+    for module in (device, flags, command):
         monkeypatch.setattr(module, "visible_gpus", lambda: (SimpleNamespace(name="NVIDIA H200"),))
 
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(words: list[str], 
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "visible_gpus", lambda: ())
+    monkeypatch.setattr(device, "visible_gpus", lambda: ())
     assert status("--device", "cuda") == 2
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336_systems import cli, nvml, sweep
-from cs336_systems.commands.flags import resolve_device
+from cs336_systems.commands.device import resolve_device
 from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.record import load_records
@@ -41,6 +41,12 @@ COMMANDS = {
     "compare": lambda: cli.main(
         ["compare", *[f" {' '.join(SMALL)} --context-length 8"] * 2, "--repeats", "2"]
     ),
+    "attention": lambda: cli.main(
+        ["attention", "--implementations", "naive", "--d-heads", "16", "--context-lengths", "8", "--passes", "2"]
+    ),
+    "fusion": lambda: cli.main(["fusion", "--ops", "rms_norm", "--width", "8", "--context-length", "8"]),
+    "ceilings": lambda: cli.main(["ceilings", "--sizes", "16", "--presets", "tiny", "--memory-mib", "1"]),
+    "precision": lambda: cli.precision([]),
 }  # fmt: skip
 
 

@@ -1,0 +1,45 @@
+"""Which device the flag --device of a command means."""
+
+import re
+import sys
+from typing import Literal
+
+from cs336_systems.commands.outcome import UsageError
+from cs336_systems.config import Device
+from cs336_systems.nvml import visible_gpus, wants_slice, why_none_visible
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+def resolve_device(device: DeviceChoice) -> Device:
+    """The device meant; raise ValueError for cuda on a machine without."""
+    found = bool(visible_gpus())
+    if device == "cuda" and not found:
+        raise ValueError(
+            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; "
+            "try --device cpu"
+        )
+    return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
+
+
+def say_why_cpu(device: DeviceChoice) -> None:
+    """Say on standard error why `auto` is the CPU where there are GPUs and none is visible.
+
+    Raises UsageError where that GPU would be a slice (MIG): that the driver does not tell of it need not mean that
+    CUDA has none.
+    """
+    why = why_none_visible() if device == "auto" else None
+    if why is not None and wants_slice():
+        raise UsageError(f"--device auto finds no GPU: {why}. Correct that, or measure the CPU with --device cpu")
+    if why is not None:
+        print(f"note: --device auto takes the CPU: {why}", file=sys.stderr)
+
+
+def device_word(device: Device) -> str:
+    """The device as part of a directory's name."""
+    return "cpu" if device is Device.CPU else plain_word(visible_gpus()[0].name)
+
+
+def plain_word(text: str) -> str:
+    """The text with a hyphen for whatever a directory's name had better not have."""
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-")
