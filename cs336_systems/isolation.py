@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -53,7 +54,7 @@ def ensure_fork_server() -> None:
     its preload every worker would take seconds to start.
     """
     fork_server()
-    resource_tracker.ensure_running()  # first, because it unblocks signals when it starts
+    _ensure_tracker()  # first, because it unblocks signals when it starts
     before = dict(os.environ)
     wanted = child_environment() | {FORKER_VARIABLE: str(os.getpid())}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -65,6 +66,18 @@ def ensure_fork_server() -> None:
             del os.environ[name]
         os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _ensure_tracker() -> None:
+    """Start multiprocessing's cleaner unless it is alive, which else would end by warning of what it cleans up.
+
+    Workers are killed, and leave what the compiler has started in them.
+    """
+    sys.warnoptions.append("ignore:resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
 
 
 class Worker:

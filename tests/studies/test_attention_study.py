@@ -201,6 +201,38 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
 
 
+def test_what_a_killed_worker_leaves_is_cleaned_up_without_a_word(tmp_path: Path) -> None:
+    """Such as the semaphores of the compiler. One is a file on Linux, whose end can be seen."""
+    script = tmp_path / "study.py"
+    script.write_text("""
+import multiprocessing, sys
+from pathlib import Path
+from cs336_systems.studies.attention_records import *
+from cs336_systems.studies.attention_study import run_attention_study
+from cs336_systems.config import Device
+
+KEPT = []
+
+def measure(grid, cell):
+    from cs336_systems.studies.attention_cell import measure_cell
+    KEPT.append(multiprocessing.get_context("spawn").Semaphore())
+    Path(sys.argv[1]).write_text(KEPT[0]._semlock.name)
+    return measure_cell(grid, cell)
+
+if __name__ == "__main__":
+    grid = AttentionGrid(device=Device.CPU, batch_size=1, d_heads=(4,), context_lengths=(8,),
+                         implementations=(Implementation.NAIVE,), passes=1, warmup_passes=1)
+    assert [r.status for r in run_attention_study(grid, measure=measure).results] == ["ok"]
+""")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "name")], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    name = (tmp_path / "name").read_text()
+    assert not Path(f"/dev/shm/sem.{name.removeprefix('/')}").exists()
+
+
 def test_an_injected_sleep_is_found_in_forward_alone() -> None:
     def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         time.sleep(0.1)
