@@ -83,9 +83,10 @@ def _reduce(grid: CeilingsGrid, num_bytes: int) -> ReduceCell:
     probe_s = torch.tensor(timer(run, PROBES) / PROBES, device=grid.device.value)
     dist.all_reduce(probe_s, op=dist.ReduceOp.MAX)  # all must go round as often
     count = max(1, math.ceil(grid.loop_s / float(probe_s)))
+    own_gpu = [tensor.device.index] if tensor.is_cuda else None  # unless told, NCCL guesses, and PyTorch warns
     times_s = []
     for _ in range(grid.loops):
-        dist.barrier()
+        dist.barrier(device_ids=own_gpu)
         times_s.append(timer(run, count))
     loops = Loops(count=count, times_s=tuple(times_s))
     timing = Timing(status=CellStatus.OK, loops=loops)
