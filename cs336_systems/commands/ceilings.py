@@ -128,11 +128,8 @@ class CeilingsArguments:
             if self.name is not None:
                 raise ValueError("--measured writes beside its file: leave --name out")
             return self.measured.parent
-        return (
-            self.output
-            / "ceilings"
-            / (checked_name(self.name) if self.name else device_word(resolve_device(self.device)))
-        )
+        name = checked_name(self.name) if self.name else device_word(resolve_device(self.device))
+        return self.output / "ceilings" / name
 
 
 def _check_memory(memory_mib: Sequence[int]) -> None:
