@@ -54,10 +54,6 @@ class Copies(NamedTuple):
         """x W^T, plus the bias unless that is left to others."""
         return (fp8_linear if self.in_fp8 else F.linear)(x, self.weight, None if self.is_bias_due else self.bias)
 
-    def with_constant_bias(self) -> "Copies":
-        """The same with a bias that gets no gradient from the product."""
-        return self if self.bias is None else self._replace(bias=self.bias.detach())
-
 
 class Linear(nn.Module):
     """x W^T, plus a bias where asked for."""

@@ -213,14 +213,12 @@ class SelfAttention(nn.Module):
 
     def _projected(self, x: Float[Tensor, "batch seq d_model"]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v by heads, (batch, seq, heads, d_head); nobody else holds them, so that they go when turned."""
-        if self.joint is not None and self.joint.bias is not None:
-            return cut_heads(self.joint.with_constant_bias().product(x), self.joint.bias, self.num_heads)
+        if self.joint is not None:
+            bias = self.joint.bias
+            assert bias is not None, "attention without biases has rotations"
+            return cut_heads(self.joint._replace(bias=bias.detach()).product(x), bias, self.num_heads)
         heads = (*x.shape[:2], self.num_heads, -1)
-        if self.joint is None:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        else:
-            q, k, v = self.joint.product(x).chunk(3, dim=-1)
-        return q.view(heads), k.view(heads), v.view(heads)
+        return self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
 
 
 def naive_attention(

@@ -201,7 +201,7 @@ def test_the_readme_of_data_says_how_long_attention_takes() -> None:
 def test_the_readme_of_data_says_how_fast_two_gpus_reduce() -> None:
     rate, ceiling = said(
         "data/README.md",
-        r"all-reduce between two reaches (\d+) GB/s on the bus, .* Its (\d+) TFLOP/s in bf16 is the ceiling that tables",
+        r"all-reduce between two reaches (\d+) GB/s on the bus, .* Its (\d+) TFLOP/s in bf16 is the ceiling",
     )
     rates = [float(row["bus_gb_per_s"]) for row in table(ROOT / "data/ceilings/NVIDIA-H200-x2/all_reduce.csv")]
     assert rate == f"{max(rates):.0f}"
