@@ -1,12 +1,14 @@
 """What a number must stand on before anybody believes it, on a real GPU."""
 
-import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336_systems.analysis.compare import Verdict, compare, process_means
+from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336_systems.clock import EventClock
 from cs336_systems.config import SIZES, Device, Mode, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measurement import measure
 from cs336_systems.model import TransformerLM
+from cs336_systems.precision import apply_math_mode
 from cs336_systems.record import RunRecord, Status, WarningCode, load_records
 from cs336_systems.step import TrainingStep
 
@@ -26,6 +30,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 SLEEP_CYCLES = 400_000_000
+TENSOR_CORES = re.compile("tf32|bf16|tensorop", re.IGNORECASE)
+"""In names of cuBLAS's and CUTLASS's kernels of products that tensor cores compute."""
 
 
 def config_of(size: str, context_length: int = 512, **changes: object) -> RunConfig:
@@ -41,39 +47,28 @@ def run_in_fresh_process(*arguments: str) -> str:
     return done.stdout
 
 
-MATRIX_PRODUCTS = """
-import json, sys, torch
-from dataclasses import replace
-from cs336_systems.config import SIZES, Precision
-from cs336_systems.model import TransformerLM
-
-apply_math_mode(Precision(sys.argv[1]))
-with torch.device("cuda"):
-    model = TransformerLM(replace(SIZES["small"], num_layers=1, context_length=128))
-    tokens = torch.zeros(4, 128, dtype=torch.long)
-model(tokens).sum().backward()
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+def product_kernels(precision: Precision) -> set[str]:
+    """Names of the kernels of matrix products in a step of this process."""
+    apply_math_mode(precision)
+    with torch.device("cuda"):
+        model = TransformerLM(replace(SIZES["small"], num_layers=1, context_length=128))
+        tokens = torch.zeros(4, 128, dtype=torch.long)
     model(tokens).sum().backward()
-    torch.cuda.synchronize()
-names = {event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA}
-print(json.dumps(sorted(name for name in names if "gemm" in name.lower() or "gemv" in name.lower())))
-"""
-
-
-def matrix_products(precision: Precision) -> list[str]:
-    """Names of the kernels, seen in a fresh process: torch.profiler slows the launches of its own for good."""
-    names: list[str] = json.loads(run_in_fresh_process("-c", MATRIX_PRODUCTS, precision).splitlines()[-1])
-    return names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        model(tokens).sum().backward()
+        torch.cuda.synchronize()
+    names = {event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+    return {name for name in names if classify_kernel(name) is KernelClass.MATRIX_PRODUCT}
 
 
 def test_fp32_runs_launch_no_tensor_core_kernel() -> None:
-    names = matrix_products(Precision.FP32)
-    print("\n".join(names))
-    assert names
-    assert not [
-        name for name in names if "tf32" in name.lower() or "bf16" in name.lower() or "tensorop" in name.lower()
-    ]
-    assert [name for name in matrix_products(Precision.TF32) if "tf32" in name.lower()]
+    """In fresh processes: torch.profiler slows the launches of its own for good."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        fp32, tf32 = processes.map(product_kernels, (Precision.FP32, Precision.TF32))
+    print(*sorted(fp32), *sorted(tf32), sep="\n")
+    assert fp32
+    assert not [name for name in fp32 if TENSOR_CORES.search(name)]
+    assert [name for name in tf32 if TENSOR_CORES.search(name)]
 
 
 class Sleep:
