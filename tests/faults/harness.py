@@ -3,6 +3,7 @@
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.process import STOP_SIGNALS
 from cs336_systems.sweep import run_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -103,11 +105,16 @@ def processes_in(directory):
 class Command:
     """A sweep in a process and session of its own, as in a terminal of its own."""
 
-    def __init__(self, directory, words, **options):
+    def __init__(self, directory, words, *, preexec_fn=lambda: None, **options):
+        def begin():
+            for number in STOP_SIGNALS:  # a process inherits those that are ignored, and nohup ignores SIGHUP
+                signal.signal(number, signal.SIG_DFL)
+            preexec_fn()
+
         self.directory = directory
         self._outputs = [(directory / name).open("wb") for name in ("stdout", "stderr")]
         streams = dict(zip(("stdout", "stderr"), self._outputs, strict=True))
-        options = {"cwd": directory, "start_new_session": True, **streams, **options}
+        options = {"cwd": directory, "start_new_session": True, "preexec_fn": begin, **streams, **options}
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **options)
 
     @property
