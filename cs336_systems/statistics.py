@@ -5,15 +5,18 @@ import math
 import statistics
 from collections.abc import Sequence
 
+FEWEST = 3
+"""Values that an interval of their mean needs: the only difference between two says next to nothing of the scatter."""
+
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than 2 values.
+    """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than FEWEST values.
 
     Valid for independent values: means of fresh processes, not the steps of one process, which resemble each other.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
-    if len(values) < 2:
+    if len(values) < FEWEST:
         return None
     from scipy.special import stdtrit  # slow to import, and few commands need it
 

@@ -637,7 +637,7 @@ def test_a_broken_record_is_no_side(capsys: pytest.CaptureFixture[str], empty_di
 
 
 def test_a_against_a_runs_every_process_and_writes_the_verdict(empty_directory: Path) -> None:
-    """What the verdict is depends on the machine; that it stands on four processes of one configuration does not."""
+    """Four processes of one configuration, two of a side: too few for a verdict."""
     code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
     flags = " ".join(ONE)
     done = run("-c", code, "compare", flags, flags, "--repeats", "2")
@@ -654,7 +654,7 @@ def test_a_against_a_runs_every_process_and_writes_the_verdict(empty_directory: 
     text = (base / "comparison.md").read_text()
     for side in (0, 1):
         assert f"{step_ms[side]:.3f}, {step_ms[side + 2]:.3f}" in text, "even repeats are A, odd ones B"
-    assert re.search(r"(B seems (faster|slower) than A|Cannot tell B from A).*2 and 2 processes.*use 5 or more", text)
+    assert re.search(r"Cannot tell B from A.*2 and 2 processes.*--repeats 5", text)
     assert "A against B" in done.stdout
 
 

@@ -8,10 +8,8 @@ from enum import StrEnum
 
 from cs336_systems.config import Phase
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.statistics import standard_error
+from cs336_systems.statistics import FEWEST, standard_error
 
-FEWEST = 3
-"""Processes of each side that give an interval to go by; with 2, all that is known of the scatter is one difference."""
 ENOUGH = 5
 """Processes of each side that a verdict should rest on."""
 WIDE = 2.0
@@ -32,47 +30,52 @@ class Comparison:
 
     ratio: float
     """Geometric mean of B's times over that of A's: below 1, B is faster."""
-    low: float
-    high: float
-    """Confidence interval of the ratio."""
+    low: float | None
+    high: float | None
+    """Confidence interval of the ratio; None where a side has fewer than FEWEST processes."""
     confidence: float
     least_effect: float
     """Smallest relative difference that is worth telling."""
-    p_value: float
-    """Two-sided, of a difference at least this large between equals (Welch's t test on the logarithms)."""
+    p_value: float | None
+    """Two-sided, of a difference at least this large between equals (Welch's t test on the logarithms); None without
+    an interval."""
     num_a: int
     num_b: int
 
     @property
     def verdict(self) -> Verdict:
-        """CANNOT_TELL when the interval includes 1, or when all of it is within `least_effect` of 1."""
-        if self.low <= 1 <= self.high or self._is_negligible:
+        """CANNOT_TELL without an interval, when it includes 1, or when all of it is within `least_effect` of 1."""
+        if self.low is None or self.high is None or self.low <= 1 <= self.high:
+            return Verdict.CANNOT_TELL
+        if self._is_within_least_effect(self.low, self.high):
             return Verdict.CANNOT_TELL
         return Verdict.FASTER if self.ratio < 1 else Verdict.SLOWER
 
-    @property
-    def _is_negligible(self) -> bool:
-        return abs(self.low - 1) <= self.least_effect and abs(self.high - 1) <= self.least_effect
-
-    @property
-    def _interval(self) -> str:
-        if self.low >= 1 / WIDE and self.high <= WIDE:
-            return f"{_percent(self.low)} to {_percent(self.high)}"
-        return f"{self.low:.2g} to {self.high:.2g} times A's"
+    def _is_within_least_effect(self, low: float, high: float) -> bool:
+        return abs(low - 1) <= self.least_effect and abs(high - 1) <= self.least_effect
 
     @property
     def sentence(self) -> str:
         """The verdict in plain English, with the numbers it rests on."""
-        interval = f"{self.confidence * 100:g} % interval {self._interval}"
-        numbers = f"{_percent(self.ratio)} step time, {interval}, {self.num_a} and {self.num_b} processes"
-        if min(self.num_a, self.num_b) < FEWEST:
-            told = "Cannot tell B from A" if self.verdict is Verdict.CANNOT_TELL else f"B seems {self.verdict} than A"
-            return f"{told}: {numbers}. Two processes of a side give next to no interval: use {ENOUGH} or more."
+        processes = f"{self.num_a} and {self.num_b} processes"
+        if self.low is None or self.high is None:
+            return (
+                f"Cannot tell B from A: {_percent(self.ratio)} step time, {processes}. Two processes of a side are too "
+                f"few for a verdict: use --repeats {ENOUGH} or more."
+            )
+        interval = f"{self.confidence * 100:g} % interval {_interval(self.low, self.high)}"
+        numbers = f"{_percent(self.ratio)} step time, {interval}, {processes}"
         if self.verdict is not Verdict.CANNOT_TELL:
             return f"B is {self.verdict} than A: {numbers}."
-        if self._is_negligible:
+        if self._is_within_least_effect(self.low, self.high):
             return f"Cannot tell B from A, and any difference is below {self.least_effect * 100:g} %: {numbers}."
         return f"Cannot tell B from A: {numbers}; if the difference matters, run more repeats."
+
+
+def _interval(low: float, high: float) -> str:
+    if low >= 1 / WIDE and high <= WIDE:
+        return f"{_percent(low)} to {_percent(high)}"
+    return f"{low:.2g} to {high:.2g} times A's"
 
 
 def _percent(ratio: float) -> str:
@@ -84,32 +87,38 @@ def compare(
 ) -> Comparison:
     """Compare B with A by their process means in seconds, at least 2 of each, measured alternately.
 
-    Welch's t interval on the logarithms, so that the effect is relative and swapping A and B inverts the ratio.
+    Welch's t interval on the logarithms, so that the effect is relative and swapping A and B inverts the ratio. None
+    where a side has fewer than FEWEST.
     """
     _check(a, b, confidence, least_effect)
-    from scipy.special import stdtr, stdtrit  # slow to import, and few commands need it
-
     logs_a, logs_b = [math.log(value) for value in a], [math.log(value) for value in b]
     difference = statistics.fmean(logs_b) - statistics.fmean(logs_a)
-    variance_a, variance_b = standard_error(logs_a) ** 2, standard_error(logs_b) ** 2
-    error = math.sqrt(variance_a + variance_b)
-    if error == 0:
-        half_width, p_value = 0.0, float(difference == 0)
-    else:
-        share_a, share_b = variance_a / error**2, variance_b / error**2
-        freedom = 1 / (share_a**2 / (len(a) - 1) + share_b**2 / (len(b) - 1))
-        half_width = float(stdtrit(freedom, (1 + confidence) / 2)) * error
-        p_value = 2 * float(stdtr(freedom, -abs(difference) / error))
+    half_width, p_value = None, None
+    if min(len(a), len(b)) >= FEWEST:
+        half_width, p_value = _welch(logs_a, logs_b, difference, confidence)
     return Comparison(
         ratio=_exp(difference),
-        low=_exp(difference - half_width),
-        high=_exp(difference + half_width),
+        low=None if half_width is None else _exp(difference - half_width),
+        high=None if half_width is None else _exp(difference + half_width),
         confidence=confidence,
         least_effect=least_effect,
         p_value=p_value,
         num_a=len(a),
         num_b=len(b),
     )
+
+
+def _welch(a: Sequence[float], b: Sequence[float], difference: float, confidence: float) -> tuple[float, float]:
+    """Half the width of the interval of the difference of the means, and the two-sided p value."""
+    from scipy.special import stdtr, stdtrit  # slow to import, and few commands need it
+
+    variance_a, variance_b = standard_error(a) ** 2, standard_error(b) ** 2
+    error = math.sqrt(variance_a + variance_b)
+    if error == 0:
+        return 0.0, float(difference == 0)
+    share_a, share_b = variance_a / error**2, variance_b / error**2
+    freedom = 1 / (share_a**2 / (len(a) - 1) + share_b**2 / (len(b) - 1))
+    return float(stdtrit(freedom, (1 + confidence) / 2)) * error, 2 * float(stdtr(freedom, -abs(difference) / error))
 
 
 def _exp(logarithm: float) -> float:
@@ -120,7 +129,8 @@ def _check(a: Sequence[float], b: Sequence[float], confidence: float, least_effe
     for name, values in (("A", a), ("B", b)):
         if len(values) < 2:
             raise ValueError(
-                f"a verdict needs at least 2 process means of {name}, got {len(values)}: run more repeats; 5 are better"
+                f"a verdict needs at least {FEWEST} process means of {name}, got {len(values)}: run more repeats; "
+                f"{ENOUGH} are better"
             )
         if not all(0 < value < math.inf for value in values):
             raise ValueError(f"process means of {name} must be positive and finite seconds, got {list(values)}")

@@ -34,7 +34,7 @@ class CompareArguments:
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """What to compare it with."""
     repeats: int = 5
-    """Fresh processes of each; two give next to no interval."""
+    """Fresh processes of each; two give no interval, and so no verdict."""
     name: Annotated[str | None, unset("NAME", "made of A and B")] = None
     """Name of the directory under OUTPUT/e2e_benchmark/ for the records."""
     output: Path = Path("data")

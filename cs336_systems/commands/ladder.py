@@ -82,7 +82,7 @@ class LadderArguments:
     """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks fused-loss fused-blocks fp8;
     each still has all changes up to it, and fp32 is always there."""
     repeats: Annotated[int | None, unset("INT", "3 on a GPU, 1 on a CPU")] = None
-    """Fresh processes of each rung, interleaved; with one there are no intervals."""
+    """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True
     """Run each rung once more under torch.profiler."""
     warmup_steps: int = 10

@@ -73,7 +73,7 @@ class SweepArguments:
     """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
     0 keeps everything. Several make a study of what it costs and saves."""
     repeats: int = 1
-    """Fresh processes per configuration, interleaved; the confidence interval is then over process means."""
+    """Fresh processes per configuration, interleaved; three or more give a confidence interval over their means."""
     fast: Switch = False
     """The fastest way known to compute the same steps on this device, chosen by rule and printed; on a GPU in bf16.
     It refuses flags that ask for other than what it chooses."""

@@ -6,25 +6,37 @@ from pathlib import Path
 
 from cs336_systems.analysis.compare import Comparison
 from cs336_systems.json_files import write_atomically
-from cs336_systems.report.formats import WRITERS, Heading, Table, mean_and_std
-
-HEADINGS = (
-    Heading("side", numeric=False),
-    Heading("configuration", numeric=False),
-    Heading("processes"),
-    Heading("step", "ms"),
-    Heading("step of each process", "ms", numeric=False),
+from cs336_systems.report.formats import (
+    WRITERS,
+    Column,
+    Heading,
+    Table,
+    interval_text,
+    make_table,
+    mean_and_std,
 )
+from cs336_systems.report.tables import STEP_INTERVAL
+from cs336_systems.statistics import FEWEST, mean_interval
+
+Side = tuple[str, str, Sequence[float]]
+"""A or B, its flags or its path, and the mean steps of its processes (seconds)."""
 
 
 def comparison_table(names: Sequence[str], means_s: Sequence[Sequence[float]], comparison: Comparison) -> Table:
     """One row per side: `names` are the flags or paths, `means_s` the mean step times of the processes, in seconds."""
-    rows = [
-        (side, name, str(len(means)), _ms(means), ", ".join(f"{mean * 1e3:.3f}" for mean in means))
-        for side, name, means in zip("AB", names, means_s, strict=True)
+    rows: list[Side] = list(zip("AB", names, means_s, strict=True))
+    columns: list[Column[Side]] = [
+        Column(Heading("side", numeric=False), lambda row: row[0]),
+        Column(Heading("configuration", numeric=False), lambda row: row[1]),
+        Column(Heading("processes"), lambda row: str(len(row[2]))),
+        Column(Heading("step", "ms"), lambda row: _step(row[2])),
+        Column(STEP_INTERVAL, lambda row: _interval(row[2])),
+        Column(Heading("step of each process", "ms", numeric=False), lambda row: _each(row[2])),
     ]
-    notes = ("Mean ± standard deviation over the means of fresh processes, run alternately.", comparison.sentence)
-    return Table(title="A against B", headings=HEADINGS, rows=tuple(rows), notes=notes)
+    known = [column for column in columns if any(column.cell(row) for row in rows)]
+    spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""
+    notes = (f"Mean{spread} over the means of fresh processes, run alternately.", comparison.sentence)
+    return make_table("A against B", known, rows, notes)
 
 
 def write_comparison(table: Table, directory: Path) -> None:
@@ -33,5 +45,15 @@ def write_comparison(table: Table, directory: Path) -> None:
         write_atomically(directory / f"comparison.{ending}", write(table).encode(errors="replace"))
 
 
-def _ms(means_s: Sequence[float]) -> str:
-    return mean_and_std(statistics.fmean(means_s) * 1e3, statistics.stdev(means_s) * 1e3)
+def _step(means_s: Sequence[float]) -> str:
+    """The mean, and the standard deviation of three or more; two stand beside it one by one."""
+    deviation_s = statistics.stdev(means_s) if len(means_s) >= FEWEST else None
+    return mean_and_std(statistics.fmean(means_s) * 1e3, None if deviation_s is None else deviation_s * 1e3)
+
+
+def _interval(means_s: Sequence[float]) -> str:
+    return interval_text(*(mean_interval([mean * 1e3 for mean in means_s]) or (None, None)))
+
+
+def _each(means_s: Sequence[float]) -> str:
+    return ", ".join(f"{mean * 1e3:.3f}" for mean in means_s)

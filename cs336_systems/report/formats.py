@@ -24,6 +24,8 @@ FORMULA_STARTS = frozenset("=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}
 """What makes a spreadsheet take a text for a formula (OWASP, CSV injection)."""
 CSV_DIGITS = 9
 """Significant digits of a number in a CSV file: a nanosecond in a second."""
+MIN_DIGITS, MAX_DIGITS = 3, 5
+"""Significant digits of what has an interval."""
 
 _MARKDOWN = str.maketrans(
     {**{c: f"\\{c}" for c in "\\`*_[]#|~$"}, "&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -131,6 +133,24 @@ def mean_and_std(mean: float, std: float | None) -> str:
     first, _, exponent = f"{std:.1e}".partition("e")
     decimals = min(9, max(0, (1 if first.startswith("1") else 0) - int(exponent)))
     return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
+
+
+def interval_text(low: float | None, high: float | None) -> str:
+    """`2.426 to 2.433`: its width shows, unless that takes more than MAX_DIGITS; empty for none."""
+    if low is None or high is None:
+        return ""
+    digits = interval_digits(low, high)
+    return f"{significant(low, digits)} to {significant(high, digits)}"
+
+
+def interval_digits(low: float, high: float) -> int:
+    """Significant ones, as far as the first of the interval's width, from MIN_DIGITS to MAX_DIGITS."""
+    wanted = _exponent(high) - _exponent(high - low) + 1 if high > low else MAX_DIGITS
+    return min(MAX_DIGITS, max(MIN_DIGITS, wanted))
+
+
+def _exponent(value: float) -> int:
+    return int(f"{value:e}".partition("e")[2])
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

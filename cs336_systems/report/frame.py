@@ -49,7 +49,7 @@ COLUMNS = (
     "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "fused_loss", "fp8",
     "fused_blocks",
 )  # fmt: skip
-"""Columns of results.csv, in order."""
+"""Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
 SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]
 """Columns of settings that make a step smaller or faster, and of the learning rate."""
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -61,14 +61,15 @@ NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "
 
 
 def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
-    """One row per configuration, with COLUMNS; the index holds the configuration itself.
+    """One row per configuration, with COLUMNS and `processes`; the index holds the configuration itself.
 
     Repeats are pooled: a mean is the mean over the processes' means; a standard deviation is that of a step within its
     process (the processes' variances, weighted by their degrees of freedom); median and minimum are over all steps; the
-    confidence interval is over the processes' means, and unknown where only one finished: steps of one process resemble
-    each other too much for an interval over them to hold. Peaks are the largest of all processes. Where some repeats
-    failed, the times are those of the others, `status` and `error` tell of the first failure, and `warnings` counts
-    them. Repeats on different devices are different rows. `ceiling_share` is what `mfu` is, of the measured ceiling.
+    confidence interval is over the processes' means, and unknown where fewer than three finished: steps of one process
+    resemble each other too much for an interval over them to hold. `processes` is how many have times. Peaks are the
+    largest of all processes. Where some repeats failed, the times are those of the others, `status` and `error` tell of
+    the first failure, and `warnings` counts them. Repeats on different devices are different rows. `ceiling_share` is
+    what `mfu` is, of the measured ceiling.
     """
     return _frame(_groups(records), ceilings)
 
@@ -133,7 +134,7 @@ def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
 
 def _frame(groups: Sequence[Sequence[RunRecord]], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
     index = pd.Index([group[0].config.configuration for group in groups], dtype="object", name="config")
-    frame = pd.DataFrame([_row(group, ceilings) for group in groups], columns=list(COLUMNS), index=index)
+    frame = pd.DataFrame([_row(group, ceilings) for group in groups], columns=[*COLUMNS, "processes"], index=index)
     types = dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(TEXTS, "object") | dict.fromkeys(SHAPE, "Int64")
     return frame.astype(types)
 
@@ -209,6 +210,7 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, object]:
         "error": next((record.failure.message for record in failed if record.failure is not None), None),
         "warnings": ";".join(codes) or None,
         **{name: getattr(config, name) for name in SHORTCUTS},
+        "processes": len(_measured(done, Phase.STEP)),
     }
     if (predicted_bytes := predicted_peak_bytes(config)) is not None:
         row["predicted_peak_gib"] = predicted_bytes / 2**30

@@ -14,6 +14,7 @@ from cs336_systems.report.formats import (
     Column,
     Heading,
     Table,
+    interval_text,
     make_table,
     mean_and_std,
     significant,
@@ -21,10 +22,13 @@ from cs336_systems.report.formats import (
 )
 from cs336_systems.report.frame import COLUMNS, SHAPE, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
+from cs336_systems.statistics import FEWEST
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 RowDict: TypeAlias = dict[str, Any]
 
+STEP_INTERVAL = Heading("95 % interval", "ms, over processes", spare=1)
+"""Of the mean step, over the means of fresh processes (Student's t)."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
 UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
     "phases": lambda config: "synchronised" if config.sync_phases else "by events",
@@ -42,7 +46,7 @@ def results_table(frame: pd.DataFrame) -> Table:
     columns = [
         *_identity(frame),
         *(_times(name) for name in ("data", "forward", "backward", "optimizer") if _known(frame, f"{name}_mean_ms")),
-        _times("step"),
+        *_steps(frame),
         *_derived(frame),
         *_status(frame),
     ]
@@ -51,6 +55,7 @@ def results_table(frame: pd.DataFrame) -> Table:
         *_sentences(describe(frame)),
         *([OFFERED] if any(config.model_factory for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
+        *interval_notes(frame["processes"]),
         *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
         *warning_notes(frame),
     ]
@@ -64,7 +69,7 @@ def warmup_table(records: Iterable[RunRecord]) -> Table | None:
         return None
     columns = [
         *_identity(frame),
-        _times("step"),
+        *_steps(frame),
         _quantity("std/mean", "step_cv", "%", 100, 2),
         _quantity("first measured step", "first_step_ms", "ms", 1, 4),
         *_status(frame),
@@ -77,7 +82,7 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
     kept = tuple(records)
     frame = to_frame(kept, ceilings)
     tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
-    texts = {"csv": to_csv((*COLUMNS, *UNLISTED), map(_csv_row, rows_of(frame)))}
+    texts = {"csv": to_csv((*COLUMNS, *UNLISTED, "processes"), map(_csv_row, rows_of(frame)))}
     texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -88,7 +93,8 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
 
 
 def _csv_row(row: RowDict) -> list[object]:
-    return [*(row[name] for name in COLUMNS), *(value_of(row["config"]) for value_of in UNLISTED.values())]
+    unlisted = (value_of(row["config"]) for value_of in UNLISTED.values())
+    return [*(row[name] for name in COLUMNS), *unlisted, row["processes"]]
 
 
 def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
@@ -142,6 +148,31 @@ def _status(frame: pd.DataFrame) -> list[Column[RowDict]]:
 def _times(name: str) -> Column[RowDict]:
     mean, std = f"{name}_mean_ms", f"{name}_std_ms"
     return Column(Heading(name, "ms"), lambda row: "" if row[mean] is None else mean_and_std(row[mean], row[std]))
+
+
+def _steps(frame: pd.DataFrame) -> list[Column[RowDict]]:
+    """The step's time, and its interval where any row has one."""
+    interval = [Column(STEP_INTERVAL, step_interval)] if _known(frame, "step_ci95_low_ms") else []
+    return [_times("step"), *interval]
+
+
+def step_interval(row: RowDict) -> str:
+    """Interval of the mean step over processes; empty where it is unknown."""
+    return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
+
+
+def interval_notes(counts: Iterable[int]) -> list[str]:
+    """What the interval of the step is over, by the number of processes of each row; why there is none of two."""
+    known = sorted(set(counts))
+    enough = [count for count in known if count >= FEWEST]
+    number = " to ".join(str(count) for count in dict.fromkeys(enough[:1] + enough[-1:]))
+    said = [f"{STEP_INTERVAL.name}: of the mean step, over the means of {number} fresh processes."] if enough else []
+    return [*said, *too_few_note(known)]
+
+
+def too_few_note(counts: Iterable[int]) -> list[str]:
+    """What to do where there were two processes, which give no interval."""
+    return [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."] if 2 in set(counts) else []
 
 
 def _quantity(name: str, source: str, unit: str, scale: float, digits: int, spare: int = 0) -> Column[RowDict]:

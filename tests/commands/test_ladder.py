@@ -322,7 +322,7 @@ def test_the_command_measures_judges_and_explains(empty_directory: Path) -> None
         assert row["compile_s"] == ""
     ratio = float(first["step_mean_ms"]) / float(second["step_mean_ms"])
     assert float(second["speed_up_over_last"]) == pytest.approx(ratio, rel=0.5), "geometric over arithmetic means"
-    assert float(second["speed_up_over_last_ci95_low"]) < float(second["speed_up_over_last"])
+    assert second["speed_up_over_last_ci95_low"] == "", "two processes give no interval"
     assert float(first["distance_largest"]) == 0, "the same on the same machine, to the bit"
     assert 0 < float(second["distance_largest"]) < float(second["bound"])
     assert {"environment.json", "ladder.json", "ladder.md", "ladder.tex", "ladder.typ", "plots", "runs"} <= {

@@ -36,8 +36,9 @@ def only_row(*records):
 
 
 def test_columns_are_those_of_the_contract_even_without_records():
-    assert list(to_frame([]).columns) == [name.strip() for name in CONTRACT.replace("\n", " ").split(",")]
-    assert tuple(to_frame([make_record(make_config(), (0.1,))]).columns) == COLUMNS
+    assert list(COLUMNS) == [name.strip() for name in CONTRACT.replace("\n", " ").split(",")]
+    for records in ([], [make_record(make_config(), (0.1,))]):
+        assert tuple(to_frame(records).columns) == (*COLUMNS, "processes")
 
 
 def test_statistics_of_one_process_agree_with_numpy_and_scipy():

@@ -2,10 +2,13 @@
 
 import csv
 import io
+import re
+import statistics
 import warnings
 from dataclasses import replace
 
 import pytest
+import scipy.stats
 from PIL import Image
 
 from cs336_systems.record import Status
@@ -15,7 +18,7 @@ from cs336_systems.report.ladder.tables import CSV, ladder_tables, settings, wri
 from cs336_systems.report.ladder.traffic import traffic
 from cs336_systems.report.listing import csv_of
 from tests.report.drawn import overlaps, texts
-from tests.report.ladders import make_entry, make_ladder, make_process, make_records, shifted
+from tests.report.ladders import NOISE, make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import HOSTILE, make_failure
 
 GIGA = 1e9
@@ -60,11 +63,17 @@ def test_intervals_are_shown_where_there_are_some(ladder, rows):
     speed = ladder_tables(rows)[0]
     low, high = column(speed, "interval")[1].split(" to ")
     assert 1.9 < float(low) < 2 < float(high) < 2.1
+    ends = [float(end) for end in column(speed, "95 % interval")[1].split(" to ")]
+    means_ms = [400 * noise for noise in NOISE]
+    expected = scipy.stats.t.interval(0.95, 2, statistics.fmean(means_ms), scipy.stats.sem(means_ms))
+    assert ends == pytest.approx(expected, rel=1e-3)
     assert any("95% over the means of 3 fresh processes of each" in note for note in speed.notes)
     two = ladder_tables(ladder_rows(ladder, make_records(ladder, repeats=2), []))[0]
-    assert any(note.endswith("Two say little of how much processes differ.") for note in two.notes)
+    assert not any("interval" in heading.name for heading in two.headings)
+    assert not any(re.search(r"\d to \d", cell) for row in two.rows for cell in row)
+    assert any("--repeats 3" in note for note in two.notes)
     single = ladder_tables(ladder_rows(ladder, make_records(ladder, repeats=1), []))[0]
-    assert "interval" not in [heading.name for heading in single.headings]
+    assert not any("interval" in heading.name for heading in single.headings)
     assert any(note.startswith("One process of each") for note in single.notes)
 
 

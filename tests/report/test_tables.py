@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import rich.console
+import scipy.stats
 
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Measurement, Status, WarningCode
-from cs336_systems.report.formats import to_rich
+from cs336_systems.report.formats import WRITERS, to_rich
 from cs336_systems.report.frame import COLUMNS, QUANTITIES, to_frame
 from cs336_systems.report.tables import OFFERED, results_table, warmup_table, write_tables
 from cs336_systems.report.terminal import print_run
@@ -34,7 +35,7 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     write_tables(grid, tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header == [*COLUMNS, "phases", "ranges", "tokens", "seed", "rope_theta"]
+    assert header == [*COLUMNS, "phases", "ranges", "tokens", "seed", "rope_theta", "processes"]
     assert len(rows) == 8
     table = [dict(zip(header, row, strict=True)) for row in rows]
     failed = next(row for row in table if row["status"] == "oom")
@@ -166,7 +167,7 @@ def test_hostile_texts_stay_in_their_cells(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["size"][:4] for row in rows] == ["'=HY", "'=HY"]
     assert rows[1]["error"].startswith("'=HY")
-    assert all(len(row) == len(COLUMNS) + 5 and None not in row for row in rows)
+    assert all(len(row) == len(COLUMNS) + 6 and None not in row for row in rows)
     assert "<img" not in (tmp_path / "results.md").read_text()
     assert r"\input" not in (tmp_path / "results.tex").read_text()
     assert "img src" in rendered([make_record(config, (0.1,))], 200)
@@ -203,3 +204,44 @@ def test_settings_that_say_nothing_are_left_out():
     )
     once = describe(to_frame([make_record(make_config(warmup_steps=0, measured_steps=1), (0.1,))]))
     assert once.endswith("0 warm-up steps, 1 measured step")
+
+
+INTERVAL = r"(\d[\d,.]*) to (\d[\d,.]*)"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_table_of_the_step_has_the_interval_over_processes(count, tmp_path):
+    """In all formats, of both numbers of warm-up steps, as scipy has it; over two processes there is none anywhere."""
+    means_s = {warmup: [0.1 * (1 + i / 50) + warmup for i in range(count)] for warmup in (1, 5)}
+    records = [
+        make_record(make_config(warmup_steps=warmup, repeat=i), (0.9 * mean, 1.1 * mean))
+        for warmup, means in means_s.items()
+        for i, mean in enumerate(means)
+    ]
+    write_tables(records, tmp_path)
+    console = rich.console.Console(width=300, file=io.StringIO())
+    for table in (results_table(to_frame(records)), warmup_table(records)):
+        console.print(to_rich(table))
+    texts = [console.file.getvalue(), *((tmp_path / f"results.{ending}").read_text() for ending in WRITERS)]
+    expected = [
+        [1e3 * end for end in scipy.stats.t.interval(0.95, count - 1, sum(means) / count, scipy.stats.sem(means))]
+        for means in means_s.values()
+    ] if count > 2 else []  # fmt: skip
+    for text in texts:
+        found = [[float(end.replace(",", "")) for end in pair] for pair in re.findall(INTERVAL, text)]
+        assert found == [pytest.approx(pair, rel=1e-2) for pair in [*expected, *expected]]
+        assert ("over processes" in text) is (count > 2)
+        assert ("--repeats 3" in text) is (count == 2)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["processes"] for row in rows] == [str(count)] * 2
+    assert all(bool(row[f"step_ci95_{end}_ms"]) is (count > 2) for row in rows for end in ("low", "high"))
+
+
+def test_processes_that_failed_are_not_counted():
+    config = make_config()
+    done = [make_record(replace(config, repeat=i), (0.1, 0.1 + i / 1e3)) for i in range(2)]
+    table = results_table(to_frame([*done, make_failure(replace(config, repeat=2))]))
+    assert "95 % interval" not in names(table)
+    assert any("--repeats 3" in note for note in table.notes)
+    assert to_frame([make_failure(config)])["processes"].tolist() == [0]

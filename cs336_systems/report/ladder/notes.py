@@ -11,7 +11,8 @@ from cs336_systems.report.formats import significant
 from cs336_systems.report.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, LadderRow, fastest_row
 from cs336_systems.report.ladder.traffic import OPTIMIZER_BYTES
 from cs336_systems.report.ladder.words import ratio_text
-from cs336_systems.report.tables import warning_notes
+from cs336_systems.report.tables import too_few_note, warning_notes
+from cs336_systems.statistics import FEWEST
 
 Rows = Sequence[LadderRow]
 
@@ -77,13 +78,13 @@ def reason_notes(rows: Rows) -> Iterator[str]:
 
 
 def _intervals(rows: Rows) -> Iterator[str]:
+    counts = sorted({row.num_processes for row in rows if row.num_processes})
     if any(row.over_last and row.over_last.low is not None for row in rows):
-        counts = sorted({row.num_processes for row in rows if row.num_processes})
-        number = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        few = " Two say little of how much processes differ." if counts[0] == 2 else ""
-        yield f"Intervals of {CONFIDENCE:.0%} over the means of {number} fresh processes of each, run alternately.{few}"
-    else:
+        number = " to ".join(str(count) for count in dict.fromkeys((max(FEWEST, counts[0]), counts[-1])))
+        yield f"Intervals of {CONFIDENCE:.0%} over the means of {number} fresh processes of each, run alternately."
+    elif counts[-1:] == [1]:
         yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
+    yield from too_few_note(counts)
 
 
 def _shares(rows: Rows) -> Iterator[str]:

@@ -18,7 +18,7 @@ UNCREDITED = "did not pass the gate"
 
 
 def draw_ladder(rows: Sequence[LadderRow], settings: str) -> Figure:
-    """Mean time of a step by rung, with the interval over processes where there are several.
+    """Mean time of a step by rung, with the interval over processes where there are three or more.
 
     Rungs that the slowest would make all look alike stand a second time below, on a scale of their own.
     """

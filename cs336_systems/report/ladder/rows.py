@@ -27,7 +27,7 @@ class SpeedUp:
     ratio: float
     low: float | None
     high: float | None
-    """Interval at CONFIDENCE; None where either rung has one process only, of which none can be told."""
+    """Interval at CONFIDENCE; None where either rung has fewer than FEWEST processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +150,8 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp | None:
     if min(len(slow), len(fast)) < 2:
         return SpeedUp(ratio=(sum(slow) / len(slow)) / (sum(fast) / len(fast)), low=None, high=None)
     found = compare(slow, fast, confidence=CONFIDENCE)
+    if found.low is None or found.high is None:
+        return SpeedUp(ratio=1 / found.ratio, low=None, high=None)
     return SpeedUp(ratio=1 / found.ratio, low=1 / found.high, high=1 / found.low)
 
 

@@ -15,6 +15,7 @@ from cs336_systems.report.ladder.reasons import GIGA, reasons
 from cs336_systems.report.ladder.rows import LadderRow
 from cs336_systems.report.ladder.words import interval_text, ratio_text
 from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
+from cs336_systems.report.tables import STEP_INTERVAL, step_interval
 from cs336_systems.report.words import STATUS_WORDS
 
 LEAST_DISTANCE = 0.001
@@ -55,6 +56,7 @@ def _speed_table(rows: Rows) -> Table:
         _name(),
         Column(Heading("change", numeric=False, spare=6), lambda row: row.rung.change),
         Column(Heading("step", "ms"), _step),
+        Column(STEP_INTERVAL, lambda row: step_interval(row.row)),
         _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=2),
         _quantity("MFU", "%", "mfu", 100, 3, spare=3),
         _quantity("of ceiling", "%", "ceiling_share", 100, 3, spare=7),
