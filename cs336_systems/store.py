@@ -27,6 +27,12 @@ _RAW_PROFILES = {
     Profiler.KINETO: ("traces", ".json.gz"),
     Profiler.MEMORY: ("snapshots", ".pickle"),
 }
+VIEWERS = {
+    Profiler.NSYS: "nsys-ui",
+    Profiler.KINETO: "https://ui.perfetto.dev",
+    Profiler.MEMORY: "https://pytorch.org/memory_viz",
+}
+"""What opens the files that a profiler leaves."""
 
 
 class SweepError(RuntimeError):
@@ -81,9 +87,30 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
 def set_aside(runs: Path) -> None:
     """Move all records to a directory of their own beside, named after the time, and start with none."""
     if any(runs.iterdir()):
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-        runs.rename(runs.with_name(f"runs-before-{stamp}"))
+        runs.rename(runs.with_name(f"runs-before-{_stamp()}"))
         runs.mkdir()
+
+
+def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
+    """Move the record of an earlier run of this configuration, and its profile, to a directory beside `runs`.
+
+    That directory, named after the time, is laid out as this one is: `cs336 report` reads it. Returns it, or None where
+    there is no earlier run.
+    """
+    found = sorted(runs.parent.glob(f"*/{config.key}.*"))
+    if not found:
+        return None
+    kept = runs.with_name(f"before-{_stamp()}")
+    for path in found:
+        target = kept / path.parent.name / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return kept
+
+
+def _stamp() -> str:
+    """The present time, to the microsecond, as part of a file name."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
 
 
 def sweep_up(runs: Path) -> None:

@@ -272,6 +272,27 @@ def test_without_json_a_table_says_where_the_record_is(
         assert phase in text
 
 
+def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    """Record, trace and explanation stay together where reports read them; another run's files are left alone."""
+    single = empty_directory / "data/kineto_profiles/single"
+    (single / "runs").mkdir(parents=True)
+    other = write_record(record(0.1), single / "runs")
+    assert cli.benchmark([*ONE, "--profile"]) == 0
+    assert "kept in" not in capsys.readouterr().err
+    first = {path.relative_to(single): path.read_bytes() for path in single.rglob("*") if path.is_file()}
+    del first[other.relative_to(single)]
+    assert {path.parts[0] for path in first} == {"runs", "traces", "kernels"}
+    assert cli.benchmark([*ONE, "--profile"]) == 0
+    (kept,) = single.glob("before-*")
+    assert str(kept.relative_to(empty_directory)) in capsys.readouterr().err
+    assert {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()} == first
+    present = {
+        path.relative_to(single) for folder in ("runs", "traces", "kernels") for path in (single / folder).iterdir()
+    }
+    assert present == {*first, other.relative_to(single)}
+    assert cli.main(["report", str(kept)]) == 0
+
+
 @pytest.mark.parametrize(
     ("factory", "status", "record_status"),
     [("bigram", 0, "ok"), ("out_of_memory", 0, "oom"), ("not_a_module", 1, "crashed"),

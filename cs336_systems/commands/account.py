@@ -146,4 +146,6 @@ def run(arguments: AccountArguments) -> int:
     for table in listing.tables:
         print_table(table)
         say("")
+    if arguments.output is not None:
+        say(f"results: {arguments.output}")
     return OK

@@ -1,13 +1,12 @@
 """`cs336 attention`: the grid of attention alone."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
 from cs336_systems.commands.flags import Switch, study_name, unset, value_or
-from cs336_systems.commands.outcome import FAILED, OK, checked
+from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
 from cs336_systems.config import Device, Precision
 from cs336_systems.store import make_writable
 from cs336_systems.studies.attention_records import AttentionGrid, Implementation, encode_study
@@ -99,12 +98,13 @@ def run(arguments: AttentionArguments) -> int:
     from cs336_systems.report.terminal import print_table, say
     from cs336_systems.studies.attention_study import run_attention_study
 
-    study = run_attention_study(grid, on_progress=lambda study: write_attention_record(study, directory))
-    write_attention(study, directory)
-    if arguments.json:
-        sys.stdout.write(encode_study(study).decode())
-    else:
-        for table in attention_tables(study):
-            print_table(table)
+    with json_alone(arguments.json) as print_json:
+        study = run_attention_study(grid, on_progress=lambda study: write_attention_record(study, directory))
+        write_attention(study, directory)
+        if arguments.json:
+            print_json(encode_study(study))
+        else:
+            for table in attention_tables(study):
+                print_table(table)
         say(f"results: {directory}")
     return OK if all(result.status.is_result for result in study.results) else FAILED

@@ -22,13 +22,13 @@ from cs336_systems.commands.flags import (
     unset,
     without_shortcuts,
 )
-from cs336_systems.commands.outcome import ceilings_or_say, checked, status_of
+from cs336_systems.commands.outcome import ceilings_or_say, checked, json_alone, say_recorded, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.fast import describe_fast
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
-from cs336_systems.record import Status, encode_record
+from cs336_systems.record import RunRecord, Status, encode_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
 
 TOP = 10
@@ -110,29 +110,38 @@ def run(arguments: BenchmarkArguments) -> int:
     say_why_cpu(arguments.step.device)
     if arguments.fast:
         print(f"fast: {describe_fast(config)}", file=sys.stderr)
-    from cs336_systems.store import PROFILE_DIRECTORIES, make_writable
+    from cs336_systems.store import PROFILE_DIRECTORIES, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
     from cs336_systems.worker import run_here
 
     gpu = next(iter(visible_gpus()), None)
     with contextlib.ExitStack() as stack:
+        print_json = stack.enter_context(json_alone(arguments.json))
         if config.device is Device.CUDA and gpu is not None:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        if arguments.json:  # standard output is for the record, whatever a user's own model prints
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if (kept := set_aside_run(config, runs)) is not None:
+            print(f"note: the earlier run of this configuration is kept in {kept}", file=sys.stderr)
         record = run_here(config, runs)
-    if arguments.json:
-        sys.stdout.write(encode_record(record).decode())
-    else:
-        from cs336_systems.report.terminal import print_run
-
-        print_run(record, runs / f"{record.key}.json", ceilings_or_say(ceilings_beside(runs.parent)))
-        if config.profiler is Profiler.KINETO and record.status is Status.OK:
-            _print_kernels(config, runs)
-        if config.profiler is Profiler.MEMORY:
-            _print_memory(config, runs)
+        if arguments.json:
+            print_json(encode_record(record))
+            print(f"record: {runs / record.key}.json")
+        else:
+            _print(record, runs)
+        say_recorded([config], runs)
     return status_of([record])
+
+
+def _print(record: RunRecord, runs: Path) -> None:
+    """The tables of the run, and of its profile if it has one."""
+    from cs336_systems.report.terminal import print_run
+
+    config = record.config
+    print_run(record, runs / f"{record.key}.json", ceilings_or_say(ceilings_beside(runs.parent)))
+    if config.profiler is Profiler.KINETO and record.status is Status.OK:
+        _print_kernels(config, runs)
+    if config.profiler is Profiler.MEMORY:
+        _print_memory(config, runs)
 
 
 def _print_memory(config: RunConfig, runs: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.commands.device import DeviceChoice, device_word, resolve_device, say_why_cpu
 from cs336_systems.commands.flags import Switch, checked_name, choices, unset, value_or
-from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import SIZES, Device
 from cs336_systems.environment import identity
 from cs336_systems.fast import ALIGNMENT, NICE_VOCABULARY
@@ -171,20 +171,21 @@ def run(arguments: CeilingsArguments) -> int:
     from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
     from cs336_systems.report.terminal import print_table, say
 
-    if study is None:
-        from cs336_systems.studies.ceilings_study import run_ceilings_study
+    with json_alone(arguments.json) as print_json:
+        if study is None:
+            from cs336_systems.studies.ceilings_study import run_ceilings_study
 
-        study = run_ceilings_study(grid)
-    if (kept := keep_earlier(directory, study)) is not None:
-        print(f"the earlier ceilings are kept in {kept}", file=sys.stderr)
-    write_ceilings(study, directory, parts)
-    for doubt in doubts(study):
-        print(f"warning: {doubt}", file=sys.stderr)
-    if arguments.json:
-        sys.stdout.write(encode_study(study).decode())
-    else:
-        for table in ceilings_tables(study, parts):
-            print_table(table)
+            study = run_ceilings_study(grid)
+        if (kept := keep_earlier(directory, study)) is not None:
+            print(f"the earlier ceilings are kept in {kept}", file=sys.stderr)
+        write_ceilings(study, directory, parts)
+        for doubt in doubts(study):
+            print(f"warning: {doubt}", file=sys.stderr)
+        if arguments.json:
+            print_json(encode_study(study))
+        else:
+            for table in ceilings_tables(study, parts):
+                print_table(table)
         say(f"results: {directory}")
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 

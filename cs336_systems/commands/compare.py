@@ -53,7 +53,7 @@ class CompareArguments:
 def run(arguments: CompareArguments) -> int:
     """Measure both sides alternately, or read them, and say which is faster."""
     from cs336_systems.report.comparison import comparison_table, write_comparison
-    from cs336_systems.report.terminal import print_table
+    from cs336_systems.report.terminal import print_table, say
     from cs336_systems.report.words import STATUS_WORDS
     from cs336_systems.store import SweepError
 
@@ -87,6 +87,8 @@ def run(arguments: CompareArguments) -> int:
     if directory is not None:
         write_comparison(table, directory)
     print_table(table)
+    if directory is not None:
+        say(f"results: {directory}")
     return OK
 
 

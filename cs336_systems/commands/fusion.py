@@ -1,13 +1,12 @@
 """`cs336 fusion`: what fusing does, op by op."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
 from cs336_systems.commands.flags import Switch, study_name, unset, value_or
-from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Device, Precision
 from cs336_systems.store import make_writable
 from cs336_systems.studies.fusion_records import FusionGrid, Op, encode_study
@@ -81,12 +80,13 @@ def run(arguments: FusionArguments) -> int:
     from cs336_systems.report.terminal import print_table, say
     from cs336_systems.studies.fusion_study import run_fusion_study
 
-    study = run_fusion_study(grid)
-    write_fusion(study, directory)
-    if arguments.json:
-        sys.stdout.write(encode_study(study).decode())
-    else:
-        for table in fusion_tables(study):
-            print_table(table)
+    with json_alone(arguments.json) as print_json:
+        study = run_fusion_study(grid)
+        write_fusion(study, directory)
+        if arguments.json:
+            print_json(encode_study(study))
+        else:
+            for table in fusion_tables(study):
+                print_table(table)
         say(f"results: {directory}")
     return OK

@@ -1,6 +1,5 @@
 """`cs336 kernels`: where the time of profiled steps went, from a file of nsys or torch.profiler."""
 
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
 from cs336_systems.record import RunRecord, read_record
 
 if TYPE_CHECKING:
@@ -105,12 +104,15 @@ def run(arguments: KernelsArguments) -> int:
 
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_profile(profile, arguments.output, arguments.top, config)
-    if arguments.json:
-        sys.stdout.write(encode_profile(profile).decode())
-    else:
-        from cs336_systems.report.terminal import print_profile
+    from cs336_systems.report.terminal import print_profile, say
 
-        print_profile(profile, arguments.top, config)
+    with json_alone(arguments.json) as print_json:
+        if arguments.json:
+            print_json(encode_profile(profile))
+        else:
+            print_profile(profile, arguments.top, config)
+        if arguments.output is not None:
+            say(f"results: {arguments.output}")
     return OK
 
 

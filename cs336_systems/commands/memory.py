@@ -1,6 +1,5 @@
 """`cs336 memory`: where the memory of recorded steps went, from a snapshot of PyTorch's."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import ModelArguments, StepArguments, Switch, make_config, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.record import read_record
 
@@ -69,6 +68,7 @@ def run(arguments: MemoryArguments) -> int:
     configs = [arguments.config_of(file) for file in arguments.files]
     found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
     profiles = [_explain(file, config) for file, config in zip(found, configs, strict=True)]
+    from cs336_systems.analysis.memory.profile import encode_memory_profile
     from cs336_systems.report.memory.compare import compare_memory
     from cs336_systems.report.memory.files import memory_tables, write_memory
     from cs336_systems.report.terminal import print_table, say
@@ -76,14 +76,15 @@ def run(arguments: MemoryArguments) -> int:
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_memory(profiles[0], arguments.output, arguments.top)
-    if arguments.json:
-        from cs336_systems.analysis.memory.profile import encode_memory_profile
-
-        sys.stdout.write(encode_memory_profile(profiles[0]).decode())
-        return OK
-    for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(profiles[0], arguments.top):
-        print_table(table)
-        say("")
+    with json_alone(arguments.json) as print_json:
+        if arguments.json:
+            print_json(encode_memory_profile(profiles[0]))
+        else:
+            for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(profiles[0], arguments.top):
+                print_table(table)
+                say("")
+        if arguments.output is not None:
+            say(f"results: {arguments.output}")
     return OK
 
 

@@ -4,13 +4,17 @@
 is damaged; 2: wrong usage, a file that is not there among it; 130: interrupted.
 """
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.json_files import why_no_file
 from cs336_systems.record import RecordError, RunRecord
+from cs336_systems.store import VIEWERS, raw_profile_path
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -48,3 +52,51 @@ def ceilings_or_say(directory: Path) -> Ceilings:
     except RecordError as error:
         print(f"warning: no share of a measured ceiling: {error}", file=sys.stderr)
         return NO_CEILINGS
+
+
+@contextlib.contextmanager
+def json_alone(is_asked: bool) -> Iterator[Callable[[bytes], None]]:
+    """Yield what takes a command's JSON, to be printed at the end of the block, alone on standard output.
+
+    All else that is printed meanwhile goes to standard error, if JSON is asked for: by this program, a user's model,
+    the libraries and processes that it uses.
+    """
+    taken: list[bytes] = []
+    with _stdout_to_stderr() if is_asked else contextlib.nullcontext():
+        yield taken.append
+    for data in taken:
+        sys.stdout.write(data.decode())
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What is printed within goes to standard error, whether Python, a library in C or a child process prints it."""
+    with contextlib.redirect_stdout(sys.stderr):
+        if sys.__stdout__ is None or sys.__stderr__ is None:
+            yield
+            return
+        sys.__stdout__.flush()
+        kept = os.dup(sys.__stdout__.fileno())
+        os.dup2(sys.__stderr__.fileno(), sys.__stdout__.fileno())
+        try:
+            yield
+        finally:
+            os.dup2(kept, sys.__stdout__.fileno())
+            os.close(kept)
+
+
+def say_recorded(configs: Iterable[RunConfig], runs: Path) -> None:
+    """Say where the profilers of these runs left what they recorded, and what opens it."""
+    from cs336_systems.report.terminal import say
+
+    watched = [config for config in configs if config.profiler is not Profiler.NONE]
+    for profiler in dict.fromkeys(config.profiler for config in watched):
+        paths = (raw_profile_path(config, runs) for config in watched if config.profiler is profiler)
+        found = [path for path in paths if path.is_file()]
+        if not found:
+            continue
+        folder, viewer = found[0].parent, VIEWERS[profiler]
+        if len(found) == 1:
+            say(f"{folder.name.removesuffix('s')}: {found[0]} (open it with {viewer})")
+        else:
+            say(f"{folder.name}: {folder} (open one with {viewer})")

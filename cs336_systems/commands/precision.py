@@ -8,7 +8,7 @@ import tyro
 
 from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
 from cs336_systems.commands.flags import Switch
-from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Device
 
 
@@ -35,11 +35,18 @@ def run(arguments: PrecisionArguments) -> int:
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
+    from cs336_systems.report.terminal import say
     from cs336_systems.studies.precision import accumulation_study, dtype_study
-    from cs336_systems.studies.precision_tables import print_json, print_tables, write_tables
+    from cs336_systems.studies.precision_tables import encode_study, print_tables, write_tables
 
-    sums, dtypes = accumulation_study(), dtype_study(devices)
-    if arguments.output is not None:
-        write_tables(sums, dtypes, arguments.output)
-    print_json(sums, dtypes) if arguments.json else print_tables(sums, dtypes)
+    with json_alone(arguments.json) as print_json:
+        sums, dtypes = accumulation_study(), dtype_study(devices)
+        if arguments.output is not None:
+            write_tables(sums, dtypes, arguments.output)
+        if arguments.json:
+            print_json(encode_study(sums, dtypes))
+        else:
+            print_tables(sums, dtypes)
+        if arguments.output is not None:
+            say(f"results: {arguments.output}")
     return OK

@@ -32,7 +32,16 @@ from cs336_systems.commands.flags import (
     unset,
     without_shortcuts,
 )
-from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, UsageError, ceilings_or_say, checked, status_of
+from cs336_systems.commands.outcome import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    UsageError,
+    ceilings_or_say,
+    checked,
+    say_recorded,
+    status_of,
+)
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.counting import counted
 from cs336_systems.fast import describe_fast
@@ -326,6 +335,8 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path, *, keep: boo
     print_sweep(records, output, ceilings)
     for table in (*(sweep_tables(profiled) if profiled else ()), *(memory_sweep_tables(recorded) if recorded else ())):
         print_table(table)
+    for directory, own in found.items():
+        say_recorded([record.config for record in own], directory / "runs")
 
 
 def _refuse_to_lose(records: Sequence[RunRecord], loaded: Set[RunConfig], directory: Path, output: Path) -> None:

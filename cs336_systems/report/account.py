@@ -60,6 +60,7 @@ def account_listing(
     """
     prediction, parts = predict_memory(config), _numbers(config)
     tables = [
+        *([_fit_table(config, memory_bytes)] if memory_bytes is not None else ()),
         _cost_table(config, parts[ALL], prediction),
         _flops_table(parts),
         _state_table(config, parts[ALL]),
@@ -72,8 +73,6 @@ def account_listing(
         tables.append(_peak_table(prediction, top))
         if _saves_blocks(config):
             tables.append(_block_table(config, top))
-    if memory_bytes is not None:
-        tables.append(_fit_table(config, memory_bytes))
     csv = to_csv(CSV_COLUMNS, ([name, *map(row.get, CSV_COLUMNS[1:])] for name, row in parts.items()))
     return Listing(name="account", tables=tuple(tables), csv=csv)
 

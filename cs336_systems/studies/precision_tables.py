@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
 import torch
 
 from cs336_systems.config import Device, Precision
-from cs336_systems.json_files import write_atomically
+from cs336_systems.json_files import encode_json, write_atomically
 from cs336_systems.report.formats import WRITERS, Column, Heading, Table, make_table, to_csv
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.precision import MIXED_PRECISIONS, NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype
@@ -116,11 +115,11 @@ def print_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) 
     print_table(dtype_table(dtypes))
 
 
-def print_json(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) -> None:
-    """Print every observed value, unrounded."""
+def encode_study(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) -> bytes:
+    """Every observed value, unrounded, as indented JSON."""
     gpu = torch.cuda.get_device_name() if any(row.device is Device.CUDA for row in dtypes) else None
     observed = {"torch": str(torch.__version__), "gpu": gpu, "accumulation": sums, "dtypes": dtypes}
-    print(msgspec.json.format(msgspec.json.encode(observed), indent=2).decode())
+    return encode_json(observed)
 
 
 def write_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype], directory: Path) -> None:

@@ -46,6 +46,7 @@ def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> 
     for gib in ("8", "80"):
         assert account("--size", "medium", "--context-length", "256", "--fit", "--memory-gib", gib) == 0
         said = capsys.readouterr().out
+        assert said.startswith("What fits"), "what was asked comes first"
         answers.append((re.search(r"this configuration\s+(\S.*?)\s*\n", said)[1],
                         int(re.search(r"largest batch at context 256\s+(\d+)", said)[1])))  # fmt: skip
     (small, few), (large, many) = answers
@@ -205,6 +206,7 @@ def test_what_a_block_saves_is_said_where_it_saves(
 def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place")) == 0
     printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].endswith(str(tmp_path / "new" / "place"))
     written = {path.name: path.read_text() for path in (tmp_path / "new" / "place").iterdir()}
     assert set(written) == {"account.csv", "account.md", "account.tex", "account.typ"}
     titles = re.findall(r"^### (.*)$", written["account.md"], re.MULTILINE)

@@ -3,6 +3,9 @@
 import io
 import re
 import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,9 +17,13 @@ from cs336_systems import nvml
 from cs336_systems.cli import sweep
 from cs336_systems.commands import device as device_module
 from cs336_systems.commands import flags as flags_module
+from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
+from cs336_systems.commands.ceilings import CeilingsArguments
 from cs336_systems.commands.compare import CompareArguments
 from cs336_systems.commands.flags import MAX_NAME_LENGTH, ModelArguments, StepArguments, checked_name
+from cs336_systems.commands.fusion import FusionArguments
+from cs336_systems.commands.ladder import LadderArguments
 from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.config import (
     SIZES,
@@ -35,6 +42,7 @@ from cs336_systems.fast import fastest
 from cs336_systems.nvml import Gpu
 from cs336_systems.step import call_factory
 
+ROOT = Path(__file__).parents[2]
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
 
 
@@ -413,6 +421,21 @@ def test_long_default_names_differ_where_the_flags_do() -> None:
     assert all(len(each) == MAX_NAME_LENGTH for each in long)
     assert long[0].startswith("train_fp32_tokens-xxx")
     assert re.search(r"_[0-9a-f]{8}$", long[0])
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a checkout of git")
+def test_what_a_cpu_measures_by_default_is_ignored_and_no_committed_result_is() -> None:
+    def ignored(paths: Iterable[str]) -> list[str]:
+        command = ["git", "check-ignore", "--no-index", "--stdin"]
+        return subprocess.run(command, cwd=ROOT, input="\n".join(paths), capture_output=True, text=True).stdout.split()
+
+    made = [parse(SweepArguments, flags).directory() for flags in ("", "--precisions fp32 bf16", "--profile")]
+    made += [parse(kind, "").directory() for kind in (LadderArguments, AttentionArguments, FusionArguments)]
+    made.append(parse(CeilingsArguments, "").directory())
+    assert ignored(f"{directory}/results.csv" for directory in made) == [f"{path}/results.csv" for path in made]
+    committed = subprocess.run(["git", "ls-files", "data"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert len(committed) > 1000
+    assert ignored(committed) == []
 
 
 def test_no_two_flags_share_a_name() -> None:

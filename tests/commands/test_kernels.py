@@ -35,7 +35,8 @@ def test_json_is_the_profile_and_what_is_written_says_the_same_again(
     export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert kernels(export, "--json", "--output", tmp_path / "out") == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert str(tmp_path / "out") in said, "where the files are"
     profile = decode_profile(printed.encode())
     assert profile.source == "t.sqlite"
     names = {path.name for path in (tmp_path / "out").iterdir()}

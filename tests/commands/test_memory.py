@@ -65,7 +65,8 @@ def test_json_is_the_profile_and_is_read_again(
     snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert memory(snapshot, "--json", "--output", tmp_path / "out") == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert str(tmp_path / "out") in said, "where the files are"
     assert msgspec.json.decode(printed, type=MemoryProfile) == explain_memory(snapshot)
     assert (tmp_path / "out" / "memory.json").read_text() == printed
     assert memory(tmp_path / "out" / "memory.json", "--json") == 0

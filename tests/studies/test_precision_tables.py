@@ -88,6 +88,7 @@ def test_nothing_is_written_unless_asked(
     assert "9.9531" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert main(["--device", "cpu", "--output", "deep/er"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("deep/er")
     written = {path.name for path in (tmp_path / "deep" / "er").iterdir()}
     assert written == {f"{name}.{ending}" for name in ("accumulation", "dtypes") for ending in FORMATS}
     with (tmp_path / "deep/er/accumulation.csv").open(newline="") as file:
