@@ -273,12 +273,18 @@ def test_without_json_a_table_says_where_the_record_is(
 
 
 def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    """Record, trace and explanation stay together where reports read them; another run's files are left alone."""
+    """Record, trace and explanation stay together where reports read them; another run's files are left alone.
+
+    The trace is named, with what opens it.
+    """
     single = empty_directory / "data/kineto_profiles/single"
     (single / "runs").mkdir(parents=True)
     other = write_record(record(0.1), single / "runs")
     assert cli.benchmark([*ONE, "--profile"]) == 0
-    assert "kept in" not in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "kept in" not in err
+    assert "https://ui.perfetto.dev" in out.splitlines()[-1]
+    assert str(next(single.glob("traces/*")).relative_to(empty_directory)) in out.splitlines()[-1]
     first = {path.relative_to(single): path.read_bytes() for path in single.rglob("*") if path.is_file()}
     del first[other.relative_to(single)]
     assert {path.parts[0] for path in first} == {"runs", "traces", "kernels"}
@@ -286,9 +292,7 @@ def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[
     (kept,) = single.glob("before-*")
     assert str(kept.relative_to(empty_directory)) in capsys.readouterr().err
     assert {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()} == first
-    present = {
-        path.relative_to(single) for folder in ("runs", "traces", "kernels") for path in (single / folder).iterdir()
-    }
+    present = {path.relative_to(single) for path in single.glob("[!b]*/*")}
     assert present == {*first, other.relative_to(single)}
     assert cli.main(["report", str(kept)]) == 0
 
