@@ -39,12 +39,9 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def preload_compiler() -> None:
-    """Let the fork server, unless it is running, import torch.compile's backend too: 2 s in every run that compiles.
-
-    For runs on a CPU: what the backend imports for a GPU could touch CUDA.
-    """
-    fork_server().set_forkserver_preload([_PRELOAD, "torch._inductor.compile_fx"])
+def preload(*modules: str) -> None:
+    """Let the fork server, unless it is running, import these too: every run that needs them would import them anew."""
+    fork_server().set_forkserver_preload([_PRELOAD, *modules])
 
 
 def ensure_fork_server() -> None:

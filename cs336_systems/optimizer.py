@@ -1,5 +1,6 @@
 """AdamW, written out or from PyTorch, behind one factory."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -10,7 +11,17 @@ from torch import Tensor, nn
 from cs336_systems.config import OptimizerKind
 
 
-class AdamW(torch.optim.Optimizer):
+class EagerOptimizer(torch.optim.Optimizer):
+    """An optimizer that is never compiled.
+
+    PyTorch hides these two methods from torch.compile by a wrapper whose first call imports torch._dynamo (2 s).
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(EagerOptimizer):
     """Adam with decoupled weight decay, one tensor at a time (Loshchilov and Hutter 2019, algorithm 2).
 
     The decay is scaled by the learning rate, and bias corrections are folded into two host scalars, as in

@@ -13,8 +13,8 @@ for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)  # the sweep answers them
 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-import torch._dynamo  # noqa: E402, F401  (the first zero_grad imports it otherwise, 0.7 s in every run)
-
+import cs336_systems.analysis.kernels.explain  # noqa: E402
+import cs336_systems.analysis.memory.explain  # noqa: E402
 import cs336_systems.cli  # noqa: E402
 import cs336_systems.worker  # noqa: E402, F401
 

@@ -65,6 +65,8 @@ def make_model(config: RunConfig) -> nn.Module:
     with torch.device(config.device.value):
         if config.model_factory is None:
             model = TransformerLM(config.model)
+            if config.checkpoint_blocks:
+                importlib.import_module("torch._dynamo")  # the first checkpoint imports it otherwise, in a step
             model.checkpoint_blocks = config.checkpoint_blocks
             model.lm_head.multiple = config.pad_vocabulary
             return model

@@ -15,11 +15,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from cs336_systems.config import CompileMode, Device, RunConfig
+from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Profiler, RunConfig
 from cs336_systems.environment import identity
 from cs336_systems.inputs import all_inputs
 from cs336_systems.interrupts import Interrupts
-from cs336_systems.isolation import Worker, kill_orphans, preload_compiler
+from cs336_systems.isolation import Worker, kill_orphans, preload
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, alike, visible_gpus
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
@@ -127,8 +127,7 @@ def run_sweep(
             refuse_to_mix(kept, present, inputs, directory)
         done = {record.key for record in kept}
         todo = [config for config in configs if config.key not in done]
-        if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in todo):
-            preload_compiler()
+        preload(*compiler_modules(todo))
         listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts())
         loop = _Loop(runs, listener, gpus, timeout_s, interrupts, inputs)
@@ -285,6 +284,24 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # most of the real-time signals have no name
         return f"signal {number}"
+
+
+def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:
+    """What these runs import of torch.compile, 2 s each: Dynamo, and its backend where they compile.
+
+    The backend is left out where there is a GPU: what it imports for one could touch CUDA.
+    """
+    modules = ["torch._dynamo"] if any(map(_uses_dynamo, configs)) else []
+    if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in configs):
+        modules.append("torch._inductor.compile_fx")
+    return modules
+
+
+def _uses_dynamo(config: RunConfig) -> bool:
+    """Whether the run imports Dynamo: to compile, or as PyTorch's optimizers, checkpoints and profiler do."""
+    optimizes = config.mode is Mode.TRAIN and not config.cast_once and config.optimizer is not OptimizerKind.ADAMW
+    is_profiled = config.profiler is Profiler.KINETO
+    return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_profiled or optimizes
 
 
 def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:

@@ -13,10 +13,6 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from cs336_systems.analysis.kernels.explain import explain
-from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.memory.explain import explain_memory
-from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import ModelConfig, Profiler, RunConfig
 from cs336_systems.failure import describe
 from cs336_systems.inputs import inputs_of
@@ -62,8 +58,14 @@ def _explained(config: RunConfig, runs: Path, record_to: Callable[[Path], RunRec
         if record.status is Status.OK and not raw.is_file():
             raise RuntimeError(f"the run ended well and {config.profiler} left no {raw.name}: see what it printed")
         if is_memory and raw.is_file():  # of a run that ran out of memory too: it is evidence
+            from cs336_systems.analysis.memory.explain import explain_memory
+            from cs336_systems.analysis.memory.profile import write_memory_profile
+
             write_memory_profile(explain_memory(raw, *_shape(config)), profile)
         elif record.status is Status.OK:
+            from cs336_systems.analysis.kernels.explain import explain
+            from cs336_systems.analysis.kernels.step_profile import write_profile
+
             write_profile(explain(raw, config), profile)
         return record
     except Exception as error:  # whatever it is: the times are in the record of the unprofiled run

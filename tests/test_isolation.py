@@ -3,10 +3,13 @@
 import importlib.util
 import multiprocessing.forkserver
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from cs336_systems.isolation import fork_server, preload_compiler
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, OptimizerKind, Profiler, RunConfig
+from cs336_systems.isolation import fork_server, preload
+from cs336_systems.sweep import compiler_modules
 
 
 @pytest.fixture
@@ -19,9 +22,24 @@ def preloaded() -> Iterator[list[str]]:
     fork_server().set_forkserver_preload(before)
 
 
-def test_the_compiler_is_imported_after_all_else_for_those_who_ask(preloaded: list[str]) -> None:
-    preload_compiler()
+@pytest.mark.parametrize(
+    ("changes", "modules"),
+    [
+        ({}, []),
+        ({"checkpoint_blocks": 1}, ["torch._dynamo"]),
+        ({"optimizer": OptimizerKind.FUSED}, ["torch._dynamo"]),
+        ({"optimizer": OptimizerKind.FUSED, "mode": Mode.INFERENCE}, []),
+        ({"profiler": Profiler.KINETO}, ["torch._dynamo"]),
+        ({"compile": CompileMode.DEFAULT}, ["torch._dynamo", "torch._inductor.compile_fx"]),
+        ({"compile": CompileMode.DEFAULT, "device": Device.CUDA}, ["torch._dynamo"]),
+    ],
+)
+def test_the_compiler_is_imported_after_all_else_for_runs_that_need_it(
+    preloaded: list[str], changes: dict[str, object], modules: list[str]
+) -> None:
+    plain = RunConfig(size="tiny", model=SIZES["tiny"])
+    preload(*compiler_modules([plain, replace(plain, **changes)]))
     found = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    assert found == [*preloaded[:1], "torch._inductor.compile_fx"]
+    assert found == [*preloaded[:1], *modules]
     assert found[0] == "cs336_systems.preload"
     assert all(importlib.util.find_spec(name) for name in found), "the server says nothing of what it does not find"

@@ -3,17 +3,18 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
-from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.report.formats import Table, to_rich
-from cs336_systems.report.frame import to_frame
-from cs336_systems.report.tables import results_table, warmup_table
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+
+if TYPE_CHECKING:
+    from cs336_systems.analysis.kernels.step_profile import StepProfile
 
 WIDTH_WITHOUT_TERMINAL = 140
 """Columns to print where the output is no terminal, so that a log or a README gets whole rows."""
@@ -34,7 +35,7 @@ def say(text: str) -> None:
     _console().print(escape(text), soft_wrap=True)
 
 
-def print_profile(profile: StepProfile, top: int, config: RunConfig | None = None) -> None:
+def print_profile(profile: "StepProfile", top: int, config: RunConfig | None = None) -> None:
     """What was found in a kernel trace, then its tables; `config` is the run's, where it is known."""
     from cs336_systems.report.kernels.files import (
         profile_tables,  # matplotlib, half a second that most prints can spare
@@ -48,6 +49,9 @@ def print_profile(profile: StepProfile, top: int, config: RunConfig | None = Non
 
 def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
     """The table of one run, what puts it in doubt, and where its record is."""
+    from cs336_systems.report.frame import to_frame  # pandas, half a second that other prints can spare
+    from cs336_systems.report.tables import results_table
+
     console = _console()
     console.print(to_rich(results_table(to_frame([record], ceilings)), console.width))
     if record.failure is not None:
@@ -60,6 +64,9 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
 
 def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
     """The tables of a sweep, and where its files are."""
+    from cs336_systems.report.frame import to_frame
+    from cs336_systems.report.tables import results_table, warmup_table
+
     console = _console()
     published = [record for record in records if record.config.profiler is Profiler.NONE]
     if published:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from cs336_systems.optimizer import EagerOptimizer
 from cs336_systems.shortcuts.weights import Weight, drop_gradients
 
 if TYPE_CHECKING:
     from cs336_systems.shortcuts.adamw_kernel import ChunkedAdamW
 
 
-class MasterAdamW(torch.optim.Optimizer):
+class MasterAdamW(EagerOptimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their copies.
 
     The same update as torch.optim.AdamW on the masters, to rounding. The count of steps is on the device, so that a

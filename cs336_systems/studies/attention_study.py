@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
 from cs336_systems.config import Device
-from cs336_systems.isolation import LOG_TAIL_BYTES, ensure_fork_server, fork_server, kill_orphans
+from cs336_systems.isolation import LOG_TAIL_BYTES, ensure_fork_server, fork_server, kill_orphans, preload
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, visible_gpus
 from cs336_systems.process import adopt_orphans
@@ -43,6 +43,7 @@ def run_attention_study(
     `measure` takes the place of attention_cell.measure_cell. Raises LockedError where a sweep is at work on the GPU.
     """
     adopt_orphans()
+    preload("cs336_systems.studies.attention_cell")
     study = AttentionStudy(grid=grid)
     gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
     with contextlib.ExitStack() as stack:

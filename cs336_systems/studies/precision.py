@@ -194,6 +194,10 @@ class AttentionOps(TorchDispatchMode):
         self._seen = seen
         self._last_product: torch.dtype | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to hide from torch.compile imports it, which takes 2 s
+
     def __torch_dispatch__(
         self,
         func: OpOverload[..., object],

@@ -1,0 +1,65 @@
+"""What a command imports, and when: the packages that take half a second and more, in a fresh process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def passes(code: str, directory: Path) -> None:
+    script = f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom cs336_systems import cli\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=directory, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_and_what_needs_no_run_import_neither_torch_nor_drawing_nor_data_frames(tmp_path: Path) -> None:
+    code = """
+def status(command, argv):
+    try:
+        return command(argv)
+    except SystemExit as end:
+        return end.code
+
+assert status(cli.main, ["account"]) == 0
+assert status(cli.main, ["account", "napkin", "--memory-gb", "80"]) == 0
+assert status(cli.main, ["--help"]) == 0  # which imports the flags of every command
+for command in (cli.benchmark, cli.sweep, cli.precision):
+    assert status(command, ["--help"]) == 0
+found = {"torch", "pandas", "matplotlib", "scipy"} & set(sys.modules)
+assert not found, found
+"""
+    passes(code, tmp_path)
+
+
+def test_an_eager_run_imports_no_compiler_and_no_step_imports_anything(tmp_path: Path) -> None:
+    code = """
+SMALL = ["--device", "cpu", "--vocab-size", "11", "--context-length", "8", "--d-model", "8", "--num-heads", "2"]
+compiler, tables = "torch._dynamo", {"pandas", "matplotlib", "scipy"}
+loaded = set()  # of these, when the last step ended
+steps = []  # of each, what it imported
+
+import cs336_systems.step
+call = cs336_systems.step.TrainingStep.__call__
+
+def watched(self, clock):
+    before = set(sys.modules)
+    result = call(self, clock)
+    steps.append(set(sys.modules) - before)
+    loaded.update({compiler, *tables} & set(sys.modules))
+    return result
+
+cs336_systems.step.TrainingStep.__call__ = watched
+for flags in (["--json"], ["--mixed-precision", "--json"], ["--mode", "inference"]):
+    assert cli.benchmark([*SMALL, "--warmup-steps", "2", "--measured-steps", "2", *flags]) == 0
+    assert len(steps) == 4 and not any(steps[2:]), steps
+    assert not loaded, loaded
+    steps.clear()
+assert not {compiler, "matplotlib", "scipy"} & set(sys.modules)
+
+# what needs the compiler imports it before the first step, which may be a measured one
+unwarmed = [*SMALL, "--checkpoint-blocks", "1", "--warmup-steps", "0", "--measured-steps", "1"]
+assert cli.benchmark(unwarmed) == 0
+assert compiler in sys.modules and not any(steps), steps
+"""
+    passes(code, tmp_path)
