@@ -1,5 +1,6 @@
 # make sweep   measure the default grid on this machine
 # make test    run the tests, WORKERS at a time
+# make bench   run the tests of speed, on a machine that does nothing else
 # make check   lint, formatting, types
 # Each sets up .venv first. PYTHON chooses the interpreter to make it from: make test PYTHON=python3.12
 # Where the dependencies are installed already, no make is needed: python benchmark_sweep.py
@@ -12,13 +13,17 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile 
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: sweep test check
+.PHONY: sweep test bench check
+unexport PYTHONDONTWRITEBYTECODE  # containers often set it: every process would compile all of torch's modules anew
 
 sweep: $(RUNTIME)
 	$(BIN)/python benchmark_sweep.py $(ARGS)
 
 test: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)  # as many as there are cores get in each other's way
+
+bench: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m speed $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check

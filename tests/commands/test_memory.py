@@ -190,7 +190,7 @@ def test_a_file_that_is_no_snapshot_is_refused_in_one_line(
     path.write_bytes(content)
     started = time.process_time()
     assert memory(path, "--output", tmp_path / "out") == 1
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 20
     check_refused(capsys.readouterr().err, path, words)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "trapped").exists()

@@ -25,7 +25,7 @@ def place(tmp_path, monkeypatch, preloaded):
     """The current directory, of this process and of all that the test starts."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    assert eventually(lambda: not processes_in(tmp_path), patience_s=10), processes_in(tmp_path)
+    assert eventually(lambda: not processes_in(tmp_path)), processes_in(tmp_path)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def launch(place):
         return commands[-1]
 
     yield start
-    ended = eventually(lambda: not processes_in(place), patience_s=10)
+    ended = eventually(lambda: not processes_in(place))
     left = processes_in(place)
     for command in commands:
         command.close()

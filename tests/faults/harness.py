@@ -7,19 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 
+from cs336_systems import sweep as sweep_module
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.isolation import Worker
 from cs336_systems.process import STOP_SIGNALS
 from cs336_systems.sweep import run_sweep
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
 NAME = "faulty"
-PATIENCE_S = 60
+PATIENCE_S = 120
 """Far longer than anything here takes on an idle machine: only a hang lasts so long."""
 
 
@@ -27,6 +31,18 @@ def config(fault="good", **changes):
     shape = replace(SHAPE, context_length=changes.pop("context_length", SHAPE.context_length))
     small = RunConfig(size="custom", model=shape, warmup_steps=2, measured_steps=2)
     return replace(small, model_factory=f"tests.faults.models:{fault}", **changes)
+
+
+@contextmanager
+def time_is_up(when):
+    """In this process's sweeps a worker has used up its time as soon as `when(worker)` is true, and not before.
+
+    How long a good run takes on a busy machine does not matter then.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "elapsed_s", property(lambda worker: PATIENCE_S if when(worker) else 0.0))
+        patch.setattr(sweep_module, "_TICK_S", 0.05)
+        yield
 
 
 class Witness:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 NEVER_S = 600
-PAUSED, CGROUP, NOTES = Path("paused"), Path("cgroup"), Path("notes")
+PAUSED, CGROUP, NOTES, HANGING = Path("paused"), Path("cgroup"), Path("notes"), Path("hanging")
 RUNS = Path("runs")
 
 
@@ -119,6 +119,7 @@ def python_out_of_memory():
 
 
 def hangs_printing():
+    HANGING.touch()
     while True:
         print("still alive", flush=True)
 
@@ -126,6 +127,7 @@ def hangs_printing():
 def hangs_with_closed_output():
     os.close(1)
     os.close(2)
+    HANGING.touch()
     time.sleep(NEVER_S)
 
 
@@ -133,10 +135,12 @@ def ignores_signals():
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
         with contextlib.suppress(OSError):
             signal.signal(number, signal.SIG_IGN)
+    HANGING.touch()
     time.sleep(NEVER_S)
 
 
 def stops_itself():
+    HANGING.touch()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -179,6 +183,7 @@ def exits_with_family():
 
 def hangs_with_family():
     start_family()
+    HANGING.touch()
     time.sleep(NEVER_S)
 
 

@@ -52,8 +52,11 @@ def test_a_system_whose_clock_goes_backwards(launch, place):
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     started = time.monotonic()
     preload = {"LD_PRELOAD": str(library)}
+    environment = ["env", *(f"{name}={value}" for name, value in preload.items())]
+    good = launch([*environment, *command("hangs_where_context_is_8", contexts=(4,))])
+    assert good.wait() == 0, good.stderr
     words = [*command("hangs_where_context_is_8", contexts=(4, 8)), "--timeout-s", "1"]
-    slow = launch(["env", *(f"{name}={value}" for name, value in preload.items()), *words])
+    slow = launch([*environment, *words])
     assert slow.wait() == 1, slow.stderr
     wall_s = time.monotonic() - started
     records, _ = load_records(runs(place))
@@ -61,4 +64,3 @@ def test_a_system_whose_clock_goes_backwards(launch, place):
     assert by_context[4].started_at.startswith("2020-09")
     assert_sane(by_context[4], wall_s)
     assert by_context[8].status is Status.TIMEOUT
-    assert wall_s < 30

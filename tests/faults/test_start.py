@@ -9,6 +9,7 @@ import pytest
 from tests.faults.harness import ROOT
 
 
+@pytest.mark.speed
 @pytest.mark.parametrize("script", ["benchmark.py", "benchmark_sweep.py"])
 def test_help_answers_in_well_under_a_second(script):
     times_s = []

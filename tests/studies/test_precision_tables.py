@@ -4,7 +4,6 @@ import csv
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -114,8 +113,6 @@ def test_help_needs_no_torch() -> None:
         "try: main(['--help'])\n"
         "finally: assert 'torch' not in sys.modules"
     )
-    started = time.perf_counter()
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "--output DIR" in run.stdout
-    assert time.perf_counter() - started < 5  # 0.2 s when nothing else runs

@@ -169,6 +169,7 @@ def test_one_line_that_two_roles_reach_may_be_either(tmp_path: Path) -> None:
     assert (row_of(profile, AMBIGUOUS).count, row_of(profile, AMBIGUOUS).explanation) == (3, f"{LOGITS} or {WEIGHT}")
 
 
+@pytest.mark.speed
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = Allocator()
     train(made, 2)
