@@ -43,6 +43,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.records: list[torch.profiler.record_function] = []
         self.path: list[str] = []
+        self.in_backward: list[_Call] = []
 
 
 _thread = _Thread()
@@ -146,14 +147,16 @@ def backward_ranges(model: nn.Module) -> Iterator[None]:
     A module's range opens when the gradient of its output is ready and closes when that of its input is (for an
     embedding, whose input has none: when those of its parameters are). Nodes of autograd's graph are hooked, not the
     modules' inputs and outputs: no identity nodes come in and no gradient lives longer, so that numbers and memory stay
-    as they are. What torch.compile has traced has no such nodes, and no ranges. A backward that raises leaves open
-    ranges behind.
+    as they are. What torch.compile has traced has no such nodes, and no ranges. A backward that raises, or that ends in
+    the outermost of these modules, leaves open ranges behind.
     """
     handles = []
     for module in model.modules():
         if isinstance(name := getattr(module, "range", None), str):
-            handles.append(module.register_forward_pre_hook(_close_before_input))
-            handles.append(module.register_forward_hook(functools.partial(_open_at_output, name)))
+            calls = _Calls(name)
+            handles.append(module.register_forward_pre_hook(calls.begin))
+            # always: by an exception a checkpoint ends what it computes again
+            handles.append(module.register_forward_hook(calls.end, always_call=True))
     try:
         yield
     finally:
@@ -161,18 +164,46 @@ def backward_ranges(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _close_before_input(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    if node := _first_node(inputs):
-        _at(node, _close)
+class _Calls:
+    """The hooks of one module, and those of its calls that have not returned."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running: list[_Call] = []
+
+    def begin(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._running.append(call := _Call(self._name))
+        if node := _first_node(inputs):
+            call.has_input = True
+            _at(node, call.close)
+
+    def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+        call = self._running.pop()
+        if node := _first_node((output,)):
+            if not call.has_input:
+                _at(node, _CloseAfter(call, _leaves(node)).start)
+            _at(node, call.open)
 
 
-def _open_at_output(name: str, _module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-    node = _first_node((output,))
-    if node is None:
-        return
-    if _first_node(inputs) is None:
-        _at(node, _CloseAfter(_leaves(node)).start)
-    _at(node, functools.partial(_open, name))
+class _Call:
+    """One call of a module, and its range in backward.
+
+    Backward may pass by either end of it: the nodes of what a checkpoint computes again do not run, nor do those of a
+    result that nobody uses. So the range closes only where it is open, and closes those that were left open inside it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.has_input = False
+        """Whether backward goes on to what computed the input."""
+
+    def open(self) -> None:
+        annotate(self._name).__enter__()
+        _thread.in_backward.append(self)
+
+    def close(self) -> None:
+        while self in _thread.in_backward:
+            annotate(_thread.in_backward.pop()._name).__exit__(None, None, None)
 
 
 def _first_node(values: Iterable[object]) -> Node | None:
@@ -185,14 +216,6 @@ def _first_node(values: Iterable[object]) -> Node | None:
     parts = (part for value in values for part in (value if isinstance(value, tuple) else (value,)))
     nodes = (part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None)
     return max(nodes, key=lambda node: node._sequence_nr(), default=None)
-
-
-def _open(name: str) -> None:
-    annotate(name).__enter__()
-
-
-def _close() -> None:
-    annotate("").__exit__(None, None, None)
 
 
 def _at(node: Node, action: Callable[[], None]) -> None:
@@ -211,12 +234,13 @@ def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> No
 
 
 class _CloseAfter:
-    """Closes the open range when, once started, each of `leaves` has run.
+    """Closes the range of `call` when, once started, each of `leaves` has run.
 
     A leaf outlives its graph where two graphs overlap, so a hook left on it by an earlier graph must do nothing.
     """
 
-    def __init__(self, leaves: list[Node]) -> None:
+    def __init__(self, call: _Call, leaves: list[Node]) -> None:
+        self._call = call
         self._leaves = len(leaves)
         self._remaining = 0
         for leaf in leaves:
@@ -229,7 +253,7 @@ class _CloseAfter:
         if self._remaining:
             self._remaining -= 1
             if not self._remaining:
-                _close()
+                self._call.close()
 
 
 def _leaves(node: Node) -> list[Node]:

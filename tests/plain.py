@@ -13,7 +13,9 @@ from cs336_systems import layers, model
 def plain_model() -> ModuleType:
     """The module `model` loaded once more, with layers that are loaded once more too."""
     with patch.dict(sys.modules, {layers.__name__: _loaded(layers)}):
-        return _loaded(model)
+        found = _loaded(model)
+    sys.modules[found.__name__] = found  # where the compiler looks for a function's globals
+    return found
 
 
 def _loaded(module: ModuleType) -> ModuleType:
@@ -22,6 +24,6 @@ def _loaded(module: ModuleType) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found  # where the compiler looks for a function's globals
+    sys.modules[spec.name] = found
     spec.loader.exec_module(found)
     return found

@@ -114,6 +114,35 @@ def test_a_profiled_run_is_explained(mode: Mode, tmp_path: Path) -> None:
         assert (backward.linear, backward.attention) == (2 * forward.linear, 2 * forward.attention)
 
 
+def test_what_a_checkpoint_computes_again_has_its_own_name(tmp_path: Path) -> None:
+    config, runs = replace(CONFIG, checkpoint_blocks=1), tmp_path / "runs"
+    runs.mkdir()
+    record = run_here(config, runs)
+    assert record.status is Status.OK, record.failure
+    profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
+    layers, steps = config.model.num_layers, config.measured_steps
+    forward, backward = (
+        next(products for products in profile.products if products.phase == phase) for phase in ("forward", "backward")
+    )
+    assert (forward.linear, forward.attention) == (steps * (7 * layers + 1), steps * 2 * layers)
+    # two gradients each, and the products of the blocks once more
+    assert (backward.linear, backward.attention) == (steps * (14 * layers + 2 + 7 * layers), steps * 3 * 2 * layers)
+    paths = {module.path for module in profile.modules if module.phase is LaunchPhase.BACKWARD}
+    again = {path[1:] for path in paths if path[:1] == ("forward",)}
+    assert {path for path in again if len(path) > 1 and path[1] == "attention"} == {
+        (f"block.{index}", "attention", *part)
+        for index in range(layers)
+        for part in [(), *((f"attention.{name}",) for name in ("scores", "softmax", "values"))]
+    }
+    assert {path for path in paths if len(path) > 1} - {("forward", *path) for path in again} == {
+        (f"block.{index}", module) for index in range(layers) for module in ("norm", "attention", "ffn")
+    }
+    told = {phase.phase: sum(phase.recomputed_s) for phase in profile.phases if any(phase.recomputed_s)}
+    by_module = sum(module.total_s for module in profile.modules
+                    if module.phase is LaunchPhase.BACKWARD and module.path[:1] == ("forward",))  # fmt: skip
+    assert told == {LaunchPhase.BACKWARD: pytest.approx(by_module)}
+
+
 def test_a_trace_that_cannot_be_explained_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(path).write_text("[]"))
     (tmp_path / "runs").mkdir()

@@ -70,7 +70,8 @@ class Attribution:
     copies: Placement
     steps: Steps
     parent: Ints
-    """For each range of the trace, the module's range around it on its thread; -1 for none."""
+    """For each range of the trace, the module's range around it on its thread, up to a forward range inside backward,
+    which begins a path of its own; -1 for none."""
     sources: Mapping[int, PhaseSource]
     """By process."""
     notes: tuple[str, ...]
@@ -126,13 +127,13 @@ def mirrored_products(attribution: Attribution, is_product: Mask) -> Ints:
     """For each kernel that is a matrix product of backward, the product of forward that it differentiates; else -1.
 
     Eager autograd runs its nodes in exactly the reverse of the order in which forward made them, and a product's node
-    launches two: one for each factor's gradient. So the last two of backward belong to the first of forward, and so on.
-    A step where backward's are not twice forward's is left out: one factor needs no gradient, parts are recomputed, or
-    a compiler changed the order.
+    launches two: one for each factor's gradient. So the last two of backward belong to the first of forward, and so on,
+    without those that are computed again. A step where backward's are not twice forward's is left out: one factor needs
+    no gradient, or a compiler changed the order.
     """
     mirrored = np.full(len(is_product), -1, dtype=np.int64)
     placement, work = attribution.kernels, attribution.trace.kernels
-    products = np.flatnonzero(is_product & (placement.step >= 0))
+    products = np.flatnonzero(is_product & (placement.step >= 0) & ~placement.is_recomputed)
     products = products[np.lexsort((work.start_ns[products], work.launch_ns[products]))]
     for _, rows in _groups(placement.step[products]):
         in_step = products[rows]
@@ -162,7 +163,10 @@ def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, Plan]]:
 
 
 class _Modules:
-    """The innermost module's range on each thread; phases, steps and what lies around them are no modules."""
+    """The innermost module's range on each thread; phases, steps and what lies around them are no modules.
+
+    A forward range inside backward is one, so that what is computed again has a name of its own.
+    """
 
     def __init__(self, trace: Trace, names: PhaseNames, plans: Mapping[int, Plan]) -> None:
         ranges = trace.ranges
@@ -172,13 +176,16 @@ class _Modules:
         is_module &= ~np.isin(ranges.name, trace.string_ids(*structure))
         for plan in plans.values():
             is_module[plan.around_steps] = False
-        rows = np.flatnonzero(is_module)
         forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, trace.string_ids(names.forward)))
+        again = _in_backward(ranges, forward, plans)
+        is_module[again] = True
+        rows = np.flatnonzero(is_module)
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
         self._modules = dict(self._timelines(ranges, rows))
         self._forwards = dict(self._timelines(ranges, forward))
         for row_of, timeline in self._modules.values():
             self.parent[row_of[:-1]] = row_of[timeline.parent]
+        self.parent[again] = -1
 
     @staticmethod
     def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Timeline]]]:
@@ -198,6 +205,18 @@ class _Modules:
             if number in self._forwards:
                 is_forward[rows] = self._forwards[number][1].at(time[rows]) >= 0
         return module, is_forward
+
+
+def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, Plan]) -> Ints:
+    """Of `rows`, those that begin in backward."""
+    found = [NO_ROWS]
+    for process, chosen in _groups(ranges.process[rows]):
+        if process in plans:
+            plan, of_process = plans[process], rows[chosen]
+            window = Timeline(plan.start, plan.end).at(ranges.start_ns[of_process])
+            labels = np.append(plan.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+            found.append(of_process[labels[window] == CODES[LaunchPhase.BACKWARD]])
+    return np.concatenate(found)
 
 
 def _join_steps(plans: Mapping[int, Plan]) -> tuple[Steps, Mapping[int, int]]:

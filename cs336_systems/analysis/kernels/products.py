@@ -59,7 +59,8 @@ def roles(attribution: Attribution, parts: RangeParts, step: Ints, kind: Codes) 
 
     product = np.full(len(step), NO_PART, dtype=np.int8)
     product[is_product] = UNKNOWN
-    rest_is_linear = np.isin(phase, (_FORWARD, _LOSS)) & (has_parts | is_fused)[step]
+    of_forward = np.isin(phase, (_FORWARD, _LOSS)) | placed.is_recomputed
+    rest_is_linear = of_forward & (has_parts | is_fused)[step]
     rest_is_linear |= (phase == _BACKWARD) & is_fused[step]
     product[is_product & rest_is_linear] = LINEAR
     told = is_product & (own_part != NO_PART)

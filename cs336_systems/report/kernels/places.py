@@ -9,6 +9,7 @@ from statistics import median
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, IdleTimes, ModuleTimes, StepProfile, Work
+from cs336_systems.ranges import Range
 from cs336_systems.report.formats import Column, Heading, Table, make_table, plain
 from cs336_systems.report.kernels.terms import WHOLE_STEP, count_per_step, microseconds, milliseconds, terms
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
@@ -47,7 +48,8 @@ def collapsed(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _block_of(path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The path up to its first block, or None for a path without."""
+    """The path up to its first block, or None for a path without; forward in backward is left out of it."""
+    path = path[1:] if path[:1] == (Range.FORWARD,) else path
     return next((path[: depth + 1] for depth, name in enumerate(path) if _BLOCK.fullmatch(name)), None)
 
 

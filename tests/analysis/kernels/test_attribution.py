@@ -104,9 +104,12 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
                     expected = "data"
             assert phase == expected
             spanning = [s for s in on_main if any(s.start_ns < o.start_ns < s.end_ns for o in outer)]
+            inside = [(s, innermost(outer, s.start_ns)) for s in mine if s.name == "forward"]
+            again = [s for s, around in inside if around is not None and outer[around].name == "backward"]
             modules = [
                 s for s in mine
-                if s.thread == k.thread and s.is_nested and s.name not in structure and s not in spanning
+                if s.thread == k.thread and s.is_nested and (s.name not in structure or s in again)
+                and s not in spanning
             ]  # fmt: skip
             best = innermost(modules, k.launch_ns)
             assert (-1 if best is None else recording.spans.index(modules[best])) == module
@@ -153,12 +156,16 @@ def test_backward_is_launched_by_another_thread_and_named_by_its_ranges() -> Non
 
 
 def test_forward_again_inside_backward_is_said() -> None:
-    made = Recording(spans=[Span("forward", 0, 5), Span("backward", 10, 90), Span("forward", 20, 30, AUTOGRAD)])
-    for launch in (15, 25, 35):
-        made.launch("k", launch, AUTOGRAD)
-    found = attribute(make_trace(made))
-    assert phases(found) == ["backward"] * 3
-    assert found.kernels.is_recomputed.tolist() == [False, True, False]
+    """Where backward's own range of the module that needs it is open, on either thread."""
+    for thread in (MAIN, AUTOGRAD):
+        made = Recording(spans=[Span("forward", 0, 5), Span("norm", 1, 4), Span("backward", 10, 90)])
+        made.spans += [Span(*each, thread) for each in (("ffn", 12, 40), ("forward", 20, 30), ("norm", 24, 26))]
+        for launch in (2, 15, 22, 25, 35):
+            made.launch("k", launch, thread if launch > 10 else MAIN)
+        found = attribute(make_trace(made))
+        assert phases(found) == ["forward", *["backward"] * 4]
+        assert found.kernels.is_recomputed.tolist() == [False, False, True, True, False]
+        assert module_names(found) == ["norm", "ffn", "forward", "forward/norm", "ffn"]
 
 
 def test_names_that_the_user_gives() -> None:
@@ -286,6 +293,25 @@ def test_products_of_backward_find_those_of_forward(phases: bool) -> None:
     ]
     assert len(pairs) == 3 * 2 * (3 * LAYERS + 1)
     assert all(a == b for a, b in pairs)
+
+
+def test_products_that_are_computed_again_are_nobody_s_gradient() -> None:
+    """As a checkpoint does: all of forward once more, right after the loss."""
+    made = training(2)
+    for backward in [span for span in made.spans if span.name == "backward"]:
+        forward = max(
+            (s for s in made.spans if s.name == "forward" and s.end_ns < backward.start_ns), key=lambda s: s.end_ns
+        )
+        now = backward.start_ns + 1
+        for kernel in [k for k in made.kernels if forward.start_ns < k.launch_ns < forward.end_ns]:
+            made.launch(kernel.name, now, AUTOGRAD)
+        made.spans.append(Span("forward", now, now + 1, AUTOGRAD))
+    found = attribute(make_trace(made))
+    is_product = np.array([k.name.startswith("gemm") for k in made.kernels])
+    mirrored = mirrored_products(found, is_product)
+    assert found.kernels.is_recomputed.sum() == 2 * FORWARD_KERNELS
+    assert not (mirrored[found.kernels.is_recomputed] >= 0).any()
+    assert (mirrored >= 0).sum() == 2 * 2 * (3 * LAYERS + 1)
 
 
 def test_products_that_do_not_pair_are_left_out() -> None:

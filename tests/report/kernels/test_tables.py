@@ -350,6 +350,15 @@ def test_blocks_by_hand():
     assert numbers(listing, "total_ms_per_step", module="block.1", phase="forward") == [2]
 
 
+def test_a_block_holds_what_backward_computes_again():
+    modules = (
+        make_module(("block.1", "ffn"), BACKWARD, 2, 4),
+        make_module(("forward", "block.1", "ffn"), BACKWARD, 2, 1),
+    )
+    (table,) = blocks_listing(make_profile(modules=modules)).tables
+    assert (column(table, "blocks"), column(table, "max")) == (["1"], ["2.500"])
+
+
 def test_blocks_come_in_the_order_of_their_numbers():
     modules = [make_module(("model", f"block.{i}", "ffn"), FORWARD, 2, 1) for i in range(12)]
     random.Random(0).shuffle(modules)
