@@ -24,14 +24,14 @@ class KernelClass(StrEnum):
     ELEMENT_WISE = "element-wise"
     """Dropout, masks and random numbers too."""
     REDUCTION = "reduction"
-    """Sums that land on chosen rows too: scatter-add, and the gradient of an embedding."""
+    """Sums that land on chosen rows too: scatter-add, and the gradient of an embedding with the sort before it."""
     OPTIMIZER = "optimizer"
     """Kernels of fused and foreach optimizers. One written out in tensor operations runs element-wise kernels."""
     COPY_AND_FILL = "copy and fill"
     """Values moved, gathered by index (the embedding), cast or set, but not computed."""
     COMMUNICATION = "communication"
     OTHER = "other"
-    """What no rule knows; sorting, which has no class."""
+    """What no rule knows; sorting of other kinds, which has no class."""
 
 
 # The first pattern found anywhere in the name decides, so a narrow rule stands before a wide one. Patterns ignore case.
@@ -78,9 +78,13 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     (r"^aten::(?:addm[mv]_?|mv|dot|vdot|matmul|linear|linear_backward|einsum|addbmm_?)$", KernelClass.MATRIX_PRODUCT),
     # PyTorch: sums by TensorIterator, scans, scatter-add, index-add
     (r"reduce_kernel|scan_(?:innermost|outer)|ReduceAdd|scatter_add|index_?add", KernelClass.REDUCTION),
-    # PyTorch: the gradients of indexing and of embeddings; this project's of the latter
+    # PyTorch: the gradients of indexing and of embeddings, with CUB's sort of the rows; this project's of the latter
     (r"indexing_backward|embedding_(?:dense_)?backward|lookup_grads", KernelClass.REDUCTION),
-    (r"compute_grad_weight|sum_and_scatter|krn_partial", KernelClass.REDUCTION),
+    (
+        r"compute_grad_weight|sum_and_scatter|krn_partial|num_of_(?:partial_)?segments|DeviceRadixSort|UniqueByKey"
+        r"|DeviceCompactInit",
+        KernelClass.REDUCTION,
+    ),
     # CUB, and people's own
     (r"DeviceScan|reduce|reduction|cumsum|cumprod", KernelClass.REDUCTION),
     (

@@ -8,7 +8,6 @@ import sqlite3
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
 from cs336_systems.analysis.kernels.lookup import Launches, Strings
-from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations
+from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations, join, with_fills_apart
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -49,7 +48,7 @@ def read_nsys(path: Path) -> Trace:
     _check_file(path)
     try:
         with closing(_connect(path)) as connection:
-            return _Export(path, connection).trace()
+            return with_fills_apart(_Export(path, connection).trace())
     except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # the last: a name in the schema
         raise ProfileError(path, f"not a whole SQLite database ({error}): export the report again") from error
 
@@ -92,8 +91,8 @@ class _Export:
         calls = Launches(api_calls)
         kernels, graphs, copies, fills = (self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS))
         return Trace(
-            kernels=_join(kernels, graphs),
-            copies=_join(copies, fills),
+            kernels=join(kernels, graphs),
+            copies=join(copies, fills),
             ranges=self._ranges(last_ns=_last(kernels, graphs, copies, fills, api_calls)),
             api_calls=api_calls,
             strings=self._strings.all,
@@ -258,8 +257,3 @@ def _process(thread: Ints) -> Ints:
 def _last(*parts: DeviceWork | ApiCalls) -> int:
     """When the last of anything ended."""
     return max((int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0)
-
-
-def _join(first: DeviceWork, second: DeviceWork) -> DeviceWork:
-    columns = [field.name for field in fields(DeviceWork)]
-    return DeviceWork(**{name: np.concatenate((getattr(first, name), getattr(second, name))) for name in columns})

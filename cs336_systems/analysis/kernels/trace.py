@@ -1,12 +1,16 @@
 """What a profiler saw, in columns. Readers make a `Trace`, and nothing beyond them knows a file format."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
+
+_FILL = re.compile(r"memset(?:\dD)?(?:8|16|32|64)(?:_\w{1,40})?", re.ASCII)
+"""Names of the CUDA driver's own kernels that fill memory."""
 
 MAX_TIME_NS = 2**61
 """Seventy years on either side of zero, so that differences of two times fit 64 bits."""
@@ -33,6 +37,17 @@ class DeviceWork(Columns):
     graph: Ints
     num_bytes: Ints
     """Bytes copied or filled; 0 for kernels."""
+
+
+def join(first: DeviceWork, second: DeviceWork) -> DeviceWork:
+    """The rows of both, those of `first` first."""
+    columns = [field.name for field in fields(DeviceWork)]
+    return DeviceWork(**{name: np.concatenate((getattr(first, name), getattr(second, name))) for name in columns})
+
+
+def chosen(work: DeviceWork, rows: Mask) -> DeviceWork:
+    """Some of the rows."""
+    return DeviceWork(**{field.name: getattr(work, field.name)[rows] for field in fields(DeviceWork)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +108,19 @@ class Trace:
     def string_ids(self, *names: str) -> Ints:
         """Indices of those of `names` that occur."""
         return np.array([self._ids[name] for name in names if name in self._ids], dtype=np.int64)
+
+
+def with_fills_apart(trace: Trace) -> Trace:
+    """The trace with fills among the copies where a profiler shows the kernel that the driver fills memory with.
+
+    torch.profiler does, of fills in CUDA graphs.
+    """
+    names = [index for index, name in enumerate(trace.strings) if _FILL.fullmatch(name)]
+    is_fill = np.isin(trace.kernels.name, names)
+    if not is_fill.any():
+        return trace
+    fills = chosen(trace.kernels, is_fill)
+    return replace(trace, kernels=chosen(trace.kernels, ~is_fill), copies=join(trace.copies, fills))
 
 
 def durations(start: Ints, end: Ints, what: str) -> Ints:

@@ -11,6 +11,10 @@ from cs336_systems.analysis.kernels.classes import MAX_NAME, RULES, KernelClass,
 
 NATIVE = "void at::native::"
 UNNAMED = "void at::native::(anonymous namespace)::"
+CUB = "void at_cuda_detail::cub::detail::"
+SORTING = (
+    "at_cuda_detail::cub::detail::radix::policy_hub<long, at::cuda::cub::detail::OpaqueType<8>, unsigned long long>"
+)
 LAMBDA = "(at::TensorIteratorBase&)::{lambda()#2}::operator()() const::{lambda()#7}::operator()() const"
 
 # of a training step on an A100 as nsys demangles it: model and AdamW written out, fp32
@@ -61,7 +65,7 @@ AMPERE = {
     "void at_cuda_detail::cub::DeviceRadixSortSingleTileKernel<at_cuda_detail::cub::DeviceRadixSortPolicy<long, "
     "at::cuda::cub::detail::OpaqueType<(int)8>, unsigned long long>::Policy900, (bool)0, long, at::cuda::cub::detail::"
     "OpaqueType<(int)8>, unsigned long long, at_cuda_detail::cub::detail::identity_decomposer_t>(const T3 *, T3 *, "
-    "const T4 *, T4 *, T5, int, int, T6)": KernelClass.OTHER,
+    "const T4 *, T4 *, T5, int, int, T6)": KernelClass.REDUCTION,
     "void <unnamed>::indexing_backward_kernel<float, (int)4>(const long *, const long *, const T1 *, T1 *, long, "
     "long, long, long, bool)": KernelClass.REDUCTION,
     # the logit of the target, and its gradient
@@ -233,7 +237,26 @@ REDUCTION = (
     f"{NATIVE}reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16, at::native::MeanOps<c10::BFloat16, float, "
     "float, c10::BFloat16>, unsigned int, c10::BFloat16, 4, 4> >()",
     f"{UNNAMED}embedding_backward_feature_kernel<float, float, long>(long const*, float const*, float*, int)",
+    # embedding_dense_backward on an H200, in its order: the tokens sorted, cut into segments, and their rows added up
+    f"{CUB}radix_sort::DeviceRadixSortHistogramKernel<{SORTING}::Policy1000, (at_cuda_detail::cub::SortOrder)0, long, "
+    "unsigned long long, at_cuda_detail::cub::detail::identity_decomposer_t>(unsigned long long*, long const*, int)",
+    f"{CUB}radix_sort::DeviceRadixSortExclusiveSumKernel<{SORTING}::Policy1000, unsigned long long>(unsigned long*)",
+    f"{CUB}radix_sort::DeviceRadixSortOnesweepKernel<{SORTING}::Policy1000, (at_cuda_detail::cub::SortOrder)0, long, "
+    "at::cuda::cub::detail::OpaqueType<8>, unsigned long long, int, int>(int*, int*, unsigned long long*, long*)",
+    f"{CUB}scan::DeviceCompactInitKernel<at_cuda_detail::cub::ScanTileState<unsigned long long, true>, long*>"
+    "(at_cuda_detail::cub::ScanTileState<unsigned long long, true>, int, long*)",
+    f"{CUB}unique_by_key::DeviceUniqueByKeySweepKernel<at_cuda_detail::cub::detail::unique_by_key::policy_hub<long, "
+    "int>::Policy1000, long const*, thrust::THRUST_300001_SM_750_800_860_900_1000_1200_NS::counting_iterator<int>, "
+    "long*, at_cuda_detail::cub::detail::unique_by_key::VSMemHelper>(long const*, long*)",
+    f"{UNNAMED}krn_partials_per_segment<long>(long*, long const*, long const*, long)",
+    f"{CUB}scan::DeviceScanInitKernel<at_cuda_detail::cub::ScanTileState<long, true> >(int)",
+    f"{UNNAMED}krn_partial_segment_offset<long>(long*, long const*, long const*, long const*, long const*)",
+    f"{UNNAMED}compute_num_of_partial_segments<long>(long const*, long const*, long const*, long*)",
     f"{UNNAMED}compute_grad_weight<float, long>(long const*, float const*, long const*, long)",
+    f"{UNNAMED}sum_and_scatter<float, long>(long const*, float*, long, long const*, long const*, long)",
+    # by its short name; and by an older CUB, which sorts in passes up and down
+    "DeviceRadixSortSingleTileKernel",
+    "void at_cuda_detail::cub::DeviceRadixSortUpsweepKernel<at_cuda_detail::cub::DeviceRadixSortPolicy<long, int>>()",
     "void at_cuda_detail::cub::DeviceReduceSingleTileKernel<at_cuda_detail::cub::DeviceReducePolicy<int>>(int*)",
     "void at_cuda_detail::cub::DeviceScanKernel<at_cuda_detail::cub::DeviceScanPolicy<int>::Policy900>(int*)",
     f"{NATIVE}tensor_kernel_scan_innermost_dim<float, std::plus<float> >(float*, float const*, unsigned int)",

@@ -158,6 +158,23 @@ def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:
     assert "2 kernels came from CUDA graphs" in attribute(read).notes[-1]
 
 
+def test_a_fill_in_a_graph_is_no_kernel(tmp_path: Path) -> None:
+    """torch.profiler shows the driver's own kernel for it; one of somebody's own that begins with zeros is a kernel."""
+    made = ["sgemm", "memset32", "memset8_aligned1D", "memset32_post", "sgemm", "void memset_kernel<float>(float*)"]
+    events = [
+        complete("cuda_runtime", "cudaGraphLaunch", 7, 100, 2, 1, correlation=2),
+        *(complete("kernel", name, 0, 7, 10 * i, 5 + i, stream=7, correlation=2) for i, name in enumerate(made)),
+        complete("gpu_memset", "Memset (Device)", 0, 7, 90, 3, stream=7, correlation=2, bytes=8),
+    ]
+    read = read_kineto(write_trace(tmp_path / "t.json", events))
+    assert names(read, read.kernels.name) == [made[0], *made[4:]]
+    assert names(read, read.copies.name) == ["Memset (Device)", *made[1:4]]
+    assert read.kernels.duration_ns.tolist() == [5, 9, 10]
+    assert read.copies.duration_ns.tolist() == [3, 6, 7, 8]
+    assert read.copies.is_in_graph.all()
+    assert {classify_kernel(name) for name in names(read, read.copies.name)} == {KernelClass.COPY_AND_FILL}
+
+
 def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
     read = read_kineto(write_trace(tmp_path / "t.json", [KERNEL]))
     assert not read.kernels.is_launched.any()

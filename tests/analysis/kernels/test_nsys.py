@@ -140,6 +140,13 @@ def test_copies_fills_and_whole_graphs(tmp_path: Path) -> None:
     assert "1 launches of CUDA graphs were traced as a whole" in found.notes[0]
 
 
+def test_a_fill_that_the_driver_makes_a_kernel_is_none(tmp_path: Path) -> None:
+    read = read_nsys(write_export(tmp_path / "t.sqlite", Recording([Kernel("memset32", 5, graph=3), Kernel("k", 6)])))
+    assert [read.strings[i] for i in read.kernels.name] == ["k"]
+    assert [read.strings[i] for i in read.copies.name] == ["memset32"]
+    assert read.copies.graph.tolist() == [3]
+
+
 def test_tables_and_columns_that_a_version_lacks(tmp_path: Path) -> None:
     made = training(2)
     path = write_export(tmp_path / "t.sqlite", made)
