@@ -3,7 +3,6 @@
 import functools
 import importlib
 import operator
-import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -16,6 +15,7 @@ from cs336_systems.commands.outcome import FAILED, INTERRUPTED, USAGE, UsageErro
 from cs336_systems.json_files import FileError
 from cs336_systems.locks import LockedError
 from cs336_systems.nsys_run import NsysError
+from cs336_systems.outputs import guard_outputs
 
 COMMANDS = ("kernels", "memory", "account", "fusion", "attention", "ceilings", "ladder", "compare", "report")
 """What follows `cs336`; each is a module of commands/, imported only when it is wanted."""
@@ -29,14 +29,12 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
     def run(argv: Sequence[str] | None = None) -> int:
         from cs336_systems.store import SweepError
 
+        guard_outputs()
         try:
             return main(argv)
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
-        except BrokenPipeError:  # whoever reads has read enough, as `| head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-            return FAILED
         except (SweepError, LockedError, FileError, NsysError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED

@@ -8,7 +8,7 @@ from time import monotonic
 from types import FrameType
 
 from cs336_systems.isolation import Worker
-from cs336_systems.process import STOP_SIGNALS, drop_closed_outputs
+from cs336_systems.process import STOP_SIGNALS
 
 _ONE_REQUEST_S = 0.3
 """Signals this close together are one request: `timeout` and a terminal that closes send theirs twice."""
@@ -41,9 +41,7 @@ class Interrupts:
         os.close(self.wakeup)
         os.close(self._write)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            drop_closed_outputs()
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if monotonic() - self._last < _ONE_REQUEST_S:
             return
         self._last = monotonic()

@@ -67,17 +67,6 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def drop_closed_outputs() -> None:
-    """Let standard output and error go nowhere if nobody can read them any more, where writing would fail."""
-    for descriptor in (1, 2):
-        poll = select.poll()
-        poll.register(descriptor, 0)
-        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
-
-
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

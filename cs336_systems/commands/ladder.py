@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +39,7 @@ from cs336_systems.ladder import (
 )
 from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
+from cs336_systems.outputs import say_last
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.store import make_writable
 from cs336_systems.studies.ceilings_files import ceilings_beside
@@ -189,7 +189,7 @@ def run(arguments: LadderArguments) -> int:
             status = _measure(configs, directory, arguments, ladder, fresh=False)
     _report(directory)
     if status == INTERRUPTED:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        say_last("interrupted: the same command goes on from here")
     return status
 
 

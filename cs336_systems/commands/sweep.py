@@ -48,6 +48,7 @@ from cs336_systems.fast import describe_fast
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
 from cs336_systems.nvml import usable_gpu_bytes
+from cs336_systems.outputs import say_last
 from cs336_systems.planning import Plan, make_plan
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.store import PROFILE_DIRECTORIES
@@ -280,7 +281,7 @@ def measure_all(
             "per run were neither warm-up nor measured steps"
         )
     if outcome.interrupted:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        say_last("interrupted: the same command goes on from here")
         return INTERRUPTED
     wanted = {config.key for config in configs}
     return status_of([record for record in outcome.records if record.key in wanted])

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 NEVER_S = 600
-PAUSED, CGROUP, NOTES, HANGING = Path("paused"), Path("cgroup"), Path("notes"), Path("hanging")
+PAUSED, RELEASED, CGROUP, NOTES = Path("paused"), Path("released"), Path("cgroup"), Path("notes")
+HANGING = Path("hanging")
 RUNS = Path("runs")
 
 
@@ -260,6 +261,14 @@ def pauses_once(vocab_size, d_model, context_length):
     if context_length == 8 and not PAUSED.exists():
         PAUSED.touch()
         time.sleep(NEVER_S)
+    return good(vocab_size, d_model)
+
+
+def pauses_until_released(vocab_size, d_model, context_length):
+    if context_length == 8:
+        PAUSED.touch()
+        while not RELEASED.exists():
+            time.sleep(0.02)
     return good(vocab_size, d_model)
 
 

@@ -1,11 +1,19 @@
 """Which signals a command ignores, whoever has started the tests and whichever of them are ignored there."""
 
+import contextlib
+import csv
+import fcntl
+import os
+import pty
 import signal
 import sys
+import termios
 
 import pytest
 
 from cs336_systems.process import STOP_SIGNALS
+from tests.faults.harness import command, eventually, results
+from tests.faults.models import PAUSED, RELEASED
 
 DISPOSITIONS = f"""
 import signal
@@ -35,3 +43,30 @@ def test_a_command_ignores_what_its_test_lets_it_ignore(launch):
     )
     assert started.wait() == 0
     assert started.stdout.split() == [str(number == signal.SIGHUP) for number in STOP_SIGNALS]
+
+
+def test_a_sweep_that_ignores_sighup_outlives_its_terminal(launch, place):
+    """As under nohup: the signal is not heard, and what is still printed has nowhere to go."""
+    ours, theirs = pty.openpty()
+
+    def take_the_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    words = command("pauses_until_released", contexts=[4, 8])
+    running = launch(words, stdout=theirs, stderr=theirs, preexec_fn=take_the_terminal, pass_fds=[theirs])
+    os.close(theirs)
+    os.set_blocking(ours, False)
+
+    def read_until_paused():
+        with contextlib.suppress(BlockingIOError):
+            os.read(ours, 2**16)
+        return PAUSED.exists()
+
+    assert eventually(read_until_paused)
+    os.close(ours)
+    running.signal(signal.SIGHUP)
+    RELEASED.touch()
+    assert running.wait() == 0
+    with (results(place) / "results.csv").open() as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["ok", "ok"]

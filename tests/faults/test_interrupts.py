@@ -88,18 +88,6 @@ def test_a_terminal_that_closes(launch, place):
     assert rows(place) == [(4, "ok")]
 
 
-def test_nohup_is_heeded(launch, place):
-    def ignore():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    running, _ = reach_the_second_run(launch, place, preexec_fn=ignore)
-    at_work = {process.pid for process in processes_in(place)}
-    running.signal(signal.SIGHUP)
-    time.sleep(DEBOUNCE_S)
-    assert {process.pid for process in processes_in(place)} == at_work
-    running.process.kill()
-
-
 def fork_servers(running):
     children = psutil.Process(running.process.pid).children()
     return [child for child in children if "multiprocessing.forkserver" in " ".join(child.cmdline())]
