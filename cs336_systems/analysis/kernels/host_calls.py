@@ -15,7 +15,8 @@ from cs336_systems.analysis.kernels.windows import Selection, groups
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
 _VARIANT = re.compile(r"(?:_ptsz|_ptds|_v\d{1,6})+$")
-_LAUNCH = re.compile(r"^(?:cuda|cu)(?:Launch(?:Cooperative)?Kernel|GraphLaunch|Mem(?:cpy|set))")
+_KERNEL = re.compile(r"^(?:cuda|cu)(?:Launch(?:Cooperative)?Kernel|GraphLaunch)")
+_LAUNCH = re.compile(rf"{_KERNEL.pattern}|^(?:cuda|cu)Mem(?:cpy|set)")
 _SYNCHRONISE = re.compile(r"^(?:cuda|cu)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))")
 """The copies are those that return when they are done."""
 _TO_HOST = re.compile(r"Device-to-Host|DtoH")
@@ -47,11 +48,15 @@ class Calls(Columns):
     start_ns: Ints
     end_ns: Ints
     is_launch: Mask
+    is_kernel: Mask
+    """Launches a kernel, or a graph of them."""
     is_wait: Mask
     """Makes the host wait for the device: a synchronisation, or a copy to the host that is followed by one.
 
     PyTorch waits so for `.item()`: from ordinary memory, the copy itself takes until the device has come to it.
     """
+    is_of_copy: Mask
+    """Waits for a copy to the host, and for no more than that."""
 
 
 class Host:
@@ -66,7 +71,9 @@ class Host:
         launches = np.array([is_launch(name) for name in raw], dtype=np.bool_)[index]
         waits = np.array([is_synchronisation(name) for name in raw], dtype=np.bool_)[index]
         self._lookup = _Lookup(api)
-        waits |= self._copies_awaited(trace, launches, waits)
+        copies, their_waits = self._copies_awaited(trace, launches, waits)
+        of_copy = waits & launches
+        of_copy[copies] = of_copy[their_waits] = waits[copies] = True
         self.calls = Calls(
             name=np.array([ids[call_name(name)] for name in raw], dtype=np.int64)[index],
             process=selection.process_of(api.process),
@@ -74,7 +81,9 @@ class Host:
             start_ns=api.start_ns,
             end_ns=api.start_ns + api.duration_ns,
             is_launch=launches,
+            is_kernel=np.array([_KERNEL.match(name) is not None for name in raw], dtype=np.bool_)[index],
             is_wait=waits,
+            is_of_copy=of_copy,
         )
 
     def returned(self, thread: Ints, launch_ns: Ints) -> Ints:
@@ -92,20 +101,20 @@ class Host:
         total = np.bincount(calls.name[rows], time, minlength=1)
         return self.names[int(total.argmax())] if len(rows) else ""
 
-    def _copies_awaited(self, trace: Trace, launches: Mask, waits: Mask) -> Mask:
-        """Copies to the host after which the thread waits before it launches anything more."""
+    def _copies_awaited(self, trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
+        """Copies to the host after which the thread waits before it launches anything more, and the waits."""
         to_host = np.array([_TO_HOST.search(name) is not None for name in trace.strings], dtype=np.bool_)
         copies = trace.copies
         rows = np.flatnonzero(copies.is_launched & to_host[copies.name])
         found = self._lookup.find(copies.thread[rows], copies.launch_ns[rows])
-        is_awaited = np.zeros(len(trace.api_calls), dtype=np.bool_)
+        is_copy = np.zeros(len(trace.api_calls), dtype=np.bool_)
+        is_copy[found[found >= 0]] = True
         by_thread = self._lookup.by_thread
         by_thread = by_thread[(launches | waits)[by_thread]]
-        thread = trace.api_calls.thread[by_thread]
-        is_awaited[by_thread[:-1]] = waits[by_thread[1:]] & (thread[1:] == thread[:-1])
-        is_copy = np.zeros_like(is_awaited)
-        is_copy[found[found >= 0]] = True
-        return is_awaited & is_copy
+        call, following = by_thread[:-1], by_thread[1:]
+        thread = trace.api_calls.thread
+        is_awaited = is_copy[call] & waits[following] & (thread[call] == thread[following])
+        return call[is_awaited], following[is_awaited]
 
 
 class _Lookup:
@@ -134,9 +143,18 @@ class _Lookup:
 
 
 def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
-    """Calls by function and phase, those of each function that wait apart from those that do not; the longest first."""
+    """Calls by function and phase, those of each function that wait apart from those that do not; the longest first.
+
+    What waits after the last kernel of a step is launched is in no phase: the clock of a benchmark, or the next batch.
+    A copy to the host and what waits for it are in theirs.
+    """
     calls = host.calls
-    phase, in_step = _phases(calls, selection)
+    phase, step = _places(calls, selection)
+    last = np.full(len(selection.steps) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
+    is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
+    phase[is_of_end] = CODES[LaunchPhase.UNATTRIBUTED]
+    in_step = np.flatnonzero(step >= 0)
     key = ((calls.name * len(PHASES) + phase) * 2 + calls.is_wait)[in_step]
     keys, first, group = np.unique(key, return_index=True, return_inverse=True)
     time = np.zeros(len(keys), dtype=np.int64)
@@ -155,16 +173,16 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
     )
 
 
-def _phases(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
-    """The phase that the host was in at the start of each call, and which calls are in a step at all."""
+def _places(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
+    """The phase and the step, -1 for none, that the host was in at the start of each call."""
     steps, windows = selection.steps, selection.windows
     phase = np.full(len(calls), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
-    in_step = np.zeros(len(calls), dtype=np.bool_)
+    step = np.full(len(calls), -1, dtype=np.int64)
     for process, rows in groups(calls.process):
         mine = np.flatnonzero(steps.process == process)
-        in_step[rows] = Timeline(steps.start_ns[mine], steps.end_ns[mine]).at(calls.start_ns[rows]) >= 0
+        step[rows] = np.append(mine, -1)[Timeline(steps.start_ns[mine], steps.end_ns[mine]).at(calls.start_ns[rows])]
         mine = np.flatnonzero(steps.process[windows.step] == process)
         labels = np.append(windows.phase[mine], phase[:1])
         at = Timeline(windows.start_ns[mine], windows.end_ns[mine]).at(calls.start_ns[rows])
         phase[rows] = np.where(at < 0, CODES[LaunchPhase.UNATTRIBUTED], labels[at])
-    return phase, np.flatnonzero(in_step)
+    return phase, step

@@ -124,8 +124,9 @@ def _late_phases(profile: StepProfile) -> Iterator[_Finding]:
 
 
 def _waits(profile: StepProfile) -> Iterator[_Finding]:
-    """Synchronisations within a phase, whatever they cost: none is needed."""
-    for phase in _WAITING:
+    """Synchronisations within a phase that has kernels, whatever they cost: none is needed."""
+    launched = {phase.phase for phase in profile.phases if any(phase.launches)}
+    for phase in (phase for phase in _WAITING if phase in launched):
         calls = [call for call in profile.host_calls if call.is_wait and call.phase is phase]
         # a copy that is waited for is followed by the call that waits, unless it does both itself
         waits = [call for call in calls if not (call.is_launch and call.name.endswith("Async"))]
@@ -133,12 +134,13 @@ def _waits(profile: StepProfile) -> Iterator[_Finding]:
             continue
         waited_s = sum(call.total_s for call in calls)
         lost_s = idle_s(profile, IdleCause.HOST_WAITED, phase=phase)
+        is_for_all = all(call.name.endswith("DeviceSynchronize") for call in waits)
         yield _Finding(
             lost_s,
             f"The host waits for the device in {WHERE[phase]}, {_times_per_step(count, profile)} "
             f"({_names(waits, len(waits) < len(calls))}): {ms(waited_s / profile.num_steps)} a step, after which the "
-            f"GPU idles {ms(lost_s / profile.num_steps)} until the next launch. Is there an .item(), a .cpu() or a "
-            "print of a tensor?",
+            f"GPU idles {ms(lost_s / profile.num_steps)} until the next launch. Is there "
+            f"{'a torch.cuda.synchronize()' if is_for_all else 'an .item(), a .cpu() or a print of a tensor'}?",
         )
 
 

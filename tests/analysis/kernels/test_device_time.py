@@ -1,6 +1,7 @@
 """When phases were on the device and why it was idle: against every nanosecond, and against causes made on purpose."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -347,6 +348,32 @@ def test_names_of_calls_without_version() -> None:
     assert [call_name(name) for name in names] == [
         "cudaLaunchKernel", "cudaGetDeviceProperties", "cudaMemcpyAsync", "cuInit",
     ]  # fmt: skip
+
+
+def waits_by_phase(num_optimizer: int, *ends: tuple[str, int]) -> Counter[tuple[str, str]]:
+    """In two steps of somebody's training without ranges of phases, each with these calls at its end."""
+    made = Recording()
+    for begin in (0, 1_000):
+        made.spans.append(Span("linear", begin + 10, begin + 50))
+        launches = [(20, MAIN), (100, AUTOGRAD), (110, AUTOGRAD), *((200 + i, MAIN) for i in range(num_optimizer))]
+        made.kernels += [Kernel("k", begin + launch, thread, begin + launch + 5) for launch, thread in launches]
+        made.calls += [Call("cudaLaunchKernel_v7000", begin + at, begin + at + 2, thread) for at, thread in launches]
+        made.calls.append(Call("cudaStreamSynchronize", begin + 105, begin + 106, AUTOGRAD))
+        made.calls += [Call(name, begin + at, begin + at + 3) for name, at in ends]
+        made.copies += [Kernel("memcpy Device-to-Host", begin + at) for name, at in ends if name == "cudaMemcpyAsync"]
+    return Counter({(row.name, row.phase.value): row.count for row in profile(made).host_calls if row.is_wait})
+
+
+@pytest.mark.parametrize("num_optimizer", [0, 3])
+def test_the_clock_of_a_benchmark_waits_in_no_phase(num_optimizer: int) -> None:
+    """Nor does what it waits for before the next step; within a step, a wait is of its phase."""
+    within = {("cudaStreamSynchronize", "backward"): 2}
+    for name in ("cudaDeviceSynchronize", "cudaEventSynchronize"):
+        assert waits_by_phase(num_optimizer, (name, 300)) == {**within, (name, "unattributed"): 2}
+    # an .item(), before which nothing is known of a clock
+    of_item = {(name, "optimizer"): 2 for name in ("cudaMemcpyAsync", "cudaStreamSynchronize")}
+    found = waits_by_phase(num_optimizer, ("cudaMemcpyAsync", 300), ("cudaStreamSynchronize", 310))
+    assert found == {**within, **of_item}
 
 
 def test_host_calls_by_function_and_phase_of_any_thread() -> None:

@@ -165,6 +165,22 @@ def test_synchronisations_around_the_step_are_no_finding() -> None:
     assert len(findings(quiet(host_calls=calls))) == 1
 
 
+def test_a_phase_without_kernels_has_no_finding() -> None:
+    """As in a benchmark without an optimizer, where what comes after backward looks like one."""
+    calls = (make_call("cudaStreamSynchronize", OPTIMIZER, 2, 4, is_wait=True),)
+    profile = quiet(host_calls=calls)
+    assert len(findings(profile)) == 2
+    phases = tuple(replace(row, launches=(0, 0)) if row.phase is OPTIMIZER else row for row in profile.phases)
+    assert len(findings(replace(profile, phases=phases))) == 1
+
+
+def test_a_synchronisation_is_called_no_item() -> None:
+    for name, asked in (("cudaDeviceSynchronize", "torch.cuda.synchronize()"), ("cudaStreamSynchronize", ".item()")):
+        _, text = findings(quiet(host_calls=(make_call(name, BACKWARD, 2, 4, is_wait=True),)))
+        assert [word in text for word in ("torch.cuda.synchronize()", ".item()")].count(True) == 1
+        assert asked in text
+
+
 def test_an_item_for_each_parameter_is_named() -> None:
     calls = (
         make_call("cudaStreamSynchronize", OPTIMIZER, 222, 4, is_wait=True),
