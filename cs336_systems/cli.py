@@ -10,16 +10,20 @@ from typing import Annotated, Any
 
 import tyro
 
+from cs336_systems import __version__
 from cs336_systems.commands.flags import parse
-from cs336_systems.commands.outcome import FAILED, INTERRUPTED, USAGE, UsageError
+from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
 from cs336_systems.json_files import FileError
 from cs336_systems.locks import LockedError
 from cs336_systems.nsys_run import NsysError
 from cs336_systems.outputs import guard_outputs
 
-COMMANDS = ("kernels", "memory", "account", "fusion", "attention", "ceilings", "ladder", "compare", "report")
+COMMANDS = (
+    "kernels", "memory", "account", "napkin", "fusion", "attention", "ceilings", "ladder", "compare", "report",
+)  # fmt: skip
 """What follows `cs336`; each is a module of commands/, imported only when it is wanted."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
+HOW_TO_ASK_VERSION = "cs336 --version prints the version of this program."
 
 
 def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
@@ -30,6 +34,9 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         from cs336_systems.store import SweepError
 
         guard_outputs()
+        if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
+            print(f"cs336-systems {__version__}")
+            return OK
         try:
             return main(argv)
         except UsageError as error:
@@ -72,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
     subcommands = [Annotated[_arguments(name), tyro.conf.subcommand(name)] for name in COMMANDS]
     command: Any = functools.reduce(operator.or_, subcommands)
-    parse(command, "cs336", words, QUESTION)  # prints the help, or what is wrong
+    parse(command, "cs336", words, f"{QUESTION}\n\n{HOW_TO_ASK_VERSION}")  # prints the help, or what is wrong
     raise UsageError(f"needed a command: {', '.join(COMMANDS)}")
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import cs336_systems
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
@@ -216,6 +217,26 @@ def test_help_is_for_people(command: Callable[[Sequence[str]], int], capsys: pyt
     assert text.startswith("usage: ")
     assert "None" not in text
     assert "cs336_systems" not in text
+
+
+def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The modules of commands/ are the commands, but for those that have a script and those that serve the others."""
+    scripts, helpers = {"benchmark", "sweep", "precision"}, {"__init__", "device", "flags", "outcome"}
+    modules = {path.stem for path in (ROOT / "cs336_systems" / "commands").glob("*.py")}
+    assert status_of(cli.main, ["--help"]) == 0
+    (listed,) = re.findall(r"^usage: [^{]*\{([^}]*)\}", capsys.readouterr().out)
+    assert set(re.findall(r"\w+", listed)) == modules - scripts - helpers
+    for words in (["napkin"], ["account", "napkin"]):
+        assert status_of(cli.main, [*words, "--memory-gb", "80"]) == 0
+        assert "largest model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [cli.benchmark, cli.sweep, cli.precision, cli.main])
+def test_the_version_is_that_of_the_package(
+    command: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(command, ["--version"]) == 0
+    assert capsys.readouterr().out.split()[-1] == cs336_systems.__version__
 
 
 # Dry runs

@@ -18,7 +18,7 @@ from cs336_systems.commands.flags import (
     one_precision,
     unset,
 )
-from cs336_systems.commands.outcome import OK, UsageError, ceilings_or_say, checked
+from cs336_systems.commands.outcome import OK, UsageError, ceilings_or_say, checked, json_alone
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
 from cs336_systems.hardware import DEVICES, DeviceSpec, find_device
 from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
@@ -33,7 +33,7 @@ class AccountArguments:
     the model, and the peak of memory by what it holds.
 
     For an eager step on a GPU; no GPU and no torch are needed. Memory is predicted for NVIDIA Hopper: elsewhere up to
-    48 MiB less is taken. `cs336 account napkin` answers how long training takes and how large a model fits.
+    48 MiB less is taken. `cs336 napkin` answers how long training takes and how large a model fits.
     """
 
     size: str = "small"
@@ -68,6 +68,8 @@ class AccountArguments:
     """Rows of the peak's contents to show."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (account.md, .tex, .typ) and the numbers of each part (account.csv)."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
     def config(self) -> RunConfig:
         """The run that these flags mean; raise ValueError where they mean none."""
@@ -132,7 +134,8 @@ def run(arguments: AccountArguments) -> int:
     device = checked(functools.partial(device_meant, arguments.device_name))
     if config.model_factory is not None:
         raise UsageError("the cost of a model of your own is not known from its flags: leave --model out")
-    from cs336_systems.report.account import account_listing
+    from cs336_systems.json_files import encode_json
+    from cs336_systems.report.account import account_json, account_listing
     from cs336_systems.report.listing import texts_of, write_files
     from cs336_systems.report.terminal import print_table, say
 
@@ -143,9 +146,13 @@ def run(arguments: AccountArguments) -> int:
     listing = account_listing(config, device, step_s, memory_bytes, arguments.top, ceiling)
     if arguments.output is not None:
         write_files(texts_of(listing), arguments.output)
-    for table in listing.tables:
-        print_table(table)
-        say("")
-    if arguments.output is not None:
-        say(f"results: {arguments.output}")
+    with json_alone(arguments.json) as print_json:
+        if print_json is not None:
+            print_json(encode_json(account_json(config, device, step_s, memory_bytes, ceiling)))
+        else:
+            for table in listing.tables:
+                print_table(table)
+                say("")
+        if arguments.output is not None:
+            say(f"results: {arguments.output}")
     return OK

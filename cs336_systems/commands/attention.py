@@ -101,7 +101,7 @@ def run(arguments: AttentionArguments) -> int:
     with json_alone(arguments.json) as print_json:
         study = run_attention_study(grid, on_progress=lambda study: write_attention_record(study, directory))
         write_attention(study, directory)
-        if arguments.json:
+        if print_json is not None:
             print_json(encode_study(study))
         else:
             for table in attention_tables(study):

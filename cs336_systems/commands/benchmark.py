@@ -123,7 +123,7 @@ def run(arguments: BenchmarkArguments) -> int:
         if (kept := set_aside_run(config, runs)) is not None:
             print(f"note: the earlier run of this configuration is kept in {kept}", file=sys.stderr)
         record = run_here(config, runs)
-        if arguments.json:
+        if print_json is not None:
             print_json(encode_record(record))
             print(f"record: {runs / record.key}.json")
         else:

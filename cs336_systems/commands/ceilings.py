@@ -181,7 +181,7 @@ def run(arguments: CeilingsArguments) -> int:
         write_ceilings(study, directory, parts)
         for doubt in doubts(study):
             print(f"warning: {doubt}", file=sys.stderr)
-        if arguments.json:
+        if print_json is not None:
             print_json(encode_study(study))
         else:
             for table in ceilings_tables(study, parts):

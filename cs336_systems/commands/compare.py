@@ -13,10 +13,11 @@ from cs336_systems.analysis.compare import compare, interleave, process_means
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.device import say_why_cpu
 from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse, unset, value_or
-from cs336_systems.commands.outcome import OK, UsageError, checked
+from cs336_systems.commands.outcome import OK, PrintJson, UsageError, checked, json_alone
 from cs336_systems.commands.report import load_or_say
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.json_files import encode_json
 from cs336_systems.record import RunRecord, load_records, read_record
 
 
@@ -45,6 +46,8 @@ class CompareArguments:
     """Measure everything again; earlier records are kept beside."""
     allow_mixed: Switch = False
     """Compare records from different hardware or software."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         check_limits(self.timeout_s, self.repeats, least_repeats=2)  # one process tells nothing of the spread
@@ -52,6 +55,11 @@ class CompareArguments:
 
 def run(arguments: CompareArguments) -> int:
     """Measure both sides alternately, or read them, and say which is faster."""
+    with json_alone(arguments.json) as print_json:
+        return _compare(arguments, print_json)
+
+
+def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     from cs336_systems.report.comparison import comparison_table, write_comparison
     from cs336_systems.report.terminal import print_table, say
     from cs336_systems.report.words import STATUS_WORDS
@@ -86,7 +94,12 @@ def run(arguments: CompareArguments) -> int:
     table = comparison_table((arguments.a.strip(), arguments.b.strip()), means, comparison)
     if directory is not None:
         write_comparison(table, directory)
-    print_table(table)
+    if print_json is not None:
+        found = zip("AB", (arguments.a.strip(), arguments.b.strip()), means, strict=True)
+        listed = [{"side": side, "configuration": name, "process_means_s": own} for side, name, own in found]
+        print_json(encode_json({"sides": listed, "verdict": comparison.verdict, "comparison": comparison}))
+    else:
+        print_table(table)
     if directory is not None:
         say(f"results: {directory}")
     return OK

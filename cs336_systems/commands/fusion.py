@@ -83,7 +83,7 @@ def run(arguments: FusionArguments) -> int:
     with json_alone(arguments.json) as print_json:
         study = run_fusion_study(grid)
         write_fusion(study, directory)
-        if arguments.json:
+        if print_json is not None:
             print_json(encode_study(study))
         else:
             for table in fusion_tables(study):

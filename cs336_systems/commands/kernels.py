@@ -107,7 +107,7 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.report.terminal import print_profile, say
 
     with json_alone(arguments.json) as print_json:
-        if arguments.json:
+        if print_json is not None:
             print_json(encode_profile(profile))
         else:
             print_profile(profile, arguments.top, config)

@@ -20,12 +20,22 @@ from cs336_systems.commands.flags import (
     unset,
     value_or,
 )
-from cs336_systems.commands.outcome import INTERRUPTED, OK, UsageError, ceilings_or_say, checked, existing, status_of
+from cs336_systems.commands.outcome import (
+    INTERRUPTED,
+    OK,
+    PrintJson,
+    UsageError,
+    ceilings_or_say,
+    checked,
+    existing,
+    json_alone,
+    status_of,
+)
 from cs336_systems.commands.report import load_or_say
 from cs336_systems.commands.sweep import say_left_out
 from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.counting import counted
-from cs336_systems.json_files import FileError
+from cs336_systems.json_files import FileError, encode_json
 from cs336_systems.ladder import (
     GATE_STEPS,
     Rung,
@@ -111,6 +121,8 @@ class LadderArguments:
     """Go on in a directory whose records come from another GPU, driver, torch, code, own model or token file."""
     dry_run: Switch = False
     """Print what would run, and stop."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         check_limits(self.timeout_s, value_or(self.repeats, 1), least_repeats=1)
@@ -164,17 +176,20 @@ class LadderArguments:
 
 def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
-    if arguments.report is not None:
-        existing(arguments.report / LADDER_FILE, "the rungs of a ladder")
-        _report(arguments.report)
-        return OK
+    with json_alone(arguments.json) as print_json:
+        if arguments.report is not None:
+            existing(arguments.report / LADDER_FILE, "the rungs of a ladder")
+            _report(arguments.report, print_json)
+            return OK
+        return _climb(arguments, print_json)
+
+
+def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
     say_why_cpu(arguments.device)
     if arguments.dry_run:
-        for rung in ladder:
-            print(f"{rung.name}: {rung.change} ({rung.config.label})")
-        print(f"{counted(len(configs), 'run')} into {directory}")
+        _say_plan(ladder, configs, directory, print_json)
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
@@ -187,10 +202,21 @@ def run(arguments: LadderArguments) -> int:
             print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
             configs = (*configs, reference(ladder[0]))
             status = _measure(configs, directory, arguments, ladder, fresh=False)
-    _report(directory)
+    _report(directory, print_json)
     if status == INTERRUPTED:
         say_last("interrupted: the same command goes on from here")
     return status
+
+
+def _say_plan(
+    ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path, print_json: PrintJson | None
+) -> None:
+    if print_json is not None:
+        print_json(encode_json({"directory": str(directory), "rungs": ladder, "runs": configs}))
+        return
+    for rung in ladder:
+        print(f"{rung.name}: {rung.change} ({rung.config.label})")
+    print(f"{counted(len(configs), 'run')} into {directory}")
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
@@ -242,20 +268,23 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
     return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
 
 
-def _report(directory: Path) -> None:
+def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write and print what the records of the directory give."""
     from cs336_systems.report.kernels.entries import load_profiled
     from cs336_systems.report.ladder.rows import ladder_rows
-    from cs336_systems.report.ladder.tables import ladder_tables, write_ladder_report
+    from cs336_systems.report.ladder.tables import ladder_json, ladder_tables, write_ladder_report
     from cs336_systems.report.terminal import print_table, say
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_or_say(directory / "runs"))
     rows = ladder_rows(ladder, records, load_profiled(records, directory), ceilings_or_say(ceilings_beside(directory)))
     write_ladder_report(rows, directory)
-    for table in ladder_tables(rows):
-        print_table(table)
-        print()
+    if print_json is not None:
+        print_json(encode_json({"directory": str(directory), "rungs": ladder_json(rows)}))
+    else:
+        for table in ladder_tables(rows):
+            print_table(table)
+            print()
     say(f"results: {directory}")
 
 

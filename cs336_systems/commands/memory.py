@@ -9,6 +9,7 @@ import tyro
 from cs336_systems.commands.flags import ModelArguments, StepArguments, Switch, make_config, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.json_files import encode_json
 from cs336_systems.record import read_record
 
 if TYPE_CHECKING:
@@ -63,13 +64,13 @@ def run(arguments: MemoryArguments) -> int:
     """Read, explain, print, and write where asked."""
     if not 1 <= len(arguments.files) <= 2 or arguments.top < 1:
         raise UsageError("memory needs one snapshot, or two to compare, and --top of at least 1")
-    if len(arguments.files) == 2 and (arguments.json or arguments.output is not None):
-        raise UsageError("--json and --output are for one snapshot, not for a comparison")
+    if len(arguments.files) == 2 and arguments.output is not None:
+        raise UsageError("--output is for one snapshot, not for a comparison")
     configs = [arguments.config_of(file) for file in arguments.files]
     found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
     profiles = [_explain(file, config) for file, config in zip(found, configs, strict=True)]
     from cs336_systems.analysis.memory.profile import encode_memory_profile
-    from cs336_systems.report.memory.compare import compare_memory
+    from cs336_systems.report.memory.compare import changes_json, compare_memory
     from cs336_systems.report.memory.files import memory_tables, write_memory
     from cs336_systems.report.terminal import print_table, say
 
@@ -77,8 +78,9 @@ def run(arguments: MemoryArguments) -> int:
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_memory(profiles[0], arguments.output, arguments.top)
     with json_alone(arguments.json) as print_json:
-        if arguments.json:
-            print_json(encode_memory_profile(profiles[0]))
+        if print_json is not None:
+            both = len(profiles) == 2
+            print_json(encode_json(changes_json(*profiles)) if both else encode_memory_profile(profiles[0]))
         else:
             for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(profiles[0], arguments.top):
                 print_table(table)

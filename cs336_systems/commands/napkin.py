@@ -1,13 +1,15 @@
-"""`cs336 account napkin`: how long training takes, and how large a model fits."""
+"""`cs336 napkin` (`cs336 account napkin` too): how long training takes, and how large a model fits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from cs336_systems.commands.account import device_meant
-from cs336_systems.commands.flags import unset
-from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.commands.flags import Switch, unset
+from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Precision
+from cs336_systems.json_files import encode_json
+from cs336_systems.napkin import SECONDS_PER_DAY, largest_model, training_days
 
 NOT_ASKED = "not asked"
 LIMITS: Mapping[str, tuple[float, float]] = {
@@ -49,6 +51,8 @@ class NapkinArguments:
     """Memory of one GPU (GB, 1e9 bytes)."""
     bytes_per_parameter: float = 16
     """Bytes that a parameter takes with its gradient and the optimizer's state; 16 is AdamW in fp32."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
     def check(self) -> None:
         """Raise ValueError for numbers that cannot be meant, and where nothing is asked."""
@@ -87,27 +91,31 @@ def run(arguments: NapkinArguments) -> int:
     from cs336_systems.report.terminal import print_table, say
 
     tables = []
+    answers: dict[str, object] = {}
     if arguments.parameters is not None and arguments.tokens is not None:
         peak_flops_per_s, source = checked(arguments.peak)
-        tables.append(
-            days_table(
-                parameters=arguments.parameters,
-                tokens=arguments.tokens,
-                peak_flops_per_s=peak_flops_per_s,
-                peak_source=source,
-                count=arguments.count,
-                mfu=arguments.mfu,
-            )
-        )
+        given: dict[str, Any] = {
+            "parameters": arguments.parameters,
+            "tokens": arguments.tokens,
+            "peak_flops_per_s": peak_flops_per_s,
+            "count": arguments.count,
+            "mfu": arguments.mfu,
+        }
+        tables.append(days_table(**given, peak_source=source))
+        answers["training"] = given | {"peak_source": source, "training_s": training_days(**given) * SECONDS_PER_DAY}
     if arguments.memory_gb is not None:
-        tables.append(
-            largest_table(
-                memory_bytes=arguments.memory_gb * 1e9,
-                count=arguments.count,
-                bytes_per_parameter=arguments.bytes_per_parameter,
-            )
-        )
-    for table in tables:
-        print_table(table)
-        say("")
+        given = {
+            "memory_bytes": arguments.memory_gb * 1e9,
+            "count": arguments.count,
+            "bytes_per_parameter": arguments.bytes_per_parameter,
+        }
+        tables.append(largest_table(**given))
+        answers["largest_model"] = given | {"parameters": largest_model(**given)}
+    with json_alone(arguments.json) as print_json:
+        if print_json is not None:
+            print_json(encode_json(answers))
+        else:
+            for table in tables:
+                print_table(table)
+                say("")
     return OK

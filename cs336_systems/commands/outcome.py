@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.json_files import why_no_file
@@ -19,6 +19,7 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_cei
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 T = TypeVar("T")
+PrintJson: TypeAlias = Callable[[bytes], None]
 
 
 class UsageError(ValueError):
@@ -55,14 +56,17 @@ def ceilings_or_say(directory: Path) -> Ceilings:
 
 
 @contextlib.contextmanager
-def json_alone(is_asked: bool) -> Iterator[Callable[[bytes], None]]:
-    """Yield what takes a command's JSON, to be printed at the end of the block, alone on standard output.
+def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
+    """Yield what takes a command's JSON, to be printed at the end of the block; None where no JSON is asked for.
 
-    All else that is printed meanwhile goes to standard error, if JSON is asked for: by this program, a user's model,
-    the libraries and processes that it uses.
+    The JSON is alone on standard output: all else that is printed meanwhile goes to standard error, by this program, a
+    user's model, the libraries and processes that it uses.
     """
+    if not is_asked:
+        yield None
+        return
     taken: list[bytes] = []
-    with _stdout_to_stderr() if is_asked else contextlib.nullcontext():
+    with _stdout_to_stderr():
         yield taken.append
     for data in taken:
         sys.stdout.write(data.decode())

@@ -43,7 +43,7 @@ def run(arguments: PrecisionArguments) -> int:
         sums, dtypes = accumulation_study(), dtype_study(devices)
         if arguments.output is not None:
             write_tables(sums, dtypes, arguments.output)
-        if arguments.json:
+        if print_json is not None:
             print_json(encode_study(sums, dtypes))
         else:
             print_tables(sums, dtypes)

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from cs336_systems.commands.flags import unset
-from cs336_systems.commands.outcome import FAILED, OK, UsageError
+from cs336_systems.commands.flags import Switch, unset
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, json_alone
 from cs336_systems.commands.sweep import report
 from cs336_systems.counting import counted
 from cs336_systems.record import RecordError, RunRecord, load_records
@@ -24,6 +24,8 @@ class ReportArguments:
     """Directories of sweeps (each with runs/ in it)."""
     output: Annotated[Path | None, unset("DIR", "the directory itself, if there is one only")] = None
     """Where to write."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
 
 def run(arguments: ReportArguments) -> int:
@@ -43,7 +45,8 @@ def run(arguments: ReportArguments) -> int:
         print(f"warning: {said}", file=sys.stderr)
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
-    report(found, output, keep=True)
+    with json_alone(arguments.json) as print_json:
+        report(found, output, keep=True, print_json=print_json)
     return FAILED if any(problems.values()) else OK
 
 

@@ -36,15 +36,18 @@ from cs336_systems.commands.outcome import (
     FAILED,
     INTERRUPTED,
     OK,
+    PrintJson,
     UsageError,
     ceilings_or_say,
     checked,
+    json_alone,
     say_recorded,
     status_of,
 )
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.counting import counted
 from cs336_systems.fast import describe_fast
+from cs336_systems.json_files import encode_json
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
 from cs336_systems.nvml import usable_gpu_bytes
@@ -112,6 +115,8 @@ class SweepArguments:
     """Go on in a directory whose records come from another GPU, driver, torch, code, own model or token file."""
     dry_run: Switch = False
     """Print what would run, and stop."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         for name in ("sizes", "context_lengths", "modes", "precisions", "warmup_steps", "checkpoint_blocks"):
@@ -194,7 +199,7 @@ def default_name(sweep: SweepArguments) -> str:
         for name, value in _differences(arguments, skip=("device",))
     ]
     beside = ("modes", "precisions", "mixed_precision", "model", "step", "name", "output", "timeout_s", "fresh",
-              "allow_mixed", "dry_run", "nsys", "profile", "memory", "memory_first_step", "fast")  # fmt: skip
+              "allow_mixed", "dry_run", "json", "nsys", "profile", "memory", "memory_first_step", "fast")  # fmt: skip
     axes = _differences(sweep, skip=beside)
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
@@ -226,12 +231,11 @@ def run(arguments: SweepArguments) -> int:
     for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
         print(f"fast: {chosen}", file=sys.stderr)
     if arguments.dry_run:
-        for config in configs:
-            steps = f"{config.warmup_steps} + {config.measured_steps} steps"
-            print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
-        for config in plan.too_large:
-            print(f"will not fit: {config.label}")
-        print(f"{counted(len(configs), 'run')} into {directory}")
+        with json_alone(arguments.json) as print_json:
+            if print_json is not None:
+                print_json(encode_json({"directory": str(directory), "runs": configs, "too_large": plan.too_large}))
+            else:
+                _say_plan(plan, directory)
         return OK
     for config in plan.too_large:
         print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
@@ -239,10 +243,25 @@ def run(arguments: SweepArguments) -> int:
     if missing is not None:
         print(f"error: no profile: {missing}. The times are measured all the same.", file=sys.stderr)
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
-    status = measure_all(
-        configs, directory, timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed
-    )
+    with json_alone(arguments.json) as print_json:
+        status = measure_all(
+            configs,
+            directory,
+            timeout_s=arguments.timeout_s,
+            fresh=arguments.fresh,
+            allow_mixed=arguments.allow_mixed,
+            print_json=print_json,
+        )
     return FAILED if missing is not None and status == OK else status
+
+
+def _say_plan(plan: Plan, directory: Path) -> None:
+    for config in plan.configs:
+        steps = f"{config.warmup_steps} + {config.measured_steps} steps"
+        print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
+    for config in plan.too_large:
+        print(f"will not fit: {config.label}")
+    print(f"{counted(len(plan.configs), 'run')} into {directory}")
 
 
 def _predicted(config: RunConfig) -> str:
@@ -261,9 +280,15 @@ def _why_no_profile(arguments: SweepArguments) -> str | None:
 
 
 def measure_all(
-    configs: Sequence[RunConfig], directory: Path, *, timeout_s: float, fresh: bool, allow_mixed: bool
+    configs: Sequence[RunConfig],
+    directory: Path,
+    *,
+    timeout_s: float,
+    fresh: bool,
+    allow_mixed: bool,
+    print_json: PrintJson | None = None,
 ) -> int:
-    """Run the configurations that have no result yet, write the tables and plots, print them."""
+    """Run the configurations that have no result yet, write the tables and plots, print them or their JSON."""
     if is_under_nsys():
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
@@ -274,7 +299,7 @@ def measure_all(
     say_left_out(configs)
     with TerminalListener() as listener:
         outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
-    report({directory: outcome.records}, directory, keep=True)
+    report({directory: outcome.records}, directory, keep=True, print_json=print_json)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
         print(
             f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
@@ -299,8 +324,14 @@ def say_left_out(configs: Sequence[RunConfig]) -> None:
         )
 
 
-def report(found: Mapping[Path, Sequence[RunRecord]], output: Path, *, keep: bool = False) -> None:
-    """Write and print what the records, by the sweep's directory, support together.
+def report(
+    found: Mapping[Path, Sequence[RunRecord]],
+    output: Path,
+    *,
+    keep: bool = False,
+    print_json: PrintJson | None = None,
+) -> None:
+    """Write and print what the records, by the sweep's directory, support together; with `print_json` as JSON.
 
     The times of profiled runs are in the tables of profiles alone. With `keep`, raises UsageError, before it writes,
     where a profile that is missing would be lost from the tables in `output`.
@@ -311,8 +342,8 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path, *, keep: boo
     from cs336_systems.report.memory.loading import load_memory
     from cs336_systems.report.memory.sweep import memory_sweep_tables, write_memory_sweep
     from cs336_systems.report.plots import write_plots
-    from cs336_systems.report.tables import write_tables
-    from cs336_systems.report.terminal import print_sweep, print_table
+    from cs336_systems.report.tables import results_json, write_tables
+    from cs336_systems.report.terminal import print_sweep, print_table, say
 
     records = [record for directory in found.values() for record in directory]
     published = [record for record in records if record.config.profiler is Profiler.NONE]
@@ -333,9 +364,18 @@ def report(found: Mapping[Path, Sequence[RunRecord]], output: Path, *, keep: boo
     recorded = list(itertools.chain.from_iterable(memory.values()))
     if recorded:
         write_memory_sweep(recorded, output)
-    print_sweep(records, output, ceilings)
-    for table in (*(sweep_tables(profiled) if profiled else ()), *(memory_sweep_tables(recorded) if recorded else ())):
-        print_table(table)
+    if print_json is not None:
+        explained = {
+            name: [{"key": entry.config.key, "profile": entry.profile} for entry in entries]
+            for name, entries in (("kernels", profiled), ("memory", recorded))
+        }
+        rows = results_json(published, ceilings)
+        print_json(encode_json({"directory": str(output), "results": rows, **explained}))
+        say(f"results: {output}")
+    else:
+        print_sweep(records, output, ceilings)
+        for table in (*sweep_tables(profiled), *memory_sweep_tables(recorded)):
+            print_table(table)
     for directory, own in found.items():
         say_recorded([record.config for record in own], directory / "runs")
 

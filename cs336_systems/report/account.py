@@ -1,6 +1,7 @@
 """What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 from cs336_systems.accounting import (
     Component,
@@ -75,6 +76,54 @@ def account_listing(
             tables.append(_block_table(config, top))
     csv = to_csv(CSV_COLUMNS, ([name, *map(row.get, CSV_COLUMNS[1:])] for name, row in parts.items()))
     return Listing(name="account", tables=tuple(tables), csv=csv)
+
+
+def account_json(
+    config: RunConfig,
+    device: DeviceSpec | None,
+    step_s: float | None,
+    memory_bytes: int | None,
+    ceiling_flops_per_s: float | None = None,
+) -> dict[str, object]:
+    """What `account_listing` says, as numbers in SI units; None for what is not asked or not known."""
+    parts, state = _numbers(config), state_bytes(config)
+    work = [*forward_work(config), *((optimizer_work(config.model),) if config.mode is Mode.TRAIN else ())]
+    return {
+        "config": config,
+        "tokens": _tokens(config),
+        "parts": [{"component": name} | {key: row.get(key) for key in CSV_COLUMNS[1:]} for name, row in parts.items()],
+        "state": {f"{field.name}_bytes": getattr(state, field.name) for field in fields(state)},
+        "work": work,
+        "memory": predict_memory(config),
+        "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
+        "device": device,
+        "rates": None if step_s is None else _rates(config, parts[ALL], device, step_s, ceiling_flops_per_s),
+        "fit": None
+        if memory_bytes is None
+        else {
+            "memory_bytes": memory_bytes,
+            "fits": fits(config, memory_bytes),
+            "largest_batch_size": largest_batch(config, memory_bytes),
+            "longest_context_length": largest_context(config, memory_bytes),
+        },
+    }
+
+
+def _rates(
+    config: RunConfig, whole: Numbers, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
+) -> dict[str, float | None]:
+    """What a step that takes so long achieves; None for shares of what is not known."""
+    peak = device.peak_flops_per_s.get(config.precision) if device else None
+    rate = whole["step_flops"] / step_s
+    return {
+        "step_s": step_s,
+        "tokens_per_s": _tokens(config) / step_s,
+        "model_flops_per_s": rate,
+        "mfu": None if peak is None else rate / peak,
+        "mfu_causal": None if peak is None else whole["step_causal_flops"] / step_s / peak,
+        "hardware_mfu": None if peak is None else whole["hardware_flops"] / step_s / peak,
+        "ceiling_share": None if ceiling_flops_per_s is None else rate / ceiling_flops_per_s,
+    }
 
 
 def _numbers(config: RunConfig) -> dict[str, dict[str, int]]:

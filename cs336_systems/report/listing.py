@@ -15,6 +15,13 @@ MAX_LABEL = 64
 LABEL_END = 8
 """Of these, characters of its end: cuBLAS names its tiles in the middle, by which alone some kernels differ."""
 
+_SI: tuple[tuple[str, str, Callable[[float], float]], ...] = (
+    ("_ms", "_s", lambda time_ms: time_ms / 1e3),
+    ("_gib", "_bytes", lambda size_gib: round(size_gib * 2**30)),
+    ("_tflops_per_s", "_flops_per_s", lambda rate_tflops: rate_tflops * 1e12),
+)
+"""Endings of columns with a scaled unit, that of the SI unit, and how to get to it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
@@ -54,6 +61,18 @@ def csv_of(columns: Mapping[str, Callable[[Row], object]], rows: Iterable[Row]) 
     """The rows as CSV, by the name of each column and how to get its value; empty for no rows."""
     values = [[value(row) for value in columns.values()] for row in rows]
     return to_csv(tuple(columns), values) if values else ""
+
+
+def in_si(row: Mapping[str, object]) -> dict[str, object]:
+    """The values of a CSV's row by the names of its columns, both in SI units: `step_mean_ms` is `step_mean_s`."""
+    return dict(_in_si(name, value) for name, value in row.items())
+
+
+def _in_si(name: str, value: object) -> tuple[str, object]:
+    for ending, unit, convert in _SI:
+        if name.endswith(ending):
+            return name.removesuffix(ending) + unit, convert(value) if isinstance(value, int | float) else value
+    return name, value
 
 
 def percent(part: float, whole: float) -> str:

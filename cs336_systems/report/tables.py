@@ -21,6 +21,7 @@ from cs336_systems.report.formats import (
     to_csv,
 )
 from cs336_systems.report.frame import COLUMNS, SHAPE, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.listing import in_si
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
 from cs336_systems.statistics import FEWEST
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
@@ -38,6 +39,8 @@ UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
     "rope_theta": lambda config: f"{config.model.rope_theta:g}",
 }
 """Settings that tables name where they vary, and that results.csv ends with: rows would look alike without."""
+
+_CSV_COLUMNS = (*COLUMNS, *UNLISTED, "processes")
 
 
 def results_table(frame: pd.DataFrame) -> Table:
@@ -82,7 +85,7 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
     kept = tuple(records)
     frame = to_frame(kept, ceilings)
     tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
-    texts = {"csv": to_csv((*COLUMNS, *UNLISTED, "processes"), map(_csv_row, rows_of(frame)))}
+    texts = {"csv": to_csv(_CSV_COLUMNS, map(_csv_row, rows_of(frame)))}
     texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -90,6 +93,12 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
         paths.append(directory / f"results.{ending}")
         write_atomically(paths[-1], text.encode(errors="replace"))
     return paths
+
+
+def results_json(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> list[dict[str, object]]:
+    """The rows of results.csv, in SI units."""
+    rows = rows_of(to_frame(records, ceilings))
+    return [in_si(dict(zip(_CSV_COLUMNS, _csv_row(row), strict=True))) for row in rows]
 
 
 def _csv_row(row: RowDict) -> list[object]:

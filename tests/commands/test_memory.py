@@ -259,12 +259,11 @@ def test_a_record_that_is_none_is_refused(snapshot: Path, capsys: pytest.Capture
         ([], "needs one snapshot"),
         (["a", "b", "c"], "needs one snapshot, or two"),
         (["a", "--top", "0"], "--top of at least 1"),
-        (["a", "b", "--json"], "for one snapshot"),
         (["a", "b", "--output", "x"], "for one snapshot"),
         (["a", "--size", "smal"], "did you mean small?"),
         (["a", "--size", "small", "--batch-size", "0"], "batch_size"),
     ],
-    ids=["none", "three", "top", "two as json", "two written", "size", "batch"],
+    ids=["none", "three", "top", "two written", "size", "batch"],
 )
 def test_wrong_usage(
     words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -155,4 +155,4 @@ def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "None" not in said
     with pytest.raises(SystemExit, match="0"):
         main(["account", "--help"])
-    assert "cs336 account napkin" in capsys.readouterr().out
+    assert "cs336 napkin" in capsys.readouterr().out

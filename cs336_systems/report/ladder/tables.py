@@ -14,7 +14,7 @@ from cs336_systems.report.ladder.plots import draw_ladder
 from cs336_systems.report.ladder.reasons import GIGA, reasons
 from cs336_systems.report.ladder.rows import LadderRow
 from cs336_systems.report.ladder.words import interval_text, ratio_text
-from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
+from cs336_systems.report.listing import Listing, csv_of, in_si, texts_of, write_files
 from cs336_systems.report.tables import STEP_INTERVAL, step_interval
 from cs336_systems.report.words import STATUS_WORDS
 
@@ -39,6 +39,11 @@ def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
     }
     files["plots/ladder.png"] = drawing.to_png(draw_ladder(rows, settings(rows)))
     return write_files(files, directory)
+
+
+def ladder_json(rows: Rows) -> list[dict[str, object]]:
+    """The rows of ladder.csv, in SI units."""
+    return [in_si({name: value(row) for name, value in CSV.items()}) for row in rows]
 
 
 def settings(rows: Rows) -> str:

@@ -35,17 +35,32 @@ def compare_memory(a: MemoryProfile, b: MemoryProfile) -> list[Table]:
     return [_categories_table(a, b, unit), _places_table(a, b, unit)]
 
 
-def _categories_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
+def changes_json(a: MemoryProfile, b: MemoryProfile) -> dict[str, object]:
+    """Every change, in bytes."""
+    return {
+        "before": a.source,
+        "after": b.source,
+        "categories": _category_changes(a, b),
+        "places": _place_changes(a, b),
+    }
+
+
+def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
     pairs = {str(name): (bytes_of(a.peak, name), bytes_of(b.peak, name)) for name in Category}
     pairs = {name: pair for name, pair in pairs.items() if any(pair)}
     pairs[WHOLE] = a.peak.allocated_bytes, b.peak.allocated_bytes
     pairs["reserved at most"] = a.peak_reserved_bytes, b.peak_reserved_bytes
-    rows = [Change(name=name, place="", before_bytes=x, after_bytes=y) for name, (x, y) in pairs.items()]
+    return [Change(name=name, place="", before_bytes=x, after_bytes=y) for name, (x, y) in pairs.items()]
+
+
+def _categories_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
+    rows = _category_changes(a, b)
     columns: list[Column[Change]] = [Column(Heading("category", numeric=False), attrgetter("name")), *_values(unit)]
     return make_table("Memory at the peak, before and after", columns, rows, [_sides(a, b), _verdict(a, b)])
 
 
-def _places_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
+def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
+    """The largest first."""
     before, after = _sums(a.at_peak), _sums(b.at_peak)
     changes = [
         Change(
@@ -53,7 +68,11 @@ def _places_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
         )
         for name, place in {**before, **after}
     ]
-    changed = sorted((row for row in changes if row.grown_bytes), key=lambda row: -abs(row.grown_bytes))
+    return sorted((row for row in changes if row.grown_bytes), key=lambda row: -abs(row.grown_bytes))
+
+
+def _places_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
+    changed = _place_changes(a, b)
     columns: list[Column[Change]] = [
         Column(Heading("what", numeric=False), attrgetter("name")),
         *_values(unit),
