@@ -75,18 +75,15 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     """What is printed within goes to standard error, whether Python, a library in C or a child process prints it."""
-    with contextlib.redirect_stdout(sys.stderr):
-        if sys.__stdout__ is None or sys.__stderr__ is None:
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
             yield
-            return
-        sys.__stdout__.flush()
-        kept = os.dup(sys.__stdout__.fileno())
-        os.dup2(sys.__stderr__.fileno(), sys.__stdout__.fileno())
-        try:
-            yield
-        finally:
-            os.dup2(kept, sys.__stdout__.fileno())
-            os.close(kept)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def say_recorded(configs: Iterable[RunConfig], runs: Path) -> None:
