@@ -1,10 +1,15 @@
 """Models as users bring them, good and bad: `--model tests.own_models:BasicsTransformerLM`."""
 
+import contextlib
 import sys
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.profiling import annotate
 
 
 class BasicsTransformerLM(nn.Module):
@@ -104,6 +109,51 @@ class PrefersTf32(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         self.in_force.add(torch.get_float32_matmul_precision())
         return self.table(tokens)
+
+
+class Ranged(nn.Module):
+    """A module of somebody's model that has a range, and does what it is given to do."""
+
+    def __init__(self, d_model: int, name: str, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.range, self.act = name, act
+        self.linear = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate(self.range):
+            return self.act(self.linear(x))
+
+
+class Cut(Ranged):
+    """Backward ends inside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+class Uneven(nn.Module):
+    """A model with what makes autograd's graph uneven: parts that nobody uses, detach, fail or come again."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, d_model)
+        self.unused = Ranged(d_model, "unused", torch.tanh)
+        self.detached = Ranged(d_model, "detached", Tensor.detach)
+        self.around = Ranged(d_model, "around", Cut(d_model, "cut", torch.tanh))
+        self.failing = Ranged(d_model, "failing", lambda x: x.reshape(0))
+        self.twice = Ranged(d_model, "twice", torch.tanh)
+        self.again = nn.Sequential(Ranged(d_model, "again.0", torch.sigmoid), Ranged(d_model, "again.1", torch.sigmoid))
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.twice(self.table(tokens))
+        self.unused(x)
+        with contextlib.suppress(RuntimeError):
+            self.failing(x)
+        x = x + self.detached(x) + self.around(x) + self.twice(x)
+        for is_reentrant in (False, True):
+            x = checkpoint(self.again, x, use_reentrant=is_reentrant)
+        return self.head(x)
 
 
 def ends_the_process(vocab_size: int) -> nn.Module:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 
 from cs336_systems import memory_recording, profiling
 from cs336_systems.clock import StepTimes
@@ -37,7 +36,7 @@ from cs336_systems.profiling import Annotator, annotate, set_annotator
 from cs336_systems.shortcuts.step_graph import StepGraph
 from cs336_systems.step import TrainingStep
 from cs336_systems.watching import annotator_of, make_watch
-from tests.own_models import BasicsTransformerLM
+from tests.own_models import BasicsTransformerLM, Uneven
 from tests.plain import plain_model
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=16, num_layers=3, num_heads=2)
@@ -46,51 +45,6 @@ FAST = replace(
     CONFIG, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fused_loss=True, fused_blocks=True
 )
 BLOCKS = {"compile": CompileMode.DEFAULT, "compile_blocks": True}
-
-
-class Ranged(nn.Module):
-    """A module of somebody's model that has a range, and does what it is given to do."""
-
-    def __init__(self, name: str, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.range, self.act = name, act
-        self.linear = nn.Linear(MODEL.d_model, MODEL.d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with annotate(self.range):
-            return self.act(self.linear(x))
-
-
-class Cut(Ranged):
-    """Backward ends inside it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.detach())
-
-
-class Own(nn.Module):
-    """A model with what makes autograd's graph uneven: parts that nobody uses, detach, fail or come again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(MODEL.vocab_size, MODEL.d_model)
-        self.unused = Ranged("unused", torch.tanh)
-        self.detached = Ranged("detached", Tensor.detach)
-        self.around = Ranged("around", Cut("cut", torch.tanh))
-        self.failing = Ranged("failing", lambda x: x.reshape(0))
-        self.twice = Ranged("twice", torch.tanh)
-        self.again = nn.Sequential(Ranged("again.0", torch.exp), Ranged("again.1", torch.exp))
-        self.head = nn.Linear(MODEL.d_model, MODEL.vocab_size)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.twice(self.table(tokens))
-        self.unused(x)
-        with contextlib.suppress(RuntimeError):
-            self.failing(x)
-        x = x + self.detached(x) + self.around(x) + self.twice(x)
-        for is_reentrant in (False, True):
-            x = torch.utils.checkpoint.checkpoint(self.again, x, use_reentrant=is_reentrant)
-        return self.head(x)
 
 
 @dataclass(frozen=True)
@@ -127,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "fp16": Kind(replace(CONFIG, precision=Precision.FP16)),
     "tokens": Kind(replace(CONFIG, tokens="tokens.npy")),
     "course's model": Kind(CONFIG, course),
-    "own model": Kind(CONFIG, Own),
+    "own model": Kind(CONFIG, lambda: Uneven(MODEL.vocab_size, MODEL.d_model)),
     "forward": Kind(replace(CONFIG, mode=Mode.FORWARD)),
     "inference": Kind(replace(CONFIG, mode=Mode.INFERENCE)),
     "inference, checkpoint": Kind(replace(CONFIG, mode=Mode.INFERENCE, checkpoint_blocks=1)),
