@@ -188,7 +188,7 @@ def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [CompileMode.DEFAULT, CompileMode.REDUCE_OVERHEAD])
 def test_graphs_and_compiled_kernels_have_their_phases(mode: CompileMode, tmp_path: Path) -> None:
-    """In fresh processes: the shape checks of tests do not compile. Layers as wide as small's: backward fills memory."""
+    """In fresh processes: the shape checks of tests do not compile. Layers as wide as small's fill memory."""
     config = config_of("small", 128, compile=mode)
     config = replace(config, size="custom", model=replace(config.model, num_layers=2))
     watched = [replace(config, profiler=profiler) for profiler in (Profiler.NSYS, Profiler.KINETO)]
