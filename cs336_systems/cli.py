@@ -39,10 +39,10 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             return OK
         try:
             return main(argv)
-        except UsageError as error:
+        except (UsageError, FileError) as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
-        except (SweepError, LockedError, FileError, NsysError, OSError) as error:
+        except (SweepError, LockedError, NsysError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:

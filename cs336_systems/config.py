@@ -203,7 +203,7 @@ class RunConfig:
     ranges: bool = True
     """Annotate the step with NVTX ranges."""
     tokens: str | None = None
-    """Token file (.npy, one axis, uint16 or int32) to read batches from; None means random tokens."""
+    """Token file (.npy, one axis of integers) to read batches from; None means random tokens."""
     model_factory: str | None = None
     """`package.module:factory` of the user's own model; None means this project's TransformerLM."""
     profiler: Profiler = Profiler.NONE

@@ -5,11 +5,13 @@ Left out: packages that are installed beside the model's, and whatever else the 
 
 import contextlib
 import datetime
+import difflib
 import hashlib
 import importlib.util
 import re
+import symtable
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from cs336_systems.record import Input
 
 _INSTALLED = ("site-packages", "dist-packages")
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE | re.ASCII)
+_DYNAMIC = re.compile(r"import\s*\*|__path__|__getattr__|sys\.modules|\b(?:global|globals|vars|exec|setattr)\b")
+"""Source of a module that may have more names, or submodules, than its text says."""
 _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 
@@ -57,6 +61,58 @@ def source_digest(module: str) -> str | None:
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape") + files[name])
     return digest.hexdigest()[:16] if files else None
+
+
+def check_factory(name: str) -> None:
+    """Raise ValueError where `package.module:factory` is surely not there; nothing is imported to find out.
+
+    A module that adds names or submodules to itself while it is imported is given the benefit of the doubt.
+    """
+    module, _, attribute = name.partition(":")
+    first, *below = module.split(".")
+    spec = _find(first)
+    if spec is None:
+        here = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
+        raise ValueError(f"--model {name}: no module {first!r}, in this directory or installed{_meant(first, here)}")
+    for part in below:
+        package, spec = spec, _submodule(spec, part)
+        if spec is None and _names(package) is not None:
+            hint = "; leave .py out" if part == "py" else ""
+            raise ValueError(f"--model {name}: no module {part!r} in {package.name!r}{hint}")
+        if spec is None:
+            return
+    known, wanted = _names(spec), attribute.partition(".")[0]
+    if known is not None and wanted not in known and _submodule(spec, wanted) is None:
+        raise ValueError(f"--model {name}: no {wanted!r} in module {module!r}{_meant(wanted, known)}")
+
+
+def _meant(wanted: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(wanted, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
+    """The module in the package, which is not imported; None where there is none."""
+    full, directories = f"{package.name}.{name}", list(package.submodule_search_locations or ())
+    try:
+        return PathFinder.find_spec(full, directories)
+    except KeyError:  # Python looks for the package among the imported ones, for a folder without __init__.py in it
+        found = ModuleSpec(full, None, is_package=True)
+        found.submodule_search_locations = [str(path) for base in directories if (path := Path(base, name)).is_dir()]
+        return found
+
+
+def _names(spec: ModuleSpec) -> Collection[str] | None:
+    """All names that the module has beside submodules, by its source; None where the source does not say."""
+    if spec.origin is None and spec.submodule_search_locations is not None:
+        return ()  # a folder without __init__.py
+    if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    try:
+        source = importlib.util.decode_source(Path(spec.origin).read_bytes())
+        return None if _DYNAMIC.search(source) else symtable.symtable(source, spec.name, "exec").get_identifiers()
+    except (OSError, SyntaxError, ValueError):  # importing it will say more
+        return None
 
 
 def _locations(module: str) -> list[Path]:

@@ -5,29 +5,31 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-TOKEN_TYPES = (np.dtype(np.uint16), np.dtype(np.int32))
-
 
 def open_tokens(path: Path, context_length: int) -> np.ndarray:
-    """Map a token file, reading its header alone: .npy, one axis, uint16 or int32, longer than `context_length`.
+    """Map a token file, reading its header alone: .npy, one axis, integers of any type, longer than `context_length`.
 
-    Raises ValueError naming the file, what was needed and what it holds.
+    Raises ValueError naming the file, what was needed, what it holds, and the line of Python that makes the one of the
+    other.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; --tokens needs a .npy file of uint16 or int32 tokens")
+        raise ValueError(f"{path}: no such file; --tokens needs a .npy file of integers")
     with path.open("rb") as file:
         head = file.read(len(npy.MAGIC_PREFIX))
     if head != npy.MAGIC_PREFIX:
         found = f"begins with {head!r}" if head else "is empty"
-        raise ValueError(f"{path}: not a .npy file, it {found}; write it with numpy.save")
+        line = f"numpy.save({f'{path}.npy'!r}, numpy.fromfile({str(path)!r}, 'uint16'))"
+        raise ValueError(f"{path}: not a .npy file, it {found}; of raw 16-bit tokens one is made by {line}")
     try:
         tokens = npy.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header makes numpy's parser and mmap raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise ValueError(f"{path}: not a .npy file of numbers ({reason}); write it with numpy.save") from error
-    if tokens.ndim != 1 or tokens.dtype not in TOKEN_TYPES:
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        converted = f"{path.with_suffix('')}-int32.npy"
+        line = f"numpy.save({converted!r}, numpy.load({str(path)!r}).ravel().astype('int32'))"
         found = f"{tokens.ndim} axes of {tokens.dtype}"
-        raise ValueError(f"{path}: needed one axis of uint16 or int32 tokens, found {found}")
+        raise ValueError(f"{path}: needed one axis of integers, found {found}; converted by {line}")
     if len(tokens) <= context_length:
         raise ValueError(f"{path}: needed more than context_length = {context_length} tokens, found {len(tokens)}")
     return tokens

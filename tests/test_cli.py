@@ -4,15 +4,17 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import tyro
 
 import cs336_systems
 from cs336_systems import cli
@@ -86,6 +88,8 @@ BAD_BENCHMARK = [
     ["--mixed-precision", "--precision", "fp16"],
     ["--model", "os.system('true')"],
     ["--model", "../x:y"],
+    ["--model", "no_such_module:make"],
+    ["--model", "tests.own_models:no_such_factory"],
     ["--tokens", "caf\udce9.npy"],
 ]  # fmt: skip
 BAD_NAMES = ["../../x", "/tmp/x", "x" * 300, "nul\0", "-rf", "", ".", "..", "a/b", "a b", "a\n", "caf\udce9"]
@@ -97,6 +101,7 @@ BAD_SWEEP = [
     ["--sizes", "tiny", "smal"],
     ["--context-lengths", "64", "0"],
     ["--modes", "train", "--precisions", "tf32", "--device", "cpu"],
+    ["--model", "tests.no_such_module:make"],
     ["--mixed-precision", "--precisions", "fp16"],
     ["--timeout-s", "0"],
     ["--timeout-s", "nan"],
@@ -106,6 +111,7 @@ BAD_COMPARE = [
     ["compare", "--size 'tiny", "--size tiny"],
     ["compare", "--size tiny", "--size ../../x"],
     ["compare", "--size tiny", "--d-model 0"],
+    ["compare", "--size tiny", "--model no_such_module:make"],
     ["compare", "--size tiny", "--batch-size " + str(10**18)],
     ["compare", "--size tiny", "--no-such-flag 1"],
     ["compare", "--size tiny", "not/a/path"],
@@ -331,6 +337,29 @@ def test_the_exit_status_says_how_it_ended(
     assert statuses == ([record_status] if record_status else [])
 
 
+RAISES = """
+def make(vocab_size):
+    return helper(vocab_size)
+
+def helper(vocab_size):
+    raise ValueError("too small")
+"""
+
+
+def test_a_model_that_raises_is_shown_with_the_line_that_raised(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    (empty_directory / "raising.py").write_text(RAISES)
+    assert cli.benchmark([*ONE, "--model", "raising:make"]) == 1
+    shown = capsys.readouterr().out
+    assert 'File "raising.py", line 6, in helper\n    raise ValueError("too small")' in shown
+    assert 'File "raising.py", line 3, in make' in shown
+    assert "cs336_systems" not in shown
+    assert str(empty_directory) not in shown
+    assert cli.sweep([*GRID, "--model", "raising:make"]) == 1
+    assert "ValueError: too small (raising.py, line 6)" in capsys.readouterr().out
+
+
 def test_a_directory_that_cannot_be_written_is_said_at_once(
     capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
@@ -471,52 +500,60 @@ def test_a_report_does_not_write_over_tables_of_more_runs(
     assert len(whole) - 1 == 3 * (len(rest) - 1) > 0
 
 
-NOT_THERE = {
-    "kernels": ["kernels", "x.sqlite"],
-    "kernels, report of nsys": ["kernels", "x.nsys-rep"],
-    "kernels, record": ["kernels", "here.json", "--record", "x.json"],
-    "memory": ["memory", "x.pickle"],
-    "memory, profile": ["memory", "x.json"],
-    "memory, second": ["memory", "here.json", "x.pickle"],
-    "memory, record": ["memory", "here.json", "--record", "x.json"],
-    "report": ["report", "x"],
-    "ceilings, measured": ["ceilings", "--device", "cpu", "--measured", "x.json"],
-    "ceilings, profile": ["ceilings", "--device", "cpu", "--profile", "x.json"],
-    "account": ["account", "--ceilings", "x"],
-    "ladder": ["ladder", "--report", "x"],
-    "ladder, tokens": ["ladder", "--device", "cpu", "--tokens", "x.npy"],
-    "compare": ["compare", "x", "here.json"],
-    "compare, tokens": ["compare", "--tokens x.npy --device cpu", "--device cpu"],
+READS = {
+    "kernels": ("x.json", "kernels x.json"),
+    "kernels, record": ("x.json", "kernels kernels.json --record x.json"),
+    "memory": ("x.pickle", "memory x.pickle"),
+    "memory, profile": ("x.json", "memory x.json"),
+    "memory, second": ("x.json", "memory memory.json x.json"),
+    "memory, record": ("x.json", "memory memory.json --record x.json"),
+    "report": ("x", "report x"),
+    "ceilings, measured": ("x.json", "ceilings --device cpu --measured x.json"),
+    "ceilings, profile": ("x.json", "ceilings --device cpu --profile x.json"),
+    "ceilings, record": ("x.json", "ceilings --device cpu --profile kernels.json --record x.json"),
+    "account": ("x/ceilings.json", "account --ceilings x"),
+    "ladder": ("x", "ladder --report x"),
+    "ladder, tokens": ("x.npy", "ladder --device cpu --tokens x.npy"),
+    "ladder, model": ("x.py", "ladder --device cpu --model x:make"),
+    "compare": ("x.json", "compare x.json x.json"),
+    "compare, tokens": ("x.npy", "compare '--tokens x.npy --device cpu' '--device cpu'"),
+    "compare, model": ("x.py", "compare '--device cpu' '--model x:make --device cpu'"),
+    "benchmark, tokens": ("x.npy", "benchmark --device cpu --tokens x.npy"),
+    "benchmark, model": ("x.py", "benchmark --device cpu --model x:make"),
+    "sweep, tokens": ("x.npy", "sweep --device cpu --tokens x.npy"),
+    "sweep, model": ("x.py", "sweep --device cpu --model x.y:make"),
 }
+"""For each file that a command reads, its name and a command line."""
 
 
-@pytest.mark.parametrize("words", NOT_THERE.values(), ids=NOT_THERE)
-def test_a_file_that_is_not_there_is_wrong_usage(
-    words: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
+@pytest.mark.parametrize("is_there", [False, True], ids=["missing", "another"])
+@pytest.mark.parametrize("name", READS)
+def test_a_file_that_is_missing_or_another_than_needed_is_wrong_usage(
+    name: str, is_there: bool, capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
-    (empty_directory / "here.json").write_text("{}")
-    assert cli.main(words) == 2
+    write_profile(make_profile(device_names=()), empty_directory / "kernels.json")
+    write_memory_profile(make_memory(), empty_directory / "memory.json")
+    file, line = READS[name]
+    if is_there:
+        (empty_directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (empty_directory / file).write_text("1")  # JSON and Python, and nothing that is needed
+    before = files_in(empty_directory)
+    command, *argv = shlex.split(line)
+    main = {"benchmark": cli.benchmark, "sweep": cli.sweep}.get(command)
+    assert (main(argv) if main else cli.main([command, *argv])) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"error: [^\n]*\bx\b[^\n]*\n", err), err
-    assert [path.name for path in empty_directory.iterdir()] == ["here.json"]
+    assert files_in(empty_directory) == before
 
 
-DAMAGED = {
-    "kernels": ["kernels", "x.json"],
-    "memory": ["memory", "x.json"],
-    "ceilings, measured": ["ceilings", "--device", "cpu", "--measured", "x.json"],
-    "compare": ["compare", "x.json", "x.json"],
-}
-
-
-@pytest.mark.parametrize("words", DAMAGED.values(), ids=DAMAGED)
-def test_a_file_that_is_there_and_damaged_is_a_failure(
-    words: list[str], capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    (empty_directory / "x.json").write_text("{")
-    assert cli.main(words) == 1
-    assert re.fullmatch(r"error: x\.json: [^\n]*\n", capsys.readouterr().err)
+@pytest.mark.parametrize("command", ["benchmark", "sweep", "precision", *cli.COMMANDS])
+def test_no_file_that_a_command_reads_is_left_out_above(command: str) -> None:
+    words = " ".join(line for _, line in READS.values() if line.startswith(command))
+    for field in fields(cli._arguments(command)):
+        is_positional = tyro.conf.Positional in getattr(field.type, "__metadata__", ())
+        if "Path" in str(field.type) and field.name != "output" and not is_positional:
+            assert f"--{field.name} " in words
 
 
 def compare(*argv: object) -> int:
@@ -675,7 +712,7 @@ def test_unlike_records_are_not_compared_unless_told(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, "\0", "null"])
 def test_a_broken_record_is_no_side(capsys: pytest.CaptureFixture[str], empty_directory: Path, content: str) -> None:
     (empty_directory / "x.json").write_text(content)
-    assert compare("x.json", "x.json") == 1
+    assert compare("x.json", "x.json") == 2
     assert re.fullmatch(r"error: x\.json: not a record of a run: [^\n]*\n", capsys.readouterr().err)
 
 

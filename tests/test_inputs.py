@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.inputs import all_inputs, inputs_of, source_digest
+from cs336_systems.inputs import all_inputs, check_factory, inputs_of, source_digest
 
 CONFIG = RunConfig(size="custom", model=ModelConfig(d_model=8, d_ff=16, num_layers=1, num_heads=2))
 FILES = {
@@ -126,6 +126,70 @@ def test_this_package_has_a_digest_of_its_own(here: Path) -> None:
 @pytest.mark.parametrize("module", ["not_there", "not_there.model", "sys", "__main__x"])
 def test_without_source_there_is_no_digest(here: Path, module: str) -> None:
     assert source_digest(module) is None
+
+
+FACTORIES = {
+    "plain.py": """
+import math as m
+from json import dumps
+if m.pi > 3:
+    def make(): ...
+else:
+    other = 1
+class Outer:
+    class Inner: ...
+for looped in "x": pass
+""",
+    "lazy.py": "def __getattr__(name):\n    return name\n",
+    "star.py": "from plain import *\n",
+    "late.py": "globals()['make'] = print\n",
+    "within.py": "def hidden():\n    inner = 1\n    return later\n",
+    "broken.py": "def make(:\n",
+    "package/__init__.py": "from .sub import make\nfrom . import other as renamed\n",
+    "package/sub.py": "def make(): ...\n",
+    "package/other.py": "def make(): ...\n",
+    "package/folder/deep.py": "def make(): ...\n",
+    "folder/sub.py": "def make(): ...\n",
+    "replaces.py": "import sys\nsys.modules['replaces.virtual'] = sys.modules['plain'] = sys\n__path__ = []\n",
+}
+NAMES = [
+    *(f"plain:{name}" for name in ("make", "m", "dumps", "other", "Outer.Inner", "looped", "Outer", "nothing", "pi")),
+    "lazy:anything", "star:make", "late:make", "within:hidden", "within:inner", "within:later", "broken:make",
+    "package:make", "package:sub.make", "package:renamed", "package:other", "package:nothing", "package.sub:make",
+    "package.sub:nothing", "package.nothing:make", "package.sub.nothing:make", "package.folder.deep:make",
+    "package.folder.nothing:make", "package.folder.deep:nothing", "folder.sub:make", "folder.nothing:make",
+    "folder:make", "replaces.virtual:path", "plain.py:make", "nothing:make", "nothing.at.all:make", "json:dumps",
+    "json:nothing", "math:sqrt", "sys:exit", "os.path:join", "xml.dom.minidom:parse", "xml.nothing:parse",
+]  # fmt: skip
+
+
+def test_a_factory_is_refused_only_where_python_does_not_find_it_either(here: Path) -> None:
+    write(here, FACTORIES)
+    program = f"""
+import importlib, operator, subprocess, sys
+sys.path.insert(0, ".")
+for name in {NAMES}:
+    for loaded in [m for m in sys.modules if m.split(".")[0] in ("plain", "package", "folder", "replaces")]:
+        del sys.modules[loaded]
+    module, _, attribute = name.partition(":")
+    try:
+        operator.attrgetter(attribute)(importlib.import_module(module))
+        print(name)
+    except (ImportError, AttributeError, SyntaxError):
+        pass
+"""
+    there = set(subprocess.check_output([sys.executable, "-B", "-c", program], cwd=here, text=True).split())
+    before = set(sys.modules)
+    refused = set()
+    for name in NAMES:
+        try:
+            check_factory(name)
+        except ValueError:
+            refused.add(name)
+    assert not refused & there
+    # what a module does when it runs, and a mistake in it, are seen when it is imported
+    assert set(NAMES) - there - refused == {"broken:make", "plain:other"}
+    assert set(sys.modules) == before
 
 
 def test_runs_name_what_they_depend_on(here: Path) -> None:

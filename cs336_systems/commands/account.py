@@ -18,10 +18,11 @@ from cs336_systems.commands.flags import (
     one_precision,
     unset,
 )
-from cs336_systems.commands.outcome import OK, UsageError, ceilings_or_say, checked, json_alone
+from cs336_systems.commands.outcome import OK, ceilings_or_say, checked, json_alone
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
 from cs336_systems.hardware import DEVICES, DeviceSpec, find_device
 from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.studies.ceilings_files import ceilings_files
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
@@ -93,8 +94,10 @@ class AccountArguments:
             raise ValueError(f"--step-ms must be positive and below 1e12, got {self.step_ms}")
         if self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
-        if self.ceilings is not None and not self.ceilings.is_dir():
-            raise ValueError(f"--ceilings {self.ceilings}: no such directory; `cs336 ceilings` makes one")
+        if self.model.model is not None:
+            raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
+        if self.ceilings is not None and not ceilings_files(self.ceilings):
+            raise ValueError(f"--ceilings {self.ceilings}: no directory with ceilings; `cs336 ceilings` makes one")
 
     def memory_bytes(self) -> int | None:
         """Memory of the GPU that is to hold the step; None without --fit. Raises ValueError where none is known."""
@@ -132,8 +135,6 @@ def run(arguments: AccountArguments) -> int:
     checked(arguments.check)
     config, memory_bytes = checked(arguments.config), checked(arguments.memory_bytes)
     device = checked(functools.partial(device_meant, arguments.device_name))
-    if config.model_factory is not None:
-        raise UsageError("the cost of a model of your own is not known from its flags: leave --model out")
     from cs336_systems.json_files import encode_json
     from cs336_systems.report.account import account_json, account_listing
     from cs336_systems.report.listing import texts_of, write_files

@@ -28,6 +28,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.fast import fastest
+from cs336_systems.inputs import check_factory
 from cs336_systems.nvml import visible_gpus
 
 GPU_SIZES = ("small", "medium", "large", "xl", "2.7B")
@@ -153,7 +154,7 @@ class StepArguments:
     ranges: bool = True
     """Annotate the step with NVTX ranges."""
     tokens: Annotated[str | None, unset("FILE", "random tokens")] = None
-    """Token file to read batches from (.npy, one axis, uint16 or int32)."""
+    """Token file to read batches from (.npy, one axis of integers)."""
     device: DeviceChoice = "auto"
     """Where to run; auto is the GPU if there is one."""
     seed: int = 0
@@ -173,7 +174,7 @@ def check_tokens(name: str, context_length: int) -> None:
     from cs336_systems.tokens import open_tokens  # numpy is slow to import, and few command lines need it
 
     if not Path(name).is_file():
-        raise ValueError(f"--tokens needs a .npy file of uint16 or int32 tokens, and {name!r} is no file")
+        raise ValueError(f"--tokens needs a .npy file of integers, and {name!r} is no file")
     try:
         open_tokens(Path(name), context_length)
     except ValueError as error:
@@ -208,7 +209,7 @@ def make_config(
     )
     if step.tokens is not None:
         check_tokens(step.tokens, shape.context_length)
-    return RunConfig(
+    config = RunConfig(
         size=size if _same_shape(shape, preset) else "custom",
         model=shape,
         mode=mode,
@@ -219,6 +220,9 @@ def make_config(
         model_factory=model.model,
         **_given(step, but="device"),
     )
+    if config.model_factory is not None:
+        check_factory(config.model_factory)
+    return config
 
 
 def _given(group: ModelArguments | StepArguments, but: str) -> dict[str, Any]:

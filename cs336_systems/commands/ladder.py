@@ -102,7 +102,7 @@ class LadderArguments:
     learning_rate: Annotated[float | None, unset("FLOAT", "0.005 / d_model")] = None
     """Of AdamW; a larger one lets rounding alone drive the losses of large models apart."""
     tokens: Annotated[str | None, unset("FILE", "random tokens")] = None
-    """Token file to read batches from (.npy, one axis, uint16 or int32)."""
+    """Token file to read batches from (.npy, one axis of integers)."""
     device: DeviceChoice = "auto"
     """Where to run; auto is the GPU if there is one."""
     seed: int = 0

@@ -1,7 +1,7 @@
 """How a command ends: its exit status, and the errors that mean wrong usage.
 
-0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed, or a file
-is damaged; 2: wrong usage, a file that is not there among it; 130: interrupted.
+0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed, or of
+several records one is damaged; 2: wrong usage, a file that is not there or not what it should be; 130: interrupted.
 """
 
 import contextlib

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord
+from cs336_systems.report.failures import own_place, own_traceback
 from cs336_systems.report.formats import Table, to_rich
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
@@ -57,6 +58,8 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
         console.print(f"[red]{record.status}[/]{escape(where)}: {escape(record.failure.message)}")
+        if traceback := own_traceback(record):
+            console.print(escape(traceback.rstrip()), soft_wrap=True)
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {escape(warning.message)}")
     console.print(f"record: {escape(str(path))}", soft_wrap=True)
@@ -75,5 +78,6 @@ def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceiling
                 console.print(to_rich(table, console.width))
     for record in records:
         if record.failure is not None:
-            console.print(f"[red]{escape(record.config.label)}[/]: {escape(record.failure.message)}")
+            place = f" ({place})" if (place := own_place(record)) else ""
+            console.print(f"[red]{escape(record.config.label)}[/]: {escape(record.failure.message + place)}")
     console.print(f"results: {escape(str(directory))}", soft_wrap=True)

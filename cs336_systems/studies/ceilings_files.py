@@ -55,7 +55,12 @@ NO_CEILINGS = Ceilings()
 
 def load_ceilings(directory: Path) -> Ceilings:
     """The studies in the folders of `directory`; none where it is not there. RecordError for a damaged one."""
-    return Ceilings(tuple(read_study(path) for path in sorted(directory.glob(f"*/{FILE_NAME}"))))
+    return Ceilings(tuple(map(read_study, ceilings_files(directory))))
+
+
+def ceilings_files(directory: Path) -> list[Path]:
+    """The files of the studies in the folders of `directory`."""
+    return sorted(directory.glob(f"*/{FILE_NAME}"))
 
 
 def ceilings_beside(results: Path) -> Path:

@@ -112,7 +112,7 @@ def test_a_file_that_is_no_profile_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, words: str
 ) -> None:
     (tmp_path / "f").write_bytes(content)
-    assert kernels(tmp_path / "f", "--output", tmp_path / "out") == 1
+    assert kernels(tmp_path / "f", "--output", tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert str(tmp_path / "f") in said

@@ -293,7 +293,7 @@ def test_a_report_of_what_is_no_ladder_is_refused(
     contents: str, empty_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (empty_directory / "ladder.json").write_text(contents)
-    assert ladder("--report", ".") == 1
+    assert ladder("--report", ".") == 2
     assert "ladder.json" in capsys.readouterr().err
 
 

@@ -189,7 +189,7 @@ def test_a_file_that_is_no_snapshot_is_refused_in_one_line(
     path = tmp_path / "s.pickle"
     path.write_bytes(content)
     started = time.process_time()
-    assert memory(path, "--output", tmp_path / "out") == 1
+    assert memory(path, "--output", tmp_path / "out") == 2
     assert time.process_time() - started < 20
     check_refused(capsys.readouterr().err, path, words)
     assert not (tmp_path / "out").exists()
@@ -226,7 +226,7 @@ def test_a_profile_that_is_none_is_refused(
 ) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content)
-    assert memory(path) == 1
+    assert memory(path) == 2
     check_refused(capsys.readouterr().err, path, words)
 
 
@@ -244,12 +244,12 @@ def test_notes_that_are_none_are_refused(
         os.mkfifo(beside)
     else:
         beside.write_bytes(content)
-    assert memory(snapshot) == 1
+    assert memory(snapshot) == 2
     check_refused(capsys.readouterr().err, beside, words)
 
 
 def test_a_record_that_is_none_is_refused(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory(snapshot, "--record", snapshot) == 1
+    assert memory(snapshot, "--record", snapshot) == 2
     check_refused(capsys.readouterr().err, snapshot, "not a record of a run")
 
 
