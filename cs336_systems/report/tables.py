@@ -43,8 +43,11 @@ UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
 _CSV_COLUMNS = (*COLUMNS, *UNLISTED, "processes")
 
 
-def results_table(frame: pd.DataFrame) -> Table:
-    """The times of every configuration, its failures in words; settings that all share are said once, below."""
+def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
+    """The times of every configuration, its failures in words; settings that all share are said once, below.
+
+    Warnings are counted where there is a CSV that names them by row.
+    """
     frame = frame.assign(speed_up=speed_ups(frame)["speed_up"].to_numpy())
     columns = [
         *_identity(frame),
@@ -60,7 +63,7 @@ def results_table(frame: pd.DataFrame) -> Table:
         "Times are mean ± standard deviation over the measured steps of a process.",
         *interval_notes(frame["processes"]),
         *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
-        *warning_notes(frame),
+        *(warning_notes(frame) if has_csv else []),
     ]
     return make_table("Time of a step", columns, rows_of(frame), notes, _failed)
 

@@ -54,7 +54,7 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
     from cs336_systems.report.tables import results_table
 
     console = _console()
-    console.print(to_rich(results_table(to_frame([record], ceilings)), console.width))
+    console.print(to_rich(results_table(to_frame([record], ceilings), has_csv=False), console.width))
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
         console.print(f"[red]{record.status}[/]{escape(where)}: {escape(record.failure.message)}")

@@ -14,7 +14,7 @@ from cs336_systems.report.frame import COLUMNS, QUANTITIES, to_frame
 from cs336_systems.report.tables import OFFERED, results_table, warmup_table, write_tables
 from cs336_systems.report.terminal import print_run
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
-from tests.report.making import HOSTILE, make_config, make_failure, make_record
+from tests.report.making import CODES, HOSTILE, make_config, make_failure, make_record
 
 
 def names(table):
@@ -190,6 +190,16 @@ def test_reading_data_has_its_column_where_it_is_a_phase():
 def test_words_between_colons_are_no_pictures(capsys, tmp_path):
     print_run(make_failure(make_config(), Status.CRASHED, "no module:factory: here"), tmp_path)
     assert "no module:factory: here" in capsys.readouterr().out
+
+
+def test_a_csv_is_named_where_there_is_one(capsys, tmp_path):
+    """A single run has none; its warnings stand below the table."""
+    record = make_record(make_config(), (0.1, 0.1), codes=CODES)
+    assert any("CSV" in note for note in results_table(to_frame([record])).notes)
+    print_run(record, tmp_path)
+    said = capsys.readouterr().out
+    assert "CSV" not in said
+    assert all(code in said for code in CODES)
 
 
 def test_every_status_and_mode_has_words():
