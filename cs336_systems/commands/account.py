@@ -159,7 +159,7 @@ def run(arguments: AccountArguments) -> int:
             print_json(encode_json(account_json(config, device, step_s, memory_bytes, ceiling)))
         else:
             for table in listing.tables:
-                print_table(table)
+                print_table(table, arguments.output)
                 say("")
         if arguments.output is not None:
             say(f"results: {arguments.output}")

@@ -287,7 +287,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_json(rows)}))
     else:
         for table in ladder_tables(rows):
-            print_table(table)
+            print_table(table, directory)
             print()
     say(f"results: {directory}")
 

@@ -375,7 +375,7 @@ def report(
     else:
         print_sweep(records, output, ceilings)
         for table in (*sweep_tables(profiled), *memory_sweep_tables(recorded)):
-            print_table(table)
+            print_table(table, output)
     for directory, own in found.items():
         say_recorded([record.config for record in own], directory / "runs")
 

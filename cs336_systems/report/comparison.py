@@ -28,10 +28,10 @@ def comparison_table(names: Sequence[str], means_s: Sequence[Sequence[float]], c
     columns: list[Column[Side]] = [
         Column(Heading("side", numeric=False), lambda row: row[0]),
         Column(Heading("configuration", numeric=False), lambda row: row[1]),
-        Column(Heading("processes"), lambda row: str(len(row[2]))),
+        Column(Heading("processes", spare=2), lambda row: str(len(row[2]))),
         Column(Heading("step", "ms"), lambda row: _step(row[2])),
         Column(STEP_INTERVAL, lambda row: _interval(row[2])),
-        Column(Heading("step of each process", "ms", numeric=False), lambda row: _each(row[2])),
+        Column(Heading("step of each process", "ms", numeric=False, spare=3), lambda row: _each(row[2])),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""

@@ -28,6 +28,9 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 RowDict: TypeAlias = dict[str, Any]
 
+PHASES = {"data": 9, "forward": 6, "backward": 7, "optimizer": 8}
+"""Phases in the order of a step, and which to leave out first where a terminal is narrow."""
+
 STEP_INTERVAL = Heading("95 % interval", "ms, over processes", spare=1)
 """Of the mean step, over the means of fresh processes (Student's t)."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
@@ -51,8 +54,8 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
     frame = frame.assign(speed_up=speed_ups(frame)["speed_up"].to_numpy())
     columns = [
         *_identity(frame),
-        *(_times(name) for name in ("data", "forward", "backward", "optimizer") if _known(frame, f"{name}_mean_ms")),
         *_steps(frame),
+        *(_times(name, spare) for name, spare in PHASES.items() if _known(frame, f"{name}_mean_ms")),
         *_derived(frame),
         *_status(frame),
     ]
@@ -76,8 +79,8 @@ def warmup_table(records: Iterable[RunRecord]) -> Table | None:
     columns = [
         *_identity(frame),
         *_steps(frame),
-        _quantity("std/mean", "step_cv", "%", 100, 2),
-        _quantity("first measured step", "first_step_ms", "ms", 1, 4),
+        _quantity("std/mean", "step_cv", "%", 100, 2, spare=3),
+        _quantity("first measured step", "first_step_ms", "ms", 1, 4, spare=2),
         *_status(frame),
     ]
     return make_table("Time of a step by warm-up", columns, rows_of(frame), _sentences(describe(frame)), _failed)
@@ -140,13 +143,13 @@ def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
 
 def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
     candidates = {
-        "step_cv": _quantity("std/mean", "step_cv", "%", 100, 2, spare=3),
-        "tokens_per_s": _quantity("tokens/s", "tokens_per_s", "", 1, 4, spare=2),
-        "mfu": _quantity("MFU", "mfu", "%", 100, 3, spare=1),
-        "ceiling_share": _quantity("of ceiling", "ceiling_share", "%", 100, 3, spare=5),
-        "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3),
-        "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=4),
-        "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3),
+        "step_cv": _quantity("std/mean", "step_cv", "%", 100, 2, spare=10),
+        "tokens_per_s": _quantity("tokens/s", "tokens_per_s", "", 1, 4, spare=5),
+        "mfu": _quantity("MFU", "mfu", "%", 100, 3, spare=3),
+        "ceiling_share": _quantity("of ceiling", "ceiling_share", "%", 100, 3, spare=12),
+        "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3, spare=2),
+        "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=11),
+        "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3, spare=4),
     }
     return [column for name, column in candidates.items() if _known(frame, name)]
 
@@ -157,9 +160,13 @@ def _status(frame: pd.DataFrame) -> list[Column[RowDict]]:
     return [Column(Heading("status", numeric=False), lambda row: STATUS_WORDS[Status(row["status"])])]
 
 
-def _times(name: str) -> Column[RowDict]:
+def _times(name: str, spare: int = 0) -> Column[RowDict]:
     mean, std = f"{name}_mean_ms", f"{name}_std_ms"
-    return Column(Heading(name, "ms"), lambda row: "" if row[mean] is None else mean_and_std(row[mean], row[std]))
+
+    def cell(row: RowDict) -> str:
+        return "" if row[mean] is None else mean_and_std(row[mean], row[std])
+
+    return Column(Heading(name, "ms", spare=spare), cell)
 
 
 def _steps(frame: pd.DataFrame) -> list[Column[RowDict]]:

@@ -63,7 +63,7 @@ def test_a_time_has_a_unit_that_can_be_read(
 ) -> None:
     assert napkin("--parameters", "1e9", "--tokens", tokens, "--peak-tflops", "1000") == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"Training takes {title} ")
+    assert said.startswith(f"Training takes {title}\n")
     assert re.findall(r"^time +(\S+) +(\S+)", said, re.MULTILINE) == times
 
 

@@ -99,12 +99,12 @@ def phases_listing(entries: Sequence[Profiled]) -> Listing:
 
     columns: list[Column[Row[PhaseRow]]] = [
         Column(Heading("phase", numeric=False), lambda row: row.part.name),
-        Column(Heading(words.items), lambda row: count_per_step(sum(row.part.launches), row.steps)),
+        Column(Heading(words.items, spare=4), lambda row: count_per_step(sum(row.part.launches), row.steps)),
         Column(Heading(words.time, "ms"), lambda row: milliseconds(mean("kernel_s")(row))),
-        Column(Heading("wall", "ms"), lambda row: milliseconds(mean("wall_s")(row))),
-        *([Column(Heading("GPU busy", "%"), busy)] if on_device else []),
-        Column(Heading("clock", "ms"), lambda row: text(in_ms(_clock_s(row)))),
-        Column(Heading("wall vs clock", "%"), lambda row: _change(_over_clock(row))),
+        Column(Heading("wall", "ms", spare=1), lambda row: milliseconds(mean("wall_s")(row))),
+        *([Column(Heading("GPU busy", "%", spare=2), busy)] if on_device else []),
+        Column(Heading("clock", "ms", spare=3), lambda row: text(in_ms(_clock_s(row)))),
+        Column(Heading("wall vs clock", "%", spare=5), lambda row: _change(_over_clock(row))),
     ]
     csv: dict[str, Callable[[Row[PhaseRow]], object]] = {
         "phase": lambda row: row.part.name,
@@ -153,9 +153,9 @@ def slowdown_listing(entries: Sequence[Profiled]) -> Listing:
 
     columns: list[Column[Row[None]]] = [
         Column(Heading("step", "ms"), lambda row: text(in_ms(row.entry.clock_s(Phase.STEP)))),
-        Column(Heading("with profiler", "ms"), lambda row: text(in_ms(watched_s(row)))),
+        Column(Heading("with profiler", "ms", spare=1), lambda row: text(in_ms(watched_s(row)))),
         Column(Heading("slowdown", "times"), lambda row: text(factor(row), 3)),
-        Column(Heading(f"{items} per step"), lambda row: count_per_step(launches(row), row.steps)),
+        Column(Heading(f"{items} per step", spare=2), lambda row: count_per_step(launches(row), row.steps)),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
         "plain_step_mean_ms": lambda row: in_ms(row.entry.clock_s(Phase.STEP)),
