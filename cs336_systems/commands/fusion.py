@@ -87,6 +87,6 @@ def run(arguments: FusionArguments) -> int:
             print_json(encode_study(study))
         else:
             for table in fusion_tables(study):
-                print_table(table, directory)
+                print_table(table)
         say(f"results: {directory}")
     return OK
