@@ -65,8 +65,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     torch.manual_seed(config.seed)
     set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():
-        gc.collect()  # what an earlier run of this process left in cycles is no part of this one's peaks
-        torch.cuda.reset_peak_memory_stats()
+        _forget_earlier_runs()
     compiled_before = compilation(config)
     step = TrainingStep(config, model)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
@@ -112,6 +111,17 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         durations=progress.durations(),
         warnings=tuple(progress.warnings),
     )
+
+
+def _forget_earlier_runs() -> None:
+    """Release what an earlier run of this process left on the GPU, which is no part of this run's peaks.
+
+    Cached blocks count too: a request that is served from a larger one may get up to 1 MiB more than it asked for.
+    """
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def _find_gpu(progress: Progress) -> GpuMonitor | None:

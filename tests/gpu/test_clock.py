@@ -141,9 +141,12 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> Non
 
 @pytest.mark.parametrize(("size", "precision"), [("large", Precision.FP32), ("large", Precision.BF16)])
 def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
+    """In the median step: the host may be held up between its reading of the clock and the first or last event."""
     record = measure(config_of(size, 128, precision=precision))
-    phases = sum(record.measurement(phase).mean_s for phase in record.config.phases)
-    assert phases == pytest.approx(record.measurement(Phase.STEP).mean_s, rel=0.01)
+    phases = zip(*(record.measurement(phase).times_s for phase in record.config.phases), strict=True)
+    steps = record.measurement(Phase.STEP).times_s
+    shares = [sum(times) / step for times, step in zip(phases, steps, strict=True)]
+    assert 0.99 < statistics.median(shares) <= 1
 
 
 def test_a_steady_step_varies_by_less_than_one_percent() -> None:
