@@ -1,5 +1,6 @@
 """Known devices: what their data sheets promise. Unknown hardware has no peak, hence no MFU."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,10 +82,36 @@ DEVICES: tuple[DeviceSpec, ...] = (
 # fmt: on
 
 
+_FORM_FACTORS = {"H100 80GB HBM3": "SXM5", "H200": "SXM5"}
+"""What data sheets tell devices apart by, where their names do not."""
+
+
 def find_device(device_name: str) -> DeviceSpec | None:
     """The device of exactly this name, or None; a slice (MIG), a laptop's or an export version is another device."""
     name = bare_name(device_name)
     return next((device for device in DEVICES if name in device.names), None)
+
+
+def devices_called(name: str) -> tuple[DeviceSpec, ...]:
+    """The devices that a person may mean by the name: the one of exactly that name, or all that have all of its words.
+
+    `4090`, `h100 pcie`, `A100-80GB`; SXM stands for each of its generations.
+    """
+    if (device := find_device(name)) is not None:
+        return (device,)
+    exact = [device for device in DEVICES if bare_name(name).casefold() in map(str.casefold, device.names)]
+    wanted = _words(name)
+    meant = [device for device in DEVICES if any(wanted <= _words(_with_form_factor(own)) for own in device.names)]
+    return tuple(exact or (meant if wanted else ()))
+
+
+def _with_form_factor(name: str) -> str:
+    return f"{name} {_FORM_FACTORS.get(name, '')}"
+
+
+def _words(name: str) -> set[str]:
+    words = set(re.findall("[a-z0-9]+", name.casefold())) - {"nvidia", "tesla"}
+    return words | {"sxm"} if any(re.fullmatch(r"sxm\d", word) for word in words) else words
 
 
 def bare_name(device_name: str) -> str:

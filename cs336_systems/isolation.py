@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -23,9 +24,12 @@ LOG_TAIL_BYTES = 16 * 1024
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
 """Bound on one reading, so that a worker that prints without end cannot keep the sweep from its clock."""
-_GENERATIONS = 100
-"""How often to look again: the children of an orphan become orphans when it is killed."""
-
+_ANSWER_S = 30.0
+"""How long the fork server may take to start a worker, or to report the end of one."""
+_FIRST_ANSWER_S = 900.0
+"""How long it may take to start its first worker, for which it imports torch, maybe over a network."""
+_DEATH_S = 10.0
+"""How long processes that were killed may take to end: those that wait for a device that hangs do not end at all."""
 
 _PRELOAD = "cs336_systems.preload"
 
@@ -77,6 +81,69 @@ def _ensure_tracker() -> None:
         sys.warnoptions.remove("ignore:resource_tracker")
 
 
+_answering: set[int] = set()
+"""Fork servers, by process, that have started a worker."""
+_silent: set[int] = set()
+"""Fork servers that were killed because they did not answer; all of their workers died with them."""
+
+
+def start(process: BaseProcess) -> int:
+    """Start the process from the fork server, whose number is returned; ask another one, once, where that one fails.
+
+    A fork server that does not answer is killed.
+    """
+    try:
+        return _start(process)
+    except (EOFError, ConnectionError):
+        return _start(process)
+
+
+def _start(process: BaseProcess) -> int:
+    ensure_fork_server()
+    server = _server()
+    patience = threading.Timer(_ANSWER_S if server in _answering else _FIRST_ANSWER_S, _end_silent, [server])
+    patience.daemon = True
+    patience.start()
+    try:
+        process.start()
+    except (EOFError, ConnectionError):
+        _kill_server(server)  # it may not be quite dead, and would be asked again
+        raise
+    finally:
+        patience.cancel()
+    _answering.add(server)
+    return server
+
+
+def join(process: BaseProcess) -> int:
+    """Wait for the end of a process that has ended or was killed, and return its exit code, negative for a signal.
+
+    A fork server that does not report it is killed; the code is then 255.
+    """
+    process.join(_ANSWER_S)
+    if process.exitcode is None:
+        _end_silent(_server())
+        process.join(_ANSWER_S)
+    return 255 if process.exitcode is None else process.exitcode
+
+
+def _server() -> int:
+    server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return server
+
+
+def _end_silent(server: int) -> None:
+    _silent.add(server)
+    _kill_server(server)
+
+
+def _kill_server(server: int) -> None:
+    """Kill it, and wait until it is dead; multiprocessing reaps it."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(server, signal.SIGKILL)
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+
+
 class Worker:
     """One run in its own process and process group."""
 
@@ -91,8 +158,7 @@ class Worker:
         self.process: BaseProcess = context.Process(
             target=_run_worker, args=(config, directory.absolute(), log_of_child, gpu_uuid), name=config.key
         )
-        ensure_fork_server()
-        self.process.start()
+        self._server = start(self.process)
         self.started = monotonic()
         log_of_child.close()
 
@@ -100,6 +166,13 @@ class Worker:
     def elapsed_s(self) -> float:
         """Since the start, by a clock that is never set back."""
         return monotonic() - self.started
+
+    @property
+    def silence(self) -> str | None:
+        """In words, that the fork server was killed, and with it the worker unless it had ended; None if it was not."""
+        if self._server not in _silent:
+            return None
+        return f"the process that starts all workers did not answer within {_ANSWER_S:g} s and was killed"
 
     def drain(self) -> None:
         """Take what the worker has printed, keeping the end, and note when every writer has closed."""
@@ -138,15 +211,14 @@ class Worker:
         """Wait for the end, kill what the worker left behind, and return its exit code, negative for a signal."""
         if self._exit_code is not None:
             return self._exit_code
-        self.process.join()
-        code = self.process.exitcode
+        code = join(self.process)
         self.kill()
         kill_orphans()
         self.drain()
         self.log.close()
-        self._exit_code = 255 if code is None else code
+        self._exit_code = code
         self.process.close()
-        return self._exit_code
+        return code
 
 
 def _run_worker(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | None) -> None:
@@ -162,13 +234,13 @@ def kill_orphans() -> None:
     The fork server and the resource tracker, which multiprocessing starts, share this process's session; a
     worker's descendants do not, because a worker leads a session of its own.
     """
-    for _ in range(_GENERATIONS):
-        strangers = [child for child in psutil.Process().children() if _in_other_session(child)]
+    deadline = monotonic() + _DEATH_S
+    while strangers := [child for child in psutil.Process().children() if _in_other_session(child)]:
         for stranger in strangers:
             with contextlib.suppress(psutil.Error):
                 stranger.kill()
-                stranger.wait(timeout=10)
-        if not strangers:
+        psutil.wait_procs(strangers, timeout=max(0.0, deadline - monotonic()))
+        if monotonic() > deadline:
             return
 
 

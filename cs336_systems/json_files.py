@@ -1,12 +1,29 @@
 """JSON files that this project writes and reads again: typed, versioned, bounded, written whole or not at all."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+
+RECORD = "a record of a run"
+KERNEL_PROFILE = "a kernel profile"
+MEMORY_PROFILE = "a memory profile"
+CEILINGS = "a study of ceilings"
+LADDER = "the rungs of a ladder"
+_KINDS: Mapping[str, tuple[frozenset[str], str]] = {
+    RECORD: (frozenset({"config", "status", "started_at"}), "`cs336 report DIR` shows with the others of its sweep"),
+    KERNEL_PROFILE: (frozenset({"source", "phases_from", "num_kernels"}), "`cs336 kernels` shows"),
+    MEMORY_PROFILE: (frozenset({"source", "boundaries", "at_peak"}), "`cs336 memory` shows"),
+    CEILINGS: (frozenset({"grid", "streams", "launches"}), "`cs336 ceilings --measured` shows"),
+    LADDER: (frozenset({"rungs", "format_version"}), "`cs336 ladder --report DIR` shows"),
+    "a trace of torch.profiler": (frozenset({"traceEvents"}), "`cs336 kernels` explains"),
+    "notes on a memory snapshot": (frozenset({"marks", "sightings"}), "`cs336 memory` reads with the snapshot beside"),
+}
+"""What JSON files there are, by the names of some of their fields, and what reads them."""
 
 MAX_BYTES = 64 * 2**20
 """Of a file that is read whole, unless its kind allows more."""
@@ -46,9 +63,11 @@ def read_json(
         raise error(path, f"not a file: {problem}; needed {what}, in JSON")
     if (size := path.stat().st_size) > max_bytes:
         raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
+    data = path.read_bytes()
     try:
-        data = path.read_bytes()
         found = msgspec.json.decode(data, type=_Versioned).format_version
+        if found != version:
+            refuse_another_kind(path, data, what, error)
         if found > version:
             raise error(
                 path, f"format version {found} is newer than this program's {version}; update it", is_newer=True
@@ -57,7 +76,22 @@ def read_json(
             raise error(path, f"needed format version {version}, got {found}: {if_older}")
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as reason:
+        refuse_another_kind(path, data, what, error)
         raise error(path, f"not {what}: {reason}") from reason
+
+
+def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error: type[FileError]) -> None:
+    """Raise `error`, which says what it is and what reads it, for a file of this program that is not `needed` here."""
+    try:
+        names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return
+    for kind, (fields, reader) in _KINDS.items():
+        if fields <= names and kind != needed:
+            profiles = [path.parent.parent / folder / path.name for folder in ("kernels", "memory")]
+            kept = [str(profile) for profile in profiles if kind == RECORD and profile.is_file()]
+            hint = f"; the profile of this run is {kept[0]}" if kept else ""
+            raise error(path, f"this is {kind}, which {reader}; needed {needed}{hint}")
 
 
 def why_no_file(path: Path) -> str | None:

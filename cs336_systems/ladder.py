@@ -25,7 +25,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.fast import NICE_VOCABULARY, best_sdpa_backend
 from cs336_systems.hardware import find_device
-from cs336_systems.json_files import FileError, encode_json, read_json, write_atomically
+from cs336_systems.json_files import LADDER, FileError, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
 REASON_STEPS = 3
@@ -267,7 +267,7 @@ def write_ladder(ladder: Sequence[Rung], path: Path) -> None:
 
 def read_ladder(path: Path) -> tuple[Rung, ...]:
     """The rungs in `path`; raise FileError where there are none."""
-    found = read_json(path, _LadderFile, "the rungs of a ladder", version=FORMAT_VERSION, error=FileError).rungs
+    found = read_json(path, _LadderFile, LADDER, version=FORMAT_VERSION, error=FileError).rungs
     if not found:
         raise FileError(path, "a ladder needs at least one rung, found none")
     return found

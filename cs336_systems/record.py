@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from cs336_systems.config import Phase, RunConfig
-from cs336_systems.json_files import FileError, encode_json, read_json, write_atomically
+from cs336_systems.json_files import RECORD, FileError, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
 MAX_TIME_S = 1e9
@@ -280,7 +280,7 @@ def encode_record(record: RunRecord) -> bytes:
 
 def read_record(path: Path) -> RunRecord:
     """Read and check one record; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, RunRecord, "a record of a run", version=FORMAT_VERSION, error=RecordError)
+    return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
 
 
 def write_record(record: RunRecord, directory: Path) -> Path:

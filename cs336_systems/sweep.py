@@ -232,11 +232,12 @@ class _Loop:
             if record.status.is_result and (changed := changed_inputs(record, self.inputs)):
                 message = f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
                 return self._fail(worker, Status.INVALID, message)
-            return self._with_teardown(record, exit_code, timed_out) if exit_code else record
+            return self._with_teardown(worker, record, exit_code, timed_out) if exit_code else record
         if timed_out:
-            return self._fail(
-                worker, Status.TIMEOUT, f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer"
-            )
+            message = f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer"
+            return self._fail(worker, Status.TIMEOUT, "; ".join(filter(None, [message, worker.silence])))
+        if worker.silence:
+            return self._fail(worker, Status.CRASHED, f"ended early: {worker.silence}; run the same command again")
         if exit_code == RECORD_NOT_WRITTEN:
             raise SweepError(
                 f"the record of {worker.config.key} could not be written: {worker.log_tail()}; "
@@ -250,11 +251,12 @@ class _Loop:
             return self._fail(worker, Status.CRASHED, f"died of {name}", name)
         return self._fail(worker, Status.CRASHED, f"ended with status {exit_code} and no record")
 
-    def _with_teardown(self, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
+    def _with_teardown(self, worker: Worker, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
         how = f"ended by {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
         if timed_out:
             how = f"did not end within {self.timeout_s:g} s"
-        warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=f"after the record was written the worker {how}")
+        message = f"after the record was written {worker.silence or f'the worker {how}'}"
+        warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=message)
         return self._write(replace(record, warnings=(*record.warnings, warning)))
 
     def _fail(self, worker: Worker, status: Status, message: str, signal_name: str | None = None) -> RunRecord:

@@ -106,6 +106,7 @@ def test_the_clock_fits_the_device() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("slow", PHASES)
 @pytest.mark.parametrize("sync_phases", [False, True])
 def test_both_gpu_clocks_find_a_sleeping_kernel(slow: Phase, sync_phases: bool) -> None:
@@ -136,6 +137,7 @@ def test_both_gpu_clocks_find_a_sleeping_kernel(slow: Phase, sync_phases: bool) 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_events_on_the_stream_do_not_slow_a_step() -> None:
     """Of a step that the device bounds, events time the phases without making it longer; synchronising does so."""
     import torch

@@ -36,4 +36,6 @@ def what_it_is(path: Path, head: bytes) -> str:
     compressed = [problem for magic, problem in _COMPRESSED.items() if head.startswith(magic)]
     if compressed:
         return compressed[0]
+    if head[:1] == b"\x80":
+        return "it is a pickle, as PyTorch's memory snapshots are: `cs336 memory` explains those"
     return "it is something else" if head else "it is empty"

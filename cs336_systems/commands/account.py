@@ -2,7 +2,8 @@
 
 import difflib
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, ceilings_or_say, checked, json_alone
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
-from cs336_systems.hardware import DEVICES, DeviceSpec, find_device
+from cs336_systems.hardware import DEVICES, DeviceSpec, devices_called, find_device
 from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import ceilings_files
 
@@ -60,7 +61,7 @@ class AccountArguments:
     memory_gib: Annotated[float | None, unset("GIB", "this machine's GPU")] = None
     """Memory of the GPU for --fit that programs can have (GiB); of several GPUs here, the smallest's."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
-    """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3"."""
+    """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`); the rates are shares of them too."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
@@ -114,16 +115,22 @@ class AccountArguments:
         return usable_bytes
 
 
-def device_meant(name: str | None) -> DeviceSpec | None:
+def device_meant(
+    name: str | None, promise: Callable[[DeviceSpec], object] = lambda device: replace(device, names=(), source="")
+) -> DeviceSpec | None:
     """The device of this name, by default this machine's GPU, or None where that is none whose peak is known.
 
-    Raises ValueError for a name that is not known: it was given to get what only a data sheet says.
+    A short name will do where all devices that it may mean have the same `promise`, by default all of a data sheet's.
+    Raises ValueError for a name that is not known or means several: it was given to get what only a data sheet says.
     """
     if name is None:
         gpus = visible_gpus()
         return find_device(gpus[0].name) if gpus else None
-    if (device := find_device(name)) is not None:
-        return device
+    if found := devices_called(name):
+        if all(promise(device) == promise(found[0]) for device in found):
+            return found[0]
+        names = ", ".join(name for device in found for name in device.names)
+        raise ValueError(f"--device-name {name[:40]!r} may be {names}, which differ in their data sheets: give one")
     known = [name for device in DEVICES for name in device.names]
     alike = [other for other in known if name and name.casefold() in other.casefold()]
     close = alike or difflib.get_close_matches(name[:40], known, n=3) or known
@@ -152,7 +159,7 @@ def run(arguments: AccountArguments) -> int:
             print_json(encode_json(account_json(config, device, step_s, memory_bytes, ceiling)))
         else:
             for table in listing.tables:
-                print_table(table)
+                print_table(table, arguments.output)
                 say("")
         if arguments.output is not None:
             say(f"results: {arguments.output}")

@@ -105,6 +105,6 @@ def run(arguments: AttentionArguments) -> int:
             print_json(encode_study(study))
         else:
             for table in attention_tables(study):
-                print_table(table)
+                print_table(table, directory)
         say(f"results: {directory}")
     return OK if all(result.status.is_result for result in study.results) else FAILED

@@ -185,7 +185,7 @@ def run(arguments: CeilingsArguments) -> int:
             print_json(encode_study(study))
         else:
             for table in ceilings_tables(study, parts):
-                print_table(table)
+                print_table(table, directory)
         say(f"results: {directory}")
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 

@@ -207,6 +207,11 @@ def make_config(
         **overrides,
         context_length=preset.context_length if context_length is None else context_length,
     )
+    if checkpoint_blocks > shape.num_layers and model.model is None:
+        raise ValueError(
+            f"--checkpoint-blocks must be from 0 to the {shape.num_layers} blocks that {size} has here, "
+            f"got {checkpoint_blocks}"
+        )
     if step.tokens is not None:
         check_tokens(step.tokens, shape.context_length)
     config = RunConfig(

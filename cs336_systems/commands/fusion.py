@@ -87,6 +87,6 @@ def run(arguments: FusionArguments) -> int:
             print_json(encode_study(study))
         else:
             for table in fusion_tables(study):
-                print_table(table)
+                print_table(table, directory)
         say(f"results: {directory}")
     return OK

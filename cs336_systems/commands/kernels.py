@@ -110,7 +110,7 @@ def run(arguments: KernelsArguments) -> int:
         if print_json is not None:
             print_json(encode_profile(profile))
         else:
-            print_profile(profile, arguments.top, config)
+            print_profile(profile, arguments.top, config, arguments.output)
         if arguments.output is not None:
             say(f"results: {arguments.output}")
     return OK

@@ -257,8 +257,12 @@ def _measure(
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
-    """The rung of each configuration: some differ in nothing that its label says."""
-    return {config: rung.name for rung in ladder for config in (rung.config, reason_run(rung))}
+    """What the tables call the rung of each configuration; a run of another kind is said to be one."""
+    names = {rung.config: rung.name for rung in ladder}
+    names |= {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
+    if ladder[0].config.model_factory is None:
+        names[reference(ladder[0])] = f"{ladder[0].name} with checkpoints"
+    return names
 
 
 def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
@@ -283,7 +287,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_json(rows)}))
     else:
         for table in ladder_tables(rows):
-            print_table(table)
+            print_table(table, directory)
             print()
     say(f"results: {directory}")
 

@@ -83,7 +83,7 @@ def run(arguments: MemoryArguments) -> int:
             print_json(encode_json(changes_json(*profiles)) if both else encode_memory_profile(profiles[0]))
         else:
             for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(profiles[0], arguments.top):
-                print_table(table)
+                print_table(table, arguments.output)
                 say("")
         if arguments.output is not None:
             say(f"results: {arguments.output}")

@@ -75,13 +75,13 @@ class NapkinArguments:
             if self.device_name is not None:
                 raise ValueError("--peak-tflops takes the place of --device-name: give one of them")
             return self.peak_tflops * 1e12, "given"
-        device = device_meant(self.device_name)
+        device = device_meant(self.device_name, lambda device: device.peak_flops_per_s.get(self.precision))
         if device is None:
             raise ValueError("needed --device-name or --peak-tflops: this machine has no GPU whose peak is known")
-        peak = device.peak_flops_per_s.get(self.precision)
+        peak, name = device.peak_flops_per_s.get(self.precision), self.device_name or device.names[0]
         if peak is None:
-            raise ValueError(f"no peak of {device.names[0]} at {self.precision} is known: give --peak-tflops")
-        return peak, f"{device.names[0]}, {self.precision}, dense, by its data sheet"
+            raise ValueError(f"no peak of {name} at {self.precision} is known: give --peak-tflops")
+        return peak, f"{name}, {self.precision}, dense, by its data sheet"
 
 
 def run(arguments: NapkinArguments) -> int:

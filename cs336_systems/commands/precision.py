@@ -46,7 +46,7 @@ def run(arguments: PrecisionArguments) -> int:
         if print_json is not None:
             print_json(encode_study(sums, dtypes))
         else:
-            print_tables(sums, dtypes)
+            print_tables(sums, dtypes, arguments.output)
         if arguments.output is not None:
             say(f"results: {arguments.output}")
     return OK

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
@@ -335,7 +336,6 @@ def report(
     The times of profiled runs are in the tables of profiles alone. With `keep`, raises UsageError, before it writes,
     where a profile that is missing would be lost from the tables in `output`.
     """
-    from cs336_systems.report.identity import file_names
     from cs336_systems.report.kernels.entries import labels
     from cs336_systems.report.kernels.plots import write_pictures
     from cs336_systems.report.kernels.sweep import load_profiled, sweep_tables, write_kernel_sweep
@@ -359,9 +359,8 @@ def report(
     profiled = list(itertools.chain.from_iterable(kernels.values()))
     if profiled:
         write_kernel_sweep(profiled, output)
-        names = labels(profiled)
-        for name, stem, entry in zip(names, file_names(names), profiled, strict=True):
-            write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
+        for name, entry in zip(labels(profiled), profiled, strict=True):
+            write_pictures(entry.profile, output, prefix=f"{re.sub('[^A-Za-z0-9.+]+', '_', name)}_")
     recorded = list(itertools.chain.from_iterable(memory.values()))
     if recorded:
         write_memory_sweep(recorded, output)
@@ -376,7 +375,7 @@ def report(
     else:
         print_sweep(records, output, ceilings)
         for table in (*sweep_tables(profiled), *memory_sweep_tables(recorded)):
-            print_table(table)
+            print_table(table, output)
     for directory, own in found.items():
         say_recorded([record.config for record in own], directory / "runs")
 

@@ -177,14 +177,16 @@ def _flops_table(parts: Mapping[str, Numbers]) -> Table:
     whole = parts[ALL]
     columns: list[Column[tuple[str, Numbers]]] = [
         Column(Heading("part", numeric=False), lambda row: row[0]),
-        Column(Heading("parameters"), lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""),
-        _flops_column("forward", "forward_flops"),
+        Column(
+            Heading("parameters", spare=3), lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""
+        ),
+        _flops_column("forward", "forward_flops", spare=1 if whole["backward_flops"] else 0),
     ]
     notes = ["A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after it count."]
     if whole["backward_flops"]:
-        columns += [_flops_column("backward", "backward_flops"), _flops_column("step", "step_flops")]
+        columns += [_flops_column("backward", "backward_flops", spare=2), _flops_column("step", "step_flops")]
     if whole["recomputed_flops"]:
-        columns.append(_flops_column("again", "recomputed_flops"))
+        columns.append(_flops_column("again", "recomputed_flops", spare=4))
         notes.append(
             "again: what backward computes once more, between checkpoints or in fused attention. It is no part of the "
             f"model's FLOPs: the hardware's are {_tera(whole['hardware_flops'])} TFLOP."
@@ -195,10 +197,10 @@ def _flops_table(parts: Mapping[str, Numbers]) -> Table:
             lambda row: percent(row[1]["step_flops"], whole["step_flops"]) if "step_flops" in row[1] else "",
         )
     )
-    columns.append(_flops_column("forward, causal", "forward_causal_flops", spare=3))
+    columns.append(_flops_column("forward, causal", "forward_causal_flops", spare=6))
     if whole["backward_flops"]:
-        columns.append(_flops_column("backward, causal", "backward_causal_flops", spare=4))
-        columns.append(_flops_column("step, causal", "step_causal_flops", spare=2))
+        columns.append(_flops_column("backward, causal", "backward_causal_flops", spare=7))
+        columns.append(_flops_column("step, causal", "step_causal_flops", spare=5))
     return make_table("FLOPs by part of the model", columns, parts.items(), notes)
 
 
@@ -217,10 +219,12 @@ def _state_table(config: RunConfig, whole: Numbers) -> Table:
     )
     columns: list[Column[tuple[str, Precision, int, str]]] = [
         Column(Heading("what", numeric=False), lambda row: row[0]),
-        Column(Heading("dtype", numeric=False), lambda row: row[1]),
+        Column(Heading("dtype", numeric=False, spare=2), lambda row: row[1]),
         Column(Heading("size", "GiB"), lambda row: significant(row[2] / GIB)),
-        Column(Heading("for each parameter", "byte"), lambda row: significant(row[2] / whole["parameters"], 3)),
-        Column(Heading("held", numeric=False), lambda row: row[3]),
+        Column(
+            Heading("for each parameter", "byte", spare=1), lambda row: significant(row[2] / whole["parameters"], 3)
+        ),
+        Column(Heading("held", numeric=False, spare=3), lambda row: row[3]),
     ]
     return make_table("Memory for parameters, gradients and optimizer state", columns, [row for row in rows if row[2]])
 
@@ -229,8 +233,8 @@ def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
     update = (optimizer_work(config.model),) if config.mode is Mode.TRAIN else ()
     columns: list[Column[Work]] = [
         Column(Heading("part", numeric=False), lambda work: work.name),
-        Column(Heading("FLOPs", "GFLOP"), lambda work: significant(work.flops / GIGA) if work.flops else "0"),
-        Column(Heading("moves at least", "MiB"), lambda work: significant(work.moved_bytes / MIB)),
+        Column(Heading("FLOPs", "GFLOP", spare=3), lambda work: significant(work.flops / GIGA) if work.flops else "0"),
+        Column(Heading("moves at least", "MiB", spare=2), lambda work: significant(work.moved_bytes / MIB)),
         Column(Heading("intensity", "FLOP/byte"), lambda work: significant(work.intensity) if work.flops else "0"),
     ]
     notes = [
@@ -238,7 +242,7 @@ def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
         "and the loss come on top."
     ]
     if device is not None:
-        columns.append(Column(Heading("bound by", numeric=False), lambda work: _bound(work, device)))
+        columns.append(Column(Heading("bound by", numeric=False, spare=1), lambda work: _bound(work, device)))
         columns.append(Column(Heading("takes at least", "ms"), lambda work: _least_ms(work, device)))
         notes += _ridge_note(device, config.precision)
     title = "Arithmetic intensity of forward and of the optimizer" if update else "Arithmetic intensity of forward"
@@ -281,12 +285,12 @@ def _rule_table(config: RunConfig, parts: Mapping[str, Numbers]) -> Table:
     ]
     columns: list[Column[tuple[str, str, int, float, str]]] = [
         Column(Heading("rule of thumb", numeric=False), lambda row: f"{row[0]}, {row[4]}"),
-        Column(Heading("N counts", numeric=False), lambda row: row[1]),
-        Column(Heading("N"), lambda row: f"{row[2]:,}"),
-        Column(Heading("rule", "TFLOP"), lambda row: significant(row[3] / TERA)),
-        Column(Heading("exact", "TFLOP"), lambda row: _tera(whole[f"{row[4]}_flops"])),
+        Column(Heading("N counts", numeric=False, spare=5), lambda row: row[1]),
+        Column(Heading("N", spare=4), lambda row: f"{row[2]:,}"),
+        Column(Heading("rule", "TFLOP", spare=3), lambda row: significant(row[3] / TERA)),
+        Column(Heading("exact", "TFLOP", spare=2), lambda row: _tera(whole[f"{row[4]}_flops"])),
         Column(Heading("exact / rule"), lambda row: f"{whole[f'{row[4]}_flops'] / row[3]:.4f}"),
-        Column(Heading("causal / rule"), lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
+        Column(Heading("causal / rule", spare=1), lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
     ]
     shared = "positions alone, as its table is the head's" if _is_tied(config) else "the table that tokens look up"
     note = f"T: the {_tokens(config):,} tokens of the batch. The embedding: {shared}. The rule knows no attention."
@@ -348,10 +352,10 @@ def _parts(title: str, parts: tuple[Part, ...], top: int, notes: tuple[str, ...]
     columns: list[Column[Part]] = [
         Column(Heading("category", numeric=False), lambda part: part.category),
         Column(Heading("what", numeric=False), lambda part: part.label),
-        Column(Heading("count"), lambda part: f"{part.count:,}"),
+        Column(Heading("count", spare=3), lambda part: f"{part.count:,}"),
         Column(Heading("size", "MiB"), lambda part: significant(part.size_bytes / MIB)),
-        Column(Heading("share", "%"), lambda part: f"{100 * part.size_bytes / whole:.1f}"),
-        Column(Heading("bytes of each", numeric=False), lambda part: part.formula),
+        Column(Heading("share", "%", spare=1), lambda part: f"{100 * part.size_bytes / whole:.1f}"),
+        Column(Heading("bytes of each", numeric=False, spare=2), lambda part: part.formula),
     ]
     more = (f"{len(parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
     return make_table(title, columns, shown, notes=(*more, *notes))

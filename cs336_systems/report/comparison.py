@@ -7,7 +7,6 @@ from pathlib import Path
 from cs336_systems.analysis.compare import Comparison
 from cs336_systems.json_files import write_atomically
 from cs336_systems.report.formats import (
-    STEP_INTERVAL,
     WRITERS,
     Column,
     Heading,
@@ -16,6 +15,7 @@ from cs336_systems.report.formats import (
     make_table,
     mean_and_std,
 )
+from cs336_systems.report.tables import STEP_INTERVAL
 from cs336_systems.statistics import FEWEST, mean_interval
 
 Side = tuple[str, str, Sequence[float]]
@@ -28,14 +28,14 @@ def comparison_table(names: Sequence[str], means_s: Sequence[Sequence[float]], c
     columns: list[Column[Side]] = [
         Column(Heading("side", numeric=False), lambda row: row[0]),
         Column(Heading("configuration", numeric=False), lambda row: row[1]),
-        Column(Heading("processes"), lambda row: str(len(row[2]))),
+        Column(Heading("processes", spare=2), lambda row: str(len(row[2]))),
         Column(Heading("step", "ms"), lambda row: _step(row[2])),
         Column(STEP_INTERVAL, lambda row: _interval(row[2])),
-        Column(Heading("step of each process", "ms", numeric=False), lambda row: _each(row[2])),
+        Column(Heading("step of each process", "ms", numeric=False, spare=3), lambda row: _each(row[2])),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""
-    notes = (f"Mean{spread} over fresh processes, run alternately.", comparison.sentence)
+    notes = (f"Mean{spread} over the means of fresh processes, run alternately.", comparison.sentence)
     return make_table("A against B", known, rows, notes)
 
 

@@ -6,6 +6,7 @@ Cells may hold any text, a kernel's name or an error message: every writer makes
 import csv
 import io
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Generic, TypeVar
 import rich.box
 import rich.table
 from rich.cells import cell_len
-from rich.console import JustifyMethod
+from rich.console import Group
 from rich.text import Text
 
 Row = TypeVar("Row")
@@ -26,6 +27,8 @@ CSV_DIGITS = 9
 """Significant digits of a number in a CSV file: a nanosecond in a second."""
 MIN_DIGITS, MAX_DIGITS = 3, 5
 """Significant digits of what has an interval."""
+MAX_WORD = 24
+"""Characters of a word of text that a terminal breaks only where nothing else makes a table fit."""
 
 _MARKDOWN = str.maketrans(
     {**{c: f"\\{c}" for c in "\\`*_[]#|~$"}, "&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -65,10 +68,6 @@ class Heading:
     def label(self) -> str:
         """Name and unit on one line."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
-
-
-STEP_INTERVAL = Heading("95 % interval", "ms, over processes", spare=1)
-"""Of the mean step, over the means of fresh processes (Student's t)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,63 +262,107 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-def to_rich(table: Table, width: int | None = None) -> rich.table.Table:
-    """The table for a terminal of `width` columns, or of any width; rich reads no markup in it.
+def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
+    """Title, table and notes for a terminal of `width` characters, or of any width; rich reads no markup in them.
 
-    Spare columns are left out as far as the width asks for it, and named below the table.
+    Spare columns are left out as far as the width asks for it; a note names them and says `where` they are.
     """
-    widths = [_terminal_width(table, column) for column in range(len(table.headings))]
-    kept, gap = _fitting([heading.spare for heading in table.headings], widths, width)
-    left_out = ", ".join(h.name for column, h in enumerate(table.headings) if column not in kept)
-    notes = [*table.notes, f"Left out for want of width: {left_out}."] if left_out else table.notes
-    drawn = rich.table.Table(
-        title=Text(plain(table.title), style="bold"),
-        caption=Text(plain(" ".join(notes))),
-        box=rich.box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, gap - 1, 0, 0),
-        title_justify="left",
-        caption_justify="left",
-    )
-    for column in kept:
-        heading = table.headings[column]
-        label = Text("\n".join(_terminal_label(heading)))
-        cells = [plain(row[column]) for row in table.rows]
-        firm = max(map(cell_len, cells), default=0) <= widths[column]  # no text in it is longer than what it needs
-        justify: JustifyMethod = "right" if heading.numeric else "left"
-        drawn.add_column(label, justify=justify, no_wrap=firm, min_width=widths[column])
-    for index, row in enumerate(table.rows):
-        style = "dim red" if index in table.failed else None
-        drawn.add_row(*(Text(plain(row[column])) for column in kept), style=style)
-    return drawn
+    texts = [[plain(row[column]) for row in table.rows] for column in range(len(table.headings))]
+    layout = _fit(table.headings, texts, width)
+    body = _body(table, texts, layout) if layout.widths else _list(table, texts, layout)
+    left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in layout.columns]
+    names = ", ".join(dict.fromkeys(left_out))
+    notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
+    return Group(Text(plain(table.title), style="bold"), body, *(Text(plain(note)) for note in notes))
 
 
-def _terminal_label(heading: Heading) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """How a table stands on a terminal."""
+
+    columns: Sequence[int]
+    """Indices of the columns that are shown."""
+    widths: Sequence[int] = ()
+    """Characters of each of these; empty where the cells of a row stand below each other, which is the last resort."""
+    gap: int = 2
+    """Blanks between two columns."""
+
+
+def _fit(headings: Sequence[Heading], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
+    """All columns with each cell on one line; else headings and texts wrap and spare columns go; else numbers wrap too.
+
+    `texts` are the cells of each column.
+    """
+    columns = range(len(headings))
+    whole = [_widest([*_lines(heading), *cells]) for heading, cells in zip(headings, texts, strict=True)]
+    if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
+        return _Layout(columns=columns, widths=whole)
+    words = [_widest(_words([*_lines(heading), *cells])) for heading, cells in zip(headings, texts, strict=True)]
+    firm = [
+        max(words[column], _widest(texts[column])) if headings[column].numeric else words[column] for column in columns
+    ]
+    by_worth = sorted(columns, key=lambda column: headings[column].spare)
+    fewest = max(1, sum(not heading.spare for heading in headings))
+    selections = [sorted(by_worth[:number]) for number in range(len(headings), fewest - 1, -1)]
+    ways = [(shown, firm, gap) for shown in selections for gap in (2, 1)]
+    for shown, least, gap in (*ways, (selections[-1], words, 1)):
+        room = width - gap * (len(shown) - 1)
+        if sum(least[column] for column in shown) <= room:
+            return _Layout(columns=shown, widths=_stretched(least, whole, shown, room), gap=gap)
+    return _Layout(columns=selections[-1])
+
+
+def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int) -> list[int]:
+    """The least width of each column, and what is left of the room: those that want little get it all."""
+    widths = {column: least[column] for column in columns}
+    left = room - sum(widths.values())
+    for rank, column in enumerate(sorted(columns, key=lambda column: most[column] - least[column])):
+        given = min(most[column] - least[column], left // (len(columns) - rank))
+        widths[column] += given
+        left -= given
+    return list(widths.values())
+
+
+def _lines(heading: Heading) -> list[str]:
     return [plain(part) for part in (heading.name, heading.unit) if part]
 
 
-def _terminal_width(table: Table, column: int) -> int:
-    """Columns that the cells need; texts may break between words, up to a limit also within."""
-    cells = [plain(row[column]) for row in table.rows]
-    if not table.headings[column].numeric:
-        cells = [word[:24] for cell in cells for word in cell.split()]
-    return max(map(cell_len, [*_terminal_label(table.headings[column]), *cells]))
+def _words(texts: Iterable[str]) -> list[str]:
+    """What stays on one line where texts wrap; a longer word is broken."""
+    return [word[:MAX_WORD] for text in texts for word in re.split(r" +(?!±)", text)]
 
 
-def _fitting(spares: Sequence[int], widths: Sequence[int], width: int | None) -> tuple[list[int], int]:
-    """Indices of the columns to keep, and how many blanks stand between two of them: 2, or 1 where that helps."""
-    kept, gap = list(range(len(widths))), 2
-    while width is not None and sum(widths[column] + gap for column in kept) - gap > width:
-        dearest = max(kept, key=lambda column: spares[column])
-        if spares[dearest] > 0:
-            kept.remove(dearest)
-        elif gap == 2:
-            gap = 1
-        else:
-            break
-    return kept, gap
+def _widest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
 
 
+def _body(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> rich.table.Table:
+    drawn = rich.table.Table(
+        box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, layout.gap - 1, 0, 0)
+    )
+    for column, width in zip(layout.columns, layout.widths, strict=True):
+        heading = table.headings[column]
+        drawn.add_column(
+            Text("\n".join(_lines(heading))),
+            justify="right" if heading.numeric else "left",
+            width=width,
+            overflow="fold",
+        )
+    for index in range(len(table.rows)):
+        cells = (Text(texts[column][index]) for column in layout.columns)
+        drawn.add_row(*cells, style=FAILED_STYLE if index in table.failed else None)
+    return drawn
+
+
+def _list(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> Text:
+    """A block of lines for each row, a blank line between two."""
+    blocks = []
+    for index in range(len(table.rows)):
+        lines = [f"{plain(table.headings[c].label)}: {texts[c][index]}" for c in layout.columns if texts[c][index]]
+        blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
+    return Text("\n\n").join(blocks)
+
+
+FAILED_STYLE = "dim red"
 WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_latex, "typ": to_typst}
 """Formats of a readable file, by its ending."""

@@ -55,18 +55,18 @@ def _columns(study: FusionStudy) -> list[Column[FusionRow]]:
     columns: list[Column[FusionRow]] = [
         Column(Heading("op", numeric=False), lambda row: row.op),
         Column(Heading("version", numeric=False), lambda row: row.version),
-        Column(Heading("kernels"), lambda row: str(len(row.kernels)) if row.status is Status.OK else ""),
-        Column(Heading("must move", "MiB"), lambda row: significant(row.must_move_bytes / 2**20)),
-        Column(Heading("moved", "MiB", spare=1), lambda row: _text(row.moved_bytes, 2**-20)),
+        Column(Heading("kernels", spare=3), lambda row: str(len(row.kernels)) if row.status is Status.OK else ""),
+        Column(Heading("must move", "MiB", spare=6), lambda row: significant(row.must_move_bytes / 2**20)),
+        Column(Heading("moved", "MiB", spare=7), lambda row: _text(row.moved_bytes, 2**-20)),
         Column(Heading("time", "ms"), lambda row: _time(row)),
-        Column(Heading("rate", "GB/s"), lambda row: _text(row.must_move_bytes_per_s, 1e-9, 3)),
+        Column(Heading("rate", "GB/s", spare=5), lambda row: _text(row.must_move_bytes_per_s, 1e-9, 3)),
     ]
     if spec is not None:
-        columns.append(Column(Heading("of bandwidth", "%"), lambda row: _text(_share(row, spec), 100, 3)))
+        columns.append(Column(Heading("of bandwidth", "%", spare=4), lambda row: _text(_share(row, spec), 100, 3)))
     return [
         *columns,
-        Column(Heading("speed-up", "vs eager"), lambda row: _text(speed_up(study, row), 1, 3)),
-        Column(Heading("max error", spare=2), _error),
+        Column(Heading("speed-up", "vs eager", spare=1), lambda row: _text(speed_up(study, row), 1, 3)),
+        Column(Heading("max error", spare=8), _error),
     ]
 
 

@@ -14,7 +14,7 @@ HEADINGS = (
     Heading("quantity", numeric=False),
     Heading("value"),
     Heading("unit", numeric=False),
-    Heading("how", numeric=False),
+    Heading("how", numeric=False, spare=1),
 )
 
 

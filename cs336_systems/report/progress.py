@@ -26,7 +26,7 @@ class TerminalListener:
     """Draws on standard error and only when told to: a drawing thread would share the host with what is timed."""
 
     def __init__(self, names: Mapping[RunConfig, str] | None = None) -> None:
-        """`names` of configurations that their settings do not tell apart, to say before these; repeats share one."""
+        """`names` of configurations that are called other than by their settings; repeats share one."""
         self._names = names or {}
         self.console = Console(stderr=True, emoji=False)
         self._progress = Progress(
@@ -82,7 +82,9 @@ class TerminalListener:
 
     def _label(self, config: RunConfig) -> str:
         name = self._names.get(config.configuration)
-        return config.label if name is None else f"{name}: {config.label}"
+        if name is None:
+            return config.label
+        return f"{name} #{config.repeat}" if config.repeat else name
 
     def _show(self) -> None:
         if self._task is not None:

@@ -1,15 +1,15 @@
 """What of the results people read: one selection for every format, and the files of a results directory."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
 
+from cs336_systems.config import RunConfig
 from cs336_systems.json_files import write_atomically
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import (
-    STEP_INTERVAL,
     WRITERS,
     Column,
     Heading,
@@ -20,17 +20,7 @@ from cs336_systems.report.formats import (
     significant,
     to_csv,
 )
-from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
-from cs336_systems.report.identity import (
-    SHAPE,
-    UNLISTED,
-    Identity,
-    identities,
-    identity_columns,
-    telling,
-    text_of,
-    trailing,
-)
+from cs336_systems.report.frame import COLUMNS, SHAPE, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.listing import in_si
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
 from cs336_systems.statistics import FEWEST
@@ -38,18 +28,34 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 RowDict: TypeAlias = dict[str, Any]
 
+PHASES = {"data": 9, "forward": 6, "backward": 7, "optimizer": 8}
+"""Phases in the order of a step, and which to leave out first where a terminal is narrow."""
+
+STEP_INTERVAL = Heading("95 % interval", "ms, over processes", spare=1)
+"""Of the mean step, over the means of fresh processes (Student's t)."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
-ALL_COLUMNS = (*COLUMNS, *UNLISTED, "processes")
-"""Columns of results.csv; settings that these leave out come after them."""
+UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
+    "phases": lambda config: "synchronised" if config.sync_phases else "by events",
+    "ranges": lambda config: "on" if config.ranges else "off",
+    "tokens": lambda config: config.tokens or "random",
+    "seed": lambda config: str(config.seed),
+    "rope_theta": lambda config: f"{config.model.rope_theta:g}",
+}
+"""Settings that tables name where they vary, and that results.csv ends with: rows would look alike without."""
+
+_CSV_COLUMNS = (*COLUMNS, *UNLISTED, "processes")
 
 
-def results_table(frame: pd.DataFrame) -> Table:
-    """The times of every configuration, its failures in words; settings that all share are said once, below."""
+def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
+    """The times of every configuration, its failures in words; settings that all share are said once, below.
+
+    Warnings are counted where there is a CSV that names them by row.
+    """
     frame = frame.assign(speed_up=speed_ups(frame)["speed_up"].to_numpy())
     columns = [
         *_identity(frame),
-        *(_times(name) for name in ("data", "forward", "backward", "optimizer") if _known(frame, f"{name}_mean_ms")),
         *_steps(frame),
+        *(_times(name, spare) for name, spare in PHASES.items() if _known(frame, f"{name}_mean_ms")),
         *_derived(frame),
         *_status(frame),
     ]
@@ -60,7 +66,7 @@ def results_table(frame: pd.DataFrame) -> Table:
         "Times are mean ± standard deviation over the measured steps of a process.",
         *interval_notes(frame["processes"]),
         *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
-        *warning_notes(frame),
+        *(warning_notes(frame) if has_csv else []),
     ]
     return make_table("Time of a step", columns, rows_of(frame), notes, _failed)
 
@@ -73,8 +79,8 @@ def warmup_table(records: Iterable[RunRecord]) -> Table | None:
     columns = [
         *_identity(frame),
         *_steps(frame),
-        _quantity("std/mean", "step_cv", "%", 100, 2),
-        _quantity("first measured step", "first_step_ms", "ms", 1, 4),
+        _quantity("std/mean", "step_cv", "%", 100, 2, spare=3),
+        _quantity("first measured step", "first_step_ms", "ms", 1, 4, spare=2),
         *_status(frame),
     ]
     return make_table("Time of a step by warm-up", columns, rows_of(frame), _sentences(describe(frame)), _failed)
@@ -85,8 +91,7 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
     kept = tuple(records)
     frame = to_frame(kept, ceilings)
     tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
-    rows = _all_columns(frame)
-    texts = {"csv": to_csv(tuple(rows[0]) if rows else ALL_COLUMNS, (tuple(row.values()) for row in rows))}
+    texts = {"csv": to_csv(_CSV_COLUMNS, map(_csv_row, rows_of(frame)))}
     texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -98,43 +103,53 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
 
 def results_json(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> list[dict[str, object]]:
     """The rows of results.csv, in SI units."""
-    return [in_si(row) for row in _all_columns(to_frame(records, ceilings))]
+    rows = rows_of(to_frame(records, ceilings))
+    return [in_si(dict(zip(_CSV_COLUMNS, _csv_row(row), strict=True))) for row in rows]
 
 
-def _all_columns(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The rows of results.csv: ALL_COLUMNS, then every setting that these have no column for."""
-    rows = _identities(frame)
-    added = [name for name in trailing(rows) if name not in ALL_COLUMNS]
-    return [
-        {name: text_of(told[name]) if name in UNLISTED else row[name] for name in ALL_COLUMNS}
-        | {name: told[name] for name in added}
-        for row, told in zip(rows_of(frame), rows, strict=True)
-    ]
-
-
-def _identities(frame: pd.DataFrame) -> list[Identity]:
-    return identities((row["config"], row["device_name"]) for row in rows_of(frame))
+def _csv_row(row: RowDict) -> list[object]:
+    unlisted = (value_of(row["config"]) for value_of in UNLISTED.values())
+    return [*(row[name] for name in COLUMNS), *unlisted, row["processes"]]
 
 
 def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
     """Columns that tell the rows apart."""
-    rows = _identities(frame)
-    told = telling(rows, always=("size", "context_length", "precision"))
-    order = ("size", *SHAPE, "context_length", "precision", *SETTINGS)
-    names = sorted(told, key=lambda name: order.index(name) if name in order else len(order))
-    by_run = {(row["config"], row["device_name"]): own for row, own in zip(rows_of(frame), rows, strict=True)}
-    return identity_columns(names, rows, lambda row: by_run[row["config"], row["device_name"]])
+    shapes = frame[["size", *SHAPE]].drop_duplicates()
+    told = [] if shapes["size"].is_unique else [name for name in SHAPE if shapes[name].nunique() > 1]
+    varying = [name for name in SETTINGS if name != "precision" and frame[name].dropna().nunique() > 1]
+    numbers = {
+        *SHAPE,
+        "context_length",
+        "batch_size",
+        "world_size",
+        "warmup_steps",
+        "measured_steps",
+        "checkpoint_blocks",
+        "pad_vocabulary",
+        "learning_rate",
+    }
+    names = {"context_length": "context", "device_name": "device", "warmup_steps": "warm-up", "batch_size": "batch",
+             "measured_steps": "steps", "world_size": "processes",
+             **{name: name.replace("_", " ") for name in SHORTCUTS}}  # fmt: skip
+    return [
+        Column(Heading(names.get(name, name), numeric=name in numbers), _text(name))
+        for name in ("size", *told, "context_length", "precision", *varying)
+    ] + [
+        Column(Heading(name, numeric=False), _setting(setting))
+        for name, setting in UNLISTED.items()
+        if len({setting(config) for config in frame.index}) > 1
+    ]
 
 
 def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
     candidates = {
-        "step_cv": _quantity("std/mean", "step_cv", "%", 100, 2, spare=3),
-        "tokens_per_s": _quantity("tokens/s", "tokens_per_s", "", 1, 4, spare=2),
-        "mfu": _quantity("MFU", "mfu", "%", 100, 3, spare=1),
-        "ceiling_share": _quantity("of ceiling", "ceiling_share", "%", 100, 3, spare=5),
-        "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3),
-        "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=4),
-        "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3),
+        "step_cv": _quantity("std/mean", "step_cv", "%", 100, 2, spare=10),
+        "tokens_per_s": _quantity("tokens/s", "tokens_per_s", "", 1, 4, spare=5),
+        "mfu": _quantity("MFU", "mfu", "%", 100, 3, spare=3),
+        "ceiling_share": _quantity("of ceiling", "ceiling_share", "%", 100, 3, spare=12),
+        "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3, spare=2),
+        "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=11),
+        "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3, spare=4),
     }
     return [column for name, column in candidates.items() if _known(frame, name)]
 
@@ -145,9 +160,13 @@ def _status(frame: pd.DataFrame) -> list[Column[RowDict]]:
     return [Column(Heading("status", numeric=False), lambda row: STATUS_WORDS[Status(row["status"])])]
 
 
-def _times(name: str) -> Column[RowDict]:
+def _times(name: str, spare: int = 0) -> Column[RowDict]:
     mean, std = f"{name}_mean_ms", f"{name}_std_ms"
-    return Column(Heading(name, "ms"), lambda row: "" if row[mean] is None else mean_and_std(row[mean], row[std]))
+
+    def cell(row: RowDict) -> str:
+        return "" if row[mean] is None else mean_and_std(row[mean], row[std])
+
+    return Column(Heading(name, "ms", spare=spare), cell)
 
 
 def _steps(frame: pd.DataFrame) -> list[Column[RowDict]]:
@@ -180,6 +199,14 @@ def _quantity(name: str, source: str, unit: str, scale: float, digits: int, spar
         return "" if row[source] is None else significant(row[source] * scale, digits)
 
     return Column(Heading(name, unit, spare=spare), cell)
+
+
+def _text(name: str) -> Callable[[RowDict], str]:
+    return lambda row: "" if row[name] is None else str(row[name])
+
+
+def _setting(setting: Callable[[RunConfig], str]) -> Callable[[RowDict], str]:
+    return lambda row: setting(row["config"])
 
 
 def _known(frame: pd.DataFrame, name: str) -> bool:

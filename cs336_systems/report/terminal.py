@@ -1,5 +1,7 @@
 """What the commands print at their end."""
 
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,35 +19,50 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 if TYPE_CHECKING:
     from cs336_systems.analysis.kernels.step_profile import StepProfile
 
-WIDTH_WITHOUT_TERMINAL = 140
-"""Columns to print where the output is no terminal, so that a log or a README gets whole rows."""
+UNLIMITED = 1_000_000
+"""Characters of a line that rich is told of where nothing limits it."""
+HEIGHT = 25
+"""Lines of the terminal. Nothing printed here depends on it, but without it rich looks for the width by itself."""
 
 
-def _console() -> Console:
-    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+def print_table(table: Table, directory: Path | None = None) -> None:
+    """One table, within the terminal's width; `directory` holds the files that it was written to, if it was."""
+    width = _width()
+    where = "" if directory is None else f"; the CSV and Markdown files in {directory} have them"
+    _console(width).print(to_rich(table, width, where))
 
 
-def print_table(table: Table) -> None:
-    """One table."""
-    console = _console()
-    console.print(to_rich(table, console.width))
+def _width() -> int | None:
+    """COLUMNS, where it is set; else the terminal's. None where the output is no terminal: nothing is cut then."""
+    try:
+        asked = int(os.environ.get("COLUMNS", ""))
+    except ValueError:
+        asked = 0
+    if asked > 0:
+        return asked
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _console(width: int | None) -> Console:
+    return Console(highlight=False, emoji=False, width=width or UNLIMITED, height=HEIGHT)
 
 
 def say(text: str) -> None:
     """One line, however long."""
-    _console().print(escape(text), soft_wrap=True)
+    _console(None).print(escape(text), soft_wrap=True)
 
 
-def print_profile(profile: "StepProfile", top: int, config: RunConfig | None = None) -> None:
+def print_profile(
+    profile: "StepProfile", top: int, config: RunConfig | None = None, directory: Path | None = None
+) -> None:
     """What was found in a kernel trace, then its tables; `config` is the run's, where it is known."""
     from cs336_systems.report.kernels.files import (
         profile_tables,  # matplotlib, half a second that most prints can spare
     )
 
-    console = _console()
     for table in profile_tables(profile, top, config):
-        console.print(to_rich(table, console.width))
-        console.print()
+        print_table(table, directory)
+        say("")
 
 
 def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
@@ -53,8 +70,8 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
     from cs336_systems.report.frame import to_frame  # pandas, half a second that other prints can spare
     from cs336_systems.report.tables import results_table
 
-    console = _console()
-    console.print(to_rich(results_table(to_frame([record], ceilings)), console.width))
+    print_table(results_table(to_frame([record], ceilings), has_csv=False))
+    console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
         console.print(f"[red]{record.status}[/]{escape(where)}: {escape(record.failure.message)}")
@@ -62,7 +79,7 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
             console.print(escape(traceback.rstrip()), soft_wrap=True)
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {escape(warning.message)}")
-    console.print(f"record: {escape(str(path))}", soft_wrap=True)
+    say(f"record: {path}")
 
 
 def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
@@ -70,14 +87,14 @@ def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceiling
     from cs336_systems.report.frame import to_frame
     from cs336_systems.report.tables import results_table, warmup_table
 
-    console = _console()
     published = [record for record in records if record.config.profiler is Profiler.NONE]
     if published:
         for table in (results_table(to_frame(published, ceilings)), warmup_table(published)):
             if table is not None:
-                console.print(to_rich(table, console.width))
+                print_table(table, directory)
+    console = _console(_width())
     for record in records:
         if record.failure is not None:
             place = f" ({place})" if (place := own_place(record)) else ""
             console.print(f"[red]{escape(record.config.label)}[/]: {escape(record.failure.message + place)}")
-    console.print(f"results: {escape(str(directory))}", soft_wrap=True)
+    say(f"results: {directory}")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
 from cs336_systems.config import Device
-from cs336_systems.isolation import LOG_TAIL_BYTES, ensure_fork_server, fork_server, kill_orphans, preload
+from cs336_systems.isolation import LOG_TAIL_BYTES, fork_server, join, kill_orphans, preload, start
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, visible_gpus
 from cs336_systems.process import adopt_orphans
@@ -84,8 +84,7 @@ class _Worker:
         self._connection, theirs = fork_server().Pipe()
         uuid = gpu.uuid if gpu else None
         self._process = fork_server().Process(target=_serve, args=(theirs, self._log.name, grid, uuid, measure))
-        ensure_fork_server()
-        self._process.start()
+        start(self._process)
         theirs.close()
 
     def measure(self, cell: AttentionCell) -> tuple[CellResult, Environment | None]:
@@ -107,15 +106,14 @@ class _Worker:
         if self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.join()
+        join(self._process)
         kill_orphans()
         self._process.close()
         self._connection.close()
         self._log.close()
 
     def _death(self, cell: AttentionCell) -> CellResult:
-        self._process.join()
-        code = self._process.exitcode
+        code = join(self._process)
         if code == -signal.SIGKILL:
             message = "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
             return self._failure(cell, CellStatus.KILLED, message, "SIGKILL")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cs336_systems.config import Precision
 from cs336_systems.hardware import bare_name
-from cs336_systems.json_files import encode_json, read_json, write_atomically
+from cs336_systems.json_files import CEILINGS, encode_json, read_json, write_atomically
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import FORMAT_VERSION, CeilingsStudy, ProductPrecision
 
@@ -20,7 +20,7 @@ def encode_study(study: CeilingsStudy) -> bytes:
 
 def read_study(path: Path) -> CeilingsStudy:
     """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, CeilingsStudy, "a study of ceilings", version=FORMAT_VERSION, error=RecordError)
+    return read_json(path, CeilingsStudy, CEILINGS, version=FORMAT_VERSION, error=RecordError)
 
 
 def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:

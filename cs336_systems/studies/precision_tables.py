@@ -19,9 +19,9 @@ _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
     Column(Heading("cast", numeric=False), lambda row: "explicit" if row.cast else ""),
     Column(Heading("result"), lambda row: f"{row.total:.4f}"),
     Column(Heading("error"), lambda row: f"{row.error:+z.4f}"),
-    Column(Heading("storing"), lambda row: f"{row.storage_error:+z.4f}"),
-    Column(Heading("rounding"), lambda row: f"{row.rounding_error:+z.4f}"),
-    Column(Heading("additions"), lambda row: f"{row.growing_additions}"),
+    Column(Heading("storing", spare=2), lambda row: f"{row.storage_error:+z.4f}"),
+    Column(Heading("rounding", spare=3), lambda row: f"{row.rounding_error:+z.4f}"),
+    Column(Heading("additions", spare=1), lambda row: f"{row.growing_additions}"),
 )
 
 
@@ -109,10 +109,10 @@ def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
 
 
-def print_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) -> None:
-    """Print both tables to the terminal, with what their values say."""
-    print_table(accumulation_table(sums))
-    print_table(dtype_table(dtypes))
+def print_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype], directory: Path | None = None) -> None:
+    """Print both tables to the terminal, with what their values say; `directory` holds their files, if it is given."""
+    print_table(accumulation_table(sums), directory)
+    print_table(dtype_table(dtypes), directory)
 
 
 def encode_study(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) -> bytes:

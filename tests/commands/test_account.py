@@ -13,7 +13,7 @@ from cs336_systems.cli import main
 from cs336_systems.commands import account as command
 from cs336_systems.commands.account import AccountArguments, device_meant
 from cs336_systems.config import SIZES, Precision
-from cs336_systems.hardware import DEVICES
+from cs336_systems.hardware import DEVICES, find_device
 from cs336_systems.memory_model import predict_memory
 from cs336_systems.nvml import Gpu
 from cs336_systems.prediction.tape import Category
@@ -98,7 +98,9 @@ def test_without_a_known_memory_the_flag_is_needed(
         (["--top", "0"], "--top"),
         (["--top", "-3"], "--top"),
         *((["--step-ms", value], "--step-ms") for value in ("0", "-1", "nan", "inf", "-inf", "1e300")),
-        (["--device-name", "A100"], "did you mean one of A100-SXM4-40GB"),
+        (["--device-name", "A100"], "A100-SXM4-40GB, A100-PCIE-40GB, A100-SXM4-80GB, A100 80GB PCIe"),  # of one peak
+        (["--device-name", "H100"], "H100 80GB HBM3, H100 PCIe, H100 NVL"),
+        (["--device-name", "H20"], "is not known; did you mean one of H200"),
         (["--device-name", "Gforce RTX 4090"], "GeForce RTX 4090"),
         (["--device-name", ""], "RTX A6000"),
         (["--device-name", "\x1b[2J\n" + "x" * 1000], "is not known"),
@@ -224,3 +226,15 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.fullmatch(r"error: [^\n]+\n", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("4090", "GeForce RTX 4090"), ("a6000", "RTX A6000"), ("h200", "H200"), ("nvidia h100 pcie", "H100 PCIe"),
+        ("H100 SXM", "H100 80GB HBM3"), ("A100-SXM-80GB", "A100-SXM4-80GB"), ("V100-SXM2", "V100-SXM2-16GB"),
+        ("L4", "L4"), ("a10", "A10"),
+    ],
+)  # fmt: skip
+def test_a_short_name_means_the_one_device_that_it_can_mean(short: str, name: str) -> None:
+    assert device_meant(short) is find_device(name) is not None

@@ -183,7 +183,7 @@ EVERY_FLAG = (
     "--tokens t.npy --device cpu --seed 8 --model a.b:c --profile --learning-rate 1e-4"
 )
 OWN_MODEL_ALONE = {
-    "checkpoint_blocks": 3,
+    "checkpoint_blocks": 2,
     "pad_vocabulary": 64,
     "compile_blocks": True,
     "cast_once": True,
@@ -456,6 +456,15 @@ def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(capsys: pyte
     printed = capsys.readouterr().out
     assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
     assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, predicted peak \d\.\d GiB", printed)
+
+
+def test_there_are_no_more_checkpoints_than_blocks() -> None:
+    assert one("--size tiny --checkpoint-blocks 2").checkpoint_blocks == 2
+    for flags in ("--size tiny --checkpoint-blocks 3", "--size small --num-layers 1 --checkpoint-blocks 2"):
+        with pytest.raises(ValueError, match=r"--checkpoint-blocks must be from 0 to the \d blocks"):
+            one(flags)
+    with pytest.raises(ValueError, match="--checkpoint-blocks must be from 0 to the 2 blocks that tiny has"):
+        grid("--sizes small tiny --checkpoint-blocks 0 4")
 
 
 def test_checkpointing_is_an_axis_of_a_sweep() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from matplotlib.image import imread
 
+from cs336_systems.analysis.kernels.step_profile import write_profile as write_kernel_profile
 from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.notes import notes_path
 from cs336_systems.analysis.memory.profile import MemoryProfile, write_memory_profile
@@ -21,6 +22,7 @@ from cs336_systems.record import RunRecord, Status, write_record
 from cs336_systems.report.formats import WRITERS
 from tests.analysis.memory.programs import BATCH, MODEL, Training
 from tests.analysis.memory.snapshots import MIB
+from tests.report.kernels.profiles import make_profile
 
 TABLES = (
     "findings",
@@ -194,6 +196,33 @@ def test_a_file_that_is_no_snapshot_is_refused_in_one_line(
     check_refused(capsys.readouterr().err, path, words)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "trapped").exists()
+
+
+def test_a_file_for_another_command_is_called_what_it_is(
+    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record leads to its profile, where there is one."""
+    config = RunConfig(size="custom", model=MODEL, batch_size=BATCH)
+    record = RunRecord(config=config, status=Status.OK, started_at="2026-11-21T00:00:00+00:00")
+    (tmp_path / "runs").mkdir()
+    record_path, kernel_path = write_record(record, tmp_path / "runs"), tmp_path / "k.json"
+    write_kernel_profile(make_profile(), kernel_path)
+    profile_path = tmp_path / "memory" / record_path.name
+    given = {record_path: "a record of a run", kernel_path: "a kernel profile"}
+    for path, name in given.items():
+        assert memory(path) == 2
+        check_refused(capsys.readouterr().err, path, name)
+    profile_path.parent.mkdir()
+    write_memory_profile(explain_memory(snapshot), profile_path)
+    given = {record_path: "a record of a run", profile_path: "a memory profile", snapshot: "`cs336 memory`"}
+    for path, name in given.items():
+        assert main(["kernels", str(path)]) == 2
+        check_refused(capsys.readouterr().err, path, name)
+    for command in ("memory", "kernels"):
+        assert main([command, str(record_path)]) == 2
+        assert str(profile_path) in capsys.readouterr().err
+    assert memory(snapshot, "--record", profile_path) == 2
+    check_refused(capsys.readouterr().err, profile_path, "a memory profile")
 
 
 @pytest.mark.parametrize("name", ["s.pickle", "s.json"])

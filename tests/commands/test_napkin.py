@@ -35,6 +35,12 @@ def test_the_lectures_days_come_with_what_they_follow_from(
     assert "data sheet" in said
 
 
+def test_a_short_name_will_do_where_the_peak_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """All A100s promise 312 TFLOP/s in bf16, whatever their memory does."""
+    assert napkin(*DAYS, "--device-name", "a100") == 0
+    assert values(capsys.readouterr().out)["peak of one device"] == "312e12"
+
+
 def test_a_peak_may_be_given_and_scales_the_days(capsys: pytest.CaptureFixture[str]) -> None:
     assert napkin(*DAYS, "--peak-tflops", "1979") == 0
     assert capsys.readouterr().out.startswith("Training takes 71.96 days"), "half of 143.92"
@@ -57,7 +63,7 @@ def test_a_time_has_a_unit_that_can_be_read(
 ) -> None:
     assert napkin("--parameters", "1e9", "--tokens", tokens, "--peak-tflops", "1000") == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"Training takes {title} ")
+    assert said.startswith(f"Training takes {title}\n")
     assert re.findall(r"^time +(\S+) +(\S+)", said, re.MULTILINE) == times
 
 
@@ -85,7 +91,7 @@ def test_both_questions_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_gpu_of_this_machine_is_the_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cs336_systems.commands.napkin.device_meant", lambda name: find_device("A100-SXM4-80GB"))
+    monkeypatch.setattr("cs336_systems.commands.napkin.device_meant", lambda *_: find_device("A100-SXM4-80GB"))
     assert napkin(*DAYS) == 0
     assert values(capsys.readouterr().out)["peak of one device"] == "312e12"
 

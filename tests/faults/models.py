@@ -99,6 +99,17 @@ def kills_the_fork_server():
     time.sleep(NEVER_S)
 
 
+def stops_the_fork_server(vocab_size, d_model):
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return good(vocab_size, d_model)
+
+
+def stops_the_fork_server_and_hangs():
+    os.kill(os.getppid(), signal.SIGSTOP)
+    HANGING.touch()
+    time.sleep(NEVER_S)
+
+
 def exits_well():
     os._exit(0)
 

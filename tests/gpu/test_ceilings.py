@@ -21,7 +21,7 @@ from cs336_systems.studies.ceilings_study import (
 )
 from cs336_systems.studies.ceilings_timing import measure, replayed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
 MIB = 2**20
 LARGE, SMALL = (Shape(rows=side, inner=side, columns=side) for side in (8192, 256))

@@ -124,6 +124,7 @@ def sleeping_record(phase: Phase | None, sync_phases: bool) -> tuple[RunRecord, 
     return record, sleep
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sync_phases", [False, True])
 def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> None:
     plain, _ = sleeping_record(None, sync_phases)
@@ -139,6 +140,7 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> Non
                 assert added < 0.02 * delay
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("size", "precision"), [("large", Precision.FP32), ("large", Precision.BF16)])
 def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
     """In the median step: the host may be held up between its reading of the clock and the first or last event."""
@@ -149,6 +151,7 @@ def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
     assert 0.99 < statistics.median(shares) <= 1
 
 
+@pytest.mark.alone
 def test_a_steady_step_varies_by_less_than_one_percent() -> None:
     record = measure(config_of("medium"))
     assert record.measurement(Phase.STEP).cv < 0.01
@@ -156,6 +159,7 @@ def test_a_steady_step_varies_by_less_than_one_percent() -> None:
     assert not codes & {WarningCode.ALLOCATOR_GREW, WarningCode.GPU_SHARED, WarningCode.NOT_FINITE}
 
 
+@pytest.mark.alone
 def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     flags = "--size small --context-length 256"
     code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
@@ -189,12 +193,14 @@ def test_an_inference_step_keeps_no_graph() -> None:
     assert with_graph - without > 12 * 10 * layer_bytes
 
 
+@pytest.mark.alone
 def test_energy_and_clocks_are_recorded() -> None:
     telemetry = measure(config_of("small")).telemetry
     assert 0 < telemetry.after.sm_clock_hz <= telemetry.after.max_sm_clock_hz
     assert telemetry.energy_per_step_j > 0
 
 
+@pytest.mark.alone
 def test_events_agree_with_the_host_s_clock_on_one_long_phase() -> None:
     step = TrainingStep(
         config_of("small", mode=Mode.INFERENCE), SleepAfter(TransformerLM(SIZES["small"]).cuda(), Sleep())

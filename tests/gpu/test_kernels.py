@@ -84,6 +84,7 @@ def test_eager_models_launch_seven_products_a_layer_and_one(
     assert not num_unattributed(profile)
 
 
+@pytest.mark.alone
 def test_the_trace_s_phases_are_those_of_the_events(tmp_path: Path) -> None:
     """Seen in the same steps: CUDA events between the phases, and the ends of the kernels."""
     record, profile = profiled(config_of("large"), tmp_path)
@@ -93,6 +94,7 @@ def test_the_trace_s_phases_are_those_of_the_events(tmp_path: Path) -> None:
         assert mean_s(phase(profile, timed).kernel_s) < mean_s(seen)
 
 
+@pytest.mark.alone
 def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
     """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not matter to the GPU."""
     assert shutil.which("nsys"), "this machine should have nsys"
@@ -133,6 +135,7 @@ def wait_and_sleep() -> None:
     time.sleep(0.03)
 
 
+@pytest.mark.alone
 def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, wait_and_sleep))
@@ -145,6 +148,7 @@ def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
     assert f"{longest.duration_s * 1e3:.0f}" in said
 
 
+@pytest.mark.alone
 def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> None:
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, lambda: torch.cuda._sleep(100_000_000)))
@@ -175,6 +179,7 @@ def test_an_item_in_the_optimizer_is_named(
     assert "waits" not in plain
 
 
+@pytest.mark.alone
 def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
     big = " ".join(findings(profiled(config_of("large"), tmp_path)[1]))
     _, profile = profiled(config_of("tiny", 64), tmp_path)
@@ -186,6 +191,7 @@ def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
     assert sum(sum(times.busy_s) for times in profile.phases) < 0.7 * wall
 
 
+@pytest.mark.xdist_group("sweeps")  # which lock the GPU
 @pytest.mark.parametrize("mode", [CompileMode.DEFAULT, CompileMode.REDUCE_OVERHEAD])
 def test_graphs_and_compiled_kernels_have_their_phases(mode: CompileMode, tmp_path: Path) -> None:
     """In fresh processes: the shape checks of tests do not compile. Layers as wide as small's fill memory."""

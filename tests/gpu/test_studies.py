@@ -125,6 +125,7 @@ def forward() -> dict[tuple[Op, Version], FusionRow]:
     return {(row.op, row.version): row for row in study.rows if row.phase is Phase.FORWARD}
 
 
+@pytest.mark.alone
 def test_compiling_makes_one_kernel_of_many(forward: dict[tuple[Op, Version], FusionRow]) -> None:
     kernels = {key: row.kernels for key, row in forward.items()}
     assert len(kernels[Op.GELU, Version.EAGER]) > 5
@@ -137,6 +138,7 @@ def test_compiling_makes_one_kernel_of_many(forward: dict[tuple[Op, Version], Fu
         assert len(kernels[op, Version.FUSED]) == 1, kernels[op, Version.FUSED]
 
 
+@pytest.mark.alone
 def test_each_written_out_operation_is_one_kernel(forward: dict[tuple[Op, Version], FusionRow]) -> None:
     """Counted by the profiler on the device, and by PyTorch's dispatcher on the host."""
     x = torch.randn(4, 6, 8, device="cuda", requires_grad=True)
@@ -145,6 +147,7 @@ def test_each_written_out_operation_is_one_kernel(forward: dict[tuple[Op, Versio
     assert len(forward[Op.GELU, Version.EAGER].kernels) == len(watcher.moved.operations)
 
 
+@pytest.mark.alone
 def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(
     forward: dict[tuple[Op, Version], FusionRow],
 ) -> None:
@@ -172,6 +175,7 @@ def sleep_s() -> float:
     return start.elapsed_time(end) / 1e3
 
 
+@pytest.mark.alone
 def test_a_sleep_on_the_device_is_found_in_forward_alone() -> None:
     def sleepy(x: Tensor) -> Tensor:
         torch.cuda._sleep(SLEEP_CYCLES)

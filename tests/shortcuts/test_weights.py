@@ -228,6 +228,7 @@ def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "settings", [{}, {"cast_once": True}, {"mode": Mode.FORWARD_BACKWARD}, {"mode": Mode.INFERENCE}]
 )

@@ -15,6 +15,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.files import GZIP_MAGIC, SQLITE_MAGIC, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, durations
+from cs336_systems.json_files import refuse_another_kind
 
 MAX_BYTES = 8 * 2**30
 """Of JSON, decompressed: some thirty million events."""
@@ -159,6 +160,7 @@ def _decode(path: Path, content: bytes | bytearray, kind: type[_File[Number]]) -
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
+        refuse_another_kind(path, content, "a trace of torch.profiler", ProfileError)
         raise ProfileError(path, f"needed {NEEDED}, but it has other contents ({error}): {HOW_TO_RECORD}") from error
     except msgspec.DecodeError as error:
         raise ProfileError(path, _what_is_malformed(content, str(error))) from error

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.json_files import encode_json, read_json, write_atomically
+from cs336_systems.json_files import MEMORY_PROFILE, encode_json, read_json, write_atomically
 
 MEMORY_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
@@ -262,7 +262,7 @@ def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
 def read_memory_profile(path: Path) -> MemoryProfile:
     """The profile at `path`; raise ProfileError where there is none."""
     return read_json(
-        path, MemoryProfile, "a memory profile",
+        path, MemoryProfile, MEMORY_PROFILE,
         version=MEMORY_FORMAT_VERSION,
         error=ProfileError,
         max_bytes=MAX_PROFILE_BYTES,

@@ -224,14 +224,14 @@ def parts_listing(study: CeilingsStudy, parts: StepParts | None) -> Listing:
     columns: list[Column[StepPart]] = [
         Column(Heading("part", numeric=False), lambda part: part.name),
         Column(Heading("phase", numeric=False), lambda part: part.phase),
-        Column(Heading("work", "GFLOP"), lambda part: significant(part.flops / GIGA)),
-        Column(Heading("least", "MiB", spare=1), lambda part: significant(part.moved_bytes / MIB)),
-        Column(Heading("intensity", "FLOP/byte"), lambda part: significant(part.intensity, 3)),
+        Column(Heading("work", "GFLOP", spare=6), lambda part: significant(part.flops / GIGA)),
+        Column(Heading("least", "MiB", spare=7), lambda part: significant(part.moved_bytes / MIB)),
+        Column(Heading("intensity", "FLOP/byte", spare=5), lambda part: significant(part.intensity, 3)),
         Column(Heading("time", "ms"), lambda part: significant(part.time_s * 1e3)),
-        Column(Heading("rate", "TFLOP/s"), lambda part: scaled(part.flops_per_s, TERA)),
-        Column(Heading("roof", "TFLOP/s"), lambda part: scaled(roof(study, part), TERA)),
-        Column(Heading("of roof", "%"), lambda part: percent(part.flops_per_s, roof(study, part))),
-        Column(Heading("limit", numeric=False), lambda part: limit(study, part)),
+        Column(Heading("rate", "TFLOP/s", spare=2), lambda part: scaled(part.flops_per_s, TERA)),
+        Column(Heading("roof", "TFLOP/s", spare=4), lambda part: scaled(roof(study, part), TERA)),
+        Column(Heading("of roof", "%", spare=1), lambda part: percent(part.flops_per_s, roof(study, part))),
+        Column(Heading("limit", numeric=False, spare=3), lambda part: limit(study, part)),
     ]
     fields: Fields = {
         "run": lambda _: parts.label if parts else None,

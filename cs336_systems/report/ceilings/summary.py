@@ -132,10 +132,10 @@ def summary_listing(study: CeilingsStudy) -> Listing:
     ]
     if any(row.promised for row in rows):
         columns += [
-            Column(Heading("data sheet"), lambda row: scaled(row.promised, row.unit_value)),
-            Column(Heading("of data sheet", "%"), lambda row: percent(row.value, row.promised)),
+            Column(Heading("data sheet", spare=2), lambda row: scaled(row.promised, row.unit_value)),
+            Column(Heading("of data sheet", "%", spare=1), lambda row: percent(row.value, row.promised)),
         ]
-    columns.append(Column(Heading("reached at", numeric=False), lambda row: row.reached_at))
+    columns.append(Column(Heading("reached at", numeric=False, spare=3), lambda row: row.reached_at))
     fields: Fields = {
         "ceiling": lambda row: row.name,
         "device_name": lambda _: study.device_name,

@@ -88,13 +88,13 @@ def _product_columns(
     columns: list[Column[ProductCell]] = [
         Column(Heading("product", numeric=False), lambda cell: cell.shape.name),
         Column(Heading("rows x inner x columns"), lambda cell: cell.shape.label),
-        Column(Heading("intensity", "FLOP/byte", spare=1), lambda cell: significant(_intensity(cell), 3)),
+        Column(Heading("intensity", "FLOP/byte", spare=3), lambda cell: significant(_intensity(cell), 3)),
         Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
         Column(Heading("rate", "TFLOP/s"), lambda cell: scaled(cell.flops_per_s, TERA)),
     ]
     if promised is not None:
-        columns.append(Column(Heading("of data sheet", "%"), lambda cell: percent(cell.flops_per_s, promised)))
-    return [*columns, Column(Heading("of best", "%"), lambda cell: percent(cell.flops_per_s, best))]
+        columns.append(Column(Heading("of data sheet", "%", spare=2), lambda cell: percent(cell.flops_per_s, promised)))
+    return [*columns, Column(Heading("of best", "%", spare=1), lambda cell: percent(cell.flops_per_s, best))]
 
 
 def _intensity(cell: ProductCell) -> float:
@@ -123,7 +123,7 @@ def streams_listing(study: CeilingsStudy) -> Listing:
         Column(Heading("rate", "GB/s"), lambda cell: scaled(cell.bytes_per_s, GIGA)),
     ]
     if promised is not None:
-        columns.append(Column(Heading("of data sheet", "%"), lambda cell: percent(cell.bytes_per_s, promised)))
+        columns.append(Column(Heading("of data sheet", "%", spare=1), lambda cell: percent(cell.bytes_per_s, promised)))
     fields: Fields = {
         "stream": lambda cell: cell.stream,
         "moved_mib": lambda cell: cell.moved_bytes / MIB,
@@ -161,7 +161,7 @@ def reductions_listing(study: CeilingsStudy) -> Listing:
     columns: list[Column[ReduceCell]] = [
         Column(Heading("tensor", "MiB"), lambda cell: significant(cell.num_bytes / MIB)),
         Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
-        Column(Heading("algorithm", "GB/s"), lambda cell: scaled(cell.algorithm_bytes_per_s, GIGA)),
+        Column(Heading("algorithm", "GB/s", spare=1), lambda cell: scaled(cell.algorithm_bytes_per_s, GIGA)),
         Column(Heading("bus", "GB/s"), lambda cell: scaled(cell.bus_bytes_per_s, GIGA)),
     ]
     fields: Fields = {

@@ -73,7 +73,7 @@ def modules_listing(profile: StepProfile) -> Listing:
         Column(Heading("module", numeric=False), lambda row: path_text(row.path)),
         *(_module_time(phase, steps) for phase in _phases(profile)),
         Column(Heading("share", "%"), lambda row: percent(row.whole_s, whole_s)),
-        Column(Heading(words.items, spare=1), lambda row: count_per_step(sum(row.count.values()), steps)),
+        Column(Heading(words.items, spare=4), lambda row: count_per_step(sum(row.count.values()), steps)),
     ]
     notes = [f"{words.time} per step, of a module without the modules in it; a star stands for all blocks."]
     if len(rows) < len(sums):
@@ -116,11 +116,11 @@ def blocks_listing(profile: StepProfile) -> Listing:
     rows = [(phase, _of_phase(blocks.values(), phase)) for phase in _phases(profile)]
     columns: list[Column[tuple[LaunchPhase, list[ModuleSum]]]] = [
         Column(Heading("phase", numeric=False), itemgetter(0)),
-        Column(Heading("blocks"), lambda row: str(len(row[1]))),
-        Column(Heading("min", "ms"), lambda row: milliseconds(row[1][0].total_s[row[0]] / steps)),
+        Column(Heading("blocks", spare=3), lambda row: str(len(row[1]))),
+        Column(Heading("min", "ms", spare=2), lambda row: milliseconds(row[1][0].total_s[row[0]] / steps)),
         Column(Heading("median", "ms"), lambda row: milliseconds(median(b.total_s[row[0]] for b in row[1]) / steps)),
-        Column(Heading("max", "ms"), lambda row: milliseconds(row[1][-1].total_s[row[0]] / steps)),
-        Column(Heading("longest", numeric=False), lambda row: path_text(row[1][-1].path)),
+        Column(Heading("max", "ms", spare=1), lambda row: milliseconds(row[1][-1].total_s[row[0]] / steps)),
+        Column(Heading("longest", numeric=False, spare=4), lambda row: path_text(row[1][-1].path)),
     ]
     notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
     table = make_table("Blocks", columns, [row for row in rows if row[1]], notes)
@@ -151,9 +151,9 @@ def idle_listing(profile: StepProfile, top: int) -> Listing:
         Column(Heading("phase", numeric=False), itemgetter(0)),
         Column(Heading("cause", numeric=False), itemgetter(1)),
         Column(Heading("idle", "ms"), lambda row: milliseconds(row[3] / steps)),
-        Column(Heading("of wall", "%"), lambda row: percent(row[3], wall_s)),
-        Column(Heading("times"), lambda row: count_per_step(row[2], steps)),
-        Column(Heading("each", "µs"), lambda row: microseconds(share(row[3], row[2]))),
+        Column(Heading("of wall", "%", spare=1), lambda row: percent(row[3], wall_s)),
+        Column(Heading("times", spare=2), lambda row: count_per_step(row[2], steps)),
+        Column(Heading("each", "µs", spare=3), lambda row: microseconds(share(row[3], row[2]))),
     ]
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", columns, rows, notes)
@@ -171,14 +171,14 @@ def idle_listing(profile: StepProfile, top: int) -> Listing:
 def _gaps_table(gaps: Iterable[Gap]) -> Table:
     columns: list[Column[Gap]] = [
         Column(Heading("idle", "ms"), lambda gap: milliseconds(gap.duration_s)),
-        Column(Heading("step"), lambda gap: str(gap.step)),
-        Column(Heading("at", "ms"), lambda gap: milliseconds(gap.start_s)),
+        Column(Heading("step", spare=5), lambda gap: str(gap.step)),
+        Column(Heading("at", "ms", spare=6), lambda gap: milliseconds(gap.start_s)),
         Column(Heading("phase", numeric=False), attrgetter("phase")),
         Column(Heading("cause", numeric=False), attrgetter("cause")),
-        Column(Heading("before it", numeric=False, spare=2), lambda gap: label(gap.before) or "start of the step"),
-        Column(Heading("after it", numeric=False), lambda gap: label(gap.after) or "end of the step"),
-        Column(Heading("module", numeric=False, spare=1), lambda gap: path_text(gap.module)),
-        Column(Heading("host was in", numeric=False), lambda gap: label(gap.host_call) or "no CUDA call"),
+        Column(Heading("before it", numeric=False, spare=8), lambda gap: label(gap.before) or "start of the step"),
+        Column(Heading("after it", numeric=False, spare=4), lambda gap: label(gap.after) or "end of the step"),
+        Column(Heading("module", numeric=False, spare=7), lambda gap: path_text(gap.module)),
+        Column(Heading("host was in", numeric=False, spare=3), lambda gap: label(gap.host_call) or "no CUDA call"),
     ]
     notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
     return make_table("Longest idle times", columns, gaps, notes)
@@ -243,7 +243,7 @@ def _call_columns(name: str, calls: list[HostCalls], steps: int) -> list[Column[
         return microseconds(share(total_s, count))
 
     return [
-        Column(Heading(name), lambda phase: count_per_step(sums(phase)[0], steps)),
+        Column(Heading(name, spare=1), lambda phase: count_per_step(sums(phase)[0], steps)),
         Column(Heading("time", "ms"), lambda phase: milliseconds(sums(phase)[1] / steps)),
-        Column(Heading("each", "µs"), mean),
+        Column(Heading("each", "µs", spare=2), mean),
     ]

@@ -36,7 +36,7 @@ def classes_listing(profile: StepProfile) -> Listing:
         Column(Heading("class", numeric=False), lambda kind: kind or "sum"),
         *(column for phase in where for column in _class_columns(profile, phase)),
         Column(
-            Heading(words.items, spare=1),
+            Heading(words.items, spare=3),
             lambda kind: count_per_step(_sum(profile, kind, None).count, profile.num_steps),
         ),
     ]
@@ -65,7 +65,11 @@ def _class_columns(profile: StepProfile, phase: LaunchPhase | None) -> list[Colu
         found = _sum(profile, kind, phase)
         return percent(found.total_s, whole_s) if found.count else ""
 
-    return [Column(Heading(phase or WHOLE_STEP, "ms"), time), Column(Heading("", "%"), part)]
+    time_spare, part_spare = (0, 0) if phase is None else (1, 2)
+    return [
+        Column(Heading(phase or WHOLE_STEP, "ms", spare=time_spare), time),
+        Column(Heading("", "%", spare=part_spare), part),
+    ]
 
 
 def _others(profile: StepProfile) -> Iterator[str]:
@@ -160,11 +164,14 @@ def _attention_table(profile: StepProfile, phase: LaunchPhase, phase_s: float) -
     steps, whole_s = profile.num_steps, _attention_s(profile, phase)
     columns: list[Column[AttentionTimes]] = [
         Column(Heading("part", numeric=False), attrgetter("part")),
-        Column(Heading(terms(profile).items), lambda row: count_per_step(row.count, steps)),
+        Column(Heading(terms(profile).items, spare=5), lambda row: count_per_step(row.count, steps)),
         Column(Heading("time", "ms"), lambda row: milliseconds(row.total_s / steps)),
-        Column(Heading("share", "%"), lambda row: percent(row.total_s, whole_s)),
-        Column(Heading(f"of {phase}", "%"), lambda row: percent(row.total_s, phase_s)),
-        Column(Heading("products", "ms"), lambda row: milliseconds(row.product_s / steps) if row.product_count else ""),
+        Column(Heading("share", "%", spare=1), lambda row: percent(row.total_s, whole_s)),
+        Column(Heading(f"of {phase}", "%", spare=4), lambda row: percent(row.total_s, phase_s)),
+        Column(
+            Heading("products", "ms", spare=6),
+            lambda row: milliseconds(row.product_s / steps) if row.product_count else "",
+        ),
         *(_flops_columns(steps) if any(row.flops for row in rows) else ()),
     ]
     notes = ["Per step. Products: of the part's time, that of its matrix products.", *_softmax_sentence(rows)]
@@ -178,7 +185,7 @@ def _flops_columns(steps: int) -> list[Column[AttentionTimes]]:
     def rate(row: AttentionTimes) -> str:
         return "" if (rate := _flops_per_s(row)) is None else significant(rate / 1e12, 3)
 
-    return [Column(Heading("FLOPs", "G"), flops), Column(Heading("rate", "TFLOP/s"), rate)]
+    return [Column(Heading("FLOPs", "G", spare=7), flops), Column(Heading("rate", "TFLOP/s", spare=3), rate)]
 
 
 def _softmax_sentence(rows: list[AttentionTimes]) -> Iterator[str]:

@@ -50,7 +50,7 @@ def classes_listing(entries: Sequence[Profiled]) -> Listing:
     kinds = [kind for kind in KernelClass if any(kind in row.part.shares for row in rows)]
     columns: list[Column[Row[ClassRow]]] = [
         Column(Heading("phase", numeric=False), attrgetter("part.where")),
-        *(Column(Heading(kind, "%"), _class_cell(kind)) for kind in kinds),
+        *(Column(Heading(kind, "%", spare=rank), _class_cell(kind)) for rank, kind in enumerate(kinds)),
     ]
     csv: dict[str, Callable[[Row[ClassRow]], object]] = {"phase": attrgetter("part.where")}
     csv |= {f"{kind.lower().replace(' ', '_').replace('-', '_')}_share": _class_share(kind) for kind in KernelClass}
@@ -90,12 +90,12 @@ def products_listing(entries: Sequence[Profiled]) -> Listing:
     columns: list[Column[Row[ProductCounts]]] = [
         Column(Heading("phase", numeric=False), attrgetter("part.phase")),
         Column(Heading("linear"), lambda row: count_per_step(row.part.linear, row.steps)),
-        Column(Heading("expected"), lambda row: "" if (count := _expected(row)) is None else f"{count:,}"),
-        Column(Heading("as expected", numeric=False), _verdict),
-        Column(Heading("attention"), lambda row: count_per_step(row.part.attention, row.steps)),
-        Column(Heading("unknown", spare=1), lambda row: count_per_step(row.part.unknown, row.steps)),
-        Column(Heading("linear time", "ms"), lambda row: milliseconds(row.part.linear_s / row.steps)),
-        Column(Heading("attention time", "ms"), lambda row: milliseconds(row.part.attention_s / row.steps)),
+        Column(Heading("expected", spare=2), lambda row: "" if (count := _expected(row)) is None else f"{count:,}"),
+        Column(Heading("as expected", numeric=False, spare=1), _verdict),
+        Column(Heading("attention", spare=4), lambda row: count_per_step(row.part.attention, row.steps)),
+        Column(Heading("unknown", spare=6), lambda row: count_per_step(row.part.unknown, row.steps)),
+        Column(Heading("linear time", "ms", spare=3), lambda row: milliseconds(row.part.linear_s / row.steps)),
+        Column(Heading("attention time", "ms", spare=5), lambda row: milliseconds(row.part.attention_s / row.steps)),
     ]
     csv: dict[str, Callable[[Row[ProductCounts]], object]] = {"phase": attrgetter("part.phase")}
     for kind in ("linear", "attention", "unknown"):
@@ -129,8 +129,11 @@ def attention_listing(entries: Sequence[Profiled]) -> Listing:
     ratios = {"time ratio": "time_ratio", "FLOP ratio": "flops_ratio", "time per FLOP": "time_per_flop_ratio"}
     columns: list[Column[Row[CostRow]]] = [
         Column(Heading("phase", numeric=False), attrgetter("part.phase")),
-        *(Column(Heading(name, "ms"), _time_cell(field)) for name, field in times.items()),
-        *(Column(Heading(name), _ratio_cell(field)) for name, field in ratios.items()),
+        *(
+            Column(Heading(name, "ms", spare=rank), _time_cell(field))
+            for rank, (name, field) in enumerate(times.items())
+        ),
+        *(Column(Heading(name, spare=3), _ratio_cell(field)) for name, field in ratios.items()),
     ]
     csv: dict[str, Callable[[Row[CostRow]], object]] = {"phase": attrgetter("part.phase")}
     csv |= {f"{field}_ms_per_step": _per_step(f"part.cost.{field}_s", 1e3) for field in times.values()}

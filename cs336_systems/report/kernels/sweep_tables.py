@@ -5,19 +5,25 @@ Times are per step, as in the tables of a single trace.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.config import Phase
-from cs336_systems.report.formats import Column, Heading, make_table, significant
-from cs336_systems.report.identity import Identity, csv_with_identities, identity_columns, telling
-from cs336_systems.report.kernels.entries import Profiled, identities_of
+from cs336_systems.report.formats import Column, Heading, make_table, significant, to_csv
+from cs336_systems.report.frame import to_frame
+from cs336_systems.report.identity import telling
+from cs336_systems.report.kernels.entries import Profiled, identities
 from cs336_systems.report.kernels.tables import PhaseRow, phase_rows
 from cs336_systems.report.kernels.terms import count_per_step, milliseconds, terms
 from cs336_systems.report.listing import Listing, percent, share
-from cs336_systems.report.words import shared_settings
+from cs336_systems.report.words import describe
 
 Part = TypeVar("Part")
+
+_NAMES = {"context_length": "context", "batch_size": "batch", "device_name": "device"}
+_NUMBERS = frozenset(
+    ("context_length", "batch_size", "repeat", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +31,7 @@ class Row(Generic[Part]):
     """One row of a table over configurations."""
 
     entry: Profiled
-    identity: Identity
+    identity: dict[str, Any]
     part: Part
     """What of the entry the row is about."""
 
@@ -38,7 +44,7 @@ def rows_of_entries(entries: Sequence[Profiled], parts: Callable[[Profiled], Seq
     """A row for each part of each entry."""
     return [
         Row(entry=entry, identity=named, part=part)
-        for entry, named in zip(entries, identities_of(entries), strict=True)
+        for entry, named in zip(entries, identities(entries), strict=True)
         for part in parts(entry)
     ]
 
@@ -57,12 +63,17 @@ def make_listing(
     What all configurations share is said once, below the table. Nothing at all where there are no rows.
     """
     kept = [row for row in rows if shown(row)]
-    told = [row.identity for row in kept]
-    before: list[Column[Row[Part]]] = identity_columns(telling(told), told, lambda row: row.identity)
-    settings = shared_settings([(row.entry.config, row.identity["device_name"]) for row in kept])
+    before: list[Column[Row[Part]]] = [Column(Heading(_NAMES.get(n, n), numeric=n in _NUMBERS), _said(n))
+                                       for n in telling([row.identity for row in kept])]  # fmt: skip
+    settings = describe(to_frame([row.entry.profiled for row in kept])) if kept else ""
     table = make_table(title, [*before, *columns], kept, [note, *([f"{settings}."] if settings else [])])
-    found = csv_with_identities([(row.identity, [value(row) for value in csv.values()]) for row in rows], tuple(csv))
-    return Listing(name=name, tables=(table,) if kept else (), csv=found)
+    header = [*(rows[0].identity if rows else ()), *csv]
+    values = ([*row.identity.values(), *(value(row) for value in csv.values())] for row in rows)
+    return Listing(name=name, tables=(table,) if kept else (), csv=to_csv(header, values) if rows else "")
+
+
+def _said(name: str) -> Callable[[Row[Part]], str]:
+    return lambda row: "" if row.identity[name] is None else str(row.identity[name])
 
 
 def text(value: float | None, digits: int = 4) -> str:
@@ -88,12 +99,12 @@ def phases_listing(entries: Sequence[Profiled]) -> Listing:
 
     columns: list[Column[Row[PhaseRow]]] = [
         Column(Heading("phase", numeric=False), lambda row: row.part.name),
-        Column(Heading(words.items), lambda row: count_per_step(sum(row.part.launches), row.steps)),
+        Column(Heading(words.items, spare=4), lambda row: count_per_step(sum(row.part.launches), row.steps)),
         Column(Heading(words.time, "ms"), lambda row: milliseconds(mean("kernel_s")(row))),
-        Column(Heading("wall", "ms"), lambda row: milliseconds(mean("wall_s")(row))),
-        *([Column(Heading("GPU busy", "%"), busy)] if on_device else []),
-        Column(Heading("clock", "ms"), lambda row: text(in_ms(_clock_s(row)))),
-        Column(Heading("wall vs clock", "%"), lambda row: _change(_over_clock(row))),
+        Column(Heading("wall", "ms", spare=1), lambda row: milliseconds(mean("wall_s")(row))),
+        *([Column(Heading("GPU busy", "%", spare=2), busy)] if on_device else []),
+        Column(Heading("clock", "ms", spare=3), lambda row: text(in_ms(_clock_s(row)))),
+        Column(Heading("wall vs clock", "%", spare=5), lambda row: _change(_over_clock(row))),
     ]
     csv: dict[str, Callable[[Row[PhaseRow]], object]] = {
         "phase": lambda row: row.part.name,
@@ -142,9 +153,9 @@ def slowdown_listing(entries: Sequence[Profiled]) -> Listing:
 
     columns: list[Column[Row[None]]] = [
         Column(Heading("step", "ms"), lambda row: text(in_ms(row.entry.clock_s(Phase.STEP)))),
-        Column(Heading("with profiler", "ms"), lambda row: text(in_ms(watched_s(row)))),
+        Column(Heading("with profiler", "ms", spare=1), lambda row: text(in_ms(watched_s(row)))),
         Column(Heading("slowdown", "times"), lambda row: text(factor(row), 3)),
-        Column(Heading(f"{items} per step"), lambda row: count_per_step(launches(row), row.steps)),
+        Column(Heading(f"{items} per step", spare=2), lambda row: count_per_step(launches(row), row.steps)),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
         "plain_step_mean_ms": lambda row: in_ms(row.entry.clock_s(Phase.STEP)),

@@ -7,15 +7,15 @@ from cs336_systems.config import Device, RunConfig
 from cs336_systems.ladder import GATE_STEPS
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import STEP_INTERVAL, Column, Heading, Table, make_table, mean_and_std, significant
-from cs336_systems.report.identity import size_text
+from cs336_systems.report.formats import Column, Heading, Table, make_table, mean_and_std, significant
+from cs336_systems.report.frame import size_text
 from cs336_systems.report.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.ladder.plots import draw_ladder
 from cs336_systems.report.ladder.reasons import GIGA, reasons
 from cs336_systems.report.ladder.rows import LadderRow
 from cs336_systems.report.ladder.words import interval_text, ratio_text
 from cs336_systems.report.listing import Listing, csv_of, in_si, texts_of, write_files
-from cs336_systems.report.tables import step_interval
+from cs336_systems.report.tables import STEP_INTERVAL, step_interval
 from cs336_systems.report.words import STATUS_WORDS
 
 LEAST_DISTANCE = 0.001
@@ -59,17 +59,17 @@ def settings(rows: Rows) -> str:
 def _speed_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(Heading("change", numeric=False, spare=6), lambda row: row.rung.change),
+        Column(Heading("change", numeric=False, spare=9), lambda row: row.rung.change),
         Column(Heading("step", "ms"), _step),
         Column(STEP_INTERVAL, lambda row: step_interval(row.row)),
-        _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=2),
-        _quantity("MFU", "%", "mfu", 100, 3, spare=3),
-        _quantity("of ceiling", "%", "ceiling_share", 100, 3, spare=7),
-        Column(Heading("over last"), lambda row: ratio_text(row.over_last)),
-        Column(Heading("interval", numeric=False, spare=5), lambda row: interval_text(row.over_last)),
-        Column(Heading("over first"), lambda row: ratio_text(row.over_first)),
-        Column(Heading("interval", numeric=False, spare=4), lambda row: interval_text(row.over_first)),
-        _quantity("peak", "GiB", "peak_allocated_gib", 1, 3, spare=1),
+        _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=5),
+        _quantity("MFU", "%", "mfu", 100, 3, spare=6),
+        _quantity("of ceiling", "%", "ceiling_share", 100, 3, spare=10),
+        Column(Heading("over last", spare=2), lambda row: ratio_text(row.over_last)),
+        Column(Heading("interval", numeric=False, spare=8), lambda row: interval_text(row.over_last)),
+        Column(Heading("over first", spare=3), lambda row: ratio_text(row.over_first)),
+        Column(Heading("interval", numeric=False, spare=7), lambda row: interval_text(row.over_first)),
+        _quantity("peak", "GiB", "peak_allocated_gib", 1, 3, spare=4),
         Column(Heading("gate", numeric=False), _verdict),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
@@ -80,15 +80,15 @@ def _speed_table(rows: Rows) -> Table:
 def _gate_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(Heading(f"loss {GATE_STEPS}"), lambda row: _text(row.gate.loss, 6)),
-        Column(Heading("distance", "% of the fall"), lambda row: _distance(row.gate.last)),
-        Column(Heading("largest", "% of the fall"), lambda row: _distance(row.gate.largest)),
-        Column(Heading("bound", "% of the fall"), lambda row: f"{100 * row.gate.bound:g}"),
+        Column(Heading(f"loss {GATE_STEPS}", spare=5), lambda row: _text(row.gate.loss, 6)),
+        Column(Heading("distance", "% of the fall", spare=1), lambda row: _distance(row.gate.last)),
+        Column(Heading("largest", "% of the fall", spare=3), lambda row: _distance(row.gate.largest)),
+        Column(Heading("bound", "% of the fall", spare=4), lambda row: f"{100 * row.gate.bound:g}"),
         Column(Heading("gate", numeric=False), _verdict),
-        Column(Heading("compiling", "s"), lambda row: _text(row.compile_s, 3)),
-        Column(Heading("graphs", spare=1), _compiled("graphs")),
-        Column(Heading("graph breaks", spare=2), _compiled("graph_breaks")),
-        Column(Heading("recompiles", spare=3), _compiled("recompiles")),
+        Column(Heading("compiling", "s", spare=2), lambda row: _text(row.compile_s, 3)),
+        Column(Heading("graphs", spare=6), _compiled("graphs")),
+        Column(Heading("graph breaks", spare=7), _compiled("graph_breaks")),
+        Column(Heading("recompiles", spare=8), _compiled("recompiles")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     return make_table("The same training, and what compiling takes", known, rows, gate_notes(rows), _stands_out)
@@ -99,12 +99,12 @@ def _count_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
         Column(Heading("operators" if on_cpu else "kernels"), lambda row: _text(_launches(row), 3)),
-        Column(Heading("GPU busy", "%"), lambda row: _text(row.busy_share, 3, 100)),
-        Column(Heading("busy", "ms"), lambda row: "" if on_cpu else _text(_busy_ms(row), 4)),
-        Column(Heading("weights", "GB", spare=3), _moved("weights")),
-        Column(Heading("casts", "GB", spare=2), _moved("casts")),
-        Column(Heading("AdamW", "GB", spare=1), _moved("optimizer")),
-        Column(Heading("activations", "GB", spare=4), _moved("activations")),
+        Column(Heading("GPU busy", "%", spare=2), lambda row: _text(row.busy_share, 3, 100)),
+        Column(Heading("busy", "ms", spare=1), lambda row: "" if on_cpu else _text(_busy_ms(row), 4)),
+        Column(Heading("weights", "GB", spare=5), _moved("weights")),
+        Column(Heading("casts", "GB", spare=4), _moved("casts")),
+        Column(Heading("AdamW", "GB", spare=3), _moved("optimizer")),
+        Column(Heading("activations", "GB", spare=6), _moved("activations")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     return make_table("Counts of a step, and the least bytes that it must move", known, rows, count_notes(rows))
@@ -114,7 +114,7 @@ def _reason_table(rows: Rows) -> Table:
     by_name = {row.rung.name: row for row in rows}
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(Heading("over", numeric=False), lambda row: row.last),
+        Column(Heading("over", numeric=False, spare=1), lambda row: row.last),
         Column(Heading("what changes", numeric=False), lambda row: reasons(row, by_name.get(row.last))),
     ]
     return make_table("Why", columns, [row for row in rows if row.num_processes], reason_notes(rows))

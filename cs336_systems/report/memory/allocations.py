@@ -20,10 +20,10 @@ def largest_listing(profile: MemoryProfile, top: int) -> Listing:
     """The `top` largest allocations with the code that they come from; as CSV all that the profile keeps."""
     rows = profile.largest
     columns: list[Column[LikeAllocations]] = [
-        Column(Heading("asked for", "bytes"), lambda row: f"{row.requested_bytes:,}"),
+        Column(Heading("asked for", "bytes", spare=4), lambda row: f"{row.requested_bytes:,}"),
         Column(Heading("asked for", "MiB"), lambda row: _MIB.cell(row.requested_bytes)),
-        Column(Heading("block", "MiB", spare=2), lambda row: _MIB.cell(row.num_bytes)),
-        Column(Heading("count"), lambda row: f"{row.count:,}"),
+        Column(Heading("block", "MiB", spare=8), lambda row: _MIB.cell(row.num_bytes)),
+        Column(Heading("count", spare=2), lambda row: f"{row.count:,}"),
         *_what_columns(),
     ]
     table = make_table("Largest allocations", columns, rows[:top], _shown(len(rows[:top]), len(rows)))
@@ -36,9 +36,9 @@ def at_peak_listing(profile: MemoryProfile, top: int) -> Listing:
     unit = unit_for(whole_bytes)
     columns: list[Column[LikeAllocations]] = [
         Column(Heading("together", unit.name), lambda row: unit.cell(row.bytes_at_peak)),
-        Column(Heading("share", "%"), lambda row: percent(row.bytes_at_peak, whole_bytes)),
-        Column(Heading("count"), lambda row: f"{row.count_at_peak:,}"),
-        Column(Heading("each", "MiB"), lambda row: _MIB.cell(row.requested_bytes)),
+        Column(Heading("share", "%", spare=1), lambda row: percent(row.bytes_at_peak, whole_bytes)),
+        Column(Heading("count", spare=2), lambda row: f"{row.count_at_peak:,}"),
+        Column(Heading("each", "MiB", spare=4), lambda row: _MIB.cell(row.requested_bytes)),
         *_what_columns(),
     ]
     shown_bytes = sum(row.bytes_at_peak for row in rows[:top])
@@ -55,12 +55,12 @@ def at_peak_listing(profile: MemoryProfile, top: int) -> Listing:
 
 def _what_columns() -> list[Column[LikeAllocations]]:
     return [
-        Column(Heading("category", numeric=False), attrgetter("category")),
-        Column(Heading("phase", numeric=False, spare=3), lambda row: label(row.phase)),
+        Column(Heading("category", numeric=False, spare=3), attrgetter("category")),
+        Column(Heading("phase", numeric=False, spare=9), lambda row: label(row.phase)),
         Column(Heading("name", numeric=False), lambda row: label(row.name)),
-        Column(Heading("shape", numeric=False, spare=2), lambda row: shape_text(row.shape, row.dtype)),
-        Column(Heading("formula", numeric=False), attrgetter("explanation")),
-        Column(Heading("place", numeric=False, spare=1), lambda row: innermost(row.places)),
+        Column(Heading("shape", numeric=False, spare=7), lambda row: shape_text(row.shape, row.dtype)),
+        Column(Heading("formula", numeric=False, spare=5), attrgetter("explanation")),
+        Column(Heading("place", numeric=False, spare=6), lambda row: innermost(row.places)),
     ]
 
 
@@ -113,9 +113,9 @@ def blocks_listing(profile: MemoryProfile) -> Listing:
     ]  # fmt: skip
     columns: list[Column[OverBlocks]] = [
         Column(Heading("of a block", numeric=False), attrgetter("name")),
-        Column(Heading("min", "MiB"), lambda row: _MIB.cell(min(row.num_bytes))),
+        Column(Heading("min", "MiB", spare=2), lambda row: _MIB.cell(min(row.num_bytes))),
         Column(Heading("median", "MiB"), lambda row: _MIB.cell(round(median(row.num_bytes)))),
-        Column(Heading("max", "MiB"), lambda row: _MIB.cell(max(row.num_bytes))),
+        Column(Heading("max", "MiB", spare=1), lambda row: _MIB.cell(max(row.num_bytes))),
         Column(Heading("all blocks", "MiB"), lambda row: _MIB.cell(sum(row.num_bytes))),
     ]
     csv: dict[str, Callable[[BlockMemory], object]] = {
@@ -137,10 +137,10 @@ def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
     block = typical(blocks)
     columns: list[Column[SavedTensor]] = [
         Column(Heading("size", "MiB"), lambda row: _MIB.cell(row.num_bytes)),
-        Column(Heading("share", "%"), lambda row: percent(row.num_bytes, block.saved_bytes)),
+        Column(Heading("share", "%", spare=1), lambda row: percent(row.num_bytes, block.saved_bytes)),
         Column(Heading("within the block", numeric=False), lambda row: label(row.name)),
-        Column(Heading("shape", numeric=False, spare=1), lambda row: shape_text(row.shape, row.dtype)),
-        Column(Heading("formula", numeric=False), attrgetter("explanation")),
+        Column(Heading("shape", numeric=False, spare=3), lambda row: shape_text(row.shape, row.dtype)),
+        Column(Heading("formula", numeric=False, spare=2), attrgetter("explanation")),
     ]
     alike = sum(_tensors(other) == _tensors(block) for other in blocks)
     notes = [

@@ -76,7 +76,7 @@ def _places_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
     columns: list[Column[Change]] = [
         Column(Heading("what", numeric=False), attrgetter("name")),
         *_values(unit),
-        Column(Heading("place", numeric=False), attrgetter("place")),
+        Column(Heading("place", numeric=False, spare=4), attrgetter("place")),
     ]
     notes = [_coverage(a, b)]
     if len(changed) > MAX_CHANGES:
@@ -105,10 +105,10 @@ def _values(unit: Unit) -> list[Column[Change]]:
         return f"{100 * row.grown_bytes / row.before_bytes:+.1f}" if row.before_bytes else "new"
 
     cells: tuple[tuple[Heading, Callable[[Change], str]], ...] = (
-        (Heading("before", unit.name), lambda row: unit.cell(row.before_bytes)),
-        (Heading("after", unit.name), lambda row: unit.cell(row.after_bytes)),
+        (Heading("before", unit.name, spare=1), lambda row: unit.cell(row.before_bytes)),
+        (Heading("after", unit.name, spare=2), lambda row: unit.cell(row.after_bytes)),
         (Heading("grown by", unit.name), signed),
-        (Heading("grown by", "%"), relative),
+        (Heading("grown by", "%", spare=3), relative),
     )
     return [Column(heading, cell) for heading, cell in cells]
 

@@ -35,7 +35,7 @@ def boundaries_listing(profile: MemoryProfile) -> Listing:
         *_category_columns(rows, unit, bytes_of, SMALL * profile.peak.allocated_bytes),
         Column(Heading("allocated", unit.name), lambda row: unit.cell(row[1].allocated_bytes)),
         *_count_columns(rows, unit, attrgetter("counted_bytes")),
-        Column(Heading("reserved", unit.name, spare=2), lambda row: unit.cell(row[1].reserved_bytes)),
+        Column(Heading("reserved", unit.name, spare=3), lambda row: unit.cell(row[1].reserved_bytes)),
     ]
     csv: dict[str, Callable[[Row], object]] = {
         "step": lambda row: None if row[1].step < 0 else row[1].step,
@@ -87,7 +87,7 @@ def _name_columns(rows: Sequence[Row]) -> Iterator[Column[Row]]:
     if any(moment.step >= 0 for _, moment in rows):
         yield Column(Heading("step"), lambda row: "" if row[1].step < 0 else str(row[1].step))
     yield Column(Heading("moment", numeric=False), itemgetter(0))
-    yield Column(Heading("at", "ms", spare=3), lambda row: milliseconds(row[1].time_s))
+    yield Column(Heading("at", "ms", spare=4), lambda row: milliseconds(row[1].time_s))
 
 
 def _category_columns(
@@ -97,7 +97,7 @@ def _category_columns(
     for category in Category:
         get = _getter(value, category)
         if most := max(map(get, rows)):
-            heading = Heading(category, unit.name, spare=4 if most < small_bytes else 0)
+            heading = Heading(category, unit.name, spare=5 if most < small_bytes else 1)
             yield Column(heading, _cell(get, unit))
 
 
@@ -129,7 +129,7 @@ def _count_columns(rows: Sequence[Row], unit: Unit, counted: Callable[[Moment], 
         return "" if num_bytes is None else unit.cell(num_bytes)
 
     if any(map(cell, rows)):
-        yield Column(Heading("PyTorch's count", unit.name), cell)
+        yield Column(Heading("PyTorch's count", unit.name, spare=2), cell)
 
 
 def _check(profile: MemoryProfile) -> str:
@@ -170,12 +170,12 @@ def phases_listing(profile: MemoryProfile) -> Listing:
     columns: list[Column[PhaseMemory]] = [
         Column(Heading("step"), lambda row: str(row.step)),
         Column(Heading("phase", numeric=False), lambda row: label(row.phase)),
-        Column(Heading("begins", "ms", spare=1), lambda row: milliseconds(row.begin_s)),
-        Column(Heading("takes", "ms", spare=1), lambda row: milliseconds(row.end_s - row.begin_s)),
-        Column(Heading("at its start", unit.name), lambda row: unit.cell(row.begin_bytes)),
+        Column(Heading("begins", "ms", spare=3), lambda row: milliseconds(row.begin_s)),
+        Column(Heading("takes", "ms", spare=3), lambda row: milliseconds(row.end_s - row.begin_s)),
+        Column(Heading("at its start", unit.name, spare=2), lambda row: unit.cell(row.begin_bytes)),
         Column(Heading("peak", unit.name), lambda row: unit.cell(row.peak_bytes)),
-        Column(Heading("peak at", "ms", spare=2), lambda row: milliseconds(row.peak_s)),
-        Column(Heading("at its end", unit.name), lambda row: unit.cell(row.end_bytes)),
+        Column(Heading("peak at", "ms", spare=4), lambda row: milliseconds(row.peak_s)),
+        Column(Heading("at its end", unit.name, spare=1), lambda row: unit.cell(row.end_bytes)),
     ]
     csv: dict[str, Callable[[PhaseMemory], object]] = {
         "step": attrgetter("step"),

@@ -8,7 +8,6 @@ from cs336_systems.analysis.memory.profile import Category, LikeAllocations
 from cs336_systems.config import Mode
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import Column, Heading, Table
-from cs336_systems.report.identity import file_names
 from cs336_systems.report.listing import Listing, share, texts_of, write_files
 from cs336_systems.report.memory.allocations import typical
 from cs336_systems.report.memory.entries import (
@@ -69,11 +68,9 @@ def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, bytes]:
         groups = [[(label, entry.profile) for label, entry in group] for _, group in groupby(shown, _size)]
         name = f"plots/peaks{'' if page == 1 else page}.png"
         pictures[name] = drawing.to_png(draw_peaks(groups, settings(entries)))
-    titles = labels(entries, always=("size", "context_length", "mode", "precision"))
-    stems = file_names(entry.config.key for entry in entries)
-    for entry, title, stem in zip(entries, titles, stems, strict=True):
-        picture = draw_memory(entry.profile, settings([entry]), title)
-        pictures[f"plots/{stem}_timeline.png"] = drawing.to_png(picture)
+    for entry in entries:
+        picture = draw_memory(entry.profile, settings([entry]), _name(entry))
+        pictures[f"plots/{entry.config.key}_timeline.png"] = drawing.to_png(picture)
     return pictures
 
 
@@ -96,18 +93,27 @@ def _size(bar: Bar) -> str:
     return bar[1].config.size
 
 
+def _name(entry: MemoryEntry) -> str:
+    """For a title: what tells it from any other, and the mode and precision too."""
+    config = entry.config
+    return f"{labels([entry])[0]} {config.mode} {config.precision}"
+
+
 def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
     """A table of peaks with a column for each mode, then every peak with what else is known of it."""
     rows = rows_of_entries(entries, lambda _: [None])
     columns: list[Column[Row[None]]] = [
         Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
-        Column(Heading("in", numeric=False), lambda row: row.entry.profile.peak.phase),
-        Column(Heading("without recording", "GiB", spare=3), lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
-        Column(Heading("predicted", "GiB"), lambda row: _known(row.entry.predicted_peak_bytes, _GIB)),
-        Column(Heading("reserved", "GiB", spare=1), lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
-        Column(Heading("residual", "MiB", spare=2), lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
-        Column(Heading("saved per block", "MiB"), lambda row: _known(_block(row.entry, "saved_bytes"), _MIB)),
-        Column(Heading("gradients per block", "MiB"), lambda row: _known(_block(row.entry, "gradient_bytes"), _MIB)),
+        Column(Heading("in", numeric=False, spare=3), lambda row: row.entry.profile.peak.phase),
+        Column(Heading("without recording", "GiB", spare=7), lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
+        Column(Heading("predicted", "GiB", spare=1), lambda row: _known(row.entry.predicted_peak_bytes, _GIB)),
+        Column(Heading("reserved", "GiB", spare=5), lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
+        Column(Heading("residual", "MiB", spare=6), lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
+        Column(Heading("saved per block", "MiB", spare=2), lambda row: _known(_block(row.entry, "saved_bytes"), _MIB)),
+        Column(
+            Heading("gradients per block", "MiB", spare=4),
+            lambda row: _known(_block(row.entry, "gradient_bytes"), _MIB),
+        ),
         Column(Heading("status", numeric=False), _status),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
@@ -191,11 +197,11 @@ def categories_listing(entries: Sequence[MemoryEntry]) -> Listing:
     rows = rows_of_entries(entries, lambda _: [None])
     columns: list[Column[Row[None]]] = [
         *(
-            Column(Heading(name, "GiB", spare=0 if _is_seen(name, entries) else 2), _category_cell(name))
+            Column(Heading(name, "GiB", spare=1 if _is_seen(name, entries) else 3), _category_cell(name))
             for name in present
         ),
         Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
-        Column(Heading("in", numeric=False, spare=1), lambda row: row.entry.profile.peak.phase),
+        Column(Heading("in", numeric=False, spare=2), lambda row: row.entry.profile.peak.phase),
         Column(Heading("status", numeric=False), _status),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
@@ -232,12 +238,12 @@ def largest_listing(entries: Sequence[MemoryEntry]) -> Listing:
     """The largest allocations of every configuration, and where they come from."""
     rows = rows_of_entries(entries, lambda entry: entry.profile.largest[:NUM_LARGEST])
     columns: list[Column[Row[LikeAllocations]]] = [
-        Column(Heading("asked for", "bytes"), lambda row: f"{row.part.requested_bytes:,}"),
+        Column(Heading("asked for", "bytes", spare=3), lambda row: f"{row.part.requested_bytes:,}"),
         Column(Heading("size"), lambda row: size(row.part.requested_bytes)),
-        Column(Heading("count"), lambda row: f"{row.part.count:,}"),
-        Column(Heading("category", numeric=False), lambda row: row.part.category),
-        Column(Heading("formula", numeric=False), lambda row: row.part.explanation),
-        Column(Heading("place", numeric=False), lambda row: innermost(row.part.places)),
+        Column(Heading("count", spare=1), lambda row: f"{row.part.count:,}"),
+        Column(Heading("category", numeric=False, spare=2), lambda row: row.part.category),
+        Column(Heading("formula", numeric=False, spare=4), lambda row: row.part.explanation),
+        Column(Heading("place", numeric=False, spare=5), lambda row: innermost(row.part.places)),
     ]
     csv: dict[str, Callable[[Row[LikeAllocations]], object]] = {
         "requested_bytes": lambda row: row.part.requested_bytes,

@@ -21,10 +21,10 @@ def boundaries_listing(entries: Sequence[MemoryEntry]) -> Listing:
     """A row for the last step of each configuration; in the CSV every boundary of every recorded step."""
     rows = rows_of_entries(entries, lambda entry: [_last_step(entry)])
     present = [phase for phase in Phase if any(phase in row.part for row in rows)]
-    columns: list[Column[Row[LastStep]]] = [Column(Heading("at its start", "GiB"), _at_start)]
+    columns: list[Column[Row[LastStep]]] = [Column(Heading("at its start", "GiB", spare=1), _at_start)]
     for phase in present:
         columns.append(Column(Heading(f"{phase}: peak", "GiB"), _peak_of(phase)))
-        columns.append(Column(Heading(f"{phase}: at its end", "GiB"), _end_of(phase)))
+        columns.append(Column(Heading(f"{phase}: at its end", "GiB", spare=2), _end_of(phase)))
     table = (
         make_listing("", "Memory from phase to phase", rows, columns, {}, [_check(entries)]).tables if present else ()
     )

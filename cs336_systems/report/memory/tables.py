@@ -120,8 +120,11 @@ def _quantities(
     columns: list[Column[Quantity]] = [
         Column(Heading("quantity", numeric=False), attrgetter("name")),
         Column(Heading("value"), attrgetter("cell")),
-        Column(Heading("exact"), lambda row: f"{row.value:,}" if row.value is not None and row.unit == "bytes" else ""),
-        Column(Heading("what it is", numeric=False, spare=1), attrgetter("about")),
+        Column(
+            Heading("exact", spare=1),
+            lambda row: f"{row.value:,}" if row.value is not None and row.unit == "bytes" else "",
+        ),
+        Column(Heading("what it is", numeric=False, spare=2), attrgetter("about")),
     ]
     if not any(row.unit == "bytes" for row in rows):
         del columns[2]
@@ -171,9 +174,9 @@ def categories_listing(profile: MemoryProfile) -> Listing:
     columns: list[Column[tuple[str, int, int, int]]] = [
         Column(Heading("category", numeric=False), itemgetter(0)),
         Column(Heading("size", unit.name), lambda row: unit.cell(row[1])),
-        Column(Heading("share", "%"), lambda row: percent(row[1], peak.allocated_bytes)),
-        Column(Heading("asked for", unit.name), lambda row: unit.cell(row[2])),
-        Column(Heading("blocks"), lambda row: f"{row[3]:,}"),
+        Column(Heading("share", "%", spare=1), lambda row: percent(row[1], peak.allocated_bytes)),
+        Column(Heading("asked for", unit.name, spare=3), lambda row: unit.cell(row[2])),
+        Column(Heading("blocks", spare=2), lambda row: f"{row[3]:,}"),
     ]
     csv: dict[str, Callable[[tuple[str, int, int, int]], object]] = {
         "category": itemgetter(0),

@@ -347,7 +347,7 @@ def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
         (b"  \n", "it is something else"),
         (b"hello", "it is something else"),
         (b"NaN", "it is something else"),
-        (pickle.dumps({"segments": [], "device_traces": []}), "it is something else"),
+        (pickle.dumps({"segments": [], "device_traces": []}), "it is a pickle"),
         (gzip.compress(b"SQLite format 3\0" + bytes(100), mtime=0), "it is something else"),
         (b"[]", "Expected `object`, got `array`"),
         (b'[{"ph": "X"}]', "Expected `object`, got `array`"),

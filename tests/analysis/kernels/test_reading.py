@@ -29,7 +29,7 @@ def test_the_same_steps_from_either_profiler(tmp_path: Path) -> None:
     [
         ("t", b"", "but it is empty"),
         ("t", b"hello", "but it is something else"),
-        ("t", b"\x80\x04}.", "but it is something else"),
+        ("t", b"\x80\x04}.", "but it is a pickle"),
         ("t", lzma.compress(b"{}"), "xz -dk"),
         ("t", b"\x28\xb5\x2f\xfd", "zstd -dk"),
         ("a.nsys-rep", b"\x0a\x11", "nsys export --type=sqlite a.nsys-rep"),

@@ -1,0 +1,193 @@
+"""Tables of every command as terminals of all widths and pipes show them."""
+
+import fcntl
+import functools
+import os
+import re
+import struct
+import sys
+import termios
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from cs336_systems.analysis.compare import compare
+from cs336_systems.commands.account import AccountArguments
+from cs336_systems.config import Precision
+from cs336_systems.hardware import find_device
+from cs336_systems.report.account import account_listing
+from cs336_systems.report.attention import attention_tables
+from cs336_systems.report.ceilings.summary import ceilings_tables
+from cs336_systems.report.comparison import comparison_table
+from cs336_systems.report.formats import Heading, Table, plain
+from cs336_systems.report.frame import to_frame
+from cs336_systems.report.fusion import fusion_tables
+from cs336_systems.report.kernels.entries import Profiled
+from cs336_systems.report.kernels.files import profile_tables
+from cs336_systems.report.kernels.sweep import sweep_tables
+from cs336_systems.report.ladder.rows import ladder_rows
+from cs336_systems.report.ladder.tables import ladder_tables
+from cs336_systems.report.memory.compare import compare_memory
+from cs336_systems.report.memory.files import memory_tables
+from cs336_systems.report.memory.sweep import MemoryEntry, memory_sweep_tables
+from cs336_systems.report.napkin import days_table
+from cs336_systems.report.tables import results_table, warmup_table
+from cs336_systems.report.terminal import print_table
+from cs336_systems.studies.attention_records import Implementation
+from cs336_systems.studies.fusion_records import Version
+from cs336_systems.studies.precision import accumulation_study
+from cs336_systems.studies.precision_tables import accumulation_table
+from tests.report.ceilings import make_whole
+from tests.report.kernels.profiles import make_profile
+from tests.report.ladders import make_entry, make_ladder, make_records
+from tests.report.making import CODES, H200, make_config, make_failure, make_record
+from tests.report.memory.profiles import make_inference, make_memory
+from tests.report.studies import make_cell, make_fusion, make_result, make_row, make_study
+
+WIDTHS = (40, 60, 80, 100, 140, 200)
+FILES = Path("data/x")
+KINDS = (
+    "results", "warm-up", "ladder", "ladder's others", "ceilings", "products", "bandwidth", "launches", "attention",
+    "attention's memory", "fusion", "kernels", "kernels of a sweep", "memory", "memory of a sweep",
+    "memories compared", "account", "napkin", "compare", "precision",
+)  # fmt: skip
+
+
+@functools.cache
+def kinds():
+    """Tables of every command, with the columns that each must show: what tells its rows apart, and their times."""
+    sizes = ("small", "medium", "2.7B")
+    precisions = (Precision.FP32, Precision.BF16)
+    configs = [make_config(size, length, precision=p) for size in sizes for length in (128, 512) for p in precisions]
+    records = [make_record(config, (0.9, 1.0012, 1.13), codes=CODES) for config in configs]
+    records.append(make_failure(make_config("10B")))
+    warmups = [make_record(make_config(warmup_steps=n), (0.9, 1.0012, 1.13)) for n in (0, 1, 5)]
+    ladder = make_ladder()
+    rungs = ladder_rows(ladder, make_records(ladder), [make_entry(ladder[1])])
+    cells = [make_cell(name, 64, length) for name in Implementation for length in (512, 16384)]
+    attention = make_study(*(make_result(cell) for cell in cells), implementations=tuple(Implementation))
+    profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
+    entries = [Profiled(config=r.config, profile=make_profile(), plain=r, profiled=r) for r in profiled]
+    memory = [MemoryEntry(config=r.config, profile=make_memory(), plain=r) for r in profiled]
+    means = (0.0101, 0.0102, 0.0103), (0.0201, 0.0202, 0.0203)
+    account = AccountArguments(size="xl", context_length=512)
+    found = {
+        "results": ([results_table(to_frame(records))], ("size", "context", "precision", "step", "status")),
+        "warm-up": ([warmup_table(warmups)], ("size", "context", "precision", "warm-up", "step")),
+        "ladder": (ladder_tables(rungs)[:1], ("rung", "step", "gate")),
+        "ladder's others": (ladder_tables(rungs)[1:], ("rung",)),
+        "ceilings": (ceilings_tables(make_whole())[:1], ("ceiling", "measured", "unit")),
+        "products": (ceilings_tables(make_whole())[1:4], ("product", "rows x inner x columns", "time")),
+        "bandwidth": (ceilings_tables(make_whole())[4:5], ("pass", "moved", "time")),
+        "launches": (ceilings_tables(make_whole())[5:6], ("a kernel on one element", "time")),
+        "attention": (attention_tables(attention)[:2], ("d_head", "context", *Implementation)),
+        "attention's memory": (attention_tables(attention)[2:], ("d_head", "context", "naive")),
+        "fusion": (fusion_tables(make_fusion(*(make_row(version=v) for v in Version))), ("op", "version", "time")),
+        "kernels": (profile_tables(make_profile(), 10), ("phase", "part", "kernel", "total", "finding")),
+        "kernels of a sweep": (sweep_tables(entries), ("size", "phase", "step")),
+        "memory": (memory_tables(make_memory()), ("moment", "size", "finding", "quantity", "value")),
+        "memory of a sweep": (memory_sweep_tables(memory), ("size", "peak")),
+        "memories compared": (compare_memory(make_memory(), make_inference()), ("category", "what")),
+        "account": (account_listing(account.config(), find_device(H200), 0.1, 40e9, 10, 7e14).tables, ("part", "step")),
+        "napkin": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
+                               count=1024, mfu=0.5)], ("quantity", "value")),
+        "compare": ([comparison_table(("--size small --no-ranges", "--size small"), means, compare(*means))],
+                    ("side", "configuration", "step")),
+        "precision": ([accumulation_table(accumulation_study())], ("sum", "addend", "result")),
+    }  # fmt: skip
+    assert tuple(found) == KINDS
+    assert all(tables and all(table.rows for table in tables) for tables, _ in found.values())
+    return found
+
+
+def words(texts):
+    return Counter(word for text in texts for word in plain(text).split())
+
+
+def needed(table, names):
+    """Every row's cells below the headings of these names."""
+    columns = [index for index, heading in enumerate(table.headings) if heading.name in names]
+    return [row[column] for row in table.rows for column in columns]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_the_width_every_row_has_its_name_and_its_time(kind, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    tables, names = kinds()[kind]
+    for table in tables:
+        print_table(table, FILES)
+        out = capsys.readouterr().out
+        assert max(map(cell_len, out.splitlines())) <= width
+        broken = {word for word in words(needed(table, names)) if len(word) > 24}
+        missing = words(needed(table, names)) - words([out])
+        assert not set(missing) - broken
+        shown, _, left_out = out.partition("Not shown at this width: ")
+        for heading in table.headings:
+            is_named = plain(heading.label) in " ".join(left_out.split())
+            assert is_named or not words([heading.name]) - words([shown.replace(":", " ")])
+        assert not left_out or str(FILES) in left_out.replace("\n", "")
+        assert not words(table.notes) - words([shown]), "notes wrap between words, and none is lost"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pipe_gets_all_columns_whole_and_one_line_for_each_row(kind, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for table in kinds()[kind][0]:
+        print_table(table, FILES)
+        title, *lines = capsys.readouterr().out.splitlines()
+        assert title == plain(table.title)
+        rule = next(index for index, line in enumerate(lines) if line.startswith("───"))
+        body, notes = lines[rule + 1 :][: len(table.rows)], lines[rule + 1 + len(table.rows) :]
+        assert notes == [plain(note) for note in table.notes]
+        for row, line in zip(table.rows, body, strict=True):
+            assert line.split() == [word for cell in row for word in plain(cell).split()]
+
+
+def on_a_terminal(columns, print_it, monkeypatch):
+    """What `print_it` writes to a pseudo-terminal of so many columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "__stdout__", terminal)
+        print_it()
+        terminal.flush()
+        text = os.read(ours, 1 << 16).decode()
+        monkeypatch.undo()
+    os.close(ours)
+    return re.sub(r"\x1b\[[0-9;]*m|\r", "", text)
+
+
+@pytest.mark.parametrize("columns", [47, 61])
+def test_the_width_is_the_terminals_unless_columns_says_another(columns, capsys, monkeypatch):
+    """The longest line of wrapped words is within a word of the width."""
+    note = "word " * 100
+    table = Table(title="t", headings=(Heading("a"),), rows=(("1",),), notes=(note.strip(),))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = on_a_terminal(columns, lambda: print_table(table), monkeypatch)
+    assert columns - 5 <= max(map(len, map(str.rstrip, text.splitlines()))) <= columns
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_table(table)
+    text = capsys.readouterr().out
+    assert columns - 5 <= max(map(len, map(str.rstrip, text.splitlines()))) <= columns
+
+
+@pytest.mark.parametrize("columns", ["", "0", "-5", "wide", "9" * 5000])
+def test_columns_that_are_no_width_are_none(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    print_table(Table(title="t", headings=(Heading("a"),), rows=(("1" * 300,),)))
+    assert "1" * 300 in capsys.readouterr().out
+
+
+def test_columns_go_in_the_declared_order(capsys, monkeypatch):
+    spares = (0, 2, 1, 3)
+    headings = tuple(Heading(f"h{spare}", spare=spare) for spare in spares)
+    table = Table(title="t", headings=headings, rows=(tuple("1" * 10 for _ in spares),))
+    for width, left_out in ((46, []), (40, ["h3."]), (30, ["h2,", "h3."]), (20, ["h2,", "h1,", "h3."])):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_table(table)
+        assert capsys.readouterr().out.partition("width: ")[2].split() == left_out
