@@ -1,6 +1,11 @@
 """Shapes are checked throughout the tests, except where times are measured; GPU tests only where there is a GPU."""
 
 import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
@@ -30,6 +35,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `-m gpu ...` steps are timed in this process, to which the checks add half a millisecond a block."""
     if not config.option.markexpr.startswith("gpu"):
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_locks(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Of processes that share a GPU by `-n`, each has its own temporary directory: there a sweep would lock the GPU."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not pytestconfig.option.markexpr.startswith("gpu"):
+        yield
+        return
+    directory = Path(tempfile.gettempdir()) / f"cs336-{worker}-{os.getpid()}"
+    directory.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(directory))
+        patch.setattr(tempfile, "tempdir", str(directory))
+        yield
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

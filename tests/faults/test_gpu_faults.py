@@ -15,8 +15,6 @@ from cs336_systems.run_progress import Progress
 from tests.faults.harness import Witness, config, contents, sweep
 
 GPU = Gpu(index=0, uuid="GPU-0", name="Voodoo2", memory_bytes=12 * 2**20, driver="3.02")
-SWEEPS = pytest.mark.xdist_group("sweeps")
-"""One after the other: a sweep locks the GPU."""
 COMPUTE = """
 import sys, torch
 torch.zeros(1, device="cuda").item()
@@ -44,7 +42,6 @@ def survive(place, fault):
 
 
 @pytest.mark.gpu
-@SWEEPS
 def test_gpu_out_of_memory_says_what_was_asked_and_what_was_free(place):
     record = survive(place, "asks_for_more_than_the_gpu_has")
     assert record.status is Status.OOM
@@ -54,7 +51,6 @@ def test_gpu_out_of_memory_says_what_was_asked_and_what_was_free(place):
 
 
 @pytest.mark.gpu
-@SWEEPS
 def test_a_device_side_assert_is_a_cuda_error_of_one_run(place):
     record = survive(place, "out_of_range")
     assert record.status is Status.CUDA_ERROR
@@ -62,7 +58,6 @@ def test_a_device_side_assert_is_a_cuda_error_of_one_run(place):
 
 
 @pytest.mark.gpu
-@SWEEPS
 def test_workers_have_not_touched_cuda_before_they_measure(place):
     runs = [on_gpu("notes_its_process", repeat=repeat) for repeat in range(2)]
     sweep(place, *runs)
@@ -72,7 +67,6 @@ def test_workers_have_not_touched_cuda_before_they_measure(place):
 
 
 @pytest.mark.gpu
-@SWEEPS
 def test_company_on_the_gpu_is_a_warning(place):
     other = subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

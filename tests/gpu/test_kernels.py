@@ -191,7 +191,6 @@ def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
     assert sum(sum(times.busy_s) for times in profile.phases) < 0.7 * wall
 
 
-@pytest.mark.xdist_group("sweeps")  # which lock the GPU
 @pytest.mark.parametrize("mode", [CompileMode.DEFAULT, CompileMode.REDUCE_OVERHEAD])
 def test_graphs_and_compiled_kernels_have_their_phases(mode: CompileMode, tmp_path: Path) -> None:
     """In fresh processes: the shape checks of tests do not compile. Layers as wide as small's fill memory."""
