@@ -13,6 +13,7 @@ import tyro
 from cs336_systems import __version__
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
+from cs336_systems.inert import inert_line
 from cs336_systems.json_files import FileError
 from cs336_systems.locks import LockedError
 from cs336_systems.nsys_run import NsysError
@@ -40,10 +41,10 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(argv)
         except (UsageError, FileError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(inert_line(f"error: {error}"), file=sys.stderr)
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(inert_line(f"error: {error}"), file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:
             return INTERRUPTED

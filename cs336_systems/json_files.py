@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
+from cs336_systems.inert import inert_json, inert_line
+
 T = TypeVar("T")
 
 RECORD = "a record of a run"
@@ -33,7 +35,7 @@ class FileError(ValueError):
     """The file `path` does not hold what it should."""
 
     def __init__(self, path: Path, problem: str, *, is_newer: bool = False) -> None:
-        super().__init__(f"{path}: {problem}")
+        super().__init__(inert_line(f"{path}: {problem}"))
         self.path = path
         self.is_newer = is_newer
         """Whether a later version of this program wrote the file: nothing is wrong with it."""
@@ -41,7 +43,7 @@ class FileError(ValueError):
 
 def encode_json(value: object, indent: int = 2) -> bytes:
     """The value as indented JSON, to be read by people too."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
+    return inert_json(msgspec.json.format(msgspec.json.encode(value), indent=indent)) + b"\n"
 
 
 def read_json(

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.json_files import write_atomically
+from cs336_systems.inert import LONGEST_PART, inert_line
+from cs336_systems.json_files import encode_json, write_atomically
 from cs336_systems.record import Identity, Input, RecordError, RunRecord, Status
 
 _PROBE_BYTES = 2**16
@@ -146,14 +147,18 @@ def _changed_conditions(record: RunRecord, present: Identity) -> list[str]:
         return []
     past = msgspec.to_builtins(record.environment.identity)
     now = msgspec.to_builtins(present)
-    return [f"{name} was {past[name]}, is {now[name]}" for name in now if past[name] != now[name]]
+    return [f"{name} was {_shown(past[name])}, is {now[name]}" for name in now if past[name] != now[name]]
+
+
+def _shown(text: str | None) -> str:
+    return inert_line(str(text), LONGEST_PART)
 
 
 def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
     """In words, what the record's run depended on and was in another state than it is in `inputs`."""
     now = {found.name: found.state for found in inputs}
     return [
-        f"{past.name} was {past.state or 'unreadable'}, is {now[past.name] or 'unreadable'}"
+        f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is {now[past.name] or 'unreadable'}"
         for past in record.inputs
         if past.name in now and past.state != now[past.name]
     ]
@@ -164,5 +169,4 @@ def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
     known = [record for record in records if record.environment is not None]
     if known:
         latest = max(known, key=lambda record: record.started_at)
-        data = msgspec.json.format(msgspec.json.encode(latest.environment), indent=2) + b"\n"
-        write_atomically(directory / "environment.json", data)
+        write_atomically(directory / "environment.json", encode_json(latest.environment))

@@ -25,6 +25,7 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import ceilings_or_say, checked, json_alone, say_recorded, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.fast import describe_fast
+from cs336_systems.inert import inert_line
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
@@ -121,11 +122,11 @@ def run(arguments: BenchmarkArguments) -> int:
         if config.device is Device.CUDA and gpu is not None:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         if (kept := set_aside_run(config, runs)) is not None:
-            print(f"note: the earlier run of this configuration is kept in {kept}", file=sys.stderr)
+            print(inert_line(f"note: the earlier run of this configuration is kept in {kept}"), file=sys.stderr)
         record = run_here(config, runs)
         if print_json is not None:
             print_json(encode_record(record))
-            print(f"record: {runs / record.key}.json")
+            print(inert_line(f"record: {runs / record.key}.json"))
         else:
             _print(record, runs)
         say_recorded([config], runs)

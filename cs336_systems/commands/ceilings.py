@@ -12,6 +12,7 @@ from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, exis
 from cs336_systems.config import SIZES, Device
 from cs336_systems.environment import identity
 from cs336_systems.fast import ALIGNMENT, NICE_VOCABULARY
+from cs336_systems.inert import inert_line
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.record import read_record
 from cs336_systems.store import make_writable
@@ -177,10 +178,10 @@ def run(arguments: CeilingsArguments) -> int:
 
             study = run_ceilings_study(grid)
         if (kept := keep_earlier(directory, study)) is not None:
-            print(f"the earlier ceilings are kept in {kept}", file=sys.stderr)
+            print(inert_line(f"the earlier ceilings are kept in {kept}"), file=sys.stderr)
         write_ceilings(study, directory, parts)
         for doubt in doubts(study):
-            print(f"warning: {doubt}", file=sys.stderr)
+            print(inert_line(f"warning: {doubt}"), file=sys.stderr)
         if print_json is not None:
             print_json(encode_study(study))
         else:

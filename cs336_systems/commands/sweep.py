@@ -47,6 +47,7 @@ from cs336_systems.commands.outcome import (
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.counting import counted
 from cs336_systems.fast import describe_fast
+from cs336_systems.inert import inert_line
 from cs336_systems.json_files import encode_json
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
@@ -360,7 +361,9 @@ def report(
     if profiled:
         write_kernel_sweep(profiled, output)
         for name, entry in zip(labels(profiled), profiled, strict=True):
-            write_pictures(entry.profile, output, prefix=f"{re.sub('[^A-Za-z0-9.+]+', '_', name)}_")
+            plain = re.sub("[^A-Za-z0-9.+]+", "_", name)
+            prefix = plain if len(plain) <= MAX_NAME_LENGTH else entry.config.key
+            write_pictures(entry.profile, output, prefix=f"{prefix}_")
     recorded = list(itertools.chain.from_iterable(memory.values()))
     if recorded:
         write_memory_sweep(recorded, output)
@@ -391,4 +394,4 @@ def _refuse_to_lose(records: Sequence[RunRecord], loaded: Set[RunConfig], direct
     missing = f"{directory}: the profiles of {num_missing} of {len(watched)} runs that ended well are missing"
     if output.resolve() == directory.resolve():
         raise UsageError(f"{missing}, and the tables there would lose these runs: write elsewhere with --output")
-    print(f"warning: {missing}, and the tables are without these runs", file=sys.stderr)
+    print(inert_line(f"warning: {missing}, and the tables are without these runs"), file=sys.stderr)

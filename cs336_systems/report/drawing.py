@@ -18,7 +18,7 @@ from matplotlib.patheffects import withStroke
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Phase, Precision
-from cs336_systems.report.formats import plain
+from cs336_systems.inert import inert_line
 from cs336_systems.report.series import Line
 
 Colour: TypeAlias = str | tuple[float, float, float]
@@ -65,6 +65,7 @@ MARKERS: Final = "osD^vPX<>*h"
 DPI = 160
 LONGEST_TEXT = 60
 LONGEST_SOURCE = 70
+LONGEST_SETTINGS = 500
 
 
 def shorten(text: str, longest: int) -> str:
@@ -74,8 +75,7 @@ def shorten(text: str, longest: int) -> str:
 
 def inert(text: str, longest: int = LONGEST_TEXT) -> str:
     """The text, shortened, without mathematics, and without the leading underscore that hides it in a legend."""
-    short = plain(text) if len(text) <= longest else plain(text)[: longest - 1] + "…"
-    escaped = short.replace("\\$", "\\ $").replace("$", r"\$")
+    escaped = shorten(inert_line(text), longest).replace("\\$", "\\ $").replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
@@ -101,7 +101,8 @@ def ink(colour: Colour) -> str:
 
 def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
     """A figure of so many inches with a title and, smaller, the settings below it."""
-    whole = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in plain(settings).split(", ")]
+    items = [shorten(item, LONGEST_SOURCE) for item in inert_line(settings, LONGEST_SETTINGS).split(", ")]
+    whole = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in items]
     lines = textwrap.wrap(", ".join(whole), int(width * 15.5), break_on_hyphens=False) or [""]
     header = 0.5 + 0.16 * len(lines)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - header / height))

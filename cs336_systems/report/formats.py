@@ -7,7 +7,6 @@ import csv
 import io
 import math
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,6 +16,8 @@ import rich.table
 from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Text
+
+from cs336_systems.inert import LONGEST_LINE, inert_line
 
 Row = TypeVar("Row")
 
@@ -29,6 +30,10 @@ MIN_DIGITS, MAX_DIGITS = 3, 5
 """Significant digits of what has an interval."""
 MAX_WORD = 24
 """Characters of a word of text that a terminal breaks only where nothing else makes a table fit."""
+LONGEST_CELL = 32_000
+"""Characters of a text in a CSV file: spreadsheets have room for 32,767."""
+LONGEST_CAPTION = 20_000
+"""Characters of all notes of a table together."""
 
 _MARKDOWN = str.maketrans(
     {**{c: f"\\{c}" for c in "\\`*_[]#|~$"}, "&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -114,11 +119,6 @@ def make_table(
     )
 
 
-def plain(text: str) -> str:
-    """The text on one line, without characters that control a terminal, a parser or the direction of writing."""
-    return "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text)
-
-
 def significant(value: float, digits: int = 4) -> str:
     """The value to so many significant digits, more where it is a larger whole number; no exponent, thousands apart."""
     if not math.isfinite(value):
@@ -176,9 +176,8 @@ def _csv_cell(value: object) -> str:
 
 
 def _csv_text(text: str) -> str:
-    text = text.replace("\0", "\N{REPLACEMENT CHARACTER}").replace("\r\n", "\n").replace("\r", "\n")
-    starts_formula = text.lstrip()[:1] in FORMULA_STARTS or text[:1] in ("\t", "\n")
-    return f"'{text}" if text and starts_formula else text
+    text = inert_line(text, LONGEST_CELL)
+    return f"'{text}" if text.lstrip()[:1] in FORMULA_STARTS else text
 
 
 def to_markdown(table: Table) -> str:
@@ -191,7 +190,7 @@ def to_markdown(table: Table) -> str:
 
 def inert_markdown(text: str) -> str:
     """The text as Markdown that looks as it is: nothing in it is read as markup."""
-    return plain(text).translate(_MARKDOWN)
+    return inert_line(text).translate(_MARKDOWN)
 
 
 def _markdown_row(row: tuple[str, ...]) -> list[str]:
@@ -210,7 +209,7 @@ def to_latex(table: Table) -> str:
         r"% needs \usepackage{booktabs}",
         r"\begin{table}[htbp]",
         r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
-        rf"\caption{{{_latex(' '.join([_sentence(table.title), *table.notes]))}}}",
+        rf"\caption{{{_latex(_caption(table), LONGEST_CAPTION)}}}",
         rf"\begin{{tabular}}{{{alignment}}}",
         r"\toprule",
         _latex_row(heading.label for heading in table.headings),
@@ -223,8 +222,8 @@ def to_latex(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _latex(text: str) -> str:
-    return plain(text).translate(_LATEX)
+def _latex(text: str, longest: int = LONGEST_LINE) -> str:
+    return inert_line(text, longest).translate(_LATEX)
 
 
 def _latex_row(cells: Iterable[str]) -> str:
@@ -237,7 +236,7 @@ def to_typst(table: Table) -> str:
     header = ", ".join(f"strong({_typst(heading.label)})" for heading in table.headings)
     lines = [
         "#figure(",
-        f"  caption: {_typst(' '.join([_sentence(table.title), *table.notes]))},",
+        f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
         f"    columns: {len(table.headings)},",
         f"    align: ({alignment},),",
@@ -253,13 +252,14 @@ def to_typst(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _typst(text: str) -> str:
-    escaped = plain(text).replace("\\", "\\\\").replace('"', '\\"')
+def _typst(text: str, longest: int = LONGEST_LINE) -> str:
+    escaped = inert_line(text, longest).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "?", "!")) else f"{text}."
+def _caption(table: Table) -> str:
+    title = table.title if table.title.endswith((".", "?", "!")) else f"{table.title}."
+    return " ".join([title, *table.notes])
 
 
 def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
@@ -267,13 +267,13 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
 
     Spare columns are left out as far as the width asks for it; a note names them and says `where` they are.
     """
-    texts = [[plain(row[column]) for row in table.rows] for column in range(len(table.headings))]
+    texts = [[inert_line(row[column]) for row in table.rows] for column in range(len(table.headings))]
     layout = _fit(table.headings, texts, width)
     body = _body(table, texts, layout) if layout.widths else _list(table, texts, layout)
     left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in layout.columns]
     names = ", ".join(dict.fromkeys(left_out))
     notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
-    return Group(Text(plain(table.title), style="bold"), body, *(Text(plain(note)) for note in notes))
+    return Group(Text(inert_line(table.title), style="bold"), body, *(Text(inert_line(note)) for note in notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +324,7 @@ def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int]
 
 
 def _lines(heading: Heading) -> list[str]:
-    return [plain(part) for part in (heading.name, heading.unit) if part]
+    return [inert_line(part) for part in (heading.name, heading.unit) if part]
 
 
 def _words(texts: Iterable[str]) -> list[str]:
@@ -358,7 +358,7 @@ def _list(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> Text
     """A block of lines for each row, a blank line between two."""
     blocks = []
     for index in range(len(table.rows)):
-        lines = [f"{plain(table.headings[c].label)}: {texts[c][index]}" for c in layout.columns if texts[c][index]]
+        lines = [f"{inert_line(table.headings[c].label)}: {texts[c][index]}" for c in layout.columns if texts[c][index]]
         blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
     return Text("\n\n").join(blocks)
 

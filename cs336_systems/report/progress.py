@@ -17,6 +17,7 @@ from rich.progress import (
 
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.counting import counted
+from cs336_systems.inert import inert_line
 from cs336_systems.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.words import STATUS_WORDS
@@ -55,7 +56,7 @@ class TerminalListener:
         """Say what is done, what runs and what was set aside."""
         self._progress.start()
         for problem in problems:
-            self.console.print(f"[yellow]set aside[/] {escape(str(problem))}", highlight=False)
+            self.console.print(f"[yellow]set aside[/] {escape(inert_line(str(problem)))}", highlight=False)
         if kept:
             self.console.print(
                 f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go", highlight=False
@@ -83,8 +84,8 @@ class TerminalListener:
     def _label(self, config: RunConfig) -> str:
         name = self._names.get(config.configuration)
         if name is None:
-            return config.label
-        return f"{name} #{config.repeat}" if config.repeat else name
+            return inert_line(config.label)
+        return inert_line(f"{name} #{config.repeat}" if config.repeat else name)
 
     def _show(self) -> None:
         if self._task is not None:
@@ -100,7 +101,7 @@ def describe_run(record: RunRecord, label: str) -> str:
     if step is None:
         colour = "yellow" if record.status is Status.OOM else "red"
         why = record.failure.message if record.failure else ""
-        return f"{label} [{colour}]{STATUS_WORDS[record.status]}[/] {escape(why)}"
+        return f"{label} [{colour}]{STATUS_WORDS[record.status]}[/] {escape(inert_line(why))}"
     spread = "" if step.stdev_s is None else f" ± {step.stdev_s * 1e3:.2f}"
     memory = f"  {record.memory.peak_allocated_bytes / 2**30:.1f} GiB" if record.memory else ""
     doubts = " ".join(warning.code for warning in record.warnings)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.inert import inert_line, shortened
 from cs336_systems.record import RunRecord
 from cs336_systems.report.failures import own_place, own_traceback
 from cs336_systems.report.formats import Table, to_rich
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1_000_000
 """Characters of a line that rich is told of where nothing limits it."""
+LONGEST_TRACEBACK = 20_000
 HEIGHT = 25
 """Lines of the terminal. Nothing printed here depends on it, but without it rich looks for the width by itself."""
 
@@ -49,7 +51,12 @@ def _console(width: int | None) -> Console:
 
 def say(text: str) -> None:
     """One line, however long."""
-    _console(None).print(escape(text), soft_wrap=True)
+    _console(None).print(_inert(text), soft_wrap=True)
+
+
+def _inert(text: str) -> str:
+    """The text as it is: nothing in it is markup or controls the terminal."""
+    return escape(inert_line(text))
 
 
 def print_profile(
@@ -74,11 +81,11 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
     console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
-        console.print(f"[red]{record.status}[/]{escape(where)}: {escape(record.failure.message)}")
-        if traceback := own_traceback(record):
-            console.print(escape(traceback.rstrip()), soft_wrap=True)
+        console.print(f"[red]{record.status}[/]{_inert(where)}: {_inert(record.failure.message)}")
+        for line in shortened(own_traceback(record), LONGEST_TRACEBACK).splitlines():
+            console.print(_inert(line), soft_wrap=True)
     for warning in record.warnings:
-        console.print(f"[yellow]{warning.code}[/]: {escape(warning.message)}")
+        console.print(f"[yellow]{warning.code}[/]: {_inert(warning.message)}")
     say(f"record: {path}")
 
 
@@ -96,5 +103,5 @@ def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceiling
     for record in records:
         if record.failure is not None:
             place = f" ({place})" if (place := own_place(record)) else ""
-            console.print(f"[red]{escape(record.config.label)}[/]: {escape(record.failure.message + place)}")
+            console.print(f"[red]{_inert(record.config.label)}[/]: {_inert(record.failure.message + place)}")
     say(f"results: {directory}")

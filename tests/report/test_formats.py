@@ -6,13 +6,13 @@ import re
 import pytest
 import rich.console
 
+from cs336_systems.inert import inert_line
 from cs336_systems.report.formats import (
     Column,
     Heading,
     Table,
     make_table,
     mean_and_std,
-    plain,
     significant,
     to_csv,
     to_latex,
@@ -54,11 +54,7 @@ def test_mean_is_given_as_far_as_its_deviation_reaches(mean, std, text):
     assert mean_and_std(mean, std) == text
 
 
-def test_plain_text_has_no_control_characters():
-    assert plain("a\nb\x1b[0m\u202ec\u2028d\0\ud800e") == "a b [0m c d  e"
-
-
-@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t=", " =", "\r", "\n+", "\N{FULLWIDTH EQUALS SIGN}"])
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", " =", "\N{FULLWIDTH EQUALS SIGN}"])
 def test_csv_text_that_a_spreadsheet_would_run_is_quoted(start):
     text = to_csv(["name"], [[f"{start}1+1"]])
     ((_,), (cell,)) = csv.reader(io.StringIO(text, newline=""))
@@ -66,13 +62,11 @@ def test_csv_text_that_a_spreadsheet_would_run_is_quoted(start):
 
 
 def test_csv_comes_back_as_it_was():
-    values = ['a "quoted", text', "two\nlines", "\N{SNOWMAN}", "", "plain -1", -1.5, 0.1 + 0.2, -3, None, float("nan")]
+    values = ['a "quoted", text', "tw\\o", "\N{SNOWMAN}", "", "plain -1", -1.5, 0.1 + 0.2, -3, None, float("nan")]
     (row,) = csv.reader(io.StringIO(to_csv([], [values]).partition("\n")[2], newline=""))
     assert row == [*values[:5], "-1.5", "0.3", "-3", "", ""]
-    ((nul,),) = csv.reader(io.StringIO(to_csv(["x"], [["a\0b"]]).partition("\n")[2]))
-    assert nul == "a\N{REPLACEMENT CHARACTER}b"
-    ((lines,),) = csv.reader(io.StringIO(to_csv(["x"], [["a\r\nb\rc"]]).partition("\n")[2], newline=""))
-    assert lines == "a\nb\nc"
+    ((cell,),) = csv.reader(io.StringIO(to_csv(["x"], [["\t=a\0b\r\nc\x1b[2J"]]).partition("\n")[2], newline=""))
+    assert cell == r"\t=a\x00b\r\nc\x1b[2J"
 
 
 def markdown_cells(line):
@@ -86,7 +80,7 @@ def test_markdown_cells_hold_any_text(text):
     assert [len(markdown_cells(line)) for line in (header, rules, row)] == [2, 2, 2]
     cell = markdown_cells(row)[0]
     assert not re.search(r"(?<!\\)[`*_\[\]|~$]|[<>]", re.sub(r"\\\\", "", cell))
-    assert html.unescape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", cell)) == plain(text).strip()
+    assert html.unescape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", cell)) == inert_line(text).strip()
     assert title.startswith("### ")
 
 
@@ -105,7 +99,7 @@ LATEX = {
 @pytest.mark.parametrize("character", [*PUNCTUATION, "±", "\N{MULTIPLICATION SIGN}", "\n"])
 def test_latex_writes_every_character_as_itself(character):
     row = to_latex(one_cell(f"x{character}y")).split("\n")[8]
-    assert row == f"x{LATEX.get(plain(character), plain(character))}y & end \\\\"
+    assert row == f"x{''.join(LATEX.get(c, c) for c in inert_line(character))}y & end \\\\"
 
 
 def test_latex_of_hostile_text_has_no_command_in_it():
@@ -119,7 +113,7 @@ def test_latex_of_hostile_text_has_no_command_in_it():
 @pytest.mark.parametrize("character", [*PUNCTUATION, "\n", "±"])
 def test_typst_texts_are_string_literals(character):
     row = next(line for line in to_typst(one_cell(f"x{character}y")).split("\n") if line.endswith('"end",'))
-    escaped = {'"': '\\"', "\\": "\\\\"}.get(character, plain(character))
+    escaped = "".join({'"': '\\"', "\\": "\\\\"}.get(c, c) for c in inert_line(character))
     assert row == f'    "x{escaped}y", "end",'
 
 
@@ -143,7 +137,7 @@ def test_numbers_stand_to_the_right_in_every_format():
 
 def test_rich_reads_no_markup_and_passes_no_control_characters():
     text = rendered(one_cell("[red]x[/red] [link=y]z \x1b[31m"), 120)
-    assert "[red]x[/red] [link=y]z  [31m" in text
+    assert r"[red]x[/red] [link=y]z \x1b[31m" in text
     assert "\x1b" not in text
 
 

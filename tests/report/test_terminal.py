@@ -17,11 +17,12 @@ from cs336_systems.analysis.compare import compare
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Precision
 from cs336_systems.hardware import find_device
+from cs336_systems.inert import inert_line
 from cs336_systems.report.account import account_listing
 from cs336_systems.report.attention import attention_tables
 from cs336_systems.report.ceilings.summary import ceilings_tables
 from cs336_systems.report.comparison import comparison_table
-from cs336_systems.report.formats import Heading, Table, plain
+from cs336_systems.report.formats import Heading, Table
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.fusion import fusion_tables
 from cs336_systems.report.kernels.entries import Profiled
@@ -103,7 +104,7 @@ def kinds():
 
 
 def words(texts):
-    return Counter(word for text in texts for word in plain(text).split())
+    return Counter(word for text in texts for word in text.split())
 
 
 def needed(table, names):
@@ -126,7 +127,7 @@ def test_whatever_the_width_every_row_has_its_name_and_its_time(kind, width, cap
         assert not set(missing) - broken
         shown, _, left_out = out.partition("Not shown at this width: ")
         for heading in table.headings:
-            is_named = plain(heading.label) in " ".join(left_out.split())
+            is_named = inert_line(heading.label) in " ".join(left_out.split())
             assert is_named or not words([heading.name]) - words([shown.replace(":", " ")])
         assert not left_out or str(FILES) in left_out.replace("\n", "")
         assert not words(table.notes) - words([shown]), "notes wrap between words, and none is lost"
@@ -138,12 +139,12 @@ def test_a_pipe_gets_all_columns_whole_and_one_line_for_each_row(kind, capsys, m
     for table in kinds()[kind][0]:
         print_table(table, FILES)
         title, *lines = capsys.readouterr().out.splitlines()
-        assert title == plain(table.title)
+        assert title == inert_line(table.title)
         rule = next(index for index, line in enumerate(lines) if line.startswith("───"))
         body, notes = lines[rule + 1 :][: len(table.rows)], lines[rule + 1 + len(table.rows) :]
-        assert notes == [plain(note) for note in table.notes]
+        assert notes == [inert_line(note) for note in table.notes]
         for row, line in zip(table.rows, body, strict=True):
-            assert line.split() == [word for cell in row for word in plain(cell).split()]
+            assert line.split() == [word for cell in row for word in inert_line(cell).split()]
 
 
 def on_a_terminal(columns, print_it, monkeypatch):

@@ -9,6 +9,7 @@ from cs336_systems.analysis.kernels.reading import read_trace
 from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.kernels.summary import AttentionNames, summarise
 from cs336_systems.config import RunConfig
+from cs336_systems.inert import inert_line
 from cs336_systems.nsys_run import export
 
 REPORT_ENDING = ".nsys-rep"
@@ -33,7 +34,7 @@ def explain(
     own_model = config is not None and config.model_factory is not None
     return summarise(
         attribution,
-        source=path.name,
+        source=inert_line(path.name),
         model=config.model if config and not own_model else None,
         batch_size=config.batch_size if config and not own_model else None,
         names=attention,

@@ -17,7 +17,7 @@ from cs336_systems.json_files import encode_json, write_atomically
 
 PROFILE_FORMAT_VERSION = 1
 MAX_PROFILE_BYTES = 256 * 2**20
-_HEAD_BYTES = 1000
+_HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
 
 

@@ -51,6 +51,7 @@ from cs336_systems.analysis.memory.profile import (
 from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Snapshot, read_snapshot
 from cs336_systems.config import ModelConfig
 from cs336_systems.counting import counted
+from cs336_systems.inert import inert_line
 
 MAX_POINTS = 2000
 """Of a timeline."""
@@ -135,7 +136,7 @@ class _Explanation:
         is_held = self._replay.is_held_throughout
         groups = Groups(self._known)
         return MemoryProfile(
-            source=self._snapshot.path.name,
+            source=inert_line(self._snapshot.path.name),
             device=self._memory.device,
             num_steps=len({mark.step for mark in self._phases.marks}),
             num_allocations=int(np.count_nonzero(~is_held)),

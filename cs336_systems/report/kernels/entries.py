@@ -8,6 +8,7 @@ from typing import Any
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
+from cs336_systems.inert import inert_line
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import identity, names_of
@@ -48,7 +49,8 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profile
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             ended = f"; the run ended as {record.status}" if record.status is not Status.OK else ""
-            print(f"warning: {record.config.label}: no kernel profile at {path} ({reason}){ended}", file=sys.stderr)
+            said = f"warning: {record.config.label}: no kernel profile at {path} ({reason}){ended}"
+            print(inert_line(said), file=sys.stderr)
             continue
         plain = _plain_twin(record, records)
         found.append(Profiled(config=record.config, profile=profile, plain=plain, profiled=record))

@@ -9,8 +9,9 @@ from statistics import median
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, IdleTimes, ModuleTimes, StepProfile, Work
+from cs336_systems.inert import inert_line
 from cs336_systems.ranges import Range
-from cs336_systems.report.formats import Column, Heading, Table, make_table, plain
+from cs336_systems.report.formats import Column, Heading, Table, make_table
 from cs336_systems.report.kernels.terms import WHOLE_STEP, count_per_step, microseconds, milliseconds, terms
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
 
@@ -38,7 +39,7 @@ class ModuleSum:
 
 def path_text(path: tuple[str, ...]) -> str:
     """The path as `block.3 > ffn`; each name at most as long as a table has room for."""
-    return " > ".join(label(plain(name)) for name in path) or OUTSIDE
+    return " > ".join(label(inert_line(name)) for name in path) or OUTSIDE
 
 
 def collapsed(path: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import PhaseTimes, Piece, StepProfile, Work
+from cs336_systems.inert import inert_line
 from cs336_systems.report.drawing import CLASS_COLOURS, LONGEST_SOURCE, shorten
-from cs336_systems.report.formats import plain
 
 Times = NDArray[np.float64]
 
@@ -104,13 +104,13 @@ def _covered(pieces: Sequence[Piece], edges: Times) -> Times:
 
 def describe_source(profile: StepProfile) -> list[str]:
     """File and devices, in words."""
-    source = shorten(plain(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
     return [source, *describe_devices([profile])]
 
 
 def describe_devices(profiles: Sequence[StepProfile]) -> list[str]:
     """Names of the devices, each once."""
-    return list(dict.fromkeys(plain(name) for profile in profiles for name in profile.device_names))
+    return list(dict.fromkeys(inert_line(name) for profile in profiles for name in profile.device_names))
 
 
 def describe_steps(profile: StepProfile) -> str:

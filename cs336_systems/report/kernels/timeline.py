@@ -10,9 +10,10 @@ from matplotlib.patches import Patch, Polygon
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, PicturedStep, Piece, StepProfile, Window, Work
+from cs336_systems.inert import inert_line
 from cs336_systems.report import drawing
 from cs336_systems.report.drawing import shorten
-from cs336_systems.report.formats import plain, significant
+from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.series import describe_source, utilisation
 
 CELLS = 260
@@ -179,7 +180,7 @@ def _number_gaps(panel: Axes, gaps: Sequence[Gap], step: PicturedStep) -> None:
 
 def gap_lines(gaps: Sequence[Gap]) -> list[str]:
     """The gaps by number, in words, in lines that fit."""
-    texts = (plain(f"{number}  {gap_words(gap)}") for number, gap in enumerate(gaps, start=1))
+    texts = (inert_line(f"{number}  {gap_words(gap)}") for number, gap in enumerate(gaps, start=1))
     return [line for text in texts for line in textwrap.wrap(text, LONGEST_LINE, subsequent_indent="    ")]
 
 

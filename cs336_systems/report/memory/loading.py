@@ -8,6 +8,7 @@ from pathlib import Path
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.profile import read_memory_profile
 from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.inert import inert_line
 from cs336_systems.record import RunRecord
 from cs336_systems.report.frame import order
 from cs336_systems.report.memory.entries import MemoryEntry
@@ -24,7 +25,7 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
         try:
             profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
         except ProfileError as error:
-            print(f"warning: {record.config.label}, {record.status}: {error}", file=sys.stderr)
+            print(inert_line(f"warning: {record.config.label}, {record.status}: {error}"), file=sys.stderr)
             continue
         plain = twins.get(_whatever_steps(record.config.unprofiled))
         found.append(MemoryEntry(config=record.config, profile=profile, plain=plain))

@@ -12,10 +12,10 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
+from cs336_systems.inert import inert_line
 from cs336_systems.json_files import write_atomically
 from cs336_systems.report import drawing
 from cs336_systems.report.drawing import LONGEST_SOURCE, shorten
-from cs336_systems.report.formats import plain
 from cs336_systems.report.memory.facts import START, allocated
 from cs336_systems.report.memory.tables import bytes_of
 from cs336_systems.report.memory.words import Unit, milliseconds, size, unit_for
@@ -57,11 +57,11 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     """
     if not profile.timeline.time_s:
         raise ValueError(f"{profile.source}: a picture needs points on the timeline, but this profile has none")
-    source = shorten(plain(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
     words = [settings or source, f"GPU {profile.device}", *_oom_words(profile), "legend: sizes at the peak"]
     shown = _shown(profile)
     failed = ", out of memory" if profile.work.out_of_memory else ""
-    title = shorten(plain(name), LONGEST_NAME) or "Memory over time"
+    title = shorten(inert_line(name), LONGEST_NAME) or "Memory over time"
     floor_bytes = int(allocated(profile).min())
     is_flat = FLAT * profile.peak.allocated_bytes < floor_bytes < profile.peak.allocated_bytes
     figure = drawing.new_figure(
@@ -93,7 +93,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
 
 def _oom_words(profile: MemoryProfile) -> Iterator[str]:
     if failure := profile.work.first_failure:
-        where = f" in {shorten(plain(failure.phase), 20)} of step {failure.step}" if failure.phase else ""
+        where = f" in {shorten(inert_line(failure.phase), 20)} of step {failure.step}" if failure.phase else ""
         yield f"asked for {size(failure.requested_bytes)} with {size(failure.free_bytes)} free{where}"
 
 
