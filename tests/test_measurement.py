@@ -653,7 +653,6 @@ def test_a_gpu_without_a_power_reading_is_measured_all_the_same(monkeypatch: pyt
 def test_what_the_allocator_does_while_timing_is_a_warning() -> None:
     kept: list[Tensor] = []
     model = Table(lambda step: kept.append(torch.empty(64 * 2**20, device="cuda")) if step >= 2 else None).cuda()
-    torch.cuda.empty_cache()  # what other tests have left would do
     record = measure(replace(CONFIG, device=Device.CUDA), model)
     assert WarningCode.ALLOCATOR_GREW in codes(record)
     assert record.memory.segments_allocated == 3
