@@ -3,7 +3,7 @@
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ from cs336_systems.inert import inert_line
 from cs336_systems.report.series import Line
 
 Colour: TypeAlias = str | tuple[float, float, float]
+Item = TypeVar("Item")
 
 PHASE_COLOURS = {Phase.FORWARD: "#0072B2", Phase.BACKWARD: "#E69F00", Phase.OPTIMIZER: "#009E73"}
 PRECISION_COLOURS = {
@@ -63,6 +64,8 @@ CROSS: Final[dict[str, Any]] = {
 }  # fmt: skip
 MARKERS: Final = "osD^vPX<>*h"
 DPI = 160
+MAX_LABELS = 16
+"""Names along an axis or in a legend beside it that there is room for."""
 LONGEST_TEXT = 60
 LONGEST_SOURCE = 70
 LONGEST_SETTINGS = 500
@@ -113,6 +116,12 @@ def new_figure(width: float, height: float, title: str, settings: str) -> Figure
     return figure
 
 
+def thinned(items: Sequence[Item], most: int = MAX_LABELS) -> list[Item]:
+    """At most so many of the items, equally far apart, from the first to the last."""
+    count = min(len(items), most)
+    return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]
+
+
 def style(axes: Axes) -> None:
     """Light grid behind the data, no box."""
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
@@ -121,10 +130,11 @@ def style(axes: Axes) -> None:
     axes.tick_params(labelsize=9)
 
 
-def categories(axes: Axes, names: Sequence[str]) -> None:
-    """Names along the x axis, slanted when they are many or long."""
+def categories(axes: Axes, names: Sequence[str], most: int = MAX_LABELS) -> None:
+    """Names along the x axis, slanted when they are many or long; where there are more than `most`, not all of them."""
+    shown = thinned(range(len(names)), most)
     slanted = len(names) > 6 or max(map(len, names), default=0) > 9
-    axes.set_xticks(range(len(names)), [inert(name, 20) for name in names])
+    axes.set_xticks(shown, [inert(names[i], 20) for i in shown])
     if slanted:
         axes.tick_params(axis="x", rotation=35)
         for label in axes.get_xticklabels():

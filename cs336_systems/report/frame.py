@@ -79,16 +79,16 @@ def warmup_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
 
     `first_step_ms` is the first of the measured steps; where there are repeats, the mean of theirs.
     """
-    groups = _groups(records)
+    counts: dict[tuple[object, ...], set[int]] = {}
+    keyed = [(apart_from(group[0].config, "warmup_steps"), group) for group in _groups(records)]
+    for key, group in keyed:
+        counts.setdefault(key, set()).add(group[0].config.warmup_steps)
+    groups = [group for key, group in keyed if len(counts[key]) > 1]
     first_ms = []
     for group in groups:
         firsts_s = [measurement.times_s[0] for measurement in _measured(group, Phase.STEP)]
         first_ms.append(statistics.fmean(firsts_s) * 1e3 if firsts_s else math.nan)
-    counts: dict[tuple[object, ...], set[int]] = {}
-    for config in (group[0].config for group in groups):
-        counts.setdefault(apart_from(config, "warmup_steps"), set()).add(config.warmup_steps)
-    keys = [apart_from(group[0].config, "warmup_steps") for group in groups]
-    return _frame(groups).assign(first_step_ms=first_ms).iloc[[i for i, key in enumerate(keys) if len(counts[key]) > 1]]
+    return _frame(groups).assign(first_step_ms=first_ms)
 
 
 def speed_ups(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,9 +1,10 @@
 """Pictures of the results, each written only where the records support it."""
 
-from collections.abc import Iterable, Iterator
-from itertools import cycle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -18,32 +19,50 @@ from cs336_systems.report.formats import significant
 from cs336_systems.report.frame import to_frame, warmup_frame
 from cs336_systems.report.series import (
     PHASES,
+    SETTINGS_ALONG,
     Bar,
     Line,
-    WarmupLines,
     context_lines,
     phase_bars,
+    setting_lines,
     speed_up_lines,
     split,
     steady,
     warmup_lines,
 )
+from cs336_systems.report.setting_plots import draw_setting, draw_warmup
 from cs336_systems.report.words import STEP_WORDS, describe
+
+Item = TypeVar("Item")
 
 WIDEST = 15.0
 """Inches that a row of panels may take."""
+MAX_ROWS = 4
+"""Of panels in one picture. All that share an axis are looked at again for each, so a picture must not grow further."""
+MAX_SIZES = 20
+"""In one panel."""
+TICKS_APART = 1 / 14
+"""Of a logarithmic axis: what the label of a tick needs."""
+MAX_COLUMNS = 5
+"""Of panels, one for each size, in a picture that has two rows."""
 
 
 def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
     """Write the pictures that the records support into `directory`/plots and return their paths."""
     kept = tuple(records)
     frame = steady(to_frame(kept))
-    pictures = [*_step_pictures(frame), *_speed_up_pictures(frame), *_warmup_pictures(warmup_frame(kept))]
     paths: list[Path] = []
-    for stem, figure in pictures:
+    taken: Counter[str] = Counter()
+    for stem, figure in chain(
+        _step_pictures(frame),
+        _speed_up_pictures(frame),
+        _setting_pictures(frame),
+        _warmup_pictures(warmup_frame(kept)),
+    ):
         (directory / "plots").mkdir(parents=True, exist_ok=True)
-        taken = sum(path.stem == stem or path.stem.startswith(f"{stem}_no") for path in paths)
-        paths.append(directory / "plots" / (f"{stem}_no{taken + 1}.png" if taken else f"{stem}.png"))
+        taken[stem] += 1
+        number = f"_no{taken[stem]}" if taken[stem] > 1 else ""
+        paths.append(directory / "plots" / f"{stem}{number}.png")
         write_atomically(paths[-1], drawing.to_png(figure))
     return paths
 
@@ -51,7 +70,8 @@ def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
 def _step_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     for part in split(frame):
         if part["step_mean_ms"].notna().any() and len(part) > 1:
-            yield _stem("step_time", part), draw_phases(phase_bars(part), _step_words(part), describe(part))
+            for bars in pages(phase_bars(part)):
+                yield _stem("step_time", part), draw_phases(bars, _step_words(part), describe(part))
             lines = context_lines(part)
             if any(len(line.points) > 1 and line.known for line in lines):
                 yield _stem("context", part), draw_contexts(lines, _step_words(part), describe(part))
@@ -61,10 +81,22 @@ def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     for part in split(frame, "precision"):
         for precision in (Precision.TF32, Precision.BF16, Precision.FP16):
             lines = speed_up_lines(part, precision)
-            if any(line.known for line in lines):
+            if sum(len(line.known) for line in lines) > 1:
                 both = part[part["precision"].isin([Precision.FP32, precision])]
                 stem = f"speed_up_{precision}_{part['mode'].iloc[0]}"
                 yield stem, draw_speed_ups(lines, precision, _step_words(part), describe(both))
+
+
+def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    for setting in SETTINGS_ALONG:
+        for part in split(frame, setting, "precision"):
+            for context_length, rows in part.groupby("context_length"):
+                shown = setting_lines(rows, setting)
+                if any(len({point.x for point in line.known}) > 1 for size in shown for line in size.times):
+                    stem = f"{setting}_{rows['mode'].iloc[0]}_ctx{context_length}"
+                    settings = f"context {context_length}, {describe(rows)}"
+                    for sizes in _batches(shown, MAX_COLUMNS):
+                        yield stem, draw_setting(sizes, setting, _step_words(rows), settings)
 
 
 def _warmup_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
@@ -73,7 +105,24 @@ def _warmup_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
             sizes = warmup_lines(rows)
             if any(size.step.known for size in sizes):
                 settings = f"context {context_length}, {describe(rows)}"
-                yield f"{_stem('warmup', rows)}_ctx{context_length}", draw_warmup(sizes, _step_words(rows), settings)
+                for shown in _batches(sizes, MAX_COLUMNS):
+                    stem = f"{_stem('warmup', rows)}_ctx{context_length}"
+                    yield stem, draw_warmup(shown, _step_words(rows), settings)
+
+
+def pages(bars: Sequence[Bar]) -> Iterator[list[Bar]]:
+    """The bars of each picture: as many sizes as a panel has room for, and as many context lengths as a picture has."""
+    places = {name: place for place, name in enumerate(dict.fromkeys(bar.size for bar in bars))}
+    panels: dict[tuple[int, int], list[Bar]] = {}
+    for bar in bars:
+        panels.setdefault((places[bar.size] // MAX_SIZES, bar.context_length), []).append(bar)
+    for _, keys in groupby(sorted(panels), lambda key: key[0]):
+        for page in _batches(list(keys), MAX_ROWS * _columns(min(len(places), MAX_SIZES))):
+            yield [bar for key in page for bar in panels[key]]
+
+
+def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _stem(kind: str, part: pd.DataFrame) -> str:
@@ -86,24 +135,22 @@ def _step_words(part: pd.DataFrame) -> str:
 
 def draw_phases(bars: list[Bar], step: str, settings: str) -> Figure:
     """Stacked bars by phase, one panel per context length; the error bar is the whole step's standard deviation."""
-    contexts = list(dict.fromkeys(bar.context_length for bar in bars))
-    names = list(dict.fromkeys(bar.size for bar in bars))
-    panel_width = max(2.4, 0.62 * len(names) + 0.6)
-    columns = max(1, min(len(contexts), int(WIDEST / panel_width)))
-    rows = -(-len(contexts) // columns)
-    width = max(6.0, columns * panel_width)
+    by_context = {context: list(own) for context, own in groupby(bars, lambda bar: bar.context_length)}
+    places = {name: place for place, name in enumerate(dict.fromkeys(bar.size for bar in bars))}
+    columns = min(len(by_context), _columns(len(places)))
+    rows = -(-len(by_context) // columns)
+    width = max(6.0, columns * _panel_width(len(places)))
     figure = drawing.new_figure(width, 3.3 * rows + 1.1, f"Time of one {step} by phase", settings)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten().tolist()
-    top = max((bar.step.value or 0) + (bar.step.error or 0) for bar in bars) * 1.12
+    panels[0].set_ylim(0, max((bar.step.value or 0) + (bar.step.error or 0) for bar in bars) * 1.12 or 1.0)
     handles: dict[str, Any] = {}
-    for panel, context in zip(panels, contexts, strict=False):
+    for panel, (context, own) in zip(panels, by_context.items(), strict=False):
         drawing.style(panel)
         panel.set_title(f"context {context}", fontsize=10)
-        panel.set_ylim(0, top)
-        drawing.categories(panel, names)
-        for bar in (bar for bar in bars if bar.context_length == context):
-            handles |= _draw_bar(panel, names.index(bar.size), bar)
-    for panel in panels[len(contexts) :]:
+        drawing.categories(panel, list(places), MAX_SIZES)
+        for bar in own:
+            handles |= _draw_bar(panel, places[bar.size], bar)
+    for panel in panels[len(by_context) :]:
         panel.remove()
     for row in range(rows):
         panels[row * columns].set_ylabel("time (ms)", fontsize=9)
@@ -117,6 +164,15 @@ def draw_phases(bars: list[Bar], step: str, settings: str) -> Figure:
         fontsize=9,
     )
     return figure
+
+
+def _panel_width(num_sizes: int) -> float:
+    return max(2.4, 0.62 * num_sizes + 0.6)
+
+
+def _columns(num_sizes: int) -> int:
+    """Panels of so many bars that stand beside each other."""
+    return max(1, int(WIDEST / _panel_width(num_sizes)))
 
 
 def _draw_bar(panel: Axes, x: int, bar: Bar) -> dict[str, Any]:
@@ -152,7 +208,8 @@ def draw_contexts(lines: list[Line], step: str, settings: str) -> Figure:
     ticks = sorted({int(point.x) for line in lines for point in line.points})
     positions: dict[str | int, float] = {tick: tick for tick in ticks}
     handles = _draw_lines(panel, lines, positions, drawing.shades(len(lines)))
-    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    labelled = _apart(ticks)
+    panel.set_xticks(labelled, [str(tick) for tick in labelled])
     panel.xaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
@@ -169,78 +226,38 @@ def draw_contexts(lines: list[Line], step: str, settings: str) -> Figure:
     return figure
 
 
+def _apart(ticks: Sequence[int]) -> list[int]:
+    """Of sorted ticks on a logarithmic axis, those whose labels do not cover each other."""
+    kept: list[int] = []
+    for tick in ticks:
+        if not kept or tick / kept[-1] >= (ticks[-1] / ticks[0]) ** TICKS_APART:
+            kept.append(tick)
+    return kept
+
+
 def draw_speed_ups(lines: list[Line], precision: Precision, step: str, settings: str) -> Figure:
-    """Speed-up over fp32 against size, one line per context length."""
+    """Speed-up over fp32 against size, one line per context length, or the other way round (see `speed_up_lines`)."""
     figure = drawing.new_figure(7.6, 5.0, f"Speed-up of one {step}, {precision} over fp32", settings)
     panel = figure.subplots()
     drawing.style(panel)
-    named = [Line(name=f"context {line.name}", points=line.points) for line in lines]
-    names = list(dict.fromkeys(str(point.x) for line in named for point in line.points))
-    positions: dict[str | int, float] = {name: index for index, name in enumerate(names)}
-    drawing.categories(panel, names)
+    contexts: list[str | int] = sorted({point.x for line in lines for point in line.points if isinstance(point.x, int)})
+    places = contexts or list(dict.fromkeys(point.x for line in lines for point in line.points))
+    positions: dict[str | int, float] = {place: index for index, place in enumerate(places)}
+    drawing.categories(panel, [str(place) for place in places])
     panel.axhline(1, color="#888888", linewidth=1, linestyle="--", zorder=1)
-    colours = drawing.tints(drawing.PRECISION_COLOURS[precision], len(named))
-    handles = _draw_lines(panel, named, positions, colours)
-    failures = drawing.failure_rows(named)
+    colours = drawing.tints(drawing.PRECISION_COLOURS[precision], len(lines))
+    handles = _draw_lines(panel, lines, positions, colours)
+    failures = drawing.failure_rows(lines)
     band = drawing.failure_band(len(failures))
-    least = min(point.value - (point.error or 0.0) for line in named for point in line.known if point.value is not None)
+    least = min(point.value - (point.error or 0.0) for line in lines for point in line.known if point.value is not None)
     top = panel.get_ylim()[1]
     room = (least - band * top) / (1 - band)  # the bottom that leaves the band below the least point
     panel.set_ylim(min(0.0, room), top)
     drawing.draw_failures(panel, failures, positions)
-    panel.set_xlabel("size", fontsize=9)
+    panel.set_xlabel("context length (tokens)" if contexts else "size", fontsize=9)
     panel.set_ylabel(f"fp32 time / {precision} time, ± standard deviation", fontsize=9)
     _legend(panel, handles)
     return figure
-
-
-def draw_warmup(sizes: list[WarmupLines], step: str, settings: str) -> Figure:
-    """Above, mean, standard deviation and first measured step; below, std/mean; by number of warm-up steps."""
-    width = max(5.2, 2.5 * len(sizes) + 0.6)
-    figure = drawing.new_figure(width, 6.0, f"Effect of warm-up on the time of one {step}", settings)
-    panels = figure.subplots(2, len(sizes), squeeze=False)
-    handles: dict[str, Any] = {}
-    for size, upper, lower in zip(sizes, panels[0], panels[1], strict=True):
-        upper.set_title(drawing.inert(size.name), fontsize=10)
-        handles |= _draw_warmup_times(upper, size)
-        _draw_warmup_spread(lower, size)
-    panels[0][0].set_ylabel("time (ms)", fontsize=9)
-    panels[1][0].set_ylabel("std/mean (%)", fontsize=9)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    return figure
-
-
-def _draw_warmup_times(panel: Axes, size: WarmupLines) -> dict[str, Any]:
-    counts = _warmup_axis(panel, size)
-    left: dict[str | int, float] = {count: index - 0.14 for index, count in enumerate(counts)}
-    mean = drawing.draw_line(panel, size.step, left, "black", "o", joined=False)
-    firsts = [(counts.index(int(point.x)) + 0.14, point.value or 0.0) for point in size.first.known]
-    first = panel.plot(
-        [x for x, _ in firsts], [value for _, value in firsts], linestyle="none", marker="D", markersize=6,
-        markerfacecolor="white", color=drawing.PRECISION_COLOURS[Precision.BF16], zorder=4,
-    )[0]  # fmt: skip
-    panel.set_ylim(0, panel.get_ylim()[1] * 1.05)
-    for point in size.step.failed:
-        drawing.write_upright(panel, counts.index(int(point.x)), point.failure or "")
-    return {"mean ± standard deviation": mean, "first measured step": first}
-
-
-def _draw_warmup_spread(panel: Axes, size: WarmupLines) -> None:
-    counts = _warmup_axis(panel, size)
-    percents = {counts.index(int(point.x)): 100 * (point.value or 0.0) for point in size.cv.known}
-    bars = panel.bar(list(percents), list(percents.values()), 0.6, color="#888888")
-    panel.bar_label(bars, [significant(percent, 2) for percent in percents.values()], fontsize=8, padding=2)
-    panel.set_ylim(0, max([*percents.values(), 1e-9]) * 1.18)
-    for point in size.step.failed:
-        drawing.write_upright(panel, counts.index(int(point.x)), point.failure or "")
-    panel.set_xlabel("warm-up steps", fontsize=9)
-
-
-def _warmup_axis(panel: Axes, size: WarmupLines) -> list[int]:
-    counts = sorted({int(point.x) for point in size.step.points})
-    drawing.style(panel)
-    drawing.categories(panel, [str(count) for count in counts])
-    return counts
 
 
 def _draw_lines(
@@ -255,6 +272,9 @@ def _draw_lines(
 
 def _legend(panel: Axes, handles: dict[str, Any]) -> None:
     """Legend to the right, in the order in which growing values stand above each other."""
-    names = [drawing.inert(name) for name in reversed(handles)]
-    shown = list(handles.values())[::-1]
-    panel.legend(shown, names, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    names = drawing.thinned(list(handles))[::-1]
+    title = f"{len(names)} of {len(handles)} lines" if len(names) < len(handles) else None
+    panel.legend(
+        [handles[name] for name in names], [drawing.inert(name) for name in names], title=title, title_fontsize=9,
+        frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0),
+    )  # fmt: skip

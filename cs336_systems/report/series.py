@@ -13,6 +13,8 @@ from cs336_systems.report.words import STATUS_WORDS
 
 AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
 """Fields that run along the axes and the lines of a picture; all else is equal within one picture."""
+SETTINGS_ALONG = ("checkpoint_blocks", "batch_size", "vocab_size", "pad_vocabulary")
+"""Numeric settings that run along the axis of a picture of their own where they vary."""
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
@@ -68,6 +70,15 @@ class WarmupLines:
     cv: Line
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingLines:
+    """One size over one setting, a line per precision: step time in milliseconds, peak of allocated memory in GiB."""
+
+    name: str
+    times: tuple[Line, ...]
+    peaks: tuple[Line, ...]
+
+
 def steady(frame: pd.DataFrame) -> pd.DataFrame:
     """Of rows that differ only in their number of warm-up steps, the one with most."""
     most: dict[tuple[object, ...], int] = {}
@@ -93,13 +104,19 @@ def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
 
 
 def size_names(frame: pd.DataFrame) -> list[str]:
-    """A name for the size of every row: its shape is added where one name stands for several shapes."""
-    shapes = frame[["size", *AXES[1:5]]].drop_duplicates()
-    counts = shapes["size"].value_counts()
-    return [
-        row["size"] if counts[row["size"]] == 1 else f"{row['size']} {row['d_model']}x{row['num_layers']}"
-        for row in rows_of(frame)
-    ]
+    """A name for the size of every row: as much of its shape is added as tells shapes of one name apart."""
+    rows = list(frame[["size", *AXES[1:5]]].itertuples(index=False, name=None))
+    shapes: dict[str, dict[tuple[object, ...], None]] = {}
+    for size, *shape in rows:
+        shapes.setdefault(size, {})[tuple(shape)] = None
+    names: dict[tuple[object, ...], str] = {}
+    for size, same in shapes.items():
+        d_models, d_ffs, layers, heads = (len(set(values)) > 1 for values in zip(*same, strict=True))
+        for d_model, d_ff, num_layers, num_heads in same:
+            told = [size, *([f"{d_model}x{num_layers}"] if d_models or layers else []),
+                    *([f"d_ff {d_ff}"] if d_ffs else []), *([f"{num_heads} heads"] if heads else [])]  # fmt: skip
+            names[size, d_model, d_ff, num_layers, num_heads] = " ".join(told)
+    return [names[row] for row in rows]
 
 
 def phase_bars(frame: pd.DataFrame) -> list[Bar]:
@@ -119,16 +136,23 @@ def context_lines(frame: pd.DataFrame) -> list[Line]:
 
 
 def speed_up_lines(frame: pd.DataFrame, precision: Precision) -> list[Line]:
-    """Speed-up over fp32 against size, one line per context length; a failure names the precision that failed."""
+    """Speed-up over fp32; a failure names the precision that failed.
+
+    Against size, one line per context length; where there are more context lengths than sizes, `x` is the context
+    length, an int, and there is one line per size.
+    """
     gains = speed_ups(frame)
     both = frame.assign(**{str(name): gains[name].to_numpy() for name in gains.columns})
-    pairs = []
-    for name, row in _named(both):
-        if row["precision"] == precision and row["full_status"] is not None:
-            failure = _twin_failure(Status(row["full_status"]), precision, Status(row["status"]))
-            point = Point(x=name, value=row["speed_up"], error=row["speed_up_std"], failure=failure)
-            pairs.append((int(row["context_length"]), point))
-    return _lines((f"{context}", point) for context, point in sorted(pairs, key=lambda pair: pair[0]))
+    pairs = [pair for pair in _named(both) if pair[1]["precision"] == precision and pair[1]["full_status"] is not None]
+    along_contexts = len({row["context_length"] for _, row in pairs}) > len({name for name, _ in pairs})
+    points = []
+    for name, row in pairs if along_contexts else sorted(pairs, key=lambda pair: pair[1]["context_length"]):
+        context = int(row["context_length"])
+        failure = _twin_failure(Status(row["full_status"]), precision, Status(row["status"]))
+        x = context if along_contexts else name
+        point = Point(x=x, value=row["speed_up"], error=row["speed_up_std"], failure=failure)
+        points.append((name if along_contexts else f"context {context}", point))
+    return _lines(points)
 
 
 def warmup_lines(frame: pd.DataFrame) -> list[WarmupLines]:
@@ -140,6 +164,21 @@ def warmup_lines(frame: pd.DataFrame) -> list[WarmupLines]:
     return [
         WarmupLines(name=step.name, step=step, first=first, cv=cv)
         for step, first, cv in zip(steps, firsts, cvs, strict=True)
+    ]
+
+
+def setting_lines(frame: pd.DataFrame, setting: str) -> list[SettingLines]:
+    """Step time and peak of memory over one setting, one group of lines per size; one context length at a time."""
+    groups: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name, row in _named(frame.sort_values(setting, kind="stable")):
+        groups.setdefault(name, []).append((row["precision"], row))
+    return [
+        SettingLines(
+            name=name,
+            times=tuple(_lines((precision, _step(row, int(row[setting]))) for precision, row in rows)),
+            peaks=tuple(_lines((precision, _peak(row, int(row[setting]))) for precision, row in rows)),
+        )
+        for name, rows in groups.items()
     ]
 
 
@@ -156,6 +195,10 @@ def _lines(points: Iterable[tuple[str, Point]]) -> list[Line]:
 
 def _step(row: dict[str, Any], x: str | int) -> Point:
     return Point(x=x, value=row["step_mean_ms"], error=row["step_std_ms"], failure=_failure(row))
+
+
+def _peak(row: dict[str, Any], x: int) -> Point:
+    return Point(x=x, value=row["peak_allocated_gib"], failure=_failure(row))
 
 
 def _point(row: dict[str, Any], name: str) -> Point:

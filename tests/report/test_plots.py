@@ -1,3 +1,4 @@
+import cProfile
 import statistics
 import warnings
 from dataclasses import replace
@@ -9,20 +10,31 @@ from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.frame import to_frame, warmup_frame
-from cs336_systems.report.plots import draw_contexts, draw_phases, draw_speed_ups, write_plots
+from cs336_systems.report.plots import draw_contexts, draw_phases, draw_speed_ups, pages, write_plots
 from cs336_systems.report.series import (
     Bar,
     Line,
     Point,
     context_lines,
     phase_bars,
+    setting_lines,
     size_names,
     speed_up_lines,
     split,
     steady,
     warmup_lines,
 )
+from cs336_systems.report.setting_plots import draw_warmup
+from tests.report.drawn import overlaps
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are written, in order; no file is rendered, which takes most of the time."""
+    found = []
+    monkeypatch.setattr(drawing, "to_png", lambda figure: found.append(figure) or b"")
+    return found
 
 
 def texts(figure):
@@ -66,6 +78,128 @@ def test_speed_up_lines_pair_whatever_there_is(grid):
     assert speed_up_lines(to_frame(both), Precision.BF16)[0].points[0].failure == "both out of memory"
 
 
+def test_speed_ups_run_along_whatever_there_is_more_of():
+    """bf16 takes half of the time at context 64, a third at 128 and a quarter at 256."""
+    bf16_s = {64: 0.6, 128: 0.4, 256: 0.3}
+    contexts = [
+        make_record(make_config("small", context, precision=precision), (time_s,))
+        for context, bf16 in bf16_s.items()
+        for precision, time_s in ((Precision.FP32, 1.2), (Precision.BF16, bf16))
+    ]
+    (small,) = speed_up_lines(to_frame(contexts), Precision.BF16)
+    assert [(point.x, point.value) for point in small.points] == [(64, 2), (128, pytest.approx(3)), (256, 4)]
+    assert "context length (tokens)" in texts(draw_speed_ups([small], Precision.BF16, "step", "settings"))
+
+
+def make_study():
+    """Checkpoints around K blocks: 1 s and 8 GiB with none, else 1.5 s + K / 10 and 4 GiB + K; bf16 half the time."""
+    measured = {0: (1.0, 8)} | {blocks: (1.5 + blocks / 10, 4 + blocks) for blocks in (1, 2, 4, 8)}
+    return [
+        make_record(
+            make_config("xl", 512, precision=precision, checkpoint_blocks=blocks),
+            (share * step_s,),
+            peak_bytes=peak_gib * 2**30,
+        )
+        for blocks, (step_s, peak_gib) in measured.items()
+        for precision, share in ((Precision.FP32, 1), (Precision.BF16, 0.5))
+    ]
+
+
+def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
+    records = make_study()
+    assert [path.name for path in write_plots(records, tmp_path)] == ["checkpoint_blocks_train_ctx512.png"]
+    (xl,) = setting_lines(to_frame(records), "checkpoint_blocks")
+    assert {line.name: [(point.x, point.value) for point in line.points] for line in xl.times} == {
+        "fp32": [(0, 1000), (1, 1600), (2, 1700), (4, 1900), (8, 2300)],
+        "bf16": [(0, 500), (1, 800), (2, 850), (4, 950), (8, 1150)],
+    }
+    peaks = [(0, 8), (1, 5), (2, 6), (4, 8), (8, 12)]
+    assert all([(point.x, point.value) for point in line.points] == peaks for line in xl.peaks)
+    (figure,) = figures
+    assert {"none", "8", "fp32", "bf16", "xl", "blocks per checkpoint", "peak of memory (GiB)"} <= set(texts(figure))
+    assert overlaps(figure) == []
+
+
+def test_any_numeric_setting_has_its_picture_and_failures_are_in_it(figures, tmp_path):
+    done = [make_record(make_config(batch_size=size), (size / 10,), peak_bytes=None) for size in (1, 2)]
+    failed = make_failure(make_config(batch_size=4))
+    assert [path.name for path in write_plots([*done, failed], tmp_path)] == ["batch_size_train_ctx128.png"]
+    (figure,) = figures
+    assert len(figure.axes) == 1, "no peak is known, as on a CPU"
+    assert "out of memory" in texts(figure)
+    assert write_plots([done[0], failed], tmp_path) == [], "one time alone is no line"
+
+
+def test_a_speed_up_of_one_configuration_is_no_picture(tmp_path):
+    both = [make_record(make_config(precision=precision), (0.1,)) for precision in (Precision.FP32, Precision.BF16)]
+    assert write_plots(both, tmp_path) == []
+
+
+def make_bars(contexts, sizes):
+    step = Point(x="", value=1.0)
+    return [
+        Bar(size=f"size {i}", context_length=context, step=step, phases_ms={})
+        for context in range(1, contexts + 1)
+        for i in range(sizes)
+    ]
+
+
+def calls(function, *arguments):
+    """Calls of functions, also of C, until the function has returned: what it costs, on however busy a machine."""
+    profile = cProfile.Profile()
+    profile.runcall(function, *arguments)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.parametrize(("contexts", "sizes"), [(500, 1), (2, 500), (60, 45)])
+def test_pictures_do_not_grow_with_the_number_of_bars(contexts, sizes):
+    """The cost of a picture grows with the square of its panels, as each looks at the limits of all others."""
+    bars = make_bars(contexts, sizes)
+    found = list(pages(bars))
+    assert {(bar.size, bar.context_length) for page in found for bar in page} == {
+        (bar.size, bar.context_length) for bar in bars
+    }
+    assert sum(map(len, found)) == len(bars)
+    for page in found:
+        assert len({bar.context_length for bar in page}) <= 24
+        assert len({bar.size for bar in page}) <= 24
+    assert max(draw_phases(found[0], "step", "settings").get_size_inches()) < 16
+    assert calls(list, pages(make_bars(4 * contexts, sizes))) < 5 * calls(list, pages(bars))
+
+
+def test_all_contexts_are_drawn_on_some_page(figures, tmp_path):
+    paths = write_plots([make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 31)], tmp_path)
+    assert [path.name for path in paths] == [
+        "step_time_train_fp32.png", "step_time_train_fp32_no2.png", "context_train_fp32.png",
+    ]  # fmt: skip
+    titles = [panel.get_title() for figure in figures[:2] for panel in figure.axes]
+    assert titles == [f"context {8 * i}" for i in range(1, 31)]
+
+
+def many_lines(count, sizes=1):
+    points = tuple(Point(x=8 * i, value=float(i), error=0.1) for i in range(1, count + 1))
+    return [Line(name=f"size {i}", points=points) for i in range(sizes)]
+
+
+def test_the_cost_of_lines_grows_with_their_points():
+    def draw(count):
+        draw_contexts(many_lines(count), "step", "settings")
+        draw_speed_ups(many_lines(count), Precision.BF16, "step", "settings")
+
+    draw(4)  # what is loaded once
+    assert calls(draw, 400) < 5 * calls(draw, 100)
+
+
+def test_labels_of_many_points_and_lines_do_not_cover_each_other():
+    warmups = [make_record(make_config(warmup_steps=i), (0.1, 0.2)) for i in range(40)]
+    for figure in (
+        draw_contexts(many_lines(300, 30), "step", "settings"),
+        draw_speed_ups(many_lines(300, 30), Precision.BF16, "step", "settings"),
+        draw_warmup(warmup_lines(warmup_frame(warmups)), "step", "settings"),
+    ):
+        assert overlaps(figure) == []
+
+
 def test_warmup_lines(warmup_records):
     (size,) = warmup_lines(warmup_frame(warmup_records))
     assert [point.x for point in size.step.points] == [0, 1, 2, 5]
@@ -99,9 +233,13 @@ def test_sizes_of_one_name_and_several_shapes_get_names_of_their_own():
     configs = [make_config("custom", model={"num_layers": layers}) for layers in (3, 5)]
     frame = to_frame([make_failure(config) for config in (*configs, make_config())])
     assert size_names(frame) == ["small", "custom 128x3", "custom 128x5"]
+    inside = [
+        make_config("custom", model=model) for model in ({"d_ff": 64}, {"d_ff": 96}, {"d_ff": 96, "num_heads": 2})
+    ]
+    assert len(set(size_names(to_frame([make_failure(config) for config in inside])))) == 3
 
 
-def test_pictures_are_those_that_the_records_support(grid, warmup_records, tmp_path):
+def test_pictures_are_those_that_the_records_support(grid, warmup_records, figures, tmp_path):
     def stems(records):
         return {path.stem for path in write_plots(records, tmp_path)}
 

@@ -26,8 +26,8 @@ RESERVED: dict[str, Any] = {"marker": "|", "markersize": 15, "color": "#222222"}
 def draw_peaks(groups: Sequence[Sequence[tuple[str, MemoryProfile]]], settings: str = "") -> Figure:
     """A bar for each labelled profile: what its peak consists of, and as a mark what was reserved then.
 
-    Each group has a panel with a scale of its own, so that a small model is seen beside a large one; what ran out of
-    memory is cut off at the longest bar of those that did not. Raise ValueError for no profile.
+    Each group has a panel with a scale of its own, so that a small model is seen beside a large one. Nothing is cut
+    off: a scale reaches as far as the largest of its group. Raise ValueError for no profile.
     """
     profiles = [profile for group in groups for _, profile in group]
     if not profiles or not all(groups):
@@ -41,7 +41,7 @@ def draw_peaks(groups: Sequence[Sequence[tuple[str, MemoryProfile]]], settings: 
     figure = drawing.new_figure(6.5, height, "What the peak of memory consists of, by configuration", settings)
     panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[len(group) + 0.3 for group in groups])
     for panel, group in zip(panels[:, 0], groups, strict=True):
-        longest = _longest_bytes([profile for _, profile in group]) / GIB or 1.0
+        longest = max(max(p.peak.reserved_bytes, p.peak.allocated_bytes) for _, p in group) / GIB or 1.0
         for y, (_, profile) in enumerate(group):
             _draw_bar(panel, y, profile, longest)
         _finish(panel, [drawing.inert(label, LONGEST_LABEL) for label, _ in group], longest)
@@ -52,12 +52,6 @@ def draw_peaks(groups: Sequence[Sequence[tuple[str, MemoryProfile]]], settings: 
     return figure
 
 
-def _longest_bytes(profiles: Sequence[MemoryProfile]) -> int:
-    """Of a panel: the most that was reserved by a run that came to its end, if any did."""
-    finished = [profile for profile in profiles if not profile.work.out_of_memory]
-    return max(max(p.peak.reserved_bytes, p.peak.allocated_bytes) for p in finished or profiles)
-
-
 def _draw_bar(panel: Axes, y: int, profile: MemoryProfile, longest: float) -> None:
     """One bar in GiB, each part with its value where that fits; its sum and phase on the right."""
     left = 0.0
@@ -66,14 +60,12 @@ def _draw_bar(panel: Axes, y: int, profile: MemoryProfile, longest: float) -> No
         if not width:
             continue
         panel.barh(y, width, 0.72, left, color=colour, edgecolor="white", linewidth=0.5)
-        words, seen = significant(width, 2), min(width, longest - left)
-        if (len(words) + 1.5) * CHARACTER_INCHES < BAR_INCHES * seen / longest:
-            panel.text(left + seen / 2, y, words, ha="center", va="center", fontsize=8, color=drawing.ink(colour))
+        words = significant(width, 2)
+        if (len(words) + 1.5) * CHARACTER_INCHES < BAR_INCHES * width / longest:
+            panel.text(left + width / 2, y, words, ha="center", va="center", fontsize=8, color=drawing.ink(colour))
         left += width
-    reserved, failed = profile.peak.reserved_bytes / GIB, bool(profile.work.out_of_memory)
-    is_cut = max(left, reserved) > longest
-    mark = {"marker": ">", "markersize": 7, "color": drawing.FAILURE_COLOUR} if is_cut else RESERVED
-    panel.plot(longest if is_cut else reserved, y, clip_on=False, **mark)
+    failed = bool(profile.work.out_of_memory)
+    panel.plot(profile.peak.reserved_bytes / GIB, y, clip_on=False, **RESERVED)
     where = f"\nin {drawing.inert(profile.peak.phase, 16)}" if profile.peak.phase else ""
     panel.text(
         1.03, y, f"{size(profile.peak.allocated_bytes)}{chr(10) + 'out of memory' if failed else where}",

@@ -1,6 +1,8 @@
 """The picture of memory over time: what was allocated, by category, with phases, the peak and the failure marked."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,7 @@ def _shown(profile: MemoryProfile) -> dict[Category, int]:
 
 def _x(profile: MemoryProfile, time_s: float) -> int:
     """Where on the picture the time is: the number of the first point that is not before it, or else of the last."""
-    return min(int(np.searchsorted(profile.timeline.time_s, time_s)), len(profile.timeline.time_s) - 1)
+    return min(bisect_left(profile.timeline.time_s, time_s), len(profile.timeline.time_s) - 1)
 
 
 def _draw_stack(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
@@ -187,9 +189,8 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
     """Names of phases between their lines, above the panel, and above these the steps, if there are several."""
     for phase in profile.phases:
         _write_between(panel, profile, [phase], phase.phase, 1.012)
-    steps = dict.fromkeys(phase.step for phase in profile.phases)
-    for step in steps if len(steps) > 1 else ():
-        own = [phase for phase in profile.phases if phase.step == step]
+    steps = [(step, list(own)) for step, own in groupby(profile.phases, lambda phase: phase.step)]
+    for step, own in steps if len(steps) > 1 else ():
         _write_between(panel, profile, own, f"step {step}", 1.08, bold=True)
 
 
