@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import Precision, RunConfig
+from cs336_systems.hardware import find_device
 from cs336_systems.json_files import write_atomically
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import (
@@ -65,6 +66,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *([OFFERED] if any(config.model_factory for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
         *interval_notes(frame["processes"]),
+        *mfu_notes(frame),
         *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
         *(warning_notes(frame) if has_csv else []),
     ]
@@ -219,6 +221,22 @@ def _failed(row: RowDict) -> bool:
 
 def _sentences(text: str) -> list[str]:
     return [f"{text}."] if text else []
+
+
+def mfu_notes(frame: pd.DataFrame) -> list[str]:
+    """What MFU is a share of, where it stands beside that of another precision; the peaks, if all are of one device."""
+    known = frame[frame["mfu"].notna()]
+    precisions = [precision for precision in Precision if precision in set(known["precision"])]
+    if len(precisions) < 2:
+        return []
+    names = known["device_name"].unique()
+    device = find_device(names[0]) if len(names) == 1 else None
+    told = [f"{name} {device.peak_flops_per_s[name] / 1e12:g}" for name in precisions] if device else []
+    peaks = f" ({', '.join(told)} TFLOP/s)" if told else ""
+    return [
+        f"MFU: of the peak that the data sheet promises at the row's own precision{peaks}. A faster step in another "
+        "precision has a lower MFU where that peak rises by more than the speed."
+    ]
 
 
 def warning_notes(frame: pd.DataFrame, rows: str = "rows") -> list[str]:

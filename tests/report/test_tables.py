@@ -48,6 +48,26 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     assert float(first["tokens_per_s"]) == pytest.approx(4 * 128 / 0.1)
 
 
+def test_mfu_of_several_precisions_is_explained_by_their_peaks(grid):
+    """Between two rows of equal FLOPs, MFU changes by the speed-up over the ratio of the peaks."""
+    frame = to_frame(grid)
+    (note,) = [note for note in results_table(frame).notes if "MFU" in note]
+    peaks = {name: float(peak) for name, peak in re.findall(r"(fp32|bf16) ([\d.]+)", note)}
+    rows = frame[(frame["size"] == "small") & (frame["context_length"] == 128)].set_index("precision")
+    speed_up = rows["step_mean_ms"]["fp32"] / rows["step_mean_ms"]["bf16"]
+    assert rows["mfu"]["bf16"] / rows["mfu"]["fp32"] == pytest.approx(speed_up * peaks["fp32"] / peaks["bf16"])
+    elsewhere = [make_record(make_config(batch_size=1), (0.1,), device_name="NVIDIA H100 PCIe")]
+    (note,) = [note for note in results_table(to_frame([*grid, *elsewhere])).notes if "MFU" in note]
+    assert "TFLOP/s" not in note, "each device has peaks of its own"
+
+
+def test_mfu_of_one_precision_needs_no_explanation(grid):
+    one = [record for record in grid if record.config.precision is Precision.BF16]
+    unknown = [replace(record, environment=None) for record in grid]
+    for records in (one, unknown):
+        assert not any("MFU" in note for note in results_table(to_frame(records)).notes)
+
+
 def test_files_are_written_whole_and_again(grid, tmp_path):
     directory = tmp_path / "made" / "here"
     paths = write_tables(grid, directory)
