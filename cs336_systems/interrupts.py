@@ -7,7 +7,7 @@ import time
 from time import monotonic
 from types import FrameType
 
-from cs336_systems.isolation import Worker
+from cs336_systems.isolation import Worker, remove_temporaries
 from cs336_systems.process import STOP_SIGNALS
 
 _ONE_REQUEST_S = 0.3
@@ -49,4 +49,5 @@ class Interrupts:
         if self.count > 1:
             for worker in self.workers:
                 worker.kill()
+            remove_temporaries()
             os._exit(130)

@@ -1,9 +1,11 @@
 """A worker process as the sweep sees it: started from a preloaded fork server, watched, killed with all it started."""
 
 import contextlib
+import fcntl
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -11,6 +13,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
 
@@ -32,15 +35,48 @@ _DEATH_S = 10.0
 """How long processes that were killed may take to end: those that wait for a device that hangs do not end at all."""
 
 _PRELOAD = "cs336_systems.preload"
+_MARK = "cs336-systems.lock"
+"""File in a temporary directory that this program uses, locked by the process that does."""
 
 
 @functools.cache
 def fork_server() -> ForkServerContext:
     """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
+    _claim_temporaries()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_PRELOAD])
     return context
+
+
+def _claim_temporaries() -> None:
+    """Mark multiprocessing's temporary directory as this process's; remove those whose process was killed.
+
+    The mark is a file that is locked for as long as the process lives, in whatever container.
+    """
+    with contextlib.suppress(OSError):  # a file system without locks: what is left there cannot be told from the rest
+        own = Path(get_temp_dir())
+        unlocked = own / "unlocked"
+        fcntl.flock(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
+        unlocked.rename(own / _MARK)
+        for mark in own.parent.glob(f"pymp-*/{_MARK}"):
+            _remove_if_dead(mark)
+
+
+def _remove_if_dead(mark: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                shutil.rmtree(mark.parent)
+        finally:
+            os.close(descriptor)
+
+
+def remove_temporaries() -> None:
+    """Remove this process's temporary directory now, for an end that leaves Python no time to do so."""
+    shutil.rmtree(get_temp_dir(), ignore_errors=True)
 
 
 def preload(*modules: str) -> None:

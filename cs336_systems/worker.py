@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,7 +80,7 @@ def _shape(config: RunConfig) -> tuple[ModelConfig, int] | tuple[None, None]:
 
 
 def _record_with_nsys(config: RunConfig, report: Path) -> RunRecord:
-    with TemporaryDirectory(prefix="cs336-") as scratch:
+    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
         run_under_nsys(config, report, Path(scratch))
         return read_record(Path(scratch) / f"{config.key}.json")
 

@@ -1,5 +1,6 @@
 """From a profiler's file to a `StepProfile`, whichever profiler wrote it."""
 
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,7 +27,7 @@ def explain(
     A report of nsys is exported first, by nsys. Raises ProfileError for what is no profile, UnknownRangeError for names
     in `phases` that it has not, NsysError where nsys is needed and not there.
     """
-    with TemporaryDirectory(prefix="cs336-") as scratch:
+    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # of a sweep, which removes it if killed
         file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
         trace = read_trace(file)
     check_names(trace, phases or PhaseNames())
