@@ -17,6 +17,7 @@ from cs336_systems.inert import inert_line
 from cs336_systems.json_files import FileError
 from cs336_systems.locks import LockedError
 from cs336_systems.nsys_run import NsysError
+from cs336_systems.os_errors import in_words
 from cs336_systems.outputs import guard_outputs
 
 COMMANDS = (
@@ -44,7 +45,8 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             print(inert_line(f"error: {error}"), file=sys.stderr)
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:
-            print(inert_line(f"error: {error}"), file=sys.stderr)
+            said = in_words(error) if isinstance(error, OSError) else error
+            print(inert_line(f"error: {said}"), file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:
             return INTERRUPTED

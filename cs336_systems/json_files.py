@@ -1,5 +1,6 @@
 """JSON files that this project writes and reads again: typed, versioned, bounded, written whole or not at all."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,7 +111,10 @@ class _Versioned(msgspec.Struct):
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old bytes or the new ones."""
+    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old bytes or the new ones.
+
+    An OSError names `path`.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -119,8 +123,11 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
         _sync_directory(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -10,6 +10,7 @@ import msgspec
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.inert import LONGEST_PART, inert_line
 from cs336_systems.json_files import encode_json, write_atomically
+from cs336_systems.os_errors import remedy
 from cs336_systems.record import Identity, Input, RecordError, RunRecord, Status
 
 _PROBE_BYTES = 2**16
@@ -48,7 +49,8 @@ def make_writable(runs: Path) -> Path:
         write_atomically(probe, bytes(_PROBE_BYTES))
         probe.unlink()
     except OSError as error:
-        raise SweepError(f"{runs}: cannot write there ({error.strerror}); choose another --output") from error
+        helps = " or ".join(filter(None, [remedy(error), "choose another --output"]))
+        raise SweepError(f"{runs}: cannot write there ({error.strerror}); {helps}") from error
     return runs
 
 

@@ -22,6 +22,7 @@ from cs336_systems.interrupts import Interrupts
 from cs336_systems.isolation import Worker, kill_orphans, preload
 from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, alike, visible_gpus
+from cs336_systems.os_errors import in_words
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.record import (
     Failure,
@@ -239,10 +240,8 @@ class _Loop:
         if worker.silence:
             return self._fail(worker, Status.CRASHED, f"ended early: {worker.silence}; run the same command again")
         if exit_code == RECORD_NOT_WRITTEN:
-            raise SweepError(
-                f"the record of {worker.config.key} could not be written: {worker.log_tail()}; "
-                "free some space and run the same command again"
-            )
+            why = (worker.log_tail() or "").splitlines()[-1:]
+            raise SweepError(f"the record of {worker.config.key} could not be written: {''.join(why)}")
         if exit_code == -signal.SIGKILL:
             message = "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
             return self._fail(worker, Status.KILLED, message, "SIGKILL")
@@ -275,9 +274,7 @@ class _Loop:
         try:
             write_record(record, self.runs)
         except OSError as error:
-            raise SweepError(
-                f"{self.runs}: {error.strerror}; free some space and run the same command again"
-            ) from error
+            raise SweepError(in_words(error)) from error
         return record
 
 

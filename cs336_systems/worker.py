@@ -19,6 +19,7 @@ from cs336_systems.failure import describe
 from cs336_systems.inputs import inputs_of
 from cs336_systems.measurement import measure
 from cs336_systems.nsys_run import is_under_nsys, run_under_nsys
+from cs336_systems.os_errors import in_words
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with, die_with_forker
 from cs336_systems.record import RunRecord, Status, read_record, write_record
 from cs336_systems.store import kernel_profile_path, memory_profile_path, raw_profile_path
@@ -102,7 +103,7 @@ def main(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | No
     try:
         write_record(record, directory)
     except OSError as error:
-        print(f"{directory}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"\n{in_words(error)}", file=sys.stderr, flush=True)
         os._exit(RECORD_NOT_WRITTEN)
 
 

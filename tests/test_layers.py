@@ -25,6 +25,7 @@ LEVELS = (
         "ranges",
         "process",
         "outputs",
+        "os_errors",
         "locks",
         "statistics",
         "report.formats",

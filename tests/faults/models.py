@@ -260,6 +260,11 @@ def cannot_write_files(vocab_size, d_model):
     return good(vocab_size, d_model)
 
 
+def moves_the_results(vocab_size, d_model):
+    RUNS.rename("moved")
+    return good(vocab_size, d_model)
+
+
 def fails_once(vocab_size, d_model):
     if not NOTES.exists():
         NOTES.touch()

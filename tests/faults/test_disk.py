@@ -247,7 +247,7 @@ def test_a_sweep_that_cannot_write_stops(place):
             limits[-1].__enter__()
 
     try:
-        with pytest.raises(SweepError, match=r"runs: File too large.*same command again"):
+        with pytest.raises(SweepError, match=r"File too large.*same command again"):
             sweep(place, config(), config("sigkill"), config(seed=1), witness=Limit())
     finally:
         for limit in limits:
