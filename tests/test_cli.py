@@ -694,7 +694,7 @@ def test_a_report_of_records_made_under_other_conditions_says_so(
 def test_two_single_records_are_too_few_to_tell(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
     paths = [write_record(record(step_s, i), empty_directory) for i, step_s in enumerate((0.1, 0.2))]
     assert compare(*paths) == 2
-    assert re.fullmatch(r"error: .*at least 2 process means of A, got 1: run more repeats.*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"error: .*at least 3 process means of A, got 1: run more repeats.*\n", capsys.readouterr().err)
 
 
 def test_unlike_records_are_not_compared_unless_told(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:

@@ -30,6 +30,8 @@ MIN_DIGITS, MAX_DIGITS = 3, 5
 """Significant digits of what has an interval."""
 MAX_WORD = 24
 """Characters of a word of text that a terminal breaks only where nothing else makes a table fit."""
+LONGEST_ON_TERMINAL = 1000
+"""Characters of a cell in the terminal, where all others of its column are as wide."""
 LONGEST_CELL = 32_000
 """Characters of a text in a CSV file: spreadsheets have room for 32,767."""
 LONGEST_CAPTION = 20_000
@@ -267,7 +269,8 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
 
     Spare columns are left out as far as the width asks for it; a note names them and says `where` they are.
     """
-    texts = [[inert_line(row[column]) for row in table.rows] for column in range(len(table.headings))]
+    columns = range(len(table.headings))
+    texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
     layout = _fit(table.headings, texts, width)
     body = _body(table, texts, layout) if layout.widths else _list(table, texts, layout)
     left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in layout.columns]
