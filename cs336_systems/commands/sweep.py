@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import re
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
@@ -337,6 +336,7 @@ def report(
     The times of profiled runs are in the tables of profiles alone. With `keep`, raises UsageError, before it writes,
     where a profile that is missing would be lost from the tables in `output`.
     """
+    from cs336_systems.report.identity import file_names
     from cs336_systems.report.kernels.entries import labels
     from cs336_systems.report.kernels.plots import write_pictures
     from cs336_systems.report.kernels.sweep import load_profiled, sweep_tables, write_kernel_sweep
@@ -360,10 +360,9 @@ def report(
     profiled = list(itertools.chain.from_iterable(kernels.values()))
     if profiled:
         write_kernel_sweep(profiled, output)
-        for name, entry in zip(labels(profiled), profiled, strict=True):
-            plain = re.sub("[^A-Za-z0-9.+]+", "_", name)
-            prefix = plain if len(plain) <= MAX_NAME_LENGTH else entry.config.key
-            write_pictures(entry.profile, output, prefix=f"{prefix}_")
+        names = labels(profiled)
+        for name, stem, entry in zip(names, file_names(names), profiled, strict=True):
+            write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
     recorded = list(itertools.chain.from_iterable(memory.values()))
     if recorded:
         write_memory_sweep(recorded, output)

@@ -7,6 +7,7 @@ from pathlib import Path
 from cs336_systems.analysis.compare import Comparison
 from cs336_systems.json_files import write_atomically
 from cs336_systems.report.formats import (
+    STEP_INTERVAL,
     WRITERS,
     Column,
     Heading,
@@ -15,7 +16,6 @@ from cs336_systems.report.formats import (
     make_table,
     mean_and_std,
 )
-from cs336_systems.report.tables import STEP_INTERVAL
 from cs336_systems.statistics import FEWEST, mean_interval
 
 Side = tuple[str, str, Sequence[float]]
@@ -35,7 +35,7 @@ def comparison_table(names: Sequence[str], means_s: Sequence[Sequence[float]], c
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""
-    notes = (f"Mean{spread} over the means of fresh processes, run alternately.", comparison.sentence)
+    notes = (f"Mean{spread} over fresh processes, run alternately.", comparison.sentence)
     return make_table("A against B", known, rows, notes)
 
 

@@ -82,6 +82,18 @@ def inert(text: str, longest: int = LONGEST_TEXT) -> str:
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
+def wrapped(text: str, longest: int) -> str:
+    """The text, inert, on lines that are at most so long; of more than three lines the middle is left out."""
+    whole = inert_line(text)
+    short = whole if len(whole) <= 3 * longest else f"{whole[: 2 * longest - 1]}…{whole[-longest:]}"
+    return "\n".join(inert(line, longest) for line in textwrap.wrap(short, longest, break_on_hyphens=False))
+
+
+def bar_inches(names: Sequence[str]) -> float:
+    """Height that a bar takes with the longest of these names beside it."""
+    return max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
+
+
 def shades(count: int) -> list[Colour]:
     """Colours from light to dark that also differ in grey, for things in an order."""
     colours = matplotlib.colormaps["viridis"]

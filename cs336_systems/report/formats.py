@@ -77,6 +77,10 @@ class Heading:
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
+STEP_INTERVAL = Heading("95 % interval", "ms, over processes", spare=1)
+"""Of the mean step, over the means of fresh processes (Student's t)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
     """A heading, and how to say a row's value below it; unknown is an empty text."""

@@ -11,17 +11,14 @@ import pandas as pd
 from cs336_systems.accounting import mfu, step_flops
 from cs336_systems.config import (
     SIZES,
-    Attention,
-    CompileMode,
     Mode,
-    ModelConfig,
     Phase,
     Precision,
     RunConfig,
-    SdpaBackend,
 )
 from cs336_systems.memory_model import predicted_peak_bytes
 from cs336_systems.record import Measurement, RunRecord, Status
+from cs336_systems.report.identity import SHAPE, SHORTCUTS, identity
 from cs336_systems.statistics import mean_interval
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
@@ -46,17 +43,11 @@ COLUMNS = (
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
     "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms",
-    "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "fused_loss", "fp8",
-    "fused_blocks",
+    *SHORTCUTS,
 )  # fmt: skip
 """Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
-SHORTCUTS = COLUMNS[COLUMNS.index("checkpoint_blocks") :]
-"""Columns of settings that make a step smaller or faster, and of the learning rate."""
-SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
-"""Columns of the inside of this project's model, empty for a user's own: nobody knows that one's."""
 QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
 """Columns that were measured or follow from what was measured; NaN where that is unknown."""
-_MODEL_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms")
 
 
@@ -127,8 +118,8 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
     """All that says what `config` is, `names` and the repeat left out: equal for runs that differ in nothing else."""
-    run = [getattr(config, field.name) for field in fields(RunConfig) if field.name not in ("model", "repeat", *names)]
-    model = [getattr(config.model, field.name) for field in fields(ModelConfig) if field.name not in names]
+    run = [getattr(config, field.name) for field in fields(config) if field.name not in ("model", "repeat", *names)]
+    model = [getattr(config.model, field.name) for field in fields(config.model) if field.name not in names]
     return (*run, *model)
 
 
@@ -183,33 +174,20 @@ def order(config: RunConfig) -> tuple[object, ...]:
 
 
 def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, object]:
-    config, model = group[0].config, group[0].config.model
+    config = group[0].config
     done = [record for record in group if record.status is Status.OK]
     failed = [record for record in group if record.status is not Status.OK]
     codes = dict.fromkeys(str(warning.code) for record in group for warning in record.warnings)
     if done and failed:
         codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
     device_name = next((name for record in group if (name := _device_name(record)) is not None), None)
+    told = identity(config, device_name)
     row: dict[str, object] = {
-        "size": size_text(config),
-        "arch": config.model_factory or str(model.arch),
-        **{name: None if config.model_factory else getattr(model, name) for name in SHAPE},
-        "vocab_size": model.vocab_size,
-        "context_length": model.context_length,
-        "batch_size": config.batch_size,
-        "mode": str(config.mode),
-        "precision": str(config.precision),
-        "attention": attention_text(config),
-        "compile": _compile(config),
-        "optimizer": str(config.optimizer),
+        **{name: told[name] for name in COLUMNS if name in told},
         "world_size": 1,
-        "device_name": device_name,
-        "warmup_steps": config.warmup_steps,
-        "measured_steps": config.measured_steps,
         "status": str(failed[0].status if failed else Status.OK),
         "error": next((record.failure.message for record in failed if record.failure is not None), None),
         "warnings": ";".join(codes) or None,
-        **{name: getattr(config, name) for name in SHORTCUTS},
         "processes": len(_measured(done, Phase.STEP)),
     }
     if (predicted_bytes := predicted_peak_bytes(config)) is not None:
@@ -286,38 +264,3 @@ def _ms(seconds: float | None) -> float | None:
 
 def _device_name(record: RunRecord) -> str | None:
     return None if record.environment is None else record.environment.identity.device_name
-
-
-def size_text(config: RunConfig) -> str:
-    """The size; of a user's own model what its factory was offered, which nobody knows it to have taken.
-
-    A preset by its name, with what differs from it; any other by its shape too, as two of them are two rows.
-    """
-    if config.model_factory is None:
-        return config.size
-    preset = SIZES.get(config.size)
-    offered = {
-        field.name: getattr(config.model, field.name)
-        for field in fields(ModelConfig)
-        if field.name not in ("context_length", "vocab_size")  # these the model must keep to
-    }
-    usual = {name: getattr(preset, name, _MODEL_DEFAULTS[name]) for name in offered}
-    told = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in offered.items() if value != usual[name]]  # fmt: skip
-    return f"{', '.join((config.size, *told))} (offered)"
-
-
-def attention_text(config: RunConfig) -> str | None:
-    """Attention's kind with its backend, if one was chosen; None for a user's own model, which has what it has."""
-    model = config.model
-    if config.model_factory is not None:
-        return None
-    if model.attention is Attention.NAIVE or model.sdpa_backend is SdpaBackend.AUTO:
-        return str(model.attention)
-    return f"{model.attention}-{model.sdpa_backend}"
-
-
-def _compile(config: RunConfig) -> str:
-    if config.compile is CompileMode.NONE or not config.compile_blocks:
-        return str(config.compile)
-    return f"{config.compile}-blocks"

@@ -1,51 +1,245 @@
-"""Which configuration a row is of, and what tells it from the others."""
+"""What tells configurations apart: as columns of a table, in a few words, as names of files.
 
-from collections.abc import Sequence
-from typing import Any
+The settings are the fields of the configuration, as found there: one that is added later takes part in all of it.
+"""
 
-from cs336_systems.config import RunConfig
-from cs336_systems.record import RunRecord
-from cs336_systems.report.frame import COLUMNS, SHORTCUTS, rows_of, to_frame
+import hashlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from enum import StrEnum
+from typing import Any, TypeAlias, TypeVar
 
-IDENTITY = (*(name for name in COLUMNS[: COLUMNS.index("warmup_steps")] if name != "world_size"), *SHORTCUTS)
-"""Columns of results.csv that say which configuration a row is of."""
-_TOLD = ("mode", "precision", "batch_size", "attention", "compile", "optimizer", "arch", "device_name", "profiler",
-         *SHORTCUTS)  # fmt: skip
-"""Settings that have a column of their own where they vary."""
-_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
+from cs336_systems.config import SIZES, Attention, CompileMode, RunConfig, SdpaBackend
+from cs336_systems.inert import LONGEST_PART, inert_line
+from cs336_systems.report.formats import Column, Heading, to_csv
+
+Identity: TypeAlias = dict[str, Any]
+"""A configuration by the names of columns; None is unknown. Equal for equal configurations on one device only."""
+Row = TypeVar("Row")
+
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+"""Columns of the inside of this project's model, empty for a user's own: nobody knows that one's."""
+SHORTCUTS = (
+    "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "fused_loss", "fp8",
+    "fused_blocks",
+)  # fmt: skip
+"""Columns of settings that make a step smaller or faster, and of the learning rate."""
+LEADING = (
+    "size", "arch", *SHAPE, "vocab_size", "context_length", "batch_size", "mode", "precision", "attention", "compile",
+    "optimizer", "device_name", *SHORTCUTS, "profiler", "repeat",
+)  # fmt: skip
+"""First columns of the CSV files of profiles; all other settings are their last."""
+UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
+"""Settings that results.csv has after all others."""
+MUST_KEEP = ("context_length", "vocab_size")
+"""What a model of the user's own must keep to; of all else it is offered a value."""
+MAX_FILE_NAME = 100
+"""Characters of a name made of words: what a picture is of, and an ending, come after it."""
+MAX_WORD = 40
+"""Characters of one setting in words, such as a path."""
+
+_FIRST = ("mode", "precision", "batch_size", "attention", "compile", "optimizer", "arch", "device_name", "profiler",
+          *SHORTCUTS)  # fmt: skip
+_IMPLIED = (*SHAPE, "vocab_size")
+"""Settings that a size stands for."""
+_LAST = ("repeat", "device", "digest")
+"""What tells apart where nothing else does."""
+_TOGETHER = ("model_factory", "compile_blocks", "sdpa_backend", "sync_phases")
+"""Fields that the columns arch, compile, attention and phases say."""
+_HEADINGS = {
+    "context_length": "context", "device_name": "device", "warmup_steps": "warm-up", "batch_size": "batch",
+    "measured_steps": "steps", "digest": "record", **{name: name for name in (*_IMPLIED, "rope_theta")},
+}  # fmt: skip
+_ALONE = ("size", "mode", "precision", "attention", "optimizer", "arch", "device_name", "device", "profiler")
+"""Columns whose values say what they are of."""
 _WORDS = {
-    "context_length": "ctx {}",
-    "batch_size": "batch {}",
-    "repeat": "#{}",
-    "checkpoint_blocks": "checkpoint {}",
-    "pad_vocabulary": "padded to {}",
-    "cast_once": "cast once {}",
-    "fused_loss": "fused loss {}",
-    "fused_blocks": "fused blocks {}",
-    "fp8": "fp8 {}",
-    "cuda_graph": "graph {}",
-    "learning_rate": "lr {}",
-    **{n: f"{n} {{}}" for n in _SHAPE},
-}
+    "context_length": "ctx", "batch_size": "batch", "checkpoint_blocks": "checkpoint", "pad_vocabulary": "padded to",
+    "cuda_graph": "graph", "learning_rate": "lr", "warmup_steps": "warm-up", "measured_steps": "steps",
+    **{name: name for name in (*_IMPLIED, "rope_theta")},
+}  # fmt: skip
 
 
-def identity(config: RunConfig, record: RunRecord) -> dict[str, Any]:
-    """The columns of results.csv that say which configuration it is, the profiler and the repeat."""
-    row = rows_of(to_frame([record]))[0]
-    return {name: row[name] for name in IDENTITY} | {"profiler": str(config.profiler), "repeat": config.repeat}
+def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
+    """Which configuration each run with the name of its device is; where only one is named, it is that of all."""
+    found = [identity(config, device_name) for config, device_name in runs]
+    devices = {row["device_name"] for row in found} - {None}
+    return [row | {"device_name": next(iter(devices))} for row in found] if len(devices) == 1 else found
 
 
-def telling(identities: Sequence[dict[str, Any]]) -> list[str]:
-    """Columns that tell configurations apart: size and context, and what else varies; the shape only if it must."""
-    names = ["size", "context_length", *(name for name in _TOLD if len({row[name] for row in identities}) > 1)]
-    wanted = len({tuple(row.values()) for row in identities})
-    for name in (*_SHAPE, "repeat"):
-        if len({tuple(row[told] for told in names) for row in identities}) < wanted:
-            names += [name] if len({row[name] for row in identities}) > 1 else []
-    return names
+def identity(config: RunConfig, device_name: str | None) -> Identity:
+    """The configuration by columns: LEADING, UNLISTED, then every other setting, and last the digest of all."""
+    settings = {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.name != "model"}
+    settings |= {field.name: _plain(getattr(config.model, field.name)) for field in fields(config.model)}
+    settings |= dict.fromkeys(SHAPE) if config.model_factory else {}
+    settings |= {
+        "size": size_text(config),
+        "arch": config.model_factory or str(config.model.arch),
+        "attention": attention_text(config),
+        "compile": compile_text(config),
+        "device_name": device_name,
+        "phases": "synchronised" if config.sync_phases else "by events",
+        "ranges": "on" if config.ranges else "off",
+        "tokens": "random" if config.tokens is None else config.tokens,
+        "digest": config.digest,
+    }
+    return {name: settings[name] for name in (*LEADING, *UNLISTED, *settings) if name not in _TOGETHER}
 
 
-def names_of(identities: Sequence[dict[str, Any]], *, without: Sequence[str] = ()) -> list[str]:
-    """A few words for each, with what tells it from the others: `small ctx 128 bf16`."""
-    told = [name for name in telling(identities) if name not in without]
-    return [" ".join(_WORDS.get(name, "{}").format(row[name]) for name in told) for row in identities]
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def trailing(rows: Sequence[Identity]) -> list[str]:
+    """The last columns of the CSV files of profiles: settings that are not among LEADING."""
+    return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, "digest")]
+
+
+def csv_with_identities(rows: Sequence[tuple[Identity, Sequence[object]]], columns: Sequence[str]) -> str:
+    """Values under these columns as CSV, between LEADING and all other settings; empty for no rows."""
+    last = trailing([told for told, _ in rows])
+    header = [*LEADING, *columns, *last]
+    cells = [[*(told[n] for n in LEADING), *values, *(told[n] for n in last)] for told, values in rows]
+    return to_csv(header, cells) if rows else ""
+
+
+def telling(rows: Sequence[Identity], always: Sequence[str] = ("size", "context_length")) -> list[str]:
+    """Columns in which any two rows differ that are not the same: `always`, and every setting that varies.
+
+    Those that a size stands for only where one size has several.
+    """
+    settings = [name for name in (rows[0] if rows else ()) if name not in (*always, *_IMPLIED, *_LAST)]
+    ordered = sorted(settings, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    told = [*always, *(name for name in ordered if _known(rows, name) > 1)]
+    by_size: dict[str, list[Identity]] = {}
+    for row in rows:
+        by_size.setdefault(row.get("size", ""), []).append(row)
+    told += [name for name in _IMPLIED if any(_known(own, name) > 1 for own in by_size.values())]
+    wanted = len({tuple(row.values()) for row in rows})
+    left = iter(name for name in (*ordered, *_IMPLIED, *_LAST) if name not in told)
+    while len({_texts(row, told) for row in rows}) < wanted and (name := next(left, None)):
+        told += [name] if len({row.get(name) for row in rows}) > 1 else []
+    return told
+
+
+def _known(rows: Sequence[Identity], name: str) -> int:
+    """How many values the column has, apart from unknown."""
+    return len({row.get(name) for row in rows} - {None})
+
+
+def _texts(row: Identity, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(_cell(row.get(name)) for name in names)
+
+
+def _cell(value: object) -> str:
+    return inert_line(text_of(value), LONGEST_PART)
+
+
+def text_of(value: object) -> str:
+    """A setting as text: numbers as short as they stay exact; empty for unknown."""
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return "" if value is None else str(value)
+
+
+def identity_columns(
+    names: Iterable[str], rows: Sequence[Identity], of: Callable[[Row], Identity]
+) -> list[Column[Row]]:
+    """The columns of these names, of a table whose rows are `of` these identities."""
+
+    def cell(name: str) -> Callable[[Row], str]:
+        return lambda row: _cell(of(row)[name])
+
+    return [Column(Heading(heading(name), numeric=_is_numeric(rows, name)), cell(name)) for name in names]
+
+
+def heading(name: str) -> str:
+    """What stands above the column of this name."""
+    return _HEADINGS.get(name, name.replace("_", " "))
+
+
+def _is_numeric(rows: Sequence[Identity], name: str) -> bool:
+    values = [row[name] for row in rows if row[name] is not None]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def names_of(
+    rows: Sequence[Identity], *, always: Sequence[str] = ("size", "context_length"), without: Sequence[str] = ()
+) -> list[str]:
+    """A few words for each, with what tells it from the others: `small ctx 128 bf16`; different for different rows.
+
+    Rows that differ in nothing but `without` have one name.
+    """
+    left_out = {*without, "digest"} if without else set()
+    kept = [{name: value for name, value in row.items() if name not in left_out} for row in rows]
+    told = telling(kept, [name for name in always if name not in left_out])
+    names = [" ".join(filter(None, (in_words(name, row[name]) for name in told))) for row in kept]
+    same = Counter(name for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)})
+    return [
+        name if same[name] == 1 else f"{name} {_hashed(repr(list(row.values())))}"
+        for name, row in zip(names, kept, strict=True)
+    ]
+
+
+def file_names(names: Iterable[str]) -> list[str]:
+    """The names as names of files, without an ending: plain, not too long, and no two alike on any file system."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain = re.sub("[^A-Za-z0-9.+]+", "_", name)
+        stem = plain if len(plain) <= MAX_FILE_NAME else f"{plain[: MAX_FILE_NAME - 9]}_{_hashed(name)}"
+        numbered = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
+        free = next(candidate for candidate in numbered if candidate.casefold() not in found)
+        found[free.casefold()] = free
+    return list(found.values())
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+
+
+def in_words(name: str, value: object) -> str:
+    """A setting in a few words: `batch 8`, `no ranges`; empty for unknown."""
+    word = _WORDS.get(name, name.replace("_", " "))
+    if value is None or isinstance(value, bool):
+        return "" if value is None else word if value else f"no {word}"
+    text = text_of(value)
+    short = text if len(text) <= MAX_WORD else f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
+    return short if name in _ALONE else f"{'#' if name == 'repeat' else f'{word} '}{short}"
+
+
+def size_text(config: RunConfig) -> str:
+    """The size; of a user's own model what its factory was offered, which nobody knows it to have taken.
+
+    A preset by its name, with what differs from it; any other by its shape too, as two of them are two rows.
+    """
+    if config.model_factory is None:
+        return config.size
+    preset = SIZES.get(config.size)
+    offered = [field for field in fields(config.model) if field.name not in MUST_KEEP]
+    usual = {field.name: getattr(preset, field.name, field.default) for field in offered}
+    told = [
+        f"{name} {text_of(value)}"
+        for name, value in ((field.name, getattr(config.model, field.name)) for field in offered)
+        if value != usual[name]
+    ]
+    return f"{', '.join((config.size, *told))} (offered)"
+
+
+def attention_text(config: RunConfig) -> str | None:
+    """Attention's kind with its backend, if one was chosen; None for a user's own model, which has what it has."""
+    model = config.model
+    if config.model_factory is not None:
+        return None
+    if model.attention is Attention.NAIVE or model.sdpa_backend is SdpaBackend.AUTO:
+        return str(model.attention)
+    return f"{model.attention}-{model.sdpa_backend}"
+
+
+def compile_text(config: RunConfig) -> str:
+    """Mode of compiling, and whether block by block."""
+    if config.compile is CompileMode.NONE or not config.compile_blocks:
+        return str(config.compile)
+    return f"{config.compile}-blocks"

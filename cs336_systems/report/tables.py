@@ -1,16 +1,17 @@
 """What of the results people read: one selection for every format, and the files of a results directory."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
 
-from cs336_systems.config import Precision, RunConfig
+from cs336_systems.config import Precision
 from cs336_systems.hardware import find_device
 from cs336_systems.json_files import write_atomically
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import (
+    STEP_INTERVAL,
     WRITERS,
     Column,
     Heading,
@@ -21,7 +22,17 @@ from cs336_systems.report.formats import (
     significant,
     to_csv,
 )
-from cs336_systems.report.frame import COLUMNS, SHAPE, SHORTCUTS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.identity import (
+    SHAPE,
+    UNLISTED,
+    Identity,
+    identities,
+    identity_columns,
+    telling,
+    text_of,
+    trailing,
+)
 from cs336_systems.report.listing import in_si
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
 from cs336_systems.statistics import FEWEST
@@ -31,20 +42,9 @@ RowDict: TypeAlias = dict[str, Any]
 
 PHASES = {"data": 9, "forward": 6, "backward": 7, "optimizer": 8}
 """Phases in the order of a step, and which to leave out first where a terminal is narrow."""
-
-STEP_INTERVAL = Heading("95 % interval", "ms, over processes", spare=1)
-"""Of the mean step, over the means of fresh processes (Student's t)."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
-UNLISTED: Mapping[str, Callable[[RunConfig], str]] = {
-    "phases": lambda config: "synchronised" if config.sync_phases else "by events",
-    "ranges": lambda config: "on" if config.ranges else "off",
-    "tokens": lambda config: config.tokens or "random",
-    "seed": lambda config: str(config.seed),
-    "rope_theta": lambda config: f"{config.model.rope_theta:g}",
-}
-"""Settings that tables name where they vary, and that results.csv ends with: rows would look alike without."""
-
-_CSV_COLUMNS = (*COLUMNS, *UNLISTED, "processes")
+ALL_COLUMNS = (*COLUMNS, *UNLISTED, "processes")
+"""Columns of results.csv; settings that these leave out come after them."""
 
 
 def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
@@ -93,7 +93,8 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
     kept = tuple(records)
     frame = to_frame(kept, ceilings)
     tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
-    texts = {"csv": to_csv(_CSV_COLUMNS, map(_csv_row, rows_of(frame)))}
+    rows = _all_columns(frame)
+    texts = {"csv": to_csv(tuple(rows[0]) if rows else ALL_COLUMNS, (tuple(row.values()) for row in rows))}
     texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -105,42 +106,32 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
 
 def results_json(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> list[dict[str, object]]:
     """The rows of results.csv, in SI units."""
-    rows = rows_of(to_frame(records, ceilings))
-    return [in_si(dict(zip(_CSV_COLUMNS, _csv_row(row), strict=True))) for row in rows]
+    return [in_si(row) for row in _all_columns(to_frame(records, ceilings))]
 
 
-def _csv_row(row: RowDict) -> list[object]:
-    unlisted = (value_of(row["config"]) for value_of in UNLISTED.values())
-    return [*(row[name] for name in COLUMNS), *unlisted, row["processes"]]
+def _all_columns(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """The rows of results.csv: ALL_COLUMNS, then every setting that these have no column for."""
+    rows = _identities(frame)
+    added = [name for name in trailing(rows) if name not in ALL_COLUMNS]
+    return [
+        {name: text_of(told[name]) if name in UNLISTED else row[name] for name in ALL_COLUMNS}
+        | {name: told[name] for name in added}
+        for row, told in zip(rows_of(frame), rows, strict=True)
+    ]
+
+
+def _identities(frame: pd.DataFrame) -> list[Identity]:
+    return identities((row["config"], row["device_name"]) for row in rows_of(frame))
 
 
 def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
     """Columns that tell the rows apart."""
-    shapes = frame[["size", *SHAPE]].drop_duplicates()
-    told = [] if shapes["size"].is_unique else [name for name in SHAPE if shapes[name].nunique() > 1]
-    varying = [name for name in SETTINGS if name != "precision" and frame[name].dropna().nunique() > 1]
-    numbers = {
-        *SHAPE,
-        "context_length",
-        "batch_size",
-        "world_size",
-        "warmup_steps",
-        "measured_steps",
-        "checkpoint_blocks",
-        "pad_vocabulary",
-        "learning_rate",
-    }
-    names = {"context_length": "context", "device_name": "device", "warmup_steps": "warm-up", "batch_size": "batch",
-             "measured_steps": "steps", "world_size": "processes",
-             **{name: name.replace("_", " ") for name in SHORTCUTS}}  # fmt: skip
-    return [
-        Column(Heading(names.get(name, name), numeric=name in numbers), _text(name))
-        for name in ("size", *told, "context_length", "precision", *varying)
-    ] + [
-        Column(Heading(name, numeric=False), _setting(setting))
-        for name, setting in UNLISTED.items()
-        if len({setting(config) for config in frame.index}) > 1
-    ]
+    rows = _identities(frame)
+    told = telling(rows, always=("size", "context_length", "precision"))
+    order = ("size", *SHAPE, "context_length", "precision", *SETTINGS)
+    names = sorted(told, key=lambda name: order.index(name) if name in order else len(order))
+    by_run = {(row["config"], row["device_name"]): own for row, own in zip(rows_of(frame), rows, strict=True)}
+    return identity_columns(names, rows, lambda row: by_run[row["config"], row["device_name"]])
 
 
 def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
@@ -201,14 +192,6 @@ def _quantity(name: str, source: str, unit: str, scale: float, digits: int, spar
         return "" if row[source] is None else significant(row[source] * scale, digits)
 
     return Column(Heading(name, unit, spare=spare), cell)
-
-
-def _text(name: str) -> Callable[[RowDict], str]:
-    return lambda row: "" if row[name] is None else str(row[name])
-
-
-def _setting(setting: Callable[[RunConfig], str]) -> Callable[[RowDict], str]:
-    return lambda row: setting(row["config"])
 
 
 def _known(frame: pd.DataFrame, name: str) -> bool:

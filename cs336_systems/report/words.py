@@ -1,12 +1,14 @@
 """How tables and pictures say the settings and the end of a run."""
 
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
-from cs336_systems.config import Mode, RunConfig
+from cs336_systems.config import SIZES, Mode, RunConfig
 from cs336_systems.record import Status
-from cs336_systems.report.frame import SHORTCUTS
+from cs336_systems.report.frame import rows_of
+from cs336_systems.report.identity import SHAPE, identities, identity, in_words, text_of
 
 STATUS_WORDS = {
     Status.OK: "ok",
@@ -32,7 +34,6 @@ SETTINGS = {
     "attention": "{} attention",
     "compile": "compile {}",
     "optimizer": "{} optimizer",
-    "world_size": "{} processes",
     "warmup_steps": "{} warm-up steps",
     "measured_steps": "{} measured steps",
     "checkpoint_blocks": "a checkpoint every {} blocks",
@@ -43,27 +44,55 @@ SETTINGS = {
     "fp8": "blocks in fp8",
     "cuda_graph": "each phase a CUDA graph",
     "learning_rate": "learning rate {}",
+    "vocab_size": "vocabulary of {}",
+    "rope_theta": "RoPE theta {}",
 }
-"""How to say a setting that all rows share; one that varies has a column, or a picture, of its own."""
+"""How to say a setting that all rows share, in order; one that varies has a column, or a picture, of its own."""
+ALWAYS = ("device_name", "arch", "batch_size", "mode", "precision", "attention", "optimizer", "warmup_steps",
+          "measured_steps")  # fmt: skip
+"""Settings that are said even where they are what they usually are."""
+NEVER = ("size", *SHAPE, "context_length", "profiler", "repeat", "device", "digest")
+"""What is said elsewhere: beside each row, or along an axis."""
+SPECIAL: Mapping[tuple[str, object], str] = {
+    ("checkpoint_blocks", 0): "no checkpoints",
+    ("checkpoint_blocks", 1): "a checkpoint every block",
+    ("pad_vocabulary", 1): "vocabulary not padded",
+}
 
-_DEFAULTS = {field.name: field.default for field in fields(RunConfig)}
+
+def describe(frame: pd.DataFrame, also: Collection[str] = ()) -> str:
+    """The settings that all rows of the frame of results share; see `shared_settings`."""
+    return shared_settings([(row["config"], row["device_name"]) for row in rows_of(frame)], also)
 
 
-def describe(frame: pd.DataFrame) -> str:
-    """The settings that all rows share, in words, without those that say nothing."""
-    unsaid = {("compile", "none"), ("world_size", 1)} | {(name, _DEFAULTS[name]) for name in SHORTCUTS}
-    if Mode.TRAIN not in set(frame["mode"]):
-        unsaid |= {("optimizer", kind) for kind in frame["optimizer"]}
-    shared = {name: frame[name].dropna().unique() for name in SETTINGS}
-    return ", ".join(
-        _said(name, values[0])
-        for name, values in shared.items()
-        if len(values) == 1 and (name, values[0]) not in unsaid
-    )
+def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collection[str] = ()) -> str:
+    """The settings that all runs, each with the name of its device, share, in words.
+
+    Those that are as usual are not said, unless they are `also` wanted.
+    """
+    rows, usual = identities(runs), [identity(_usual(config), None) for config, _ in runs]
+    names = [name for name in dict.fromkeys((*SETTINGS, *(rows[0] if rows else ()))) if name not in NEVER]
+    trains = any(config.mode is Mode.TRAIN for config, _ in runs)
+    said = []
+    for name in names:
+        values = {row[name] for row in rows} - {None}
+        is_unusual = any(row[name] != other[name] for row, other in zip(rows, usual, strict=True))
+        is_wanted = is_unusual or (name in ALWAYS and (trains or name != "optimizer"))
+        said += [_said(name, *values)] if len(values) == 1 and (is_wanted or name in also) else []
+    return ", ".join(said)
+
+
+def _usual(config: RunConfig) -> RunConfig:
+    """The size with all other settings left as they are."""
+    shape = {name: getattr(config.model, name) for name in (*SHAPE, "context_length")}
+    model = replace(SIZES[config.size], **shape) if config.size in SIZES else type(config.model)(**shape)
+    return type(config)(size=config.size, model=model)
 
 
 def _said(name: str, value: object) -> str:
-    if (name, value) == ("checkpoint_blocks", 1):
-        return "a checkpoint every block"
-    words = SETTINGS[name].format(value)
+    if (name, value) in SPECIAL:
+        return SPECIAL[name, value]
+    if name not in SETTINGS or value is False:
+        return in_words(name, value)
+    words = SETTINGS[name].format(text_of(value))
     return words.removesuffix("s") if value == 1 and name.endswith("_steps") else words

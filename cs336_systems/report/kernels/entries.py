@@ -4,14 +4,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.inert import inert_line
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.frame import order
-from cs336_systems.report.identity import identity, names_of
+from cs336_systems.report.identity import Identity, identities, names_of
 from cs336_systems.store import kernel_profile_path
 
 KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
@@ -74,11 +73,11 @@ def _device(record: RunRecord) -> str | None:
     return None if record.environment is None else record.environment.identity.device_name
 
 
-def identities(entries: Sequence[Profiled]) -> list[dict[str, Any]]:
+def identities_of(entries: Sequence[Profiled]) -> list[Identity]:
     """Which configuration each entry is."""
-    return [identity(entry.config, entry.profiled) for entry in entries]
+    return identities((entry.config, _device(entry.profiled)) for entry in entries)
 
 
 def labels(entries: Sequence[Profiled]) -> list[str]:
     """A few words for each entry, with what tells it from the others: `small ctx 128 bf16`."""
-    return names_of(identities(entries))
+    return names_of(identities_of(entries))

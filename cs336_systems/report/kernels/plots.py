@@ -40,11 +40,14 @@ OVERLAP = 0.01
 LONGEST_LABEL = 34
 
 
-def write_pictures(profile: StepProfile, directory: Path, prefix: str = "") -> list[Path]:
-    """Write the pictures that the profile supports into `directory`/plots and return their paths."""
-    pictures = {"classes": draw_classes(profile)}
+def write_pictures(profile: StepProfile, directory: Path, prefix: str = "", name: str = "") -> list[Path]:
+    """Write the pictures that the profile supports into `directory`/plots and return their paths.
+
+    `name` is the run's, to stand in the pictures; `prefix` is it in the names of the files.
+    """
+    pictures = {"classes": draw_classes(profile, name)}
     if profile.pictured is not None:
-        pictures["timeline"] = draw_timeline(profile)
+        pictures["timeline"] = draw_timeline(profile, name)
     (directory / "plots").mkdir(parents=True, exist_ok=True)
     paths = [directory / "plots" / f"{prefix}{stem}.png" for stem in pictures]
     for path, figure in zip(paths, pictures.values(), strict=True):
@@ -52,12 +55,14 @@ def write_pictures(profile: StepProfile, directory: Path, prefix: str = "") -> l
     return paths
 
 
-def draw_classes(profile: StepProfile) -> Figure:
+def draw_classes(profile: StepProfile, name: str = "") -> Figure:
     """A bar for each phase: its kernels by class, then the time in which the device was idle, up to the wall time."""
     bars, step = phase_bars(profile), step_bar(profile, "step")
     device = "GPU" if profile.work is Work.KERNELS else "CPU"
     title = f"{device} time by phase and class of {profile.work.removesuffix('s')}"
-    settings = ", ".join([*describe_source(profile), describe_steps(profile), *_overlap(step)])
+    settings = ", ".join(
+        [*([name] if name else []), *describe_source(profile), describe_steps(profile), *_overlap(step)]
+    )
     sums = dict(_parts(step))
     figure = _new_figure(title, settings, 0.5 * max(len(bars), 1), -(-len(sums) // 3))
     panel = figure.subplots()
@@ -83,12 +88,13 @@ def draw_configurations(profiles: Sequence[tuple[str, StepProfile]]) -> Figure:
     names = [name for name in STYLES if any(name in dict(_parts(bar)) for bar in bars)]
     devices = ", ".join(describe_devices([profile for _, profile in profiles]))
     title = "Where the time of a step goes, by configuration"
-    figure = _new_figure(title, devices, 0.36 * len(bars), -(-len(names) // 4))
+    labels = [drawing.wrapped(bar.name, LONGEST_LABEL) for bar in bars]
+    figure = _new_figure(title, devices, drawing.bar_inches(labels) * len(bars), -(-len(names) // 4))
     panel = figure.subplots()
     for y, bar in enumerate(bars):
         _draw_bar(panel, y, bar, 100 / (bar.length_ms or 1.0), 100.0)
         _write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms")
-    _finish(panel, [drawing.inert(bar.name, LONGEST_LABEL) for bar in bars], 100.0)
+    _finish(panel, labels, 100.0)
     panel.set_xlabel("share of the step (%); its time is on the right", fontsize=9)
     _legend(figure, {name: name for name in names}, 4)
     return figure

@@ -1,6 +1,8 @@
 """The course's questions answered for every configuration of a sweep, with what they have in common."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import TypeAlias
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
@@ -17,6 +19,9 @@ from cs336_systems.report.kernels.facts import (
     top_kernel,
 )
 from cs336_systems.report.sentences import answers_markdown, percent_of
+
+Values: TypeAlias = Sequence[tuple[str, float]]
+"""A value of each configuration, with its name."""
 
 
 def sweep_answers(entries: Sequence[Profiled]) -> str:
@@ -35,15 +40,15 @@ def sweep_answers(entries: Sequence[Profiled]) -> str:
 
 
 def _forward_times(entries: Sequence[Profiled], names: Sequence[str]) -> str:
-    differences = {}
+    differences = []
     for name, entry in zip(names, entries, strict=True):
         wall_s, clock_s = forward_wall_s(entry.profile), entry.clock_s(Phase.FORWARD)
         if wall_s and clock_s:
-            differences[name] = wall_s / clock_s - 1
+            differences.append((name, wall_s / clock_s - 1))
     if not differences:
         return ""
-    agree = sum(abs(difference) <= SAME_TIME for difference in differences.values())
-    name, largest = max(differences.items(), key=lambda item: abs(item[1]))
+    agree = sum(abs(difference) <= SAME_TIME for _, difference in differences)
+    name, largest = max(differences, key=lambda pair: abs(pair[1]))
     direction = "longer" if largest > 0 else "shorter"
     told = counted(len(differences), "configuration")
     return (
@@ -72,49 +77,51 @@ def _top_kernels(entries: Sequence[Profiled], _: Sequence[str]) -> str:
 
 
 def _others(entries: Sequence[Profiled], names: Sequence[str]) -> str:
-    shares = {
-        name: 1 - found.get(KernelClass.MATRIX_PRODUCT, 0.0)
+    shares = [
+        (name, 1 - found.get(KernelClass.MATRIX_PRODUCT, 0.0))
         for name, entry in zip(names, entries, strict=True)
         if (found := class_shares(entry.profile, [LaunchPhase.FORWARD]))
-    }
-    return f"Kernels besides matrix products take {_range(shares)} of forward." if shares else ""
+    ]
+    return f"Kernels besides matrix products take {_shares(shares)} of forward." if shares else ""
 
 
 def _products(entries: Sequence[Profiled], names: Sequence[str]) -> str:
-    def shares(phases: Sequence[LaunchPhase] | None) -> dict[str, float]:
-        return {
-            name: class_shares(entry.profile, phases).get(KernelClass.MATRIX_PRODUCT, 0.0)
+    def shares(among: LaunchPhase, phases: Sequence[LaunchPhase] | None) -> Values:
+        return [
+            (name, class_shares(entry.profile, phases).get(KernelClass.MATRIX_PRODUCT, 0.0))
             for name, entry in zip(names, entries, strict=True)
-            if phases is None or class_shares(entry.profile, phases)
-        }
+            if class_shares(entry.profile, [among])
+        ]
 
-    forward = shares([LaunchPhase.FORWARD])
-    trained = shares([LaunchPhase.OPTIMIZER])
-    step = {name: part for name, part in shares(None).items() if name in trained}
+    forward, step = shares(LaunchPhase.FORWARD, [LaunchPhase.FORWARD]), shares(LaunchPhase.OPTIMIZER, None)
     if not forward:
         return ""
-    text = f"Matrix products take {_range(forward)} of forward"
-    return f"{text}, and {_range(step)} of a whole training step." if step else f"{text}."
+    text = f"Matrix products take {_shares(forward)} of forward"
+    return f"{text}, and {_shares(step)} of a whole training step." if step else f"{text}."
 
 
 def _softmax(entries: Sequence[Profiled], names: Sequence[str]) -> str:
-    ratios = {
-        name: cost.time_per_flop_ratio
+    ratios = [
+        (name, cost.time_per_flop_ratio)
         for name, entry in zip(names, entries, strict=True)
         if (cost := softmax_cost(entry.profile)) and cost.time_per_flop_ratio
-    }
+    ]
     if not ratios:
         return ""
-    low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-    return (
-        f"For each FLOP the softmax takes {significant(ratios[low], 3)} ({low}) to {significant(ratios[high], 3)} "
-        f"({high}) times as long as the matrix products."
-    )
+    times = _range(ratios, lambda ratio: significant(ratio, 3))
+    return f"For each FLOP the softmax takes {times} times as long as the matrix products."
 
 
-def _range(shares: Mapping[str, float]) -> str:
-    low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    return f"{percent_of(shares[low], 1)} ({low}) to {percent_of(shares[high], 1)} ({high})"
+def _shares(shares: Values) -> str:
+    return _range(shares, lambda share: percent_of(share, 1))
+
+
+def _range(values: Values, text: Callable[[float], str]) -> str:
+    """The least and the largest with their names; one value where they read the same."""
+    low, high = min(values, key=itemgetter(1)), max(values, key=itemgetter(1))
+    if text(low[1]) == text(high[1]):
+        return text(low[1])
+    return f"{text(low[1])} ({low[0]}) to {text(high[1])} ({high[0]})"
 
 
 _SUMMARIES: Mapping[Question, Callable[[Sequence[Profiled], Sequence[str]], str]] = {

@@ -5,25 +5,19 @@ Times are per step, as in the tables of a single trace.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.config import Phase
-from cs336_systems.report.formats import Column, Heading, make_table, significant, to_csv
-from cs336_systems.report.frame import to_frame
-from cs336_systems.report.identity import telling
-from cs336_systems.report.kernels.entries import Profiled, identities
+from cs336_systems.report.formats import Column, Heading, make_table, significant
+from cs336_systems.report.identity import Identity, csv_with_identities, identity_columns, telling
+from cs336_systems.report.kernels.entries import Profiled, identities_of
 from cs336_systems.report.kernels.tables import PhaseRow, phase_rows
 from cs336_systems.report.kernels.terms import count_per_step, milliseconds, terms
 from cs336_systems.report.listing import Listing, percent, share
-from cs336_systems.report.words import describe
+from cs336_systems.report.words import shared_settings
 
 Part = TypeVar("Part")
-
-_NAMES = {"context_length": "context", "batch_size": "batch", "device_name": "device"}
-_NUMBERS = frozenset(
-    ("context_length", "batch_size", "repeat", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +25,7 @@ class Row(Generic[Part]):
     """One row of a table over configurations."""
 
     entry: Profiled
-    identity: dict[str, Any]
+    identity: Identity
     part: Part
     """What of the entry the row is about."""
 
@@ -44,7 +38,7 @@ def rows_of_entries(entries: Sequence[Profiled], parts: Callable[[Profiled], Seq
     """A row for each part of each entry."""
     return [
         Row(entry=entry, identity=named, part=part)
-        for entry, named in zip(entries, identities(entries), strict=True)
+        for entry, named in zip(entries, identities_of(entries), strict=True)
         for part in parts(entry)
     ]
 
@@ -63,17 +57,12 @@ def make_listing(
     What all configurations share is said once, below the table. Nothing at all where there are no rows.
     """
     kept = [row for row in rows if shown(row)]
-    before: list[Column[Row[Part]]] = [Column(Heading(_NAMES.get(n, n), numeric=n in _NUMBERS), _said(n))
-                                       for n in telling([row.identity for row in kept])]  # fmt: skip
-    settings = describe(to_frame([row.entry.profiled for row in kept])) if kept else ""
+    told = [row.identity for row in kept]
+    before: list[Column[Row[Part]]] = identity_columns(telling(told), told, lambda row: row.identity)
+    settings = shared_settings([(row.entry.config, row.identity["device_name"]) for row in kept])
     table = make_table(title, [*before, *columns], kept, [note, *([f"{settings}."] if settings else [])])
-    header = [*(rows[0].identity if rows else ()), *csv]
-    values = ([*row.identity.values(), *(value(row) for value in csv.values())] for row in rows)
-    return Listing(name=name, tables=(table,) if kept else (), csv=to_csv(header, values) if rows else "")
-
-
-def _said(name: str) -> Callable[[Row[Part]], str]:
-    return lambda row: "" if row.identity[name] is None else str(row.identity[name])
+    found = csv_with_identities([(row.identity, [value(row) for value in csv.values()]) for row in rows], tuple(csv))
+    return Listing(name=name, tables=(table,) if kept else (), csv=found)
 
 
 def text(value: float | None, digits: int = 4) -> str:

@@ -37,7 +37,7 @@ LONGEST_NAME = 40
 """Of a kernel, of the modules around it, or of a call."""
 
 
-def draw_timeline(profile: StepProfile) -> Figure:
+def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     """The step of median wall time: its phases above, its streams below, and its longest gaps by number.
 
     Raise ValueError where the profile pictures no step.
@@ -55,7 +55,7 @@ def draw_timeline(profile: StepProfile) -> Figure:
         6.5,
         1.75 + sum(heights) + 0.19 * -(-len(kinds) // 4),
         _title(profile, step),
-        ", ".join([*describe_source(profile), *_step_words(profile, step)]),
+        ", ".join([*([name] if name else []), *describe_source(profile), *_step_words(profile, step)]),
     )
     phases, *lanes, words = figure.subplots(len(heights), 1, height_ratios=heights).tolist()
     _draw_phases(phases, step, is_gpu)

@@ -7,15 +7,15 @@ from cs336_systems.config import Device, RunConfig
 from cs336_systems.ladder import GATE_STEPS
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import Column, Heading, Table, make_table, mean_and_std, significant
-from cs336_systems.report.frame import size_text
+from cs336_systems.report.formats import STEP_INTERVAL, Column, Heading, Table, make_table, mean_and_std, significant
+from cs336_systems.report.identity import size_text
 from cs336_systems.report.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.ladder.plots import draw_ladder
 from cs336_systems.report.ladder.reasons import GIGA, reasons
 from cs336_systems.report.ladder.rows import LadderRow
 from cs336_systems.report.ladder.words import interval_text, ratio_text
 from cs336_systems.report.listing import Listing, csv_of, in_si, texts_of, write_files
-from cs336_systems.report.tables import STEP_INTERVAL, step_interval
+from cs336_systems.report.tables import step_interval
 from cs336_systems.report.words import STATUS_WORDS
 
 LEAST_DISTANCE = 0.001

@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.config import RunConfig
 from cs336_systems.memory_model import predicted_peak_bytes
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.formats import Column, Heading, make_table, to_csv
-from cs336_systems.report.frame import order, to_frame
-from cs336_systems.report.identity import identity, names_of, telling
+from cs336_systems.record import RunRecord
+from cs336_systems.report.formats import Column, make_table
+from cs336_systems.report.frame import order
+from cs336_systems.report.identity import Identity, csv_with_identities, identities, identity_columns, names_of, telling
 from cs336_systems.report.listing import Listing
-from cs336_systems.report.words import describe
+from cs336_systems.report.words import shared_settings
 
 Part = TypeVar("Part")
-
-_NAMES = {"context_length": "context", "batch_size": "batch", "device_name": "device"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +50,10 @@ class MemoryEntry:
         return predicted_peak_bytes(self.config)
 
     @property
-    def record(self) -> RunRecord:
-        """A record that says which configuration this is, for what describes records."""
+    def device_name(self) -> str | None:
+        """By the plain twin; None where there is none."""
         environment = None if self.plain is None else self.plain.environment
-        return RunRecord(config=self.config, status=Status.OK, started_at="", environment=environment)
+        return None if environment is None else environment.identity.device_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,7 @@ class Row(Generic[Part]):
     """One row of a table over configurations."""
 
     entry: MemoryEntry
-    identity: dict[str, Any]
+    identity: Identity
     part: Part
     """What of the entry the row is about."""
 
@@ -73,26 +71,26 @@ def in_order(entries: Iterable[MemoryEntry]) -> list[MemoryEntry]:
     return sorted(entries, key=lambda entry: order(entry.config))
 
 
-def identities(entries: Sequence[MemoryEntry]) -> list[dict[str, Any]]:
-    """Which configuration each entry is; where plain twins name only one device, it is that of the others too."""
-    rows = [identity(entry.config, entry.record) for entry in entries]
-    devices = {row["device_name"] for row in rows} - {None}
-    return [row | {"device_name": next(iter(devices))} for row in rows] if len(devices) == 1 else rows
+def identities_of(entries: Sequence[MemoryEntry]) -> list[Identity]:
+    """Which configuration each entry is."""
+    return identities((entry.config, entry.device_name) for entry in entries)
 
 
-def labels(entries: Sequence[MemoryEntry], *, without: Sequence[str] = ()) -> list[str]:
+def labels(
+    entries: Sequence[MemoryEntry], *, always: Sequence[str] = ("size", "context_length"), without: Sequence[str] = ()
+) -> list[str]:
     """A few words for each entry, with what tells it from the others: `small ctx 128 train bf16`."""
-    return names_of(identities(entries), without=without)
+    return names_of(identities_of(entries), always=always, without=without)
 
 
 def settings(entries: Sequence[MemoryEntry]) -> str:
     """What all entries share, in words."""
-    return describe(to_frame([entry.record for entry in entries]))
+    return shared_settings([(entry.config, entry.device_name) for entry in entries])
 
 
 def rows_of_entries(entries: Sequence[MemoryEntry], parts: Callable[[MemoryEntry], Sequence[Part]]) -> list[Row[Part]]:
     """A row for each part of each entry."""
-    named = zip(entries, identities(entries), strict=True)
+    named = zip(entries, identities_of(entries), strict=True)
     return [Row(entry=entry, identity=row, part=part) for entry, row in named for part in parts(entry)]
 
 
@@ -113,20 +111,14 @@ def make_listing(
     """
     if not rows:
         return Listing(name=name, tables=(), csv="")
-    before: list[Column[Row[Part]]] = [
-        Column(Heading(_NAMES.get(told, told), numeric=isinstance(rows[0].identity[told], int)), _said(told))
-        for told in telling([row.identity for row in rows])
-        if told not in without
-    ]
+    told = [row.identity for row in rows]
+    names = [name for name in telling(told) if name not in without]
+    before: list[Column[Row[Part]]] = identity_columns(names, told, lambda row: row.identity)
     shared = settings(among or [row.entry for row in rows])
     failed = [row.entry.is_out_of_memory for row in rows]
     table = make_table(
         title, [*before, *columns], rows, [*notes, *([f"{shared}."] if shared else [])],
         (lambda row: row.entry.is_out_of_memory) if any(failed) else None,
     )  # fmt: skip
-    values = ([*row.identity.values(), *(value(row) for value in csv.values())] for row in rows)
-    return Listing(name=name, tables=(table,), csv=to_csv([*rows[0].identity, *csv], values) if csv else "")
-
-
-def _said(name: str) -> Callable[[Row[Part]], str]:
-    return lambda row: "" if row.identity[name] is None else str(row.identity[name])
+    values = [(row.identity, [value(row) for value in csv.values()]) for row in rows]
+    return Listing(name=name, tables=(table,), csv=csv_with_identities(values, tuple(csv)) if csv else "")

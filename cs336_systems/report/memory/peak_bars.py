@@ -37,14 +37,16 @@ def draw_peaks(groups: Sequence[Sequence[tuple[str, MemoryProfile]]], settings: 
         for category in drawing.CATEGORY_COLOURS
         if any(bytes_of(p.peak, category) > VISIBLE * p.peak.allocated_bytes for p in profiles)
     ]
-    height = 0.95 + 0.36 * len(profiles) + 0.35 * len(groups) + 0.19 * -(-(len(names) + 1) // 4)
+    labels = [[drawing.wrapped(label, LONGEST_LABEL) for label, _ in group] for group in groups]
+    bar_inches = max(map(drawing.bar_inches, labels))
+    height = 0.95 + bar_inches * len(profiles) + 0.35 * len(groups) + 0.19 * -(-(len(names) + 1) // 4)
     figure = drawing.new_figure(6.5, height, "What the peak of memory consists of, by configuration", settings)
     panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[len(group) + 0.3 for group in groups])
-    for panel, group in zip(panels[:, 0], groups, strict=True):
+    for panel, group, own in zip(panels[:, 0], groups, labels, strict=True):
         longest = max(max(p.peak.reserved_bytes, p.peak.allocated_bytes) for _, p in group) / GIB or 1.0
         for y, (_, profile) in enumerate(group):
             _draw_bar(panel, y, profile, longest)
-        _finish(panel, [drawing.inert(label, LONGEST_LABEL) for label, _ in group], longest)
+        _finish(panel, own, longest)
     panels[-1, 0].set_xlabel("memory at the peak (GiB)", fontsize=9)
     handles: list[Patch | Line2D] = [Patch(color=drawing.CATEGORY_COLOURS[name], label=str(name)) for name in names]
     handles.append(Line2D([], [], linestyle="none", label="reserved", **(RESERVED | {"markersize": 11})))

@@ -8,6 +8,7 @@ from cs336_systems.analysis.memory.profile import Category, LikeAllocations
 from cs336_systems.config import Mode
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import Column, Heading, Table
+from cs336_systems.report.identity import file_names
 from cs336_systems.report.listing import Listing, share, texts_of, write_files
 from cs336_systems.report.memory.allocations import typical
 from cs336_systems.report.memory.entries import (
@@ -68,9 +69,11 @@ def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, bytes]:
         groups = [[(label, entry.profile) for label, entry in group] for _, group in groupby(shown, _size)]
         name = f"plots/peaks{'' if page == 1 else page}.png"
         pictures[name] = drawing.to_png(draw_peaks(groups, settings(entries)))
-    for entry in entries:
-        picture = draw_memory(entry.profile, settings([entry]), _name(entry))
-        pictures[f"plots/{entry.config.key}_timeline.png"] = drawing.to_png(picture)
+    titles = labels(entries, always=("size", "context_length", "mode", "precision"))
+    stems = file_names(entry.config.key for entry in entries)
+    for entry, title, stem in zip(entries, titles, stems, strict=True):
+        picture = draw_memory(entry.profile, settings([entry]), title)
+        pictures[f"plots/{stem}_timeline.png"] = drawing.to_png(picture)
     return pictures
 
 
@@ -91,12 +94,6 @@ def _pages(bars: Sequence[Bar]) -> Iterator[list[Bar]]:
 
 def _size(bar: Bar) -> str:
     return bar[1].config.size
-
-
-def _name(entry: MemoryEntry) -> str:
-    """For a title: what tells it from any other, and the mode and precision too."""
-    config = entry.config
-    return f"{labels([entry])[0]} {config.mode} {config.precision}"
 
 
 def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:

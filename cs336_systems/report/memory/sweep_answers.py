@@ -8,7 +8,7 @@ from cs336_systems.config import Mode, Precision
 from cs336_systems.report.formats import significant
 from cs336_systems.report.memory.allocations import typical
 from cs336_systems.report.memory.answers import Question, answers
-from cs336_systems.report.memory.entries import MemoryEntry, identities, labels
+from cs336_systems.report.memory.entries import MemoryEntry, identities_of, labels
 from cs336_systems.report.memory.facts import unnamed_copies_bytes
 from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.tables import bytes_of
@@ -72,8 +72,8 @@ def _merged(answered: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
     """The entries in groups that differ in nothing but these columns, in the order of their first."""
     groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
-    for entry, identity in zip(entries, identities(entries), strict=True):
-        key = tuple(value for name, value in identity.items() if name not in names)
+    for entry, told in zip(entries, identities_of(entries), strict=True):
+        key = tuple(value for name, value in told.items() if name not in (*names, "digest"))
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 
@@ -95,7 +95,7 @@ def _timelines(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
 def _peaks(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
     """A sentence for each size and precision: the peak at each context, by mode."""
     texts = []
-    groups = twins(entries, "mode", "context_length", "device_name")
+    groups = twins(entries, "mode", "context_length")
     names = labels([group[0] for group in groups], without=("mode", "context_length"))
     for name, group in zip(names, groups, strict=True):
         modes = dict.fromkeys(entry.config.mode for entry in group)
@@ -113,9 +113,7 @@ def _peak_at(entry: MemoryEntry) -> str:
 
 def _precision(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
     """A sentence for each size and mode: mixed precision over full, of runs that finished in both."""
-    groups = twins(
-        [entry for entry in entries if not entry.is_out_of_memory], "precision", "context_length", "device_name"
-    )
+    groups = twins([entry for entry in entries if not entry.is_out_of_memory], "precision", "context_length")
     names = labels([group[0] for group in groups], without=("precision", "context_length"))
     texts = []
     for name, group in zip(names, groups, strict=True):
@@ -160,7 +158,7 @@ def _changes(mixed: MemoryEntry, full: MemoryEntry) -> str:
 def _residual(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
     """A sentence for each size that has several contexts."""
     texts = []
-    groups = twins(entries, "mode", "precision", "context_length", "device_name")
+    groups = twins(entries, "mode", "precision", "context_length")
     names = labels([group[0] for group in groups], without=("mode", "precision", "context_length"))
     for name, group in zip(names, groups, strict=True):
         known = {_context(entry): entry.profile.residual_stream_bytes for entry in group}
@@ -180,7 +178,7 @@ def _largest(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
 def _blocks(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
     """A sentence for each size and precision: what a block saves at each context, and its gradients."""
     texts = []
-    groups = twins([entry for entry in entries if entry.profile.blocks], "mode", "context_length", "device_name")
+    groups = twins([entry for entry in entries if entry.profile.blocks], "mode", "context_length")
     names = labels([group[0] for group in groups], without=("mode", "context_length"))
     for name, group in zip(names, groups, strict=True):
         by_context = {_context(entry): typical(entry.profile.blocks) for entry in group}

@@ -1,0 +1,272 @@
+"""Configurations that differ in any one setting are told apart wherever they stand beside each other.
+
+The settings are found in the classes of the configuration, among them ones that are not there yet.
+"""
+
+import contextlib
+import csv
+import io
+import itertools
+import re
+import string
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import cache
+
+import pytest
+
+from cs336_systems.analysis.kernels.step_profile import write_profile
+from cs336_systems.commands.sweep import report
+from cs336_systems.config import (
+    Attention,
+    CompileMode,
+    Device,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    Profiler,
+    RunConfig,
+)
+from cs336_systems.report import drawing
+from cs336_systems.report.frame import to_frame
+from cs336_systems.report.identity import file_names, identities, names_of
+from cs336_systems.report.kernels import sweep as kernel_sweep
+from cs336_systems.report.kernels.entries import Profiled, labels
+from cs336_systems.report.kernels.sweep_answers import sweep_answers as kernel_answers
+from cs336_systems.report.kernels.sweep_shares import classes_listing
+from cs336_systems.report.memory import entries as memory_entries
+from cs336_systems.report.memory import sweep as memory_sweep
+from cs336_systems.report.memory.entries import MemoryEntry
+from cs336_systems.report.memory.sweep_answers import sweep_answers as memory_answers
+from cs336_systems.report.memory.words import size
+from cs336_systems.report.tables import results_table, write_tables
+from cs336_systems.store import kernel_profile_path
+from tests.report.kernels.profiles import make_profile
+from tests.report.making import make_record
+from tests.report.memory.profiles import MIB, make_memory, make_moment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterModel(ModelConfig):
+    """The shape of a model as it may become."""
+
+    window: int = 0
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterRun(RunConfig):
+    """The settings of a run as they may become."""
+
+    offload: bool = False
+    momentum: float = 0.9
+    schedule: str | None = None
+
+
+MODEL = LaterModel(context_length=128, d_model=64, d_ff=256, num_layers=2, num_heads=4)
+BASES = (
+    LaterRun(size="custom", model=MODEL, device=Device.CUDA),
+    LaterRun(size="custom", model=replace(MODEL, attention=Attention.SDPA), device=Device.CUDA),
+    LaterRun(
+        size="custom", model=MODEL, device=Device.CUDA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+        compile=CompileMode.DEFAULT, compile_blocks=True, cast_once=True,
+    ),
+)  # fmt: skip
+"""No base has valid neighbours in all settings, as some settings need others."""
+SETTINGS = [*(("", field) for field in fields(LaterRun) if field.name != "model"),
+            *(("model", field) for field in fields(LaterModel))]  # fmt: skip
+every_setting = pytest.mark.parametrize(("where", "field"), SETTINGS, ids=[field.name for _, field in SETTINGS])
+
+
+def other_values(value):
+    """What else the setting might be."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, StrEnum):
+        return [other for other in type(value) if other is not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, value + 16]
+    if isinstance(value, float):
+        return [value * 1.0000001 + 1e-9, value / 2 + 0.1]
+    return ["pkg.mod:make" if value is None else f"{value}x", "t.npy"]
+
+
+def replaced(config, where, name, value):
+    model = replace(config.model, **{name: value}) if where else config.model
+    return replace(config, model=model, **({} if where else {name: value}))
+
+
+@cache
+def neighbours(where, name, **fixed):
+    """Pairs of valid configurations that differ in this setting alone, one for each base that has any."""
+    found = {}
+    for base in BASES:
+        for value in other_values(getattr(base.model if where else base, name)):
+            with contextlib.suppress(ValueError):
+                pair = replace(base, **fixed), replaced(replace(base, **fixed), where, name, value)
+                found |= {} if pair[0] == pair[1] or base in found else {base: pair}
+    return list(found.values())
+
+
+def kernel_entry(config, **changes):
+    record = make_record(config, (0.03, 0.03))
+    return Profiled(config=config, profile=make_profile(**changes), plain=make_record(config, (0.02,)), profiled=record)
+
+
+def memory_entry(config, **changes):
+    return MemoryEntry(config=config, profile=make_memory(**changes), plain=make_record(config, (0.02,)))
+
+
+def csv_rows(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def assert_apart(listings, pair):
+    """No row of the one is a row of the other, in the table that people read and in the CSV, with equal profiles."""
+    for listing in listings:
+        for rows in (*(table.rows for table in listing.tables[-1:]), csv_rows(listing.csv)):
+            texts = [str(row) for row in rows]
+            half = len(texts) // 2
+            assert half, (listing.name, pair)
+            assert set(texts[:half]).isdisjoint(texts[half:]), (listing.name, pair)
+
+
+@every_setting
+def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
+    pair, *_ = neighbours(where, field.name, **({} if field.name == "profiler" else {"profiler": Profiler.KINETO}))
+    entries = [kernel_entry(config) for config in pair]
+    assert len({*labels(entries)}) == len({name.casefold() for name in file_names(labels(entries))}) == 2
+    assert_apart([make(entries) for make in kernel_sweep._LISTINGS], pair)
+
+
+@every_setting
+def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
+    if field.name in ("profiler", "device", "cuda_graph"):
+        pytest.skip("memory is recorded by one profiler, on a GPU, of a run without graphs")
+    pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
+    entries = [memory_entry(config) for config in pair]
+    assert len({*memory_entries.labels(entries)}) == len({config.key for config in pair}) == 2
+    assert_apart([make(entries) for make in memory_sweep._LISTINGS], pair)
+
+
+@every_setting
+def test_runs_that_differ_in_one_setting_have_rows_of_their_own(where, field, tmp_path) -> None:
+    if field.name in ("repeat", "profiler"):
+        pytest.skip("repeats are pooled, and profiled runs have no published time")
+    pair, *_ = neighbours(where, field.name)
+    # a run that failed early does not know the name of its device
+    device = {"device_name": None} if field.name == "device" else {}
+    records = [make_record(config, (0.1, 0.1), **device) for config in pair]
+    one, other = results_table(to_frame(records)).rows
+    assert one != other
+    write_tables(records, tmp_path)
+    one, other = csv_rows((tmp_path / "results.csv").read_text())
+    assert one != other
+
+
+def test_all_neighbours_together_are_told_apart() -> None:
+    for base in BASES:
+        configs = dict.fromkeys(
+            config
+            for where, field in SETTINGS
+            for pair in neighbours(where, field.name)
+            if pair[0] == base
+            for config in pair
+        )
+        rows = identities((config, None) for config in configs)
+        assert len(rows) > 30
+        names = names_of(rows)
+        assert len({*names}) == len({name.casefold() for name in file_names(names)}) == len(rows)
+        for one, other in itertools.combinations(rows, 2):
+            assert len({*names_of([one, other])}) == 2
+
+
+def test_names_of_files_are_plain_short_and_different_on_every_file_system() -> None:
+    names = ["a/b", "a_b", "A_b", "a b", "x" * 300, "x" * 301, "ü", "*", ""]
+    found = file_names(names)
+    assert found[0] == "a_b"
+    assert len({name.casefold() for name in found}) == len(names)
+    assert all({*name} <= {*string.ascii_letters, *string.digits, *"._+"} and len(name) <= 110 for name in found)
+
+
+def test_names_of_files_of_sizes_and_contexts() -> None:
+    """Names that earlier sweeps have."""
+    configs = [
+        RunConfig(size=name, model=replace(MODEL, context_length=context, d_model=d_model), profiler=Profiler.KINETO)
+        for name, d_model in (("small", 64), ("2.7B", 128))
+        for context in (128, 512)
+    ]
+    found = file_names(labels([kernel_entry(config) for config in configs]))
+    assert found == ["small_ctx_128", "small_ctx_512", "2.7B_ctx_128", "2.7B_ctx_512"]
+    assert file_names(labels([kernel_entry(configs[0])])) == ["small_ctx_128"]
+
+
+def test_texts_that_read_alike_are_told_apart() -> None:
+    """A token file may have the name of what stands for none, and long paths may differ where they are cut."""
+    paths = [None, "random", *(f"/{'a' * 50}{middle}{'b' * 50}.npy" for middle in "xy")]
+    configs = [replace(BASES[0], tokens=path) for path in paths]
+    assert len({*names_of(identities((config, None) for config in configs))}) == 4
+    assert len({*results_table(to_frame([make_record(config, (0.1,)) for config in configs])).rows}) == 4
+
+
+# Sentences and files
+
+
+VARIED = [{"warmup_steps": 1}, {"seed": 3}, {"batch_size": 8}, {"ranges": False}, {"offload": True}]
+
+
+@pytest.mark.parametrize("change", VARIED, ids=str)
+def test_shares_in_sentences_are_the_least_and_the_largest_of_the_rows(change) -> None:
+    """One of two configurations has more of every kernel that is no matrix product."""
+    base = replace(BASES[0], profiler=Profiler.KINETO)
+    plain = make_profile()
+    slower = tuple(replace(row, total_s=row.total_s * (1 if "matrix" in row.kind else 1.7)) for row in plain.classes)
+    entries = [kernel_entry(base), kernel_entry(replace(base, **change), classes=slower)]
+    text = kernel_answers(entries)
+    for phase, sentence in (
+        ("forward", r"Matrix products take ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of forward"),
+        ("step", r"and ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of a whole"),
+    ):
+        rows = [row for row in csv_rows(classes_listing(entries).csv) if row["phase"] == phase]
+        shares = [100 * float(row["matrix_product_share"]) for row in rows]
+        assert len(shares) == 2
+        low, low_name, high, high_name = re.search(sentence, text).groups()
+        assert [float(low), float(high)] == pytest.approx([min(shares), max(shares)], rel=1e-2)
+        named = dict(zip(labels(entries), shares, strict=True))
+        assert [low_name, high_name] == [min(named, key=named.get), max(named, key=named.get)]
+
+
+def test_a_range_of_one_value_is_one_value() -> None:
+    base = replace(BASES[0], profiler=Profiler.KINETO)
+    text = kernel_answers([kernel_entry(base), kernel_entry(replace(base, seed=3))])
+    assert "Matrix products take 60.0 % of forward" in text
+
+
+@pytest.mark.parametrize("change", VARIED, ids=str)
+def test_each_peak_in_sentences_is_its_own_configurations(change) -> None:
+    base = replace(BASES[0], profiler=Profiler.MEMORY)
+    peaks = [make_moment("backward", 13, 900, counted=False, saved=saved) for saved in (300, 500)]
+    entries = [memory_entry(config, peak=peak)
+               for config, peak in zip((base, replace(base, **change)), peaks, strict=True)]  # fmt: skip
+    text = memory_answers(entries)
+    names = memory_entries.labels(entries, without=("mode", "context_length"))
+    for name, saved in zip(names, (300, 500), strict=True):
+        assert f"{name}: train {size(saved * MIB)} at context 128." in text.replace("\\", "")
+
+
+def test_a_profiled_sweep_over_warm_up_has_a_picture_and_a_row_of_each(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(drawing, "to_png", lambda _: b"a picture")  # to draw it takes seconds
+    configs = [replace(make, profiler=Profiler.KINETO) for make in (BASES[0], replace(BASES[0], warmup_steps=1))]
+    records = []
+    for config in configs:
+        config = RunConfig(**{f.name: getattr(config, f.name) for f in fields(RunConfig)})
+        records += [make_record(config, (0.03, 0.03)), make_record(config.unprofiled, (0.02, 0.02))]
+        path = kernel_profile_path(config, tmp_path / "runs")
+        path.parent.mkdir(exist_ok=True)
+        write_profile(make_profile(source=f"{config.key}.json"), path)
+    report({tmp_path: records}, tmp_path)
+    pictures = {path.name for path in (tmp_path / "plots").glob("custom*")}
+    assert pictures == {
+        f"custom_ctx_128_warm_up_{steps}_{what}.png" for steps in (1, 5) for what in ("classes", "timeline")
+    }
+    assert not re.search(r"^\| custom \| 128 \| train", (tmp_path / "phases.md").read_text(), re.M)
