@@ -5,7 +5,7 @@ Where the run is not known, as with somebody else's trace, no flag is named, nor
 
 from enum import Enum
 
-from cs336_systems.config import Attention, CompileMode, Mode, OptimizerKind, RunConfig
+from cs336_systems.config import Attention, CompileMode, Mode, OptimizerKind, Precision, RunConfig
 
 NOT_IN_USE = "where not in use yet"
 
@@ -36,6 +36,19 @@ class Remedy(Enum):
             Remedy.OPTIMIZER: config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED,
             Remedy.GRAPHS: not config.cuda_graph and config.compile is not CompileMode.REDUCE_OVERHEAD,
         }[self]
+
+
+_PRECISIONS = {
+    Precision.TF32: ('TF32 (torch.set_float32_matmul_precision("high"))', "--precision tf32"),
+    Precision.BF16: ("autocast to bf16", "--mixed-precision"),
+    Precision.FP16: ("autocast to fp16", "--precision fp16"),
+}
+
+
+def use_of(precision: Precision, config: RunConfig | None) -> str:
+    """How to compute products in that precision: the flag, or PyTorch's way where the run is not known."""
+    words, flag = _PRECISIONS[precision]
+    return words if config is None else flag
 
 
 def remedies(config: RunConfig | None, *candidates: Remedy) -> str:

@@ -82,6 +82,14 @@ DEVICES: tuple[DeviceSpec, ...] = (
 # fmt: on
 
 
+def faster_precisions(device: DeviceSpec) -> tuple[Precision, ...]:
+    """Those whose products the tensor cores promise more of than of true fp32: TF32, and bf16 or else fp16."""
+    peaks = device.peak_flops_per_s
+    half = Precision.BF16 if Precision.BF16 in peaks else Precision.FP16
+    full = peaks.get(Precision.FP32, 0.0)
+    return tuple(precision for precision in (Precision.TF32, half) if peaks.get(precision, 0.0) > full)
+
+
 _FORM_FACTORS = {"H100 80GB HBM3": "SXM5", "H200": "SXM5"}
 """What data sheets tell devices apart by, where their names do not."""
 

@@ -3,15 +3,19 @@
 All numbers are per step. A finding is told only where it costs at least the share that its threshold below says.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.advice import NOT_IN_USE, Remedy, against_launches, remedies
+from cs336_systems.advice import NOT_IN_USE, Remedy, against_launches, remedies, use_of
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls, IdleCause, KernelTimes, PhaseTimes, StepProfile, Work
-from cs336_systems.config import RunConfig
+from cs336_systems.config import Precision, RunConfig
+from cs336_systems.counting import counted
+from cs336_systems.hardware import DeviceSpec, faster_precisions, find_device
 from cs336_systems.report.kernels.facts import MIN_LATE_SHARE, idle_s, is_launch_bound, kernel_s, wall_s
+from cs336_systems.report.kernels.one_offs import OneOff, find_one_offs, without
 from cs336_systems.report.kernels.places import path_text
 from cs336_systems.report.kernels.terms import terms
 from cs336_systems.report.kernels.words import WHERE, items, launches, ms, per_step, us
@@ -33,6 +37,15 @@ MIN_OPTIMIZER_SHARE = 0.1
 MIN_MOVING_SHARE = 0.25
 """Of the kernels' time in forward and backward, in kernels that compute next to nothing on each value they move."""
 
+MIN_FULL_PRECISION_SHARE = 0.25
+"""Of the kernels' time, in matrix products that tensor cores would take in a tenth of the time."""
+MIN_MAIN_SHARE = 0.25
+"""Of the operators' time on a CPU, for an operator that is named whatever it is: there is no GPU to be the limit."""
+_FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
+"""In the names of true fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm, xmma_gemm_f32f32_f32f32_f32_."""
+_HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
+"""In the names of kernels that run on GPUs from Ampere on alone, whose tensor cores all have TF32 and bf16."""
+
 _WAITING = tuple(phase for phase in WHERE if phase not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED))
 """Phases in which the host has no reason to wait: before and after them, a step that is timed synchronises."""
 _MOVING = (KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL, KernelClass.NORMALISATION, KernelClass.REDUCTION)
@@ -47,14 +60,18 @@ class _Finding:
 
 
 def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
-    """What limits the step, then where the device idles, then what else takes long; each by the time that it takes.
+    """What happened once and what limits the step; then where the device idles and what else takes long, by its time.
 
     With the `config` of the run, nothing is advised that it does already.
     """
+    one_offs = find_one_offs(profile)
+    steady = without(profile, one_offs)
     idle = [*_late_phases(profile), *_waits(profile), *_pauses(profile), *_between(profile, config)]
-    long = [*_unknown(profile), *_unattributed(profile), *_recomputed(profile), *_communication(profile),
-            *_optimizer(profile, config), *_moving(profile, config)]  # fmt: skip
-    return (*_limit(profile, config), *_texts(idle), *_texts(long))
+    long = [*_unknown(steady), *_unattributed(steady), *_recomputed(steady),
+            *_communication(steady), *_full_precision(steady, config), *_optimizer(profile, config),
+            *_moving(steady, config)]  # fmt: skip
+    first = [*_told_one_offs(profile, one_offs), *_limit(profile, config), *_main_operators(steady)]
+    return (*first, *_texts(idle), *_texts(long))
 
 
 def _texts(found: Iterable[_Finding]) -> Iterator[str]:
@@ -107,6 +124,34 @@ def _median_s(kernels: Iterable[KernelTimes]) -> float:
         if middle <= 0:
             return kernel.median_s
     return 0.0
+
+
+def _told_one_offs(profile: StepProfile, one_offs: Sequence[OneOff]) -> Iterator[str]:
+    if not one_offs:
+        return
+    longest, total_s = one_offs[0], sum(one_off.excess_s for one_off in one_offs)
+    kernel, words = longest.kernel, terms(profile)
+    more = f" So did {counted(len(one_offs) - 1, f'other {words.item}')}." if len(one_offs) > 1 else ""
+    yield (
+        f"{label(kernel.short_name)} took {ms(longest.excess_s)} more in {WHERE[longest.phase]} of step {longest.step} "
+        f"than in the others (its longest call {ms(kernel.max_s)}, their median {ms(kernel.median_s)}).{more} That is "
+        "a one-off, such as a first call, for which code is compiled or loaded: "
+        f"{percent_of(total_s, wall_s(profile))} of the time of all steps, and gone after more warm-up steps. What is "
+        f"said of {words.time} below leaves it out."
+    )
+
+
+def _main_operators(profile: StepProfile) -> Iterator[str]:
+    """Where the time of a CPU goes: operators that take a large part of it, whatever they do."""
+    whole_s = kernel_s(profile)
+    for row in profile.kernels if profile.work is Work.OPERATORS and whole_s else ():
+        if row.phase is None and row.total_s / whole_s >= MIN_MAIN_SHARE:
+            is_product = row.kind is KernelClass.MATRIX_PRODUCT
+            why = ": arithmetic, which neither fewer nor fused operators shorten" if is_product else ""
+            yield (
+                f"The operator {label(row.short_name)} ({row.kind}) takes {percent_of(row.total_s, whole_s)} of the "
+                f"CPU time, {ms(row.total_s / profile.num_steps)} in {launches(row.count, profile)}{why}."
+            )
 
 
 def _late_phases(profile: StepProfile) -> Iterator[_Finding]:
@@ -165,7 +210,8 @@ def _pauses(profile: StepProfile) -> Iterator[_Finding]:
             place = f" in {path_text(gaps[0].module)}" if gaps[0].module else ""
             text += f"; the longest time, {_rounded_ms(gaps[0].duration_s)}, before {label(gaps[0].after)}{place}"
         yield _Finding(
-            paused_s, f"{text}. The host made no CUDA call meanwhile: it slept, read data or computed on the CPU."
+            paused_s,
+            f"{text}. The host made no CUDA call meanwhile: it slept, read data, compiled or computed on the CPU.",
         )
 
 
@@ -241,6 +287,44 @@ def _communication(profile: StepProfile) -> Iterator[_Finding]:
             f"Communication takes {ms(sent_s / profile.num_steps)}, {percent_of(sent_s, whole_s)} of the "
             f"{terms(profile).time}; it may run beside other kernels.",
         )
+
+
+def _full_precision(profile: StepProfile, config: RunConfig | None) -> Iterator[_Finding]:
+    """Products in true fp32 on a device with tensor cores that take them in TF32 or in half precision."""
+    if profile.work is Work.OPERATORS or (config is not None and config.precision is not Precision.FP32):
+        return
+    rows = [row for row in profile.kernels if row.phase is None and _is_full_precision(row)]
+    full_s, whole_s = sum(row.total_s for row in rows), kernel_s(profile)
+    if not full_s or full_s / whole_s < MIN_FULL_PRECISION_SHARE:
+        return
+    device = next(filter(None, map(find_device, profile.device_names)), None)
+    if device is not None:
+        faster = faster_precisions(device)
+    else:
+        faster = (Precision.TF32, Precision.BF16) if any(_HAS_TF32.search(row.name) for row in rows) else ()
+    if faster:
+        ways = " or ".join(use_of(precision, config) for precision in faster)
+        yield _Finding(
+            full_s,
+            f"Matrix products in true fp32 take {percent_of(full_s, whole_s)} of the GPU time, "
+            f"{ms(full_s / profile.num_steps)}, and leave the tensor cores idle: {ways} would use them"
+            f"{'' if device is None else _promised(device, faster)}.",
+        )
+
+
+def _is_full_precision(row: KernelTimes) -> bool:
+    return (
+        row.kind is KernelClass.MATRIX_PRODUCT
+        and _FULL_PRECISION.search(row.name) is not None
+        and "tf32" not in row.name
+    )
+
+
+def _promised(device: DeviceSpec, faster: Iterable[Precision]) -> str:
+    """What the data sheet says of the precisions, beside fp32."""
+    rates = {precision: device.peak_flops_per_s.get(precision) for precision in (*faster, Precision.FP32)}
+    named = [f"{precision} {rate / 1e12:g}" for precision, rate in rates.items() if rate is not None]
+    return f" ({device.names[0]}, by its data sheet: {', '.join(named)} TFLOP/s)"
 
 
 def _optimizer(profile: StepProfile, config: RunConfig | None) -> Iterator[_Finding]:

@@ -38,6 +38,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, UNATTRIBUTED = (
 
 GEMM_A = "ampere_sgemm_128x64_tn"
 GEMM_B = "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(T1::Params)"
+GEMM_BF16 = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"
 MUL = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, "
     "at::native::binary_internal::MulFunctor<float>>, std::array<char *, 3>>(int, T2, T3)"

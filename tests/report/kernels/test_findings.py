@@ -16,6 +16,8 @@ from tests.report.kernels.profiles import (
     FILL,
     FORWARD,
     GEMM_A,
+    GEMM_B,
+    GEMM_BF16,
     MUL,
     NAMES,
     OPTIMIZER,
@@ -26,19 +28,20 @@ from tests.report.kernels.profiles import (
     make_cpu_profile,
     make_gap,
     make_idle,
+    make_kernel,
     make_kernels,
     make_phase,
     make_profile,
     seconds,
 )
-from tests.report.making import HOSTILE
+from tests.report.making import H200, HOSTILE
 
 CPU_IS_THE_LIMIT = "The CPU is the limit"
 
 
 def quiet(**changes):
     """A step of 50 ms wall time in two steps that nothing is wrong with: no idle time, no call but launches."""
-    names = {FORWARD: ((GEMM_A, 8, 20),), BACKWARD: ((GEMM_A, 8, 27),), OPTIMIZER: ((MUL, 2, 3),)}
+    names = {FORWARD: ((GEMM_BF16, 8, 20),), BACKWARD: ((GEMM_BF16, 8, 27),), OPTIMIZER: ((MUL, 2, 3),)}
     return make_profile(**{
         "phases": (
             make_phase(FORWARD, (4, 4), (10, 10), (10, 10), (5, 5)),
@@ -61,7 +64,7 @@ FAST = replace(PLAIN, compile=CompileMode.DEFAULT, optimizer=OptimizerKind.FUSED
 
 def with_all_advice():
     """The CPU is the limit, there is time between kernels, the optimizer is large and written out, much is moved."""
-    names = {FORWARD: ((GEMM_A, 8, 20), (MUL, 8, 10)), BACKWARD: ((GEMM_A, 8, 20), (FILL, 8, 5)),
+    names = {FORWARD: ((GEMM_BF16, 8, 20), (MUL, 8, 10)), BACKWARD: ((GEMM_BF16, 8, 20), (FILL, 8, 5)),
              OPTIMIZER: ((MUL, 2, 3),)}  # fmt: skip
     late, between = (
         make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, 20),
@@ -110,7 +113,7 @@ def test_of_a_run_that_is_not_known_nothing_is_taken_for_granted() -> None:
 
 
 def test_what_stands_out_in_order_with_its_numbers() -> None:
-    limit, late, waits, pause, optimizer, unknown = findings(make_profile())
+    limit, late, waits, pause, full, optimizer, unknown = findings(make_profile())
     # 40.2 of 52 ms busy, 6.5 ms late
     assert limit.startswith("The GPU is busy only 77.3 % of the step's 26.0 ms, and idle 12.5 %")
     # 5 of 16 ms
@@ -126,6 +129,8 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
         "The GPU idles 0.500 ms in forward while the host pauses; the longest time, 1.00 ms, before"
     )
     assert "in block.1 > ffn." in pause
+    # 22 of 40 ms of kernels
+    assert full.startswith("Matrix products in true fp32 take 55.0 % of the GPU time, 11.0 ms")
     # 12 of 52 ms; 2 of 40 ms of kernels
     assert optimizer.startswith(
         "The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels; a fused optimizer does"
@@ -249,6 +254,131 @@ def test_a_fused_optimizer_is_not_told_to_be_fused() -> None:
     fused = tuple(replace(row, kind=kinds.get(row.kind, row.kind)) for row in profile.classes)
     (text,) = [text for text in findings(replace(profile, classes=fused)) if "optimizer takes" in text]
     assert "--optimizer fused" not in text
+
+
+# Products in true fp32
+
+
+def with_products(*names, device_names=(H200,)):
+    """All of forward and backward by these kernels, in equal parts."""
+    each = {FORWARD: tuple((name, 8, 20 / len(names)) for name in names), BACKWARD: (), OPTIMIZER: ((MUL, 2, 3),)}
+    return quiet(kernels=make_kernels(each), classes=make_classes(each), device_names=device_names)
+
+
+FFMA = (
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_execute_kernel__5x_cublas"
+)
+TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_kernel"
+TENSOR = "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_256x64_16x4_nn_align4>(T1::Params)"
+FULL = "in true fp32"
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [((GEMM_A,), True), ((GEMM_B,), True), ((FFMA,), True), ((TF32,), False), ((TENSOR,), False),
+     ((GEMM_BF16,), False), ((GEMM_BF16,) * 5 + (GEMM_A,), False)],
+)  # fmt: skip
+def test_products_in_true_fp32_are_told_by_their_kernels(names, told) -> None:
+    """The last: a sixth of the products."""
+    assert (FULL in said(with_products(*names))) is told
+
+
+@pytest.mark.parametrize(
+    ("device_names", "advised"),
+    [
+        (("NVIDIA A100-SXM4-40GB",), ("TF32", "bf16", "tf32 156, bf16 312, fp32 19.5 TFLOP/s")),
+        (("Tesla V100-SXM2-16GB",), ("fp16", "fp16 125, fp32 15.7 TFLOP/s")),
+        (("NVIDIA GeForce RTX 3090",), ("bf16", "bf16 71, fp32 35.6 TFLOP/s")),  # TF32 is no faster there
+        (("NVIDIA GeForce RTX 4070",), ("TF32", "bf16")),  # its kernels are of Ampere's generation or a later one
+        ((), ("TF32", "bf16")),
+    ],
+)
+def test_what_the_tensor_cores_of_the_device_have_is_advised(device_names, advised) -> None:
+    (text,) = [text for text in findings(with_products(GEMM_A, device_names=device_names)) if FULL in text]
+    assert all(words in text for words in advised)
+    assert ("TF32" in text) is ("TF32" in advised)
+    assert ("TFLOP/s" in text) is ("TFLOP/s" in advised[-1])
+
+
+def test_a_device_that_may_have_no_tensor_cores_is_advised_nothing() -> None:
+    """A GTX 1660 runs Volta's kernels, and has none."""
+    assert FULL not in said(with_products("volta_sgemm_128x64_tn", device_names=("NVIDIA GeForce GTX 1660",)))
+
+
+@pytest.mark.parametrize(("precision", "told"), [("fp32", True), ("tf32", False), ("bf16", False), ("fp16", False)])
+def test_a_run_that_has_tensor_cores_on_is_not_advised_to(precision, told) -> None:
+    text = said(with_products(GEMM_A), replace(PLAIN, precision=precision))
+    assert (FULL in text) is told
+    assert ("--precision tf32 or --mixed-precision" in text) is told
+
+
+# First calls
+
+
+def with_a_first_call(times=2, **changes):
+    """Of 20 calls of mul in forward, 0.1 ms each, the first took 30.1 ms, or all four of the first step did."""
+    names = {FORWARD: ((GEMM_BF16, 8, 20),), BACKWARD: ((GEMM_BF16, 8, 27),), OPTIMIZER: ((MUL, 2, 3),)}
+    calls = make_kernel(MUL, 20, 2 + 30 * times, FORWARD, median_s=1e-4, max_s=30.1e-3)
+    classes = {**names, FORWARD: (*names[FORWARD], (MUL, 20, 2 + 30 * times))}
+    return quiet(
+        phases=(
+            make_phase(FORWARD, (4, 4), (11 + 30, 11 + 30 * (times - 1)), (41, 11 + 30 * (times - 1)), (5, 5)),
+            *quiet().phases[1:],
+        ),
+        kernels=(replace(calls, phase=None), calls, *make_kernels(names)),
+        classes=make_classes(classes),
+        **changes,
+    )
+
+
+def test_a_first_call_is_told_as_one_and_not_as_element_wise_work() -> None:
+    """32 of 110 ms of kernels, of which 2 are left without it; 30 of 112 ms of the wall."""
+    found = findings(with_a_first_call(times=1))
+    assert found[0].startswith("vectorized_elementwise_kernel<mul> took 30.0 ms more in forward of step 0")
+    assert "30.1 ms" in found[0]
+    assert "0.100 ms" in found[0]
+    assert f"{100 * 30 / (52 + 27 + 3):.1f} % of the time" in found[0]
+    assert "element-wise work" not in said(with_a_first_call(times=1))
+
+
+def test_a_long_call_of_every_step_is_no_first_one() -> None:
+    """As an optimizer has that goes over parameters of all sizes."""
+    assert "one-off" not in said(with_a_first_call(times=2))
+    assert "element-wise work" in said(with_a_first_call(times=2))
+
+
+def test_what_runs_in_one_step_alone_is_told() -> None:
+    """A kernel of 40 ms in one of two steps that take 10 ms without it."""
+    once = make_kernel(UNKNOWN, 1, 40, FORWARD, median_s=40e-3, max_s=40e-3)
+    forward = make_phase(FORWARD, (5, 4), (50, 10), (50, 10), (5, 5))
+    profile = quiet()
+    changed = replace(
+        profile, kernels=(*profile.kernels, replace(once, phase=None), once), phases=(forward, *profile.phases[1:]),
+        classes=make_classes({FORWARD: ((GEMM_BF16, 8, 20), (UNKNOWN, 1, 40)), BACKWARD: ((GEMM_BF16, 8, 27),)}),
+    )  # fmt: skip
+    assert "mystery_of_mine took" in findings(changed)[0]
+    assert "no rule knows" not in said(changed)
+
+
+def test_in_a_single_step_nothing_can_be_told_from_the_usual() -> None:
+    profile = with_a_first_call(times=1)
+    one = tuple(
+        replace(phase, kernel_s=(sum(phase.kernel_s),), wall_s=(sum(phase.wall_s),)) for phase in profile.phases
+    )
+    assert "one-off" not in said(replace(profile, phases=one, num_steps=1))
+
+
+# A CPU
+
+
+def test_the_operators_that_take_the_time_of_a_cpu_are_named() -> None:
+    """aten::mm has 36 of 60 ms, in 18 calls in two steps; aten::mul 18 in 36; no other has a quarter."""
+    product, moving, *rest = findings(make_cpu_profile())
+    assert product.startswith("The operator aten::mm (matrix product) takes 60.0 % of the CPU time, 18.0 ms in 9 calls")
+    assert moving.startswith("The operator aten::mul (element-wise) takes 30.0 % of the CPU time, 9.00 ms in 18 calls")
+    assert not any("softmax" in text for text in rest)
+    even = {FORWARD: tuple((f"aten::{name}", 2, 12) for name in ("mm", "mul", "_softmax", "add", "sum"))}
+    assert "aten::mm" not in said(make_cpu_profile(kernels=make_kernels(even), classes=make_classes(even)))
 
 
 def test_a_trace_of_a_cpu_has_no_gpu_to_speak_of() -> None:
