@@ -55,6 +55,7 @@ class WarningCode(StrEnum):
     ALLOCATOR_GREW = "allocator-grew"
     THROTTLED = "throttled"
     GPU_SHARED = "gpu-shared"
+    CPU_SHARED = "cpu-shared"
     LAUNCH_BOUND = "launch-bound"
     SKIPPED_STEPS = "skipped-steps"
     NOT_FINITE = "not-finite"
@@ -69,6 +70,12 @@ class RunWarning:
 
     code: WarningCode
     message: str
+
+
+CPU_SHARED = RunWarning(
+    code=WarningCode.CPU_SHARED,
+    message="another sweep or benchmark.py was at work on this CPU; run one after the other",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import contextlib
 import datetime
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,11 +20,12 @@ from cs336_systems.environment import identity
 from cs336_systems.inputs import all_inputs
 from cs336_systems.interrupts import Interrupts
 from cs336_systems.isolation import Worker, kill_orphans, preload
-from cs336_systems.locks import exclusive, gpu_lock_path
+from cs336_systems.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.nvml import Gpu, alike, visible_gpus
 from cs336_systems.os_errors import in_words
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.record import (
+    CPU_SHARED,
     Failure,
     Input,
     RecordError,
@@ -131,7 +132,9 @@ def run_sweep(
         preload(*compiler_modules(todo))
         listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts())
-        loop = _Loop(runs, listener, gpus, timeout_s, interrupts, inputs)
+        is_on_cpu = any(config.device is Device.CPU for config in todo)
+        are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
+        loop = _Loop(runs, listener, gpus, timeout_s, interrupts, are_others, inputs)
         measured = loop.run(todo)
         every, _ = load_records(runs)
         write_environment(every, directory)
@@ -153,8 +156,12 @@ class _Loop:
     gpus: Sequence[Gpu | None]
     timeout_s: float
     interrupts: Interrupts
+    are_others: Callable[[], bool]
+    """Whether another process measures on this CPU now."""
     inputs: Sequence[Input] = ()
     """As the sweep found them; a run that found them changed has no result."""
+    disturbed: set[Worker] = field(default_factory=set)
+    """Workers beside which another process measured on their CPU."""
     measured: list[RunRecord] = field(default_factory=list)
 
     def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
@@ -171,6 +178,7 @@ class _Loop:
                     self.interrupts.workers.remove(worker)
                 if monotonic() - ticked >= _TICK_S:  # a worker that prints wakes the loop far more often
                     ticked = monotonic()
+                    self._look_for_others()
                     self.listener.tick()
         finally:
             for worker in self.interrupts.workers:
@@ -186,8 +194,13 @@ class _Loop:
         except (EOFError, ConnectionError) as error:
             raise SweepError("the process that starts the workers died; run the same command again") from error
         self.interrupts.workers.append(worker)
+        self._look_for_others()
         self.listener.started(config, gpu)
         return worker
+
+    def _look_for_others(self) -> None:
+        if self.are_others():
+            self.disturbed.update(self.interrupts.workers)
 
     def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
         """Wait for something to happen, then yield the workers that ended, each with its record written."""
@@ -205,6 +218,7 @@ class _Loop:
             worker.drain()
         if self.interrupts.count:
             return  # whoever asks for the end may have ended the workers too: that is no failure of theirs
+        self._look_for_others()
         for worker in working:
             timed_out = worker.elapsed_s >= self.timeout_s
             if worker.process.sentinel in ready or timed_out:
@@ -212,6 +226,8 @@ class _Loop:
                 if timed_out:
                     worker.kill()
                 record = self._collect(worker, worker.reap(), timed_out)
+                if worker in self.disturbed and record.status is Status.OK:
+                    record = self._write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
                 self.measured.append(record)
                 self.listener.finished(record)
                 yield worker

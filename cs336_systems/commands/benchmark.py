@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +26,10 @@ from cs336_systems.commands.outcome import ceilings_or_say, checked, json_alone,
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.fast import describe_fast
 from cs336_systems.inert import inert_line
-from cs336_systems.locks import exclusive, gpu_lock_path
+from cs336_systems.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.nsys_run import is_under_nsys
 from cs336_systems.nvml import visible_gpus
-from cs336_systems.record import RunRecord, Status, encode_record
+from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
 
 TOP = 10
@@ -123,7 +123,12 @@ def run(arguments: BenchmarkArguments) -> int:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         if (kept := set_aside_run(config, runs)) is not None:
             print(inert_line(f"note: the earlier run of this configuration is kept in {kept}"), file=sys.stderr)
+        are_others = stack.enter_context(at_work(cpu_lock_path() if config.device is Device.CPU else None))
+        is_disturbed = are_others()
         record = run_here(config, runs)
+        if (is_disturbed or are_others()) and record.status is Status.OK:
+            record = replace(record, warnings=(*record.warnings, CPU_SHARED))
+            write_record(record, runs)
         if print_json is not None:
             print_json(encode_record(record))
             print(inert_line(f"record: {runs / record.key}.json"))
