@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from cs336_systems.config import Device
+from cs336_systems.inert import inert_line, shortened
 from cs336_systems.record import Failure, Status
 
 MAX_MESSAGE_LENGTH = 500
+MAX_TRACEBACK_LENGTH = 20_000
 
 _CUDA_ERROR = r"CUDA error|Triton Error \[CUDA\]|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error"
 _OUT_OF_MEMORY = (
@@ -31,9 +33,10 @@ def classify(error: BaseException) -> Status:
     return Status.CRASHED
 
 
-def describe(error: Exception, status: Status, where: str, device: Device) -> Failure:
-    """The failure as a record keeps it: `where` is the phase and step that raised `error`."""
-    first_line = _storable((str(error).strip().splitlines() or [type(error).__name__])[0])[:MAX_MESSAGE_LENGTH]
+def describe(error: BaseException, status: Status, where: str, device: Device) -> Failure:
+    """The failure as a record keeps it: `where` is the phase and step that raised `error`. Of long texts, the ends."""
+    first_line = inert_line((str(error).strip().splitlines() or [type(error).__name__])[0], MAX_MESSAGE_LENGTH)
+    trace = _without_roots("".join(traceback.format_exception(error, limit=-20)))
     free: int | None = None
     if status is Status.OOM and device is Device.CUDA:
         with contextlib.suppress(RuntimeError):
@@ -43,7 +46,7 @@ def describe(error: Exception, status: Status, where: str, device: Device) -> Fa
         where=where,
         requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
         free_bytes=free,
-        traceback=_storable(_without_roots("".join(traceback.format_exception(error, limit=-20)))),
+        traceback=_storable(shortened(trace, MAX_TRACEBACK_LENGTH)),
     )
 
 

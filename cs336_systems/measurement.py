@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from cs336_systems.config import Device, Mode, RunConfig
 from cs336_systems.counters import compilation, compiled_graphs, read_counters
 from cs336_systems.environment import environment
 from cs336_systems.failure import classify, describe
+from cs336_systems.inert import LONGEST_PART, inert_line
 from cs336_systems.nvml import GpuMonitor, visible_gpus
 from cs336_systems.precision import apply_math_mode
 from cs336_systems.profiling import annotate, set_annotator
@@ -55,7 +57,9 @@ def measure(config: RunConfig, model: nn.Module | None = None, profile: Path | N
         return _measure(progress, model)
     except SystemExit as error:  # of a model's module that parses arguments of its own, say
         return _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise  # the user's; elsewhere it is the model's own code that raises it
         return _failed(progress, error)
 
 
@@ -269,12 +273,14 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
         progress.warn(WarningCode.NOT_FINITE, f"the loss was not finite in {progress.losses.count(None)} step(s)")
 
 
-def _failed(progress: Progress, error: Exception) -> RunRecord:
+def _failed(progress: Progress, error: BaseException) -> RunRecord:
     status = classify(error)
     try:
         progress.watch.failed()
     except (RuntimeError, OSError) as unwritten:  # of a broken context, on a full disk; the failure is the result
-        progress.warn(WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {unwritten}")
+        progress.warn(
+            WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {inert_line(str(unwritten), LONGEST_PART)}"
+        )
     record = RunRecord(
         config=progress.config,
         status=status,

@@ -1,6 +1,6 @@
 """Arithmetic of a step: the mode of fp32 matrix products, autocast, loss scaling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TypedDict, TypeVar
@@ -61,6 +61,26 @@ def autocast(precision: Precision, device: Device) -> AbstractContextManager[Non
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.value, dtype=dtype)
+
+
+def check_dtypes(precision: Precision, found: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Raise ValueError for the first that a run of this precision does not compute in; each has a name in words.
+
+    What is computed is observed, as the code of a user's own model may convert it or change PyTorch's default type.
+    """
+    low = AUTOCAST_DTYPES.get(precision, torch.float32)
+    for what, dtype in found:
+        if dtype.is_floating_point and dtype not in (torch.float32, low):
+            expected = " or ".join(dict.fromkeys(map(_word, (torch.float32, low))))
+            asked = [other for other, lower in AUTOCAST_DTYPES.items() if lower is dtype]
+            raise ValueError(
+                f"precision {precision} needs {expected}, got {_word(dtype)} in {what}: make the model in float32, and "
+                "leave torch.set_default_dtype as it was" + (f", or ask for precision {asked[0]}" if asked else "")
+            )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_grad_scaler(precision: Precision, device: Device) -> torch.amp.GradScaler | None:

@@ -19,7 +19,7 @@ from cs336_systems.config import CompileMode, Mode, ModelConfig, Phase, RunConfi
 from cs336_systems.data import Batch, make_batches
 from cs336_systems.model import TransformerLM, num_parameters
 from cs336_systems.optimizer import make_optimizer
-from cs336_systems.precision import AUTOCAST_DTYPES, autocast, make_grad_scaler
+from cs336_systems.precision import AUTOCAST_DTYPES, autocast, check_dtypes, make_grad_scaler
 from cs336_systems.profiling import annotate
 from cs336_systems.ranges import Range
 from cs336_systems.shortcuts.cross_entropy import fused_cross_entropy
@@ -91,6 +91,8 @@ class TrainingStep:
     def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
         self.config = config
         self.model = make_model(config) if model is None else model
+        parameters = ((f"parameter {name}", parameter.dtype) for name, parameter in self.model.named_parameters())
+        check_dtypes(config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters])
         self.model.train(config.mode is not Mode.INFERENCE)
         self.batches = make_batches(config)
         self.scaler = make_grad_scaler(config.precision, config.device)
@@ -150,6 +152,7 @@ class TrainingStep:
         mode = self.config.mode
         loss = self.forward(batch)
         self.loss = loss.detach()
+        check_dtypes(self.config.precision, [("the loss", loss.dtype)])  # that of the logits, or autocast's float32
         yield Phase.FORWARD
         if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
             self.phase = Phase.BACKWARD

@@ -79,12 +79,47 @@ def needs_dropout(vocab_size: int, dropout: float, experts: int, bias: bool = Fa
     raise AssertionError("must not be called without dropout and experts")
 
 
+def in_float64_by_default(vocab_size: int) -> nn.Module:
+    torch.set_default_dtype(torch.float64)
+    return nn.Embedding(vocab_size, vocab_size)
+
+
+def leaves_float64_as_default(vocab_size: int) -> nn.Module:
+    made = nn.Embedding(vocab_size, vocab_size)
+    torch.set_default_dtype(torch.float64)
+    return made
+
+
+def one_parameter_in_bf16(vocab_size: int, d_model: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(vocab_size, d_model, dtype=torch.bfloat16), To(torch.float32),
+                         nn.Linear(d_model, vocab_size))  # fmt: skip
+
+
+def logits_in_bf16(vocab_size: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(vocab_size, vocab_size), To(torch.bfloat16))
+
+
+def logits_in_float64(vocab_size: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(vocab_size, vocab_size), To(torch.float64))
+
+
 def not_a_module(vocab_size: int) -> list[int]:
     return [vocab_size]
 
 
 def one_logit_too_many(vocab_size: int) -> nn.Module:
     return nn.Embedding(vocab_size, vocab_size + 1)
+
+
+class To(nn.Module):
+    """Converts what comes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
 
 
 class ReturnsATuple(nn.Module):

@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -432,6 +433,39 @@ def test_any_message_makes_a_record_that_can_be_kept(text: str, tmp_path: Path) 
     assert read_record(write_record(record, tmp_path)).failure.message.startswith("OSError: ")
 
 
+def test_a_long_failure_is_kept_with_its_beginning_and_its_end(tmp_path: Path) -> None:
+    """Of 20 MB there was a record of 40 MB; one of 100 MB could not be read again, and the run was called invalid."""
+
+    def fail(step: int) -> None:
+        try:
+            raise KeyError("the first cause" + "y" * 20_000_000)
+        except KeyError as error:
+            error.add_note("\n".join(["a note"] * 100_000))
+            raise ValueError(f"begins here {'x' * 20_000_000} ends here\nand a second line") from error
+
+    record = measure(CONFIG, Table(fail))
+    path = write_record(record, tmp_path)
+    assert path.stat().st_size < 100_000
+    failure = read_record(path).failure
+    assert failure.message.startswith("ValueError: begins here xxx")
+    assert failure.message.endswith("xxx ends here")
+    assert "the first cause" in failure.traceback
+    assert failure.traceback.endswith("xxx ends here\nand a second line\n")
+
+
+def test_a_model_s_own_code_that_raises_an_interrupt_is_a_crash() -> None:
+    """In a worker, which Ctrl-C ends at once by its default, so that no interrupt is the user's."""
+    by_python = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        record = measure(replace(CONFIG, model_factory="tests.own_models:interrupted"))
+    finally:
+        signal.signal(signal.SIGINT, by_python)
+    assert record.status is Status.CRASHED
+    assert "KeyboardInterrupt" in record.failure.message
+    assert record.failure.where == "set-up"
+    assert "in interrupted" in record.failure.traceback
+
+
 def test_a_model_that_ends_the_process_does_not_end_it() -> None:
     record = measure(replace(CONFIG, model_factory="tests.own_models:ends_the_process"))
     assert record.status is Status.CRASHED
@@ -516,6 +550,31 @@ def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() 
     assert not codes(record)
     assert PrefersTf32.in_force == {"highest"}
     assert record.environment.float32_matmul_precision == "highest"
+
+
+@pytest.mark.parametrize(
+    ("factory", "precision", "found"),
+    [
+        ("in_float64_by_default", Precision.FP32, "float64"),
+        ("in_float64_by_default", Precision.BF16, "float64"),
+        ("leaves_float64_as_default", Precision.FP32, "float64"),
+        ("one_parameter_in_bf16", Precision.FP32, "bfloat16"),
+        ("one_parameter_in_bf16", Precision.FP16, "bfloat16"),
+        ("logits_in_bf16", Precision.FP32, "bfloat16"),
+        ("logits_in_float64", Precision.BF16, "float64"),
+        ("one_parameter_in_bf16", Precision.BF16, None),
+        ("logits_in_bf16", Precision.BF16, None),
+    ],
+)
+def test_a_run_is_of_the_precision_that_it_says(factory: str, precision: Precision, found: str | None) -> None:
+    """A factory that made float64 the default had a good row in fp32, at a fraction of its speed."""
+    try:
+        record = measure(replace(CONFIG, precision=precision, model_factory=f"tests.own_models:{factory}"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (record.status is Status.OK) is (found is None), record.failure
+    assert found is None or f"precision {precision}" in record.failure.message
+    assert found is None or f" {found}" in record.failure.message
 
 
 def test_gpt2_of_transformers_is_measured() -> None:
