@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
@@ -71,25 +71,40 @@ def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
 
 def identity(config: RunConfig, device_name: str | None) -> Identity:
     """The configuration by columns: LEADING, UNLISTED, then every other setting, and last the digest of all."""
-    settings = {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.name != "model"}
-    settings |= {field.name: _plain(getattr(config.model, field.name)) for field in fields(config.model)}
-    settings |= dict.fromkeys(SHAPE) if config.model_factory else {}
-    settings |= {
-        "size": size_text(config),
-        "arch": config.model_factory or str(config.model.arch),
-        "attention": attention_text(config),
-        "compile": compile_text(config),
-        "device_name": device_name,
-        "phases": "synchronised" if config.sync_phases else "by events",
-        "ranges": "on" if config.ranges else "off",
-        "tokens": "random" if config.tokens is None else config.tokens,
-        "digest": config.digest,
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "model"}
+    values |= {field.name: getattr(config.model, field.name) for field in fields(config.model)}
+    found = _by_columns(values) | {"size": size_text(config), "device_name": device_name, "digest": config.digest}
+    return {name: found[name] for name in (*LEADING, *UNLISTED, *found)}
+
+
+def usual_settings(config: RunConfig) -> Identity:
+    """The same columns, as far as they have defaults, for the size with all other settings left as they are."""
+    preset = SIZES.get(config.size)
+    values = {field.name: field.default for field in fields(config)}
+    return _by_columns(values | {f.name: getattr(preset, f.name, f.default) for f in fields(config.model)})
+
+
+def _by_columns(values: Mapping[str, Any]) -> Identity:
+    """The columns of settings by the fields of both classes; some columns say two fields, or one in other words."""
+    is_own = values["model_factory"] is not None
+    attention, backend = values["attention"], values["sdpa_backend"]
+    by_block = values["compile_blocks"] and values["compile"] is not CompileMode.NONE
+    has_backend = attention is not Attention.NAIVE and backend is not SdpaBackend.AUTO
+    found = {
+        **values,
+        **(dict.fromkeys(SHAPE) if is_own else {}),
+        "arch": values["model_factory"] if is_own else values["arch"],
+        "attention": None if is_own else f"{attention}-{backend}" if has_backend else attention,
+        "compile": f"{values['compile']}-blocks" if by_block else values["compile"],
+        "phases": "synchronised" if values["sync_phases"] else "by events",
+        "ranges": "on" if values["ranges"] else "off",
+        "tokens": "random" if values["tokens"] is None else values["tokens"],
     }
-    return {name: settings[name] for name in (*LEADING, *UNLISTED, *settings) if name not in _TOGETHER}
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, StrEnum) else value
+    return {
+        name: str(value) if isinstance(value, StrEnum) else value
+        for name, value in found.items()
+        if name not in _TOGETHER
+    }
 
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
@@ -114,8 +129,8 @@ def telling(rows: Sequence[Identity], always: Sequence[str] = ("size", "context_
     ordered = sorted(settings, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     told = [*always, *(name for name in ordered if _known(rows, name) > 1)]
     by_size: dict[str, list[Identity]] = {}
-    for row in rows:
-        by_size.setdefault(row.get("size", ""), []).append(row)
+    for row in rows if "size" in told else ():
+        by_size.setdefault(row["size"], []).append(row)
     told += [name for name in _IMPLIED if any(_known(own, name) > 1 for own in by_size.values())]
     wanted = len({tuple(row.values()) for row in rows})
     left = iter(name for name in (*ordered, *_IMPLIED, *_LAST) if name not in told)
@@ -166,6 +181,11 @@ def _is_numeric(rows: Sequence[Identity], name: str) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
+def apart_from(rows: Sequence[Identity], names: Collection[str]) -> list[Identity]:
+    """The rows without these columns."""
+    return [{name: value for name, value in row.items() if name not in (*names, "digest")} for row in rows]
+
+
 def names_of(
     rows: Sequence[Identity], *, always: Sequence[str] = ("size", "context_length"), without: Sequence[str] = ()
 ) -> list[str]:
@@ -173,9 +193,8 @@ def names_of(
 
     Rows that differ in nothing but `without` have one name.
     """
-    left_out = {*without, "digest"} if without else set()
-    kept = [{name: value for name, value in row.items() if name not in left_out} for row in rows]
-    told = telling(kept, [name for name in always if name not in left_out])
+    kept = apart_from(rows, without) if without else rows
+    told = telling(kept, [name for name in always if name not in without])
     names = [" ".join(filter(None, (in_words(name, row[name]) for name in told))) for row in kept]
     same = Counter(name for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)})
     return [
@@ -187,13 +206,17 @@ def names_of(
 def file_names(names: Iterable[str]) -> list[str]:
     """The names as names of files, without an ending: plain, not too long, and no two alike on any file system."""
     found: dict[str, str] = {}
-    for name in names:
-        plain = re.sub("[^A-Za-z0-9.+]+", "_", name)
-        stem = plain if len(plain) <= MAX_FILE_NAME else f"{plain[: MAX_FILE_NAME - 9]}_{_hashed(name)}"
+    for stem in map(file_name, names):
         numbered = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
         free = next(candidate for candidate in numbered if candidate.casefold() not in found)
         found[free.casefold()] = free
     return list(found.values())
+
+
+def file_name(name: str) -> str:
+    """The name as the name of a file, without an ending: plain, and not too long."""
+    plain = re.sub("[^A-Za-z0-9.+]+", "_", name)
+    return plain if len(plain) <= MAX_FILE_NAME else f"{plain[: MAX_FILE_NAME - 9]}_{_hashed(name)}"
 
 
 def _hashed(text: str) -> str:
@@ -226,20 +249,3 @@ def size_text(config: RunConfig) -> str:
         if value != usual[name]
     ]
     return f"{', '.join((config.size, *told))} (offered)"
-
-
-def attention_text(config: RunConfig) -> str | None:
-    """Attention's kind with its backend, if one was chosen; None for a user's own model, which has what it has."""
-    model = config.model
-    if config.model_factory is not None:
-        return None
-    if model.attention is Attention.NAIVE or model.sdpa_backend is SdpaBackend.AUTO:
-        return str(model.attention)
-    return f"{model.attention}-{model.sdpa_backend}"
-
-
-def compile_text(config: RunConfig) -> str:
-    """Mode of compiling, and whether block by block."""
-    if config.compile is CompileMode.NONE or not config.compile_blocks:
-        return str(config.compile)
-    return f"{config.compile}-blocks"

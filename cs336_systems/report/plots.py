@@ -17,7 +17,9 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import significant
 from cs336_systems.report.frame import to_frame, warmup_frame
+from cs336_systems.report.identity import apart_from, file_name, identities, names_of, telling
 from cs336_systems.report.series import (
+    AXES,
     PHASES,
     SETTINGS_ALONG,
     Bar,
@@ -60,54 +62,66 @@ def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
         _warmup_pictures(warmup_frame(kept)),
     ):
         (directory / "plots").mkdir(parents=True, exist_ok=True)
-        taken[stem] += 1
-        number = f"_no{taken[stem]}" if taken[stem] > 1 else ""
+        taken[stem.casefold()] += 1
+        number = f"_no{taken[stem.casefold()]}" if taken[stem.casefold()] > 1 else ""
         paths.append(directory / "plots" / f"{stem}{number}.png")
         write_atomically(paths[-1], drawing.to_png(figure))
     return paths
 
 
 def _step_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    for part in split(frame):
+    for part, name, told in _named(frame):
         if part["step_mean_ms"].notna().any() and len(part) > 1:
+            settings = describe(part, also=told)
             for bars in pages(phase_bars(part)):
-                yield _stem("step_time", part), draw_phases(bars, _step_words(part), describe(part))
+                yield _stem("step_time", part) + name, draw_phases(bars, _step_words(part), settings)
             lines = context_lines(part)
             if any(len(line.points) > 1 and line.known for line in lines):
-                yield _stem("context", part), draw_contexts(lines, _step_words(part), describe(part))
+                yield _stem("context", part) + name, draw_contexts(lines, _step_words(part), settings)
 
 
 def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    for part in split(frame, "precision"):
+    for part, name, told in _named(frame, "precision"):
         for precision in (Precision.TF32, Precision.BF16, Precision.FP16):
             lines = speed_up_lines(part, precision)
             if sum(len(line.known) for line in lines) > 1:
                 both = part[part["precision"].isin([Precision.FP32, precision])]
-                stem = f"speed_up_{precision}_{part['mode'].iloc[0]}"
-                yield stem, draw_speed_ups(lines, precision, _step_words(part), describe(both))
+                stem = f"speed_up_{precision}_{part['mode'].iloc[0]}{name}"
+                yield stem, draw_speed_ups(lines, precision, _step_words(part), describe(both, also=told))
 
 
 def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     for setting in SETTINGS_ALONG:
-        for part in split(frame, setting, "precision"):
+        for part, name, told in _named(frame, setting, "precision"):
             for context_length, rows in part.groupby("context_length"):
                 shown = setting_lines(rows, setting)
                 if any(len({point.x for point in line.known}) > 1 for size in shown for line in size.times):
-                    stem = f"{setting}_{rows['mode'].iloc[0]}_ctx{context_length}"
-                    settings = f"context {context_length}, {describe(rows)}"
+                    stem = f"{setting}_{rows['mode'].iloc[0]}_ctx{context_length}{name}"
+                    settings = f"context {context_length}, {describe(rows, also=told)}"
                     for sizes in _batches(shown, MAX_COLUMNS):
                         yield stem, draw_setting(sizes, setting, _step_words(rows), settings)
 
 
 def _warmup_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    for part in split(frame, "warmup_steps"):
+    for part, name, told in _named(frame, "warmup_steps"):
         for context_length, rows in part.groupby("context_length"):
             sizes = warmup_lines(rows)
             if any(size.step.known for size in sizes):
-                settings = f"context {context_length}, {describe(rows)}"
+                settings = f"context {context_length}, {describe(rows, also=told)}"
                 for shown in _batches(sizes, MAX_COLUMNS):
-                    stem = f"{_stem('warmup', rows)}_ctx{context_length}"
+                    stem = f"{_stem('warmup', rows)}_ctx{context_length}{name}"
                     yield stem, draw_warmup(shown, _step_words(rows), settings)
+
+
+def _named(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, str, Sequence[str]]]:
+    """The parts of `split`, with what tells each from the others: for the name of a file that begins with mode and
+    precision, empty if these do, and as settings to say."""
+    parts = list(split(frame, *across))
+    runs = [(part.index[0], next(iter(part["device_name"].dropna()), None)) for part in parts]
+    rows = apart_from(identities(runs), (*AXES, *across))
+    names = names_of(rows, always=(), without=("mode", "precision"))
+    for part, name in zip(parts, names, strict=True):
+        yield part, f"_{file_name(name)}" if name else "", telling(rows, always=())
 
 
 def pages(bars: Sequence[Bar]) -> Iterator[list[Bar]]:

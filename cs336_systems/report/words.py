@@ -1,14 +1,13 @@
 """How tables and pictures say the settings and the end of a run."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import pandas as pd
 
-from cs336_systems.config import SIZES, Mode, RunConfig
+from cs336_systems.config import Mode, RunConfig
 from cs336_systems.record import Status
 from cs336_systems.report.frame import rows_of
-from cs336_systems.report.identity import SHAPE, identities, identity, in_words, text_of
+from cs336_systems.report.identity import SHAPE, identities, in_words, text_of, usual_settings
 
 STATUS_WORDS = {
     Status.OK: "ok",
@@ -70,23 +69,18 @@ def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collecti
 
     Those that are as usual are not said, unless they are `also` wanted.
     """
-    rows, usual = identities(runs), [identity(_usual(config), None) for config, _ in runs]
-    names = [name for name in dict.fromkeys((*SETTINGS, *(rows[0] if rows else ()))) if name not in NEVER]
+    rows, usual = identities(runs), [usual_settings(config) for config, _ in runs]
+    names = [
+        name for name in dict.fromkeys((*SETTINGS, *(rows[0] if rows else ()))) if name not in NEVER or name in also
+    ]
     trains = any(config.mode is Mode.TRAIN for config, _ in runs)
     said = []
     for name in names:
         values = {row[name] for row in rows} - {None}
-        is_unusual = any(row[name] != other[name] for row, other in zip(rows, usual, strict=True))
-        is_wanted = is_unusual or (name in ALWAYS and (trains or name != "optimizer"))
+        is_unusual = any(row[name] != other.get(name) for row, other in zip(rows, usual, strict=True))
+        is_wanted = (is_unusual or name in ALWAYS) and (trains or name != "optimizer")
         said += [_said(name, *values)] if len(values) == 1 and (is_wanted or name in also) else []
     return ", ".join(said)
-
-
-def _usual(config: RunConfig) -> RunConfig:
-    """The size with all other settings left as they are."""
-    shape = {name: getattr(config.model, name) for name in (*SHAPE, "context_length")}
-    model = replace(SIZES[config.size], **shape) if config.size in SIZES else type(config.model)(**shape)
-    return type(config)(size=config.size, model=model)
 
 
 def _said(name: str, value: object) -> str:

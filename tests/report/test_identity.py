@@ -18,6 +18,7 @@ import pytest
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.commands.sweep import report
 from cs336_systems.config import (
+    Arch,
     Attention,
     CompileMode,
     Device,
@@ -27,7 +28,7 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.report import drawing
+from cs336_systems.report import drawing, plots
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import file_names, identities, names_of
 from cs336_systems.report.kernels import sweep as kernel_sweep
@@ -39,7 +40,9 @@ from cs336_systems.report.memory import sweep as memory_sweep
 from cs336_systems.report.memory.entries import MemoryEntry
 from cs336_systems.report.memory.sweep_answers import sweep_answers as memory_answers
 from cs336_systems.report.memory.words import size
+from cs336_systems.report.series import AXES
 from cs336_systems.report.tables import results_table, write_tables
+from cs336_systems.report.words import shared_settings
 from cs336_systems.store import kernel_profile_path
 from tests.report.kernels.profiles import make_profile
 from tests.report.making import make_record
@@ -75,7 +78,12 @@ BASES = (
 """No base has valid neighbours in all settings, as some settings need others."""
 SETTINGS = [*(("", field) for field in fields(LaterRun) if field.name != "model"),
             *(("model", field) for field in fields(LaterModel))]  # fmt: skip
-every_setting = pytest.mark.parametrize(("where", "field"), SETTINGS, ids=[field.name for _, field in SETTINGS])
+
+
+def each_setting(*but):
+    """A test for every setting, apart from some."""
+    chosen = [(where, field) for where, field in SETTINGS if field.name not in but]
+    return pytest.mark.parametrize(("where", "field"), chosen, ids=[field.name for _, field in chosen])
 
 
 def other_values(value):
@@ -131,7 +139,7 @@ def assert_apart(listings, pair):
             assert set(texts[:half]).isdisjoint(texts[half:]), (listing.name, pair)
 
 
-@every_setting
+@each_setting()
 def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
     pair, *_ = neighbours(where, field.name, **({} if field.name == "profiler" else {"profiler": Profiler.KINETO}))
     entries = [kernel_entry(config) for config in pair]
@@ -139,20 +147,18 @@ def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     assert_apart([make(entries) for make in kernel_sweep._LISTINGS], pair)
 
 
-@every_setting
+@each_setting("profiler", "device", "cuda_graph")
 def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
-    if field.name in ("profiler", "device", "cuda_graph"):
-        pytest.skip("memory is recorded by one profiler, on a GPU, of a run without graphs")
+    """Memory is recorded by one profiler, on a GPU, of a run without graphs."""
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
     entries = [memory_entry(config) for config in pair]
     assert len({*memory_entries.labels(entries)}) == len({config.key for config in pair}) == 2
     assert_apart([make(entries) for make in memory_sweep._LISTINGS], pair)
 
 
-@every_setting
+@each_setting("repeat", "profiler")
 def test_runs_that_differ_in_one_setting_have_rows_of_their_own(where, field, tmp_path) -> None:
-    if field.name in ("repeat", "profiler"):
-        pytest.skip("repeats are pooled, and profiled runs have no published time")
+    """Repeats are pooled, and profiled runs have no published time."""
     pair, *_ = neighbours(where, field.name)
     # a run that failed early does not know the name of its device
     device = {"device_name": None} if field.name == "device" else {}
@@ -162,6 +168,28 @@ def test_runs_that_differ_in_one_setting_have_rows_of_their_own(where, field, tm
     write_tables(records, tmp_path)
     one, other = csv_rows((tmp_path / "results.csv").read_text())
     assert one != other
+
+
+@each_setting(*AXES, "repeat", "profiler", "warmup_steps")
+def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_their_own(
+    where, field, tmp_path, monkeypatch
+) -> None:
+    """Here each file holds what its picture says of the settings, in the place of the picture.
+
+    What runs along an axis needs no picture of its own, and of several numbers of warm-up steps the largest is shown.
+    """
+    for draw in ("draw_phases", "draw_contexts", "draw_setting", "draw_speed_ups"):
+        monkeypatch.setattr(plots, draw, lambda *arguments: arguments[-1])
+    monkeypatch.setattr(drawing, "to_png", str.encode)
+    pair, *_ = neighbours(where, field.name)
+    configs = [replace(config, model=replace(config.model, context_length=length)) for config in pair
+               for length in (config.model.context_length, 2 * config.model.context_length)]  # fmt: skip
+    device = {"device_name": None} if field.name == "device" else {}
+    paths = plots.write_plots([make_record(config, (0.1, 0.1), **device) for config in configs], tmp_path)
+    for kind in ("step_time", "context"):
+        own = [path for path in paths if path.name.startswith(kind)]
+        assert len({path.name.casefold() for path in own}) == len({path.read_text() for path in own}) == 2
+        assert not any(re.search(r"_no\d", path.name) for path in own)
 
 
 def test_all_neighbours_together_are_told_apart() -> None:
@@ -207,6 +235,15 @@ def test_texts_that_read_alike_are_told_apart() -> None:
     configs = [replace(BASES[0], tokens=path) for path in paths]
     assert len({*names_of(identities((config, None) for config in configs))}) == 4
     assert len({*results_table(to_frame([make_record(config, (0.1,)) for config in configs])).rows}) == 4
+
+
+def test_settings_that_all_share_are_said_of_any_valid_configuration() -> None:
+    """Also of a shape that no default has: 9 dimensions a head suit GPT-2, and RoPE not."""
+    odd = LaterModel(arch=Arch.GPT2, context_length=8, d_model=27, d_ff=64, num_layers=1, num_heads=3, window=4)
+    said = shared_settings([(LaterRun(size="custom", model=odd, mode=Mode.FORWARD, seed=3, offload=True), None)] * 2)
+    assert {"gpt2 architecture", "seed 3", "window 4", "offload"} <= set(said.split(", "))
+    assert "optimizer" not in said
+    assert "momentum" not in said
 
 
 # Sentences and files

@@ -253,7 +253,7 @@ def test_pictures_are_those_that_the_records_support(grid, warmup_records, figur
     again = [
         replace(record, config=replace(record.config, batch_size=2)) for record in grid if record.config.size == "small"
     ]
-    assert "step_time_train_bf16_no2" in stems([*grid, *again])
+    assert "step_time_train_bf16_batch_2" in stems([*grid, *again])
 
 
 def test_pictures_open_at_a_readable_size(grid, warmup_records, tmp_path):
