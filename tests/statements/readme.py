@@ -1,0 +1,404 @@
+"""The figures of README.md, each computed from a committed file; some are in data/README.md too."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+
+from cs336_systems.accounting import component_flops
+from cs336_systems.analysis.kernels.step_profile import IdleCause, read_profile
+from cs336_systems.config import CompileMode, Precision, RunConfig
+from cs336_systems.hardware import find_device
+from cs336_systems.ladder import GATE_STEPS
+from cs336_systems.memory_model import predicted_peak_bytes
+from cs336_systems.planning import make_plan
+from cs336_systems.record import RunRecord, Status, load_records
+from cs336_systems.statistics import FEWEST
+from tests.statements.documents import (
+    ROOT,
+    Row,
+    Value,
+    claim,
+    linked,
+    markdown_table,
+    one,
+    some,
+    table,
+    table_claim,
+)
+
+README, DATA = "README.md", "data/README.md"
+GIB, MIB = 2**30, 2**20
+
+
+@cache
+def records(directory: str) -> tuple[RunRecord, ...]:
+    """The runs of a directory below data/."""
+    return tuple(load_records(ROOT / "data" / directory / "runs")[0])
+
+
+def number(row: Mapping[str, str], name: str) -> float:
+    return float(row[name])
+
+
+def count(rows: Iterable[Mapping[str, str]], *names: str) -> int:
+    """Different values of these columns."""
+    return len({tuple(row[name] for name in names) for row in rows})
+
+
+def percents(rows: Iterable[Mapping[str, str]], name: str) -> list[float]:
+    return [100 * number(row, name) for row in rows]
+
+
+# The grid
+
+
+def train() -> tuple[dict[str, str], ...]:
+    return linked(README, "e2e_benchmark/train/results.csv")
+
+
+@claim(README, r"on a GPU machine it is (\w+) sizes at (\w+) context lengths")
+@claim(README, r"by phase, (\w+) sizes at (\w+) context lengths, bf16")
+def sizes_and_contexts() -> Sequence[Value]:
+    return count(train(), "size"), count(train(), "context_length")
+
+
+@claim(README, r"\[all (\d+) rows\]")
+def rows_of_the_grid() -> Sequence[Value]:
+    return (len(train()),)
+
+
+@table_claim(README, "| size | context | precision | forward (ms)")
+def first_table() -> Sequence[Row]:
+    return [row for row in markdown_table("e2e_benchmark/train/results.md") if row["context"] == "512"]
+
+
+@claim(
+    README,
+    r"precision: ([\d.]+) TFLOP/s in bf16, ([\d.]+) times the (\d+) of true fp32.* MFU of small falls from ([\d.]+) to "
+    r"([\d.]+) % while its step gets ([\d.]+) times as fast; in bf16 small and medium also wait for the CPU "
+    r"\(`launch-bound`\), and a (\w+) of the step of 2\.7B goes to an AdamW",
+)
+def why_mfu_falls() -> Sequence[Value]:
+    (name,) = {row["device_name"] for row in train()}
+    device = find_device(name)
+    assert device is not None
+    full, low = (device.peak_flops_per_s[precision] / 1e12 for precision in (Precision.FP32, Precision.BF16))
+    fp32, bf16 = some(train(), size="small", context_length=512)
+    for size in ("small", "medium"):
+        assert "launch-bound" in one(train(), size=size, context_length=512, precision="bf16")["warnings"]
+    largest = one(train(), size="2.7B", context_length=512, precision="bf16")
+    times_as_fast = number(fp32, "step_mean_ms") / number(bf16, "step_mean_ms")
+    of_adamw = number(largest, "optimizer_mean_ms") / number(largest, "step_mean_ms")
+    return low, low / full, full, *percents((fp32, bf16), "mfu"), times_as_fast, of_adamw
+
+
+# Where the time goes
+
+
+@claim(README, r"each class of kernel in the step, (\w+) configurations")
+def profiled_configurations() -> Sequence[Value]:
+    return (len(linked(README, "nsys_profiles/train/slowdown.csv")),)
+
+
+@claim(README, r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms, and idle ([\d.]+) %")
+def idle_in_small() -> Sequence[Value]:
+    step = one(linked(README, "nsys_profiles/train/phases.csv"), size="small", context_length=128, phase="step")
+    (path,) = (ROOT / "data/nsys_profiles/train/kernels").glob("small_ctx128_*.json")
+    profile = read_profile(path)
+    assert profile is not None
+    late_s = sum(row.total_s for row in profile.idle if row.cause is IdleCause.LATE_LAUNCH)
+    wall_ms = number(step, "wall_mean_ms")
+    return *percents([step], "busy_share"), wall_ms, 100 * late_s * 1e3 / profile.num_steps / wall_ms
+
+
+@claim(README, r"One nsys report, (\w+) steps of small at context 512")
+def steps_of_the_report() -> Sequence[Value]:
+    return (number(one(table("nsys_profiles/train/results.csv"), size="small", context_length=512), "measured_steps"),)
+
+
+@table_claim(README, "| range | nsys stats: kernels |")
+def kernels_by_range() -> Sequence[Row]:
+    report = linked(README, "nsys_profiles/train/nvtx_kern_sum_small_ctx512.csv")
+    ours = some(linked(README, "nsys_profiles/train/phases.csv"), size="small", context_length=512)
+    (steps,) = steps_of_the_report()
+    assert isinstance(steps, float)
+    found: list[Row] = []
+    for name in ("forward", "backward", "optimizer", "measure"):
+        theirs = some(report, **{"NVTX Range": f":{name}"})
+        row = one(ours, phase="step" if name == "measure" else name)
+        found.append({
+            "range": "all of `measure`" if name == "measure" else name,
+            "nsys stats: kernels": sum(number(part, "Kern Inst") for part in theirs),
+            "GPU time (ms)": sum(number(part, "Total Time (ns)") for part in theirs) / 1e6,
+            "cs336 kernels: kernels": steps * number(row, "kernels_per_step"),
+            "GPU time (ms) 2": steps * number(row, "kernel_mean_ms"),
+        })  # fmt: skip
+    return found
+
+
+@claim(README, r"([\d.]+) times for small at context 128, less than (\d+) % for xl")
+def cost_of_the_profiler() -> Sequence[Value]:
+    rows = linked(README, "nsys_profiles/train/slowdown.csv")
+    most = max(number(row, "slowdown") for row in some(rows, size="xl"))
+    return number(one(rows, size="small", context_length=128), "slowdown"), math.ceil(100 * (most - 1))
+
+
+@claim(
+    README,
+    r"launches (\d+) kernels that move (\d+) times the bytes.* ([\d.]+) times as fast \[in fp32\]\S+ ([\d.]+) to "
+    r"([\d.]+) times \[in bf16\]",
+)
+def gelu() -> Sequence[Value]:
+    fp32, bf16 = (
+        {
+            row["version"]: row
+            for row in some(linked(README, f"fusion/{precision}/results.csv"), op="gelu", phase="forward")
+        }
+        for precision in ("fp32", "bf16")
+    )
+    for rows in (fp32, bf16):
+        assert (rows["compiled"]["kernels"], rows["fused"]["kernels"]) == ("1", "1")
+    compiled, fused = (number(fp32[name], "speed_up") for name in ("compiled", "fused"))
+    assert f"{compiled:.1f}" == f"{fused:.1f}"
+    eager = fp32["eager"]
+    moved = number(eager, "moved_mib") / number(eager, "must_move_mib")
+    return number(eager, "kernels"), moved, fused, *(number(bf16[name], "speed_up") for name in ("compiled", "fused"))
+
+
+# Where the memory goes
+
+
+def peak_gib(precision: str, mode: str, context: int = 512) -> float:
+    rows = linked(README, "memory_profiles/h200/peaks.csv")
+    return number(one(rows, size="xl", context_length=context, mode=mode, precision=precision), "peak_allocated_gib")
+
+
+@claim(README, r"Memory over (\w+) training steps of xl")
+@claim(DATA, r"The times of these runs, of (\w+) measured steps")
+def steps_of_the_recordings() -> Sequence[Value]:
+    (steps,) = {row["measured_steps"] for row in linked(README, "memory_profiles/h200/results.csv")}
+    return (float(steps),)
+
+
+@claim(
+    README,
+    r"xl \(([\d.]+) billion parameters\) at batch 4 and context 512 peaks at ([\d.]+) GiB in inference, ([\d.]+) with "
+    r"the graph kept and ([\d.]+) in training; bf16 under autocast takes ([\d.]+),",
+)
+def peaks_of_xl() -> Sequence[Value]:
+    (parameters,) = {record.num_parameters for record in records("memory_profiles/h200") if record.config.size == "xl"
+                     and record.status is Status.OK}  # fmt: skip
+    assert parameters is not None
+    fp32 = (peak_gib("fp32", mode) for mode in ("inference", "forward", "train"))
+    return parameters / 1e9, *fp32, peak_gib("bf16", "train")
+
+
+@claim(README, r"allocator's own count at all (\d+) boundaries of phases, to the byte")
+@claim(DATA, r"At all (\d+) boundaries of phases")
+def boundaries_that_add_up() -> Sequence[Value]:
+    rows = [row for name in ("h200", "first_step") for row in table(f"memory_profiles/{name}/boundaries.csv")]
+    for counted, named in (("counted", "allocated"), ("counted_requested", "requested")):
+        assert all(row[f"{counted}_bytes"] == row[f"{named}_bytes"] for row in rows)
+    kinds = [
+        name for name in rows[0] if re.fullmatch(r"(?!counted|allocated|difference|reserved|.*requested).*_bytes", name)
+    ]
+    assert all(sum(number(row, name) for name in kinds) == number(row, "allocated_bytes") for row in rows)
+    return (len(rows),)
+
+
+@cache
+def eager_records() -> tuple[RunRecord, ...]:
+    """Of all directories: runs of this project's model that nothing compiled."""
+    found = (record for path in sorted((ROOT / "data").rglob("runs")) for record in load_records(path)[0])
+    return tuple(dict.fromkeys(record for record in found if record.config.compile is CompileMode.NONE))
+
+
+def predicted_bytes(config: RunConfig) -> int:
+    """The peak that is predicted for the configuration, which must be one that can be."""
+    predicted = predicted_peak_bytes(config)
+    assert predicted is not None, config.key
+    return predicted
+
+
+def errors(runs: Iterable[RunRecord]) -> list[tuple[int, int]]:
+    """How far off each prediction was, and the measured peak (bytes); every run has both."""
+    pairs = []
+    for record in runs:
+        assert record.memory is not None, record.key
+        peak_bytes = record.memory.peak_allocated_bytes
+        pairs.append((abs(predicted_bytes(record.config) - peak_bytes), peak_bytes))
+    return pairs
+
+
+def out_of_memory(runs: Iterable[RunRecord]) -> tuple[set[RunConfig], float]:
+    """The configurations that ran out of memory, which must be those foretold on the GPU's size (GiB, second)."""
+    kept = {record.config.unprofiled.configuration: record for record in runs}
+    ended = {config: record for config, record in kept.items() if record.status is Status.OOM}
+    messages = [record.failure.message for record in ended.values() if record.failure is not None]
+    (gib,) = {float(size) for text in messages for size in re.findall(r"total capacity of ([\d.]+) GiB", text)}
+    assert set(ended) == set(make_plan(list(kept), round(gib * GIB)).too_large)
+    return set(ended), gib
+
+
+@claim(
+    README,
+    r"Of the ([\d,]+) eager runs in `data/` that finished, all on H200s, it was at most ([\d.]+) % off, and the (\d+) "
+    r"configurations that ran out of memory were those foretold\.",
+)
+def predictions() -> Sequence[Value]:
+    finished = [record for record in eager_records() if record.status is Status.OK]
+    assert {record.environment and record.environment.identity.device_name for record in finished} == {"NVIDIA H200"}
+    worst = max(error / peak for error, peak in errors(finished))
+    return len(finished), 100 * worst, len(out_of_memory(eager_records())[0])
+
+
+# How far it is from the hardware
+
+
+@claim(README, r"# ([\d.]+) days")
+def days_of_training() -> Sequence[Value]:
+    command = r'napkin --parameters (\S+) --tokens (\S+) --device-name "([^"]*)" --count (\d+)'
+    ((parameters, tokens, name, devices),) = re.findall(command, (ROOT / README).read_text())
+    device = find_device(name)
+    assert device is not None
+    flops_per_s = float(devices) * 0.5 * device.peak_flops_per_s[Precision.BF16]
+    return (6 * float(parameters) * float(tokens) / flops_per_s / (24 * 60 * 60),)
+
+
+@claim(README, r"its losses over (\d+) steps must be those of the first rung")
+def steps_of_the_gate() -> Sequence[Value]:
+    return (GATE_STEPS,)
+
+
+def rung(ladder: str, name: str) -> Mapping[str, str]:
+    return one(linked(README, f"ladder/{ladder}/ladder.csv"), rung=name)
+
+
+@claim(README, r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]")
+def ladder_of_gpt2() -> Sequence[Value]:
+    first, last = (rung("gpt2", name) for name in ("fp32", "fused-blocks"))
+    interval = (number(last, f"speed_up_over_first_ci95_{end}") for end in ("low", "high"))
+    return number(first, "step_mean_ms"), number(last, "step_mean_ms"), *interval
+
+
+@claim(README, r"The last ([\d.]+) ms are kernels of our own")
+def gain_of_own_kernels() -> Sequence[Value]:
+    before, after = (number(rung("gpt2", name), "step_mean_ms") for name in ("blocks", "fused-blocks"))
+    return (before - after,)
+
+
+@claim(README, r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, and to (\d+) in fp8")
+@claim(DATA, r"two fresh processes of each: ([\d,]+) to (\d+) ms in bf16, (\d+) in fp8")
+def ladder_of_gpt2_xl() -> Sequence[Value]:
+    return [number(rung("gpt2-xl", name), "step_mean_ms") for name in ("fp32", "fused-blocks", "fp8")]
+
+
+@claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: ([\d.]+) to ([\d.]+) ms, and")
+def rungs_of_gpt2() -> Sequence[Value]:
+    rows = linked(DATA, "ladder/gpt2/ladder.csv")
+    (processes,) = {row["processes"] for row in rows}
+    return len(rows), float(processes), *ladder_of_gpt2()[:2]
+
+
+@claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: [\d,]+ to \d+ ms in bf16")
+def rungs_of_gpt2_xl() -> Sequence[Value]:
+    rows = linked(DATA, "ladder/gpt2-xl/ladder.csv")
+    (processes,) = {row["processes"] for row in rows}
+    return len(rows), float(processes)
+
+
+def bf16_ceiling() -> float:
+    """The highest rate that was measured on an H200 (TFLOP/s)."""
+    studies = (linked(DATA, f"ceilings/{name}/results.csv") for name in ("NVIDIA-H200", "NVIDIA-H200-x2"))
+    return max(number(one(rows, ceiling="bf16 product"), "measured") for rows in studies)
+
+
+def ceiling_shares(name: str, *, causal: bool = False) -> dict[str, float]:
+    """Model FLOPs per second of each size over the highest bf16 rate that was measured (%)."""
+    shares = {}
+    for record in records(f"e2e_benchmark/{name}"):
+        row = one(linked(README, f"e2e_benchmark/{name}/results.csv"), size=record.config.size)
+        flops = sum(part.step for part in component_flops(record.config, causal=causal))
+        shares[record.config.size] = 100 * flops / number(row, "step_mean_ms") / 1e9 / bf16_ceiling()
+    return shares
+
+
+@table_claim(README, "| size | eager bf16, above (ms)")
+def fast_steps() -> Sequence[Row]:
+    shares = ceiling_shares("train_fast")
+    found: list[Row] = []
+    for row in linked(README, "e2e_benchmark/train_fast/results.csv"):
+        eager = one(train(), size=row["size"], context_length=512, precision="bf16")
+        eager_ms, fast_ms = (number(side, "step_mean_ms") for side in (eager, row))
+        found.append({
+            "size": row["size"],
+            "eager bf16, above (ms)": eager_ms,
+            "`--fast` (ms)": (fast_ms, number(row, "step_std_ms")),
+            "times as fast": eager_ms / fast_ms,
+            "of the measured ceiling (%)": shares[row["size"]],
+        })  # fmt: skip
+    return found
+
+
+@claim(DATA, r"the fastest step of (\w+) sizes: ([\d.]+) \(small\) to ([\d.]+) times \(2\.7B\) as fast")
+def fast_steps_in_short() -> Sequence[Value]:
+    rows = fast_steps()
+    gains = {row["size"]: row["times as fast"] for row in rows}
+    assert (min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)) == ("2.7B", "small")
+    return len(rows), gains["small"], gains["2.7B"]
+
+
+@claim(README, r"blocks compiled one by one, in ([\d.]+) to ([\d.]+) s \(")
+def time_to_compile() -> Sequence[Value]:
+    found = [record.compilation for record in records("e2e_benchmark/train_fast")]
+    times_s = [compilation.seconds for compilation in found if compilation is not None]
+    return min(times_s), max(times_s)
+
+
+@claim(
+    README,
+    r"its products run at (\d+) to (\d+) % of \[[^]]*\]\S+ AdamW at (\d+) % of copying speed\. Attention, (\d+) % of "
+    r"the time, reaches \[(\d+) to (\d+) %\]\S+ of its roof with all its T x T pairs counted, (\d+) to (\d+) % "
+    r"as causal\.",
+)
+def roofs_of_the_fast_step() -> Sequence[Value]:
+    rows = linked(README, "ceilings/NVIDIA-H200/roofline.csv")
+    parts = {name: sorted(percents(some(rows, part=name), "roof_share")) for name in {row["part"] for row in rows}}
+    causal = sorted(percents(some(rows, part="fused attention"), "causal_roof_share"))
+    classes = linked(README, "kineto_profiles/train_fast/classes.csv")
+    of_time = percents([one(classes, size="xl", phase="step")], "fused_attention_share")
+    return *parts["linear layers, products alone"], *parts["optimizer"], *of_time, *parts["fused attention"], *causal
+
+
+@claim(
+    README,
+    r"\[(\d+) % and (\d+) %\]\(data/e2e_benchmark/train_fast_batch16/results\.md\) \((\d+) % and (\d+) % as causal\)",
+)
+def shares_at_batch_16() -> Sequence[Value]:
+    full, causal = (ceiling_shares("train_fast_batch16", causal=causal) for causal in (False, True))
+    return full["xl"], full["2.7B"], causal["xl"], causal["2.7B"]
+
+
+@claim(DATA, r"where the products are large: (\d+) % and (\d+) % of the measured bf16 ceiling")
+def shares_at_batch_16_in_short() -> Sequence[Value]:
+    return shares_at_batch_16()[:2]
+
+
+# What precision does, and how it measures
+
+
+@claim(README, r"adds ([\d.]+) a (\w+) times in fp32, fp16 and bf16")
+def addends() -> Sequence[Value]:
+    ((addend, additions),) = {(row["addend"], row["count"]) for row in table("precision/accumulation.csv")}
+    return float(addend), float(additions)
+
+
+@claim(README, r"it takes (\w+) or more")
+def fewest_processes_for_an_interval() -> Sequence[Value]:
+    return (FEWEST,)
+
+
+@claim(README, r"Steady state only: (\w+) warm-up steps")
+def warmup_steps() -> Sequence[Value]:
+    return (RunConfig.__dataclass_fields__["warmup_steps"].default,)
