@@ -22,6 +22,7 @@ from cs336_systems.config import (
     Attention,
     CompileMode,
     Device,
+    Mode,
     ModelConfig,
     OptimizerKind,
     Precision,
