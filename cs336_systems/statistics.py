@@ -30,6 +30,15 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
+def quotient_stdev(quotient: float, *cvs: float | None) -> float | None:
+    """Standard deviation of a quotient of independent values, each with this coefficient of variation, to first order.
+
+    None where one of these is not known.
+    """
+    known = [cv for cv in cvs if cv is not None]
+    return quotient * math.hypot(*known) if len(known) == len(cvs) else None
+
+
 def lag1_autocorrelation(values: Sequence[float]) -> float | None:
     """Correlation of each value with the next, in [-1, 1]; None for fewer than 3 values or when all are equal.
 

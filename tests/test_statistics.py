@@ -8,6 +8,7 @@ from cs336_systems.statistics import (
     lag1_autocorrelation,
     mean_interval,
     modified_z_scores,
+    quotient_stdev,
     slope,
     standard_error,
 )
@@ -102,3 +103,10 @@ def test_modified_z_scores_are_robust_standard_scores() -> None:
 
 def test_modified_z_scores_where_most_values_are_equal() -> None:
     assert modified_z_scores([1.0, 1.0, 1.0, 2.0, 0.5]) == [0, 0, 0, math.inf, -math.inf]
+
+
+def test_the_deviation_of_a_quotient_is_that_of_many_drawn_ones() -> None:
+    generator = np.random.default_rng(0)
+    a, b = generator.normal(6, 0.18, size=200_000), generator.normal(2, 0.08, size=200_000)
+    assert quotient_stdev(3, 0.03, 0.04) == pytest.approx(float(np.std(a / b)), rel=0.02)
+    assert quotient_stdev(3, 0.03, None) is None

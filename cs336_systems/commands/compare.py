@@ -18,7 +18,7 @@ from cs336_systems.commands.report import load_or_say
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.json_files import encode_json
-from cs336_systems.record import RunRecord, load_records, read_record
+from cs336_systems.record import RunRecord, Status, load_records, read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,16 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
             ended = STATUS_WORDS[records[0].status]
             raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
     comparison = checked(functools.partial(compare, *means))
-    table = comparison_table((arguments.a.strip(), arguments.b.strip()), means, comparison)
+    codes = [[[w.code for w in record.warnings] for record in side if record.status is Status.OK] for side in sides]
+    table = comparison_table((arguments.a.strip(), arguments.b.strip()), means, comparison, codes)
     if directory is not None:
         write_comparison(table, directory)
     if print_json is not None:
-        found = zip("AB", (arguments.a.strip(), arguments.b.strip()), means, strict=True)
-        listed = [{"side": side, "configuration": name, "process_means_s": own} for side, name, own in found]
+        found = zip("AB", (arguments.a.strip(), arguments.b.strip()), means, codes, strict=True)
+        listed = [
+            {"side": side, "configuration": name, "process_means_s": own, "process_warnings": warned}
+            for side, name, own, warned in found
+        ]
         print_json(encode_json({"sides": listed, "verdict": comparison.verdict, "comparison": comparison}))
     else:
         print_table(table)

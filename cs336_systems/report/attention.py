@@ -7,10 +7,12 @@ from pathlib import Path
 
 from cs336_systems.config import Phase, Precision
 from cs336_systems.json_files import write_atomically
+from cs336_systems.quality import PASSES
 from cs336_systems.record import Status
 from cs336_systems.report.attention_plots import PHASES, attention_pictures, settings
+from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
 from cs336_systems.report.drawing import to_png
-from cs336_systems.report.formats import WRITERS, Heading, Table, mean_and_std, significant, to_csv
+from cs336_systems.report.formats import WRITERS, Heading, Table, significant, to_csv
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.attention_records import (
     AttentionCell,
@@ -32,6 +34,7 @@ CSV_COLUMNS = (
     "forward_mean_ms", "forward_std_ms", "forward_tflops_per_s",
     "backward_mean_ms", "backward_std_ms", "backward_tflops_per_s",
     "before_forward_mib", "before_backward_mib", "saved_mib", "naive_saved_closed_form_mib", "peak_mib", "compile_s",
+    "forward_warnings", "backward_warnings",
 )  # fmt: skip
 
 
@@ -49,10 +52,12 @@ def _time_table(study: AttentionStudy, precision: Precision, phase: Phase) -> Ta
     def cell(result: CellResult) -> str:
         measured = result.measurement(phase)
         std_ms = None if measured is None or measured.stdev_s is None else measured.stdev_s * 1e3
-        return "" if measured is None else mean_and_std(measured.mean_s * 1e3, std_ms)
+        return "" if measured is None else time_text(measured.mean_s * 1e3, std_ms, result.warnings(phase))
 
+    timed = [result.warnings(phase) for result in study.results_of(precision) if result.measurement(phase)]
     notes = [
         f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up.",
+        *doubt_notes(timed, "cells", PASSES),
         *_speed_ups(study, precision, phase),
         *_rates(study, precision, phase),
         *(_compile_times(study, precision) if phase is Phase.FORWARD else ()),
@@ -107,16 +112,24 @@ def _speed_ups(study: AttentionStudy, precision: Precision, phase: Phase) -> Ite
     gains = []
     for implementation in study.available(precision):
         pairs = [
-            (naive[_shape(result)].measurement(phase), result.measurement(phase), result)
+            (naive[_shape(result)], result)
             for result in study.results_of(precision, implementation)
             if implementation is not Implementation.NAIVE and _shape(result) in naive
         ]
-        both = [(slow.mean_s / fast.mean_s, result) for slow, fast, result in pairs if slow and fast and fast.mean_s]
-        if both:
+        gain_of = [(_gain(slow, fast, phase), fast) for slow, fast in pairs]
+        if both := [(gain, result) for gain, result in gain_of if gain]:
             gain, result = both[-1]
-            gains.append(f"{implementation} {significant(gain, 3)} (d_head {_at(result)})")
+            gains.append(f"{implementation} {gain} (d_head {_at(result)})")
     if gains:
         yield f"Times as fast as naive, at the largest shape that both can do: {', '.join(gains)}."
+
+
+def _gain(slow: CellResult, fast: CellResult, phase: Phase) -> str:
+    """How many times as fast the second is; empty where either has no time."""
+    times = slow.measurement(phase), fast.measurement(phase)
+    if times[0] is None or times[1] is None or not times[1].mean_s:
+        return ""
+    return ratio_text(times[0].mean_s / times[1].mean_s, times, (*slow.warnings(phase), *fast.warnings(phase)))
 
 
 def _rates(study: AttentionStudy, precision: Precision, phase: Phase) -> Iterator[str]:
@@ -125,7 +138,8 @@ def _rates(study: AttentionStudy, precision: Precision, phase: Phase) -> Iterato
     for implementation in study.available(precision):
         timed = [result for result in study.results_of(precision, implementation) if result.measurement(phase)]
         if timed and (rate := _tflops_per_s(study, timed[-1], phase)):
-            rates.append(f"{implementation} {significant(rate, 3)} (d_head {_at(timed[-1])})")
+            text = ratio_text(rate, [timed[-1].measurement(phase)], timed[-1].warnings(phase))
+            rates.append(f"{implementation} {text} (d_head {_at(timed[-1])})")
     if rates:
         convention = "a causal mask counting as full"
         if phase is Phase.BACKWARD:
@@ -256,7 +270,7 @@ def _csv_row(study: AttentionStudy, result: CellResult) -> list[object]:
         *map(_scaled, held),
         _scaled(naive_saved_bytes(grid, cell)) if cell.implementation is Implementation.NAIVE else None,
         _scaled(memory.peak_bytes if memory else None),
-        result.compile_s,
+        result.compile_s, *(codes_text(result.warnings(phase)) for phase in PHASES),
     ]  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """The verdict on two configurations, as a table that shows what it rests on."""
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cs336_systems.analysis.compare import Comparison
 from cs336_systems.json_files import write_atomically
+from cs336_systems.quality import STEPS, in_doubt
 from cs336_systems.report.formats import (
     STEP_INTERVAL,
     WRITERS,
@@ -22,8 +24,16 @@ Side = tuple[str, str, Sequence[float]]
 """A or B, its flags or its path, and the mean steps of its processes (seconds)."""
 
 
-def comparison_table(names: Sequence[str], means_s: Sequence[Sequence[float]], comparison: Comparison) -> Table:
-    """One row per side: `names` are the flags or paths, `means_s` the mean step times of the processes, in seconds."""
+def comparison_table(
+    names: Sequence[str],
+    means_s: Sequence[Sequence[float]],
+    comparison: Comparison,
+    codes: Sequence[Sequence[Sequence[str]]] = ((), ()),
+) -> Table:
+    """One row per side: `names` are the flags or paths, `means_s` the mean step times of the processes, in seconds.
+
+    `codes` are the warnings of each process.
+    """
     rows: list[Side] = list(zip("AB", names, means_s, strict=True))
     columns: list[Column[Side]] = [
         Column(Heading("side", numeric=False), lambda row: row[0]),
@@ -35,8 +45,18 @@ def comparison_table(names: Sequence[str], means_s: Sequence[Sequence[float]], c
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""
-    notes = (f"Mean{spread} over fresh processes, run alternately.", comparison.sentence)
-    return make_table("A against B", known, rows, notes)
+    how = f"Mean{spread} over fresh processes, run alternately."
+    return make_table("A against B", known, rows, (how, comparison.sentence, *_doubts(codes)))
+
+
+def _doubts(codes: Sequence[Sequence[Sequence[str]]]) -> Iterator[str]:
+    """How many processes of a side carry each warning that puts their times, and so the verdict, in doubt."""
+    found = []
+    for side, processes in zip("AB", codes, strict=True):
+        counts = Counter(code for process in processes for code in process if in_doubt([code]))
+        found += [f"{code} in {count} of {len(processes)} processes of {side}" for code, count in counts.items()]
+    if found:
+        yield f"In doubt: {', '.join(found)}. Close other programs, or use {STEPS.more}."
 
 
 def write_comparison(table: Table, directory: Path) -> None:

@@ -28,6 +28,8 @@ CSV_DIGITS = 9
 """Significant digits of a number in a CSV file: a nanosecond in a second."""
 MIN_DIGITS, MAX_DIGITS = 3, 5
 """Significant digits of what has an interval."""
+DOUBT = "?"
+"""Ends a time that is in doubt, and what is computed from it."""
 MAX_WORD = 24
 """Characters of a word of text that a terminal breaks only where nothing else makes a table fit."""
 LONGEST_ON_TERMINAL = 1000
@@ -134,14 +136,31 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def mean_and_std(mean: float, std: float | None) -> str:
-    """`66.31 ± 0.12`, `66.3 ± 0.4`: the deviation to one digit, two after a leading 1; the mean as far as these."""
+    """`66.31 ± 0.12`, `66.3 ± 0.4`: the deviation to one digit, two after a leading 1; the mean as far as these.
+
+    Where the deviation is the larger, `0.072 ± 33`: each to two digits.
+    """
     if std is None or not math.isfinite(std):
         return significant(mean)
     if std == 0:
         return f"{significant(mean)} ± 0"
+    if std > abs(mean):
+        return f"{significant(mean, 2)} ± {significant(std, 2)}"
     first, _, exponent = f"{std:.1e}".partition("e")
     decimals = min(9, max(0, (1 if first.startswith("1") else 0) - int(exponent)))
     return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
+
+
+def derived_text(value: float | None, std: float | None, *, is_doubted: bool, digits: int) -> str:
+    """What is computed from times: `2.19`; where these are in doubt with its deviation and a mark, `2.2 ± 0.4 ?`.
+
+    Empty for None. With an unknown deviation, `2.19 ?`.
+    """
+    if value is None:
+        return ""
+    if not is_doubted:
+        return significant(value, digits)
+    return f"{significant(value, digits) if std is None else mean_and_std(value, std)} {DOUBT}"
 
 
 def interval_text(low: float | None, high: float | None) -> str:

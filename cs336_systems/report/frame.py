@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -17,9 +17,10 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.memory_model import predicted_peak_bytes
+from cs336_systems.quality import in_doubt
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identity
-from cs336_systems.statistics import mean_interval
+from cs336_systems.statistics import mean_interval, quotient_stdev
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 TEXTS = (
@@ -86,26 +87,32 @@ def speed_ups(frame: pd.DataFrame) -> pd.DataFrame:
     """For every row, how many times faster it is than the same configuration in fp32 on the same device.
 
     `speed_up` and `speed_up_std` (both steps' std/mean, propagated) are NaN for fp32 itself and where a time is
-    missing; `full_status` is how the fp32 run ended, None where there is none.
+    missing; `full_status` is how the fp32 run ended, None where there is none; `is_doubted` says whether a warning
+    of either run puts its time in doubt.
     """
     rows = rows_of(frame)
     full = {
         (apart_from(r["config"], "precision"), r["device_name"]): r for r in rows if r["precision"] == Precision.FP32
     }
-    found: list[tuple[float, float, str | None]] = []
+    found: list[tuple[float, float, str | None, bool]] = []
     for row in rows:
         key = apart_from(row["config"], "precision")
         twin = full.get((key, row["device_name"])) or full.get((key, None))  # which failed before it named its device
         if twin is None or row["precision"] == Precision.FP32:
-            found.append((math.nan, math.nan, None))
+            found.append((math.nan, math.nan, None, False))
         elif not twin["step_mean_ms"] or not row["step_mean_ms"]:
-            found.append((math.nan, math.nan, twin["status"]))
+            found.append((math.nan, math.nan, twin["status"], False))
         else:
             ratio = twin["step_mean_ms"] / row["step_mean_ms"]
-            known = twin["step_cv"] is not None and row["step_cv"] is not None
-            spread = ratio * math.hypot(twin["step_cv"], row["step_cv"]) if known else math.nan
-            found.append((ratio, spread, twin["status"]))
-    return pd.DataFrame(found, columns=["speed_up", "speed_up_std", "full_status"], index=frame.index)
+            spread = quotient_stdev(ratio, twin["step_cv"], row["step_cv"])
+            is_doubted = any(in_doubt(codes_of(side)) for side in (twin, row))
+            found.append((ratio, math.nan if spread is None else spread, twin["status"], is_doubted))
+    return pd.DataFrame(found, columns=["speed_up", "speed_up_std", "full_status", "is_doubted"], index=frame.index)
+
+
+def codes_of(row: Mapping[str, Any]) -> list[str]:
+    """The warnings of a row one by one."""
+    return (row["warnings"] or "").split(";")
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -10,9 +10,11 @@ from matplotlib.figure import Figure
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.hardware import DeviceSpec, find_device
 from cs336_systems.json_files import write_atomically
+from cs336_systems.quality import PASSES, in_doubt
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import WRITERS, Column, Heading, Table, make_table, significant, to_csv
+from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
+from cs336_systems.report.formats import DOUBT, WRITERS, Column, Heading, Table, make_table, significant, to_csv
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.fusion_records import FusionRow, FusionStudy, Version, encode_study
 
@@ -21,7 +23,7 @@ COLOURS = {Version.EAGER: "#333333", Version.COMPILED: "#E69F00", Version.FUSED:
 CSV_COLUMNS = (
     "op", "precision", "version", "phase", "device_name", "status", "error", "kernels", "kernel_names",
     "must_move_mib", "moved_mib", "median_ms", "mean_ms", "std_ms", "gb_per_s", "bandwidth_share", "speed_up",
-    "tflops_per_s", "max_error",
+    "tflops_per_s", "max_error", "warnings",
 )  # fmt: skip
 
 
@@ -59,13 +61,13 @@ def _columns(study: FusionStudy) -> list[Column[FusionRow]]:
         Column(Heading("must move", "MiB", spare=6), lambda row: significant(row.must_move_bytes / 2**20)),
         Column(Heading("moved", "MiB", spare=7), lambda row: _text(row.moved_bytes, 2**-20)),
         Column(Heading("time", "ms"), lambda row: _time(row)),
-        Column(Heading("rate", "GB/s", spare=5), lambda row: _text(row.must_move_bytes_per_s, 1e-9, 3)),
+        Column(Heading("rate", "GB/s", spare=5), lambda row: _derived(row, row.must_move_bytes_per_s, 1e-9)),
     ]
     if spec is not None:
-        columns.append(Column(Heading("of bandwidth", "%", spare=4), lambda row: _text(_share(row, spec), 100, 3)))
+        columns.append(Column(Heading("of bandwidth", "%", spare=4), lambda row: _derived(row, _share(row, spec), 100)))
     return [
         *columns,
-        Column(Heading("speed-up", "vs eager", spare=1), lambda row: _text(speed_up(study, row), 1, 3)),
+        Column(Heading("speed-up", "vs eager", spare=1), lambda row: _speed_up(study, row)),
         Column(Heading("max error", spare=8), _error),
     ]
 
@@ -74,12 +76,27 @@ def _spec(study: FusionStudy) -> DeviceSpec | None:
     return find_device(study.environment.identity.device_name)
 
 
-def _text(value: float | None, scale: float, digits: int = 4) -> str:
-    return "" if value is None else significant(value * scale, digits)
+def _text(value: float | None, scale: float) -> str:
+    return "" if value is None else significant(value * scale)
 
 
 def _time(row: FusionRow) -> str:
-    return STATUS_WORDS[row.status] if row.measurement is None else significant(row.measurement.median_s * 1e3)
+    measured = row.measurement
+    if measured is None:
+        return STATUS_WORDS[row.status]
+    std_ms = None if measured.stdev_s is None else measured.stdev_s * 1e3
+    return time_text(measured.median_s * 1e3, std_ms, row.warnings)
+
+
+def _derived(row: FusionRow, value: float | None, scale: float) -> str:
+    """What follows from the time of the row alone."""
+    return ratio_text(None if value is None else value * scale, [row.measurement], row.warnings)
+
+
+def _speed_up(study: FusionStudy, row: FusionRow) -> str:
+    eager = study.eager(row)
+    warnings = () if row is eager else (*eager.warnings, *row.warnings)
+    return ratio_text(speed_up(study, row), [eager.measurement, row.measurement], warnings)
 
 
 def _error(row: FusionRow) -> str:
@@ -103,8 +120,10 @@ def speed_up(study: FusionStudy, row: FusionRow) -> float | None:
 def _notes(study: FusionStudy, rows: list[FusionRow]) -> Iterator[str]:
     yield (
         "must move: inputs read once and results written once; moved: operands and results of every operation that was "
-        f"launched. Median of {study.grid.passes} passes; error against the same mathematics in float64."
+        f"launched. Median ± standard deviation of {study.grid.passes} passes; error against the same mathematics in "
+        "float64."
     )
+    yield from doubt_notes([row.warnings for row in rows if row.measurement], "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
     for op in dict.fromkeys(row.op for row in rows):
@@ -121,9 +140,9 @@ def _sentence(study: FusionStudy, versions: dict[Version, FusionRow]) -> Iterato
     if eager.status is not Status.OK or eager.moved_bytes is None:
         return
     others = [
-        f"{version} {_kernels(row)}, {significant(gain, 3)} times as fast"
+        f"{version} {_kernels(row)}, {gain} times as fast"
         for version, row in versions.items()
-        if version is not Version.EAGER and (gain := speed_up(study, row)) is not None
+        if version is not Version.EAGER and (gain := _speed_up(study, row))
     ]
     excess = significant(eager.moved_bytes / eager.must_move_bytes, 3)
     texts = [f"written out {_kernels(eager)} that move {excess} times what must move", *others]
@@ -163,7 +182,7 @@ def _csv_row(study: FusionStudy, row: FusionRow) -> list[object]:
         *(None if time_s is None else time_s * 1e3 for time_s in times_s),
         None if rate is None else rate / 1e9, _share(row, spec) if spec else None, speed_up(study, row),
         row.matmul_flops / measured.median_s / 1e12 if measured and measured.median_s and row.matmul_flops else None,
-        row.max_error,
+        row.max_error, codes_text(row.warnings),
     ]  # fmt: skip
 
 
@@ -195,7 +214,8 @@ def _draw_panel(panel: Axes, rows: list[FusionRow], spec: DeviceSpec | None) -> 
             continue
         time_ms = row.measurement.median_s * 1e3
         bar = panel.bar(index, time_ms, 0.7, color=COLOURS[row.version])
-        panel.bar_label(bar, [significant(time_ms, 3)], fontsize=8, padding=2)
+        doubt = f" {DOUBT}" if in_doubt(warning.code for warning in row.warnings) else ""
+        panel.bar_label(bar, [f"{significant(time_ms, 3)}{doubt}"], fontsize=8, padding=2)
     panel.set_ylim(0, panel.get_ylim()[1] * 1.12)
     if spec is None:
         return {}

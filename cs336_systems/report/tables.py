@@ -11,11 +11,13 @@ from cs336_systems.hardware import find_device
 from cs336_systems.json_files import write_atomically
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import (
+    DOUBT,
     STEP_INTERVAL,
     WRITERS,
     Column,
     Heading,
     Table,
+    derived_text,
     interval_text,
     make_table,
     mean_and_std,
@@ -52,7 +54,8 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
 
     Warnings are counted where there is a CSV that names them by row.
     """
-    frame = frame.assign(speed_up=speed_ups(frame)["speed_up"].to_numpy())
+    gains = speed_ups(frame)
+    frame = frame.assign(**{name: gains[name].to_numpy() for name in ("speed_up", "speed_up_std", "is_doubted")})
     columns = [
         *_identity(frame),
         *_steps(frame),
@@ -69,6 +72,11 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *mfu_notes(frame),
         *(["Of ceiling: of the highest rate that matrix products were measured to reach."] if is_ceiling_known else []),
         *(warning_notes(frame) if has_csv else []),
+        *(
+            [f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."]
+            if gains["is_doubted"].any()
+            else []
+        ),
     ]
     return make_table("Time of a step", columns, rows_of(frame), notes, _failed)
 
@@ -142,7 +150,7 @@ def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
         "ceiling_share": _quantity("of ceiling", "ceiling_share", "%", 100, 3, spare=12),
         "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3, spare=2),
         "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=11),
-        "speed_up": _quantity("speed-up", "speed_up", "vs fp32", 1, 3, spare=4),
+        "speed_up": Column(Heading("speed-up", "vs fp32", spare=4), _speed_up),
     }
     return [column for name, column in candidates.items() if _known(frame, name)]
 
@@ -192,6 +200,10 @@ def _quantity(name: str, source: str, unit: str, scale: float, digits: int, spar
         return "" if row[source] is None else significant(row[source] * scale, digits)
 
     return Column(Heading(name, unit, spare=spare), cell)
+
+
+def _speed_up(row: RowDict) -> str:
+    return derived_text(row["speed_up"], row["speed_up_std"], is_doubted=row["is_doubted"], digits=3)
 
 
 def _known(frame: pd.DataFrame, name: str) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
 from cs336_systems.json_files import encode_json, read_json
-from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError
+from cs336_systems.quality import PASSES, measurement_warnings
+from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError, RunWarning
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
@@ -150,6 +151,10 @@ class CellResult:
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of forward or backward, or None where the cell has none."""
         return next((m for m in self.measurements if m.phase is phase), None)
+
+    def warnings(self, phase: Phase) -> tuple[RunWarning, ...]:
+        """What puts the times of forward or backward in doubt."""
+        return measurement_warnings(self.measurement(phase), PASSES)
 
     @property
     def compile_s(self) -> float | None:

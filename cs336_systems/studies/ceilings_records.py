@@ -6,13 +6,14 @@ later shares are shares of.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Annotated
 
 import msgspec
 
 from cs336_systems.config import Device
-from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure
+from cs336_systems.quality import LOOPS, timing_warnings
+from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning
 from cs336_systems.studies.attention_records import CellStatus
 
 FORMAT_VERSION = 1
@@ -157,6 +158,16 @@ class Loops:
         return median(self.times_s) / self.count
 
     @property
+    def stdev_s(self) -> float | None:
+        """Sample standard deviation over the loops of the time of one repetition; None for a single loop."""
+        return stdev(self.times_s) / self.count if len(self.times_s) > 1 else None
+
+    @property
+    def cv(self) -> float | None:
+        """Standard deviation of the loops over their mean; None for a single loop."""
+        return stdev(self.times_s) / fmean(self.times_s) if len(self.times_s) > 1 else None
+
+    @property
     def spread(self) -> float:
         """Slowest loop over fastest, less 1."""
         return max(self.times_s) / min(self.times_s) - 1
@@ -174,6 +185,16 @@ class Timing:
     def time_s(self) -> float | None:
         """Time of one repetition; None unless status is ok."""
         return None if self.loops is None else self.loops.median_s
+
+    @property
+    def cv(self) -> float | None:
+        """Relative standard deviation of the time, and so of a rate; None where it is not known."""
+        return None if self.loops is None else self.loops.cv
+
+    @property
+    def warnings(self) -> tuple[RunWarning, ...]:
+        """What puts the time in doubt."""
+        return () if self.loops is None else timing_warnings(self.loops.times_s, repeated=LOOPS)
 
     def rate(self, amount: float) -> float | None:
         """So much of something for each repetition, per second."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
 from cs336_systems.json_files import encode_json, read_json
-from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError, Status
+from cs336_systems.quality import PASSES, measurement_warnings
+from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError, RunWarning, Status
 
 FORMAT_VERSION = 1
 
@@ -79,6 +80,11 @@ class FusionRow:
     """Of the matrix products, a multiply-add counting as 2."""
     max_error: float | None = None
     """Largest distance from the same mathematics in float64, over the first of the batch; None if not finite."""
+
+    @property
+    def warnings(self) -> tuple[RunWarning, ...]:
+        """What puts the times in doubt."""
+        return measurement_warnings(self.measurement, PASSES)
 
     @property
     def must_move_bytes_per_s(self) -> float | None:

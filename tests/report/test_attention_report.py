@@ -32,9 +32,9 @@ def study():
         make_result(make_cell(NAIVE, 64, 512), saved_mib=2.5, peak_mib=10),
         make_result(make_cell(NAIVE, 64, 1024), saved_mib=10, peak_mib=24),
         make_failed(make_cell(NAIVE, 64, 2048), requested_bytes=32 * MIB),
-        make_result(make_cell(FLASH, 64, 512), (0.0005, 0.001, 0.0015), saved_mib=1),
-        make_result(make_cell(FLASH, 64, 1024), (0.0005, 0.001, 0.0015), saved_mib=2),
-        make_result(make_cell(FLASH, 64, 2048), (0.0005, 0.001, 0.0015), saved_mib=4),
+        make_result(make_cell(FLASH, 64, 512), (0.00099, 0.001, 0.00101), saved_mib=1),
+        make_result(make_cell(FLASH, 64, 1024), (0.00099, 0.001, 0.00101), saved_mib=2),
+        make_result(make_cell(FLASH, 64, 2048), (0.00099, 0.001, 0.00101), saved_mib=4),
     )
 
 
@@ -46,11 +46,11 @@ def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(s
     forward, backward, memory = attention_tables(study)
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive", "flash"]
     assert forward.rows == (
-        ("64", "512", "2.0 ± 1.0", "1.0 ± 0.5"),
-        ("64", "1024", "2.0 ± 1.0", "1.0 ± 0.5"),
-        ("64", "2048", "out of memory", "1.0 ± 0.5"),
+        ("64", "512", "2.000 ± 0.010", "1.000 ± 0.010"),
+        ("64", "1024", "2.000 ± 0.010", "1.000 ± 0.010"),
+        ("64", "2048", "out of memory", "1.000 ± 0.010"),
     )
-    assert [row[2] for row in backward.rows] == ["5.0 ± 1.0", "5.0 ± 1.0", "out of memory"]
+    assert [row[2] for row in backward.rows] == ["5.00 ± 0.02", "5.00 ± 0.02", "out of memory"]
     assert forward.title == "Forward pass of attention, fp32, batch 2, no heads, NVIDIA H200"
     # 2 x T x T x 4 bytes of weights, and twice 2 x T x 64 x 4 bytes
     assert [row[-1] for row in memory.rows] == ["2.500", "9.000", "34.00"]
@@ -103,7 +103,7 @@ def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive"]
     assert "No flash in fp32: needs fp16" in forward.notes
     partly = make_study(make_result(make_cell(FLASH, 64, 512)), cells[1])
-    assert [row[2] for row in attention_tables(partly)[0].rows] == ["2.0 ± 1.0", "no kernel"]
+    assert [row[2] for row in attention_tables(partly)[0].rows] == ["2.000 ± 0.010", "no kernel"]
 
 
 def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_their_own():
@@ -131,7 +131,7 @@ def test_csv_has_every_value(study):
     second = rows[1]
     assert (second["implementation"], second["context_length"], second["batch_size"]) == ("naive", "1024", "2")
     assert float(second["forward_mean_ms"]) == pytest.approx(2)
-    assert float(second["backward_std_ms"]) == pytest.approx(1)
+    assert float(second["backward_std_ms"]) == pytest.approx(0.02)
     assert float(second["forward_tflops_per_s"]) == pytest.approx(4 * 2 * 1024**2 * 64 / 0.002 / 1e12)
     assert float(second["backward_tflops_per_s"]) == pytest.approx(8 * 2 * 1024**2 * 64 / 0.005 / 1e12)
     assert float(rows[4]["backward_tflops_per_s"]) == pytest.approx(10 * 2 * 1024**2 * 64 / 0.005 / 1e12)

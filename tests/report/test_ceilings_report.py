@@ -63,7 +63,9 @@ def test_the_summary_by_hand(study):
         "bf16 product", "fp32 product", "copy (memory)", "adamw (memory)",
         "kernel, launched one by one", "kernel, in a CUDA graph", "all-reduce among 4 (bus)",
     ]  # fmt: skip
-    assert column(table, "measured") == ["800.0", "50.00", "4,000", "3,600", "4.000", "1.000", "300.0"]
+    assert column(table, "measured") == [
+        "800.0 ± 0", "50.00 ± 0", "4,000 ± 0", "3,600 ± 0", "4.000 ± 0", "1.000 ± 0", "300.0 ± 0"
+    ]  # fmt: skip
     assert column(table, "unit") == ["TFLOP/s", "TFLOP/s", "GB/s", "GB/s", "µs", "µs", "GB/s"]
     assert column(table, "data sheet") == ["989.5", "67.00", "4,800", "4,800", "", "", ""]
     assert column(table, "of data sheet") == ["80.8", "74.6", "83.3", "75.0", "", "", ""]
@@ -91,7 +93,8 @@ def test_products_by_hand(study):
     assert column(bf16, "rate") == ["300.0", "800.0", "700.0", "400.0", "600.0"]
     assert column(bf16, "of data sheet") == ["30.3", "80.8", "70.7", "40.4", "60.6"]
     assert column(bf16, "of best") == ["37.5", "100", "87.5", "50.0", "75.0"]
-    assert column(bf16, "time")[1] == "0.1718"  # 2 x 4096^3 over 800e12
+    assert column(bf16, "time")[1] == "0.1718 ± 0"  # 2 x 4096^3 over 800e12
+    assert column(bf16, "time")[0] == "0.00716 ± 0.00017"  # 2 x 1024^3 over 300e12; loops of 1, 1.025 and 1 / 1.025
     assert column(bf16, "intensity")[0] == "341"  # 2 x 1024^3 over 3 x 1024^2 x 2
     assert column(fp32, "of best") == ["100"]
     assert column(fp8, "of data sheet") == ["", ""]
@@ -104,6 +107,9 @@ def test_products_by_hand(study):
     assert float(rows[0]["moved_mib"]) == 6
     assert float(rows[0]["tflops_per_s"]) == pytest.approx(300)
     assert float(rows[0]["loop_spread"]) == pytest.approx(0.05)
+    loops = np.array([1, 1 / 1.025, 1.05 / 1.025])
+    assert float(rows[0]["std_ms"]) == pytest.approx(2 * 1024**3 / 300e9 * loops.std(ddof=1))
+    assert rows[0]["warnings"] == ""
     assert [rows[6][name] for name in ("status", "error", "median_ms", "tflops_per_s", "best_share")] == [
         "unavailable", "too old.", "", "", "",
     ]  # fmt: skip
@@ -130,7 +136,7 @@ def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
         [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6))], device_name=UNKNOWN, device=Device.CPU,
     )  # fmt: skip
     summary, *others = ceilings_tables(study)
-    assert column(summary, "measured") == ["0.05000", "20.00", "2.000"]
+    assert column(summary, "measured") == ["0.05000 ± 0", "20.00 ± 0", "2.000 ± 0"]
     assert column(summary, "ceiling")[2] == "kernel, one operation after the other"
     for table in (summary, *others):
         assert not any("data sheet" in heading.name for heading in table.headings)
@@ -154,12 +160,22 @@ def notes_of(products, streams, **fields):
 
 
 def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
-    """The best product of each precision and the largest copy; 9 % is not too much, and others do not matter."""
+    """The best product of each precision, the largest of each pass over memory and a launch; 9 % is not too much."""
     products = [product_at(square(64), 1, spread=0.09), product_at(square(32), 0.5, spread=3),
                 product_at(square(64), 0.1, FP32, spread=0.38)]  # fmt: skip
-    streams = [stream_at(2, spread=0.24), stream_at(9, MIB, spread=2), stream_at(1, stream=Stream.ADAMW, spread=2)]
-    (note,) = [note for note in notes_of(products, streams) if note.startswith("In doubt")]
-    assert "more than 10 % longer than the fastest: fp32 product 64 x 64 x 64 38 %, copy of 64.00 MiB 24 %." in note
+    streams = [stream_at(2, spread=0.24), stream_at(9, MIB, spread=2), stream_at(1, stream=Stream.ADAMW, spread=0.09)]
+    launches = [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6, spread=0.5))]
+    (summary,) = summary_listing(make_ceilings(products, streams, launches)).tables
+    marked = dict(
+        zip(column(summary, "ceiling"), (cell.endswith(" ?") for cell in column(summary, "measured")), strict=True)
+    )
+    assert marked == {
+        "bf16 product": False, "fp32 product": True, "copy (memory)": True, "adamw (memory)": False,
+        "kernel, launched one by one": True,
+    }  # fmt: skip
+    (note,) = [note for note in summary.notes if note.startswith("In doubt")]
+    assert [name in note for name in marked] == list(marked.values())
+    assert all(f"{spread} %" in note for spread in (38, 24, 50))
     steady = notes_of([product_at(square(64), 1, spread=0.09)], [stream_at(2, spread=0.09)])
     assert not any("In doubt" in note for note in steady)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cs336_systems.config import Device
 from cs336_systems.hardware import find_device
+from cs336_systems.quality import LOOPS
 from cs336_systems.report.ceilings.plots import ceilings_pictures
 from cs336_systems.report.ceilings.roofline import StepParts, parts_listing
 from cs336_systems.report.ceilings.roofline_plot import draw_roofline
@@ -16,25 +17,24 @@ from cs336_systems.report.ceilings.tables import (
     Fields,
     launch_words,
     launches_listing,
-    percent,
     products_listing,
     promised_bandwidth,
     promised_flops,
     ratio,
     reductions_listing,
     scaled,
+    share_text,
     streams_listing,
 )
+from cs336_systems.report.doubts import codes_text, ratio_text, time_text
 from cs336_systems.report.drawing import to_png
-from cs336_systems.report.formats import Column, Heading, Table, make_table, significant
+from cs336_systems.report.formats import DOUBT, Column, Heading, Table, make_table, significant
 from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
 from cs336_systems.studies.ceilings_files import FILE_NAME, encode_study
-from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream, Timing
 
 BUSY = 1.5
 """Load for each CPU above which others must have been at work too."""
-UNSTEADY = 0.1
-"""Slowest loop over fastest, less 1, above which a ceiling is in doubt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,8 @@ class Ceiling:
     promised: float | None = None
     """By the data sheet, in SI units."""
     reached_at: str = ""
+    timing: Timing
+    """Of the cell that set it."""
 
 
 def ceilings_of(study: CeilingsStudy) -> list[Ceiling]:
@@ -69,6 +71,7 @@ def _product_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
                 unit_value=TERA,
                 promised=promised_flops(spec, precision),
                 reached_at=best.shape.label,
+                timing=best.timing,
             )
 
 
@@ -83,13 +86,21 @@ def _memory_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
                 unit_value=GIGA,
                 promised=promised_bandwidth(study),
                 reached_at=f"{significant(largest.moved_bytes / MIB)} MiB",
+                timing=largest.timing,
             )
 
 
 def _launch_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
     for launch in Launch:
-        if (time_s := study.launch_s(launch)) is not None:
-            yield Ceiling(name=f"kernel, {launch_words(study, launch)}", value=time_s, unit="µs", unit_value=1e-6)
+        cell = next((cell for cell in study.launches if cell.launch is launch), None)
+        if cell is not None and cell.timing.time_s is not None:
+            yield Ceiling(
+                name=f"kernel, {launch_words(study, launch)}",
+                value=cell.timing.time_s,
+                unit="µs",
+                unit_value=1e-6,
+                timing=cell.timing,
+            )
 
 
 def _reduce_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
@@ -102,6 +113,7 @@ def _reduce_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
             unit="GB/s",
             unit_value=GIGA,
             reached_at=f"{significant(best.num_bytes / MIB)} MiB",
+            timing=best.timing,
         )
 
 
@@ -127,13 +139,13 @@ def summary_listing(study: CeilingsStudy) -> Listing:
     rows = ceilings_of(study)
     columns: list[Column[Ceiling]] = [
         Column(Heading("ceiling", numeric=False), lambda row: row.name),
-        Column(Heading("measured"), lambda row: significant(row.value / row.unit_value)),
+        Column(Heading("measured"), _measured),
         Column(Heading("unit", numeric=False), lambda row: row.unit),
     ]
     if any(row.promised for row in rows):
         columns += [
             Column(Heading("data sheet", spare=2), lambda row: scaled(row.promised, row.unit_value)),
-            Column(Heading("of data sheet", "%", spare=1), lambda row: percent(row.value, row.promised)),
+            Column(Heading("of data sheet", "%", spare=1), lambda row: share_text(row.value, row.promised, row.timing)),
         ]
     columns.append(Column(Heading("reached at", numeric=False, spare=3), lambda row: row.reached_at))
     fields: Fields = {
@@ -144,9 +156,16 @@ def summary_listing(study: CeilingsStudy) -> Listing:
         "data_sheet": lambda row: ratio(row.promised, row.unit_value),
         "data_sheet_share": lambda row: ratio(row.value, row.promised),
         "reached_at": lambda row: row.reached_at,
+        "measured_std": lambda row: None if row.timing.cv is None else row.value / row.unit_value * row.timing.cv,
+        "warnings": lambda row: codes_text(row.timing.warnings),
     }
     table = make_table(f"Ceilings of {study.device_name}", columns, rows, _findings(study))
     return Listing(name="results", tables=(table,), csv=csv_of(fields, rows))
+
+
+def _measured(row: Ceiling) -> str:
+    value, cv = row.value / row.unit_value, row.timing.cv
+    return time_text(value, None if cv is None else value * cv, row.timing.warnings)
 
 
 def _findings(study: CeilingsStudy) -> Iterator[str]:
@@ -189,9 +208,12 @@ def _padding(study: CeilingsStudy) -> Iterator[str]:
         gains = {}
         for precision in dict.fromkeys(study.grid.precisions):
             pair = by_name.get((name, precision)), by_name.get((f"{name}, padded", precision))
-            plain_s, padded_s = (cell.timing.time_s if cell else None for cell in pair)
-            if plain_s is not None and padded_s is not None:
-                gains[precision] = significant(plain_s / padded_s, 3)
+            timings = [cell.timing for cell in pair if cell is not None and cell.timing.time_s is not None]
+            if len(timings) == 2:
+                slow_s, fast_s = (timing.time_s for timing in timings)
+                gains[precision] = ratio_text(
+                    ratio(slow_s, fast_s), timings, [warning for timing in timings for warning in timing.warnings]
+                )
         if gains:
             yield f"{name}, times as fast with padded columns: {', '.join(f'{n} {gain}' for n, gain in gains.items())}."
 
@@ -207,16 +229,16 @@ def _cached_adamw(study: CeilingsStudy) -> Iterator[str]:
 
 def doubts(study: CeilingsStudy) -> Iterator[str]:
     """What puts ceilings in doubt: the loops of the cells that set them differ."""
-    best = [cell for name in study.product_ceilings if (cell := study.best_product(name)) is not None]
-    timings = {f"{cell.precision} product {cell.shape.label}": cell.timing for cell in best}
-    if (copy := study.largest_stream(Stream.COPY)) is not None:
-        timings[f"copy of {significant(copy.moved_bytes / MIB)} MiB"] = copy.timing
-    spreads = {name: timing.loops.spread for name, timing in timings.items() if timing.loops is not None}
-    texts = [f"{name} {100 * spread:.0f} %" for name, spread in spreads.items() if spread > UNSTEADY]
+    texts = [
+        f"{row.name} ({', '.join(warning.code for warning in row.timing.warnings)}; the slowest loop took "
+        f"{100 * row.timing.loops.spread:.0f} % longer than the fastest)"
+        for row in ceilings_of(study)
+        if row.timing.loops is not None and row.timing.warnings
+    ]
     if texts:
         yield (
-            f"In doubt, because the slowest loop took more than {100 * UNSTEADY:.0f} % longer than the fastest: "
-            f"{', '.join(texts)}. Was the machine busy, or its clock changing? Measure again."
+            f"In doubt, and marked {DOUBT}: {', '.join(texts)}. Was the machine busy, or its clock changing? Measure "
+            f"again, with {LOOPS.more}."
         )
 
 

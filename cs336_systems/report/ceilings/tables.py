@@ -5,7 +5,9 @@ from typing import Any
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.hardware import DeviceSpec, find_device
+from cs336_systems.quality import LOOPS
 from cs336_systems.record import Status
+from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
 from cs336_systems.report.formats import Column, Heading, make_table, significant
 from cs336_systems.report.listing import Listing, csv_of
 from cs336_systems.report.words import STATUS_WORDS
@@ -57,7 +59,7 @@ def products_listing(study: CeilingsStudy) -> Listing:
     tables = tuple(
         make_table(
             f"Matrix products, {precision}, {study.device_name}",
-            _product_columns(study, precision, promised_flops(spec, precision)),
+            _product_columns(study, promised_flops(spec, precision)),
             study.products_of(precision),
             _product_notes(study, precision),
             _has_no_time,
@@ -77,24 +79,31 @@ def products_listing(study: CeilingsStudy) -> Listing:
         "tflops_per_s": lambda cell: ratio(cell.flops_per_s, TERA),
         "data_sheet_share": lambda cell: ratio(cell.flops_per_s, promised_flops(spec, cell.precision)),
         "best_share": lambda cell: ratio(cell.flops_per_s, study.product_ceiling(cell.precision)),
+        **_doubt_fields("ms", 1e3),
     }
     return Listing(name="products", tables=tables, csv=csv_of(fields, study.products))
 
 
-def _product_columns(
-    study: CeilingsStudy, precision: ProductPrecision, promised: float | None
-) -> list[Column[ProductCell]]:
-    best = study.product_ceiling(precision)
+def _product_columns(study: CeilingsStudy, promised: float | None) -> list[Column[ProductCell]]:
     columns: list[Column[ProductCell]] = [
         Column(Heading("product", numeric=False), lambda cell: cell.shape.name),
         Column(Heading("rows x inner x columns"), lambda cell: cell.shape.label),
         Column(Heading("intensity", "FLOP/byte", spare=3), lambda cell: significant(_intensity(cell), 3)),
         Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
-        Column(Heading("rate", "TFLOP/s"), lambda cell: scaled(cell.flops_per_s, TERA)),
+        Column(Heading("rate", "TFLOP/s"), lambda cell: rate_text(cell.flops_per_s, TERA, cell.timing)),
     ]
     if promised is not None:
-        columns.append(Column(Heading("of data sheet", "%", spare=2), lambda cell: percent(cell.flops_per_s, promised)))
-    return [*columns, Column(Heading("of best", "%", spare=1), lambda cell: percent(cell.flops_per_s, best))]
+        heading = Heading("of data sheet", "%", spare=2)
+        columns.append(Column(heading, lambda cell: share_text(cell.flops_per_s, promised, cell.timing)))
+    return [*columns, Column(Heading("of best", "%", spare=1), lambda cell: _of_best(study, cell))]
+
+
+def _of_best(study: CeilingsStudy, cell: ProductCell) -> str:
+    """Of the ceiling, in percent; that of the best itself is 100, however doubtful its time."""
+    best = study.best_product(cell.precision)
+    if best is None:
+        return ""
+    return share_text(cell.flops_per_s, best.flops_per_s, *(() if cell is best else (cell.timing, best.timing)))
 
 
 def _intensity(cell: ProductCell) -> float:
@@ -103,14 +112,15 @@ def _intensity(cell: ProductCell) -> float:
 
 def _product_notes(study: CeilingsStudy, precision: ProductPrecision) -> Iterator[str]:
     yield (
-        f"Random matrices, the second transposed as a linear layer's weight; median of {study.grid.loops} loops of "
-        f"{study.grid.loop_s:g} s or more. The matrices are the same each time, so that small ones stay in caches."
+        f"Random matrices, the second transposed as a linear layer's weight; median ± standard deviation of "
+        f"{study.grid.loops} loops of {study.grid.loop_s:g} s or more. The matrices are the same each time, so that "
+        "small ones stay in caches."
     )
     if study.grid.device is Device.CUDA:
         yield "What is about as short as a launch is repeated from a CUDA graph: the times are the device's alone."
     if precision is ProductPrecision.FP8:
         yield "fp8 is e4m3 with one scale for each matrix, fast accumulation and a result in bf16."
-    yield from _failures((cell.shape.label, cell.timing) for cell in study.products_of(precision))
+    yield from _timing_notes((cell.shape.label, cell.timing) for cell in study.products_of(precision))
 
 
 def streams_listing(study: CeilingsStudy) -> Listing:
@@ -120,22 +130,24 @@ def streams_listing(study: CeilingsStudy) -> Listing:
         Column(Heading("pass", numeric=False), lambda cell: cell.stream),
         Column(Heading("moved", "MiB"), lambda cell: significant(cell.moved_bytes / MIB)),
         Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
-        Column(Heading("rate", "GB/s"), lambda cell: scaled(cell.bytes_per_s, GIGA)),
+        Column(Heading("rate", "GB/s"), lambda cell: rate_text(cell.bytes_per_s, GIGA, cell.timing)),
     ]
     if promised is not None:
-        columns.append(Column(Heading("of data sheet", "%", spare=1), lambda cell: percent(cell.bytes_per_s, promised)))
+        heading = Heading("of data sheet", "%", spare=1)
+        columns.append(Column(heading, lambda cell: share_text(cell.bytes_per_s, promised, cell.timing)))
     fields: Fields = {
         "stream": lambda cell: cell.stream,
         "moved_mib": lambda cell: cell.moved_bytes / MIB,
         **_timing_fields(study, "ms", 1e3),
         "gb_per_s": lambda cell: ratio(cell.bytes_per_s, GIGA),
         "data_sheet_share": lambda cell: ratio(cell.bytes_per_s, promised),
+        **_doubt_fields("ms", 1e3),
     }
     notes = [
         "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: PyTorch's fused AdamW on "
         "one flat tensor, 28 bytes for each parameter.",
         *([f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."] if study.cache_bytes else ()),
-        *_failures((f"{cell.stream} of {cell.moved_bytes} bytes", cell.timing) for cell in study.streams),
+        *_timing_notes((f"{cell.stream} of {cell.moved_bytes} bytes", cell.timing) for cell in study.streams),
     ]
     table = make_table(f"Passes over memory, {study.device_name}", columns, study.streams, notes, _has_no_time)
     return Listing(name="bandwidth", tables=(table,), csv=csv_of(fields, study.streams))
@@ -147,10 +159,14 @@ def launches_listing(study: CeilingsStudy) -> Listing:
         Column(Heading("a kernel on one element", numeric=False), lambda cell: launch_words(study, cell.launch)),
         Column(Heading("time", "µs"), lambda cell: _time(cell.timing, 1e6)),
     ]
-    fields: Fields = {"launch": lambda cell: cell.launch, **_timing_fields(study, "us", 1e6)}
+    fields: Fields = {
+        "launch": lambda cell: cell.launch,
+        **_timing_fields(study, "us", 1e6),
+        **_doubt_fields("us", 1e6),
+    }
     notes = [
         "By the host's clock, over many in a row.",
-        *_failures((cell.launch, cell.timing) for cell in study.launches),
+        *_timing_notes((cell.launch, cell.timing) for cell in study.launches),
     ]
     table = make_table(f"Launches, {study.device_name}", columns, study.launches, notes, _has_no_time)
     return Listing(name="launches", tables=(table,), csv=csv_of(fields, study.launches))
@@ -161,8 +177,10 @@ def reductions_listing(study: CeilingsStudy) -> Listing:
     columns: list[Column[ReduceCell]] = [
         Column(Heading("tensor", "MiB"), lambda cell: significant(cell.num_bytes / MIB)),
         Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
-        Column(Heading("algorithm", "GB/s", spare=1), lambda cell: scaled(cell.algorithm_bytes_per_s, GIGA)),
-        Column(Heading("bus", "GB/s"), lambda cell: scaled(cell.bus_bytes_per_s, GIGA)),
+        Column(
+            Heading("algorithm", "GB/s", spare=1), lambda cell: rate_text(cell.algorithm_bytes_per_s, GIGA, cell.timing)
+        ),
+        Column(Heading("bus", "GB/s"), lambda cell: rate_text(cell.bus_bytes_per_s, GIGA, cell.timing)),
     ]
     fields: Fields = {
         "tensor_mib": lambda cell: cell.num_bytes / MIB,
@@ -170,11 +188,12 @@ def reductions_listing(study: CeilingsStudy) -> Listing:
         **_timing_fields(study, "ms", 1e3),
         "algorithm_gb_per_s": lambda cell: ratio(cell.algorithm_bytes_per_s, GIGA),
         "bus_gb_per_s": lambda cell: ratio(cell.bus_bytes_per_s, GIGA),
+        **_doubt_fields("ms", 1e3),
     }
     notes = [
         f"In fp32, by {'NCCL' if study.grid.device is Device.CUDA else 'gloo'}. algorithm: bytes of the tensor over "
         "the time; bus: 2 (n - 1) / n times that, what each process has to send.",
-        *_failures((f"{cell.num_bytes} bytes", cell.timing) for cell in study.reductions),
+        *_timing_notes((f"{cell.num_bytes} bytes", cell.timing) for cell in study.reductions),
     ]
     title = f"All-reduce among {study.grid.world_size} processes, {study.device_name}"
     table = make_table(title, columns, study.reductions, notes, _has_no_time)
@@ -192,14 +211,26 @@ def _timing_fields(study: CeilingsStudy, unit: str, per_s: float) -> Fields:
     }
 
 
+def _doubt_fields(unit: str, per_s: float) -> Fields:
+    """The last columns of all kinds of cells."""
+
+    def std(cell: Cell) -> float | None:
+        found = cell.timing.loops.stdev_s if cell.timing.loops else None
+        return None if found is None else found * per_s
+
+    return {f"std_{unit}": std, "warnings": lambda cell: codes_text(cell.timing.warnings)}
+
+
 def _has_no_time(cell: Cell) -> bool:
     return cell.timing.status is not CellStatus.OK
 
 
-def _failures(cells: Iterable[tuple[str, Timing]]) -> Iterator[str]:
-    """Why there is no time, each reason once."""
+def _timing_notes(cells: Iterable[tuple[str, Timing]]) -> Iterator[str]:
+    """What puts times in doubt; why there is none, each reason once."""
+    named = list(cells)
+    yield from doubt_notes([timing.warnings for _, timing in named if timing.loops], "rows", LOOPS)
     reasons: dict[str, list[str]] = {}
-    for name, timing in cells:
+    for name, timing in named:
         if timing.failure is not None:
             reasons.setdefault(timing.failure.message.rstrip("."), []).append(name)
     for reason, names in reasons.items():
@@ -207,8 +238,9 @@ def _failures(cells: Iterable[tuple[str, Timing]]) -> Iterator[str]:
 
 
 def _time(timing: Timing, per_s: float) -> str:
-    if timing.time_s is not None:
-        return significant(timing.time_s * per_s)
+    if timing.loops is not None:
+        std = timing.loops.stdev_s
+        return time_text(timing.loops.median_s * per_s, None if std is None else std * per_s, timing.warnings)
     return "no kernel" if timing.status is CellStatus.UNAVAILABLE else STATUS_WORDS[Status(timing.status)]
 
 
@@ -220,6 +252,18 @@ def ratio(value: float | None, whole: float | None) -> float | None:
 def scaled(value: float | None, unit: float) -> str:
     """The value in so large a unit, to four digits; empty where it is not known."""
     return "" if value is None else significant(value / unit)
+
+
+def rate_text(value: float | None, unit: float, timing: Timing) -> str:
+    """A rate in so large a unit, to four digits or with its deviation where its time is in doubt."""
+    return ratio_text(ratio(value, unit), [timing], timing.warnings, digits=4)
+
+
+def share_text(value: float | None, whole: float | None, *timings: Timing) -> str:
+    """The share in percent, to three digits or with its deviation where one of these times is in doubt."""
+    share = ratio(value, whole)
+    warnings = [warning for timing in timings for warning in timing.warnings]
+    return ratio_text(None if share is None else 100 * share, timings, warnings)
 
 
 def percent(value: float | None, whole: float | None) -> str:

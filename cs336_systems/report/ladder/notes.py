@@ -6,8 +6,9 @@ import pandas as pd
 
 from cs336_systems.config import OptimizerKind
 from cs336_systems.ladder import GATE_STEPS
-from cs336_systems.record import WarningCode
-from cs336_systems.report.formats import significant
+from cs336_systems.quality import in_doubt
+from cs336_systems.report.formats import DOUBT, significant
+from cs336_systems.report.frame import codes_of
 from cs336_systems.report.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, LadderRow, fastest_row
 from cs336_systems.report.ladder.traffic import OPTIMIZER_BYTES
 from cs336_systems.report.ladder.words import ratio_text
@@ -31,6 +32,8 @@ def speed_notes(rows: Rows) -> Iterator[str]:
     if failed:
         yield f"Not credited, so no measure for others: {_names(failed)}."
     yield from warning_notes(pd.DataFrame({"warnings": [row.row["warnings"] for row in rows]}), "rungs")
+    if any(row.over_first and row.over_first.is_doubted for row in rows):
+        yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
     for row in rows:
         if row.row["error"]:
             yield f"{row.rung.name}: {row.row['error']}"
@@ -103,18 +106,13 @@ def _shares(rows: Rows) -> Iterator[str]:
 
 
 def _fastest(rows: Rows, first: LadderRow) -> Iterator[str]:
-    """The credited rung with the shortest step, over the first that counts; whose of their times are unstable."""
+    """The credited rung with the shortest step, over the first that counts; whose of their times are in doubt."""
     if best := fastest_row(rows):
         gain = f", {ratio_text(best.over_first)} times as fast as {first.rung.name}" if best.over_first else ""
-        unstable = [
-            row.rung.name for row in rows if row.rung.name in (best.rung.name, first.rung.name) and _is_unstable(row)
-        ]
-        doubt = f", by unstable times of {' and '.join(unstable)}" if unstable else ""
+        both = best.rung.name, first.rung.name
+        doubted = [row.rung.name for row in rows if row.rung.name in both and in_doubt(codes_of(row.row))]
+        doubt = f", by times in doubt of {' and '.join(doubted)}" if doubted else ""
         yield f"The fastest is {best.rung.name}: {significant(best.row['step_mean_ms'])} ms{gain}{doubt}."
-
-
-def _is_unstable(row: LadderRow) -> bool:
-    return WarningCode.UNSTABLE in (row.row["warnings"] or "").split(";")
 
 
 def _unprofiled(rows: Rows) -> Iterator[str]:

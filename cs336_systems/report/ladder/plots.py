@@ -8,8 +8,8 @@ from matplotlib.patches import Patch
 
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import significant
-from cs336_systems.report.ladder.rows import LadderRow
+from cs336_systems.report.formats import DOUBT, significant
+from cs336_systems.report.ladder.rows import LadderRow, SpeedUp
 from cs336_systems.report.words import STATUS_WORDS
 
 COLOUR, UNCREDITED_COLOUR = "#0072B2", "#BBBBBB"
@@ -64,5 +64,9 @@ def _draw_bar(panel: Axes, index: int, row: LadderRow) -> None:
     error = None if low_ms is None else [[mean_ms - max(0.0, low_ms)], [high_ms - mean_ms]]
     colour, hatch = (COLOUR, None) if row.is_credited else (UNCREDITED_COLOUR, "//")
     bar = panel.bar(index, mean_ms, 0.7, yerr=error, capsize=3, color=colour, hatch=hatch)
-    gain = f"\n{significant(row.over_first.ratio, 3)}x" if row.over_first and row.is_credited else ""
+    gain = f"\n{_gain(row.over_first)}" if row.over_first and row.is_credited else ""
     panel.bar_label(bar, [f"{significant(mean_ms, 3)}{gain}"], fontsize=8, padding=2)
+
+
+def _gain(found: SpeedUp) -> str:
+    return f"{significant(found.ratio, 3)}x{f' {DOUBT}' if found.is_doubted else ''}"

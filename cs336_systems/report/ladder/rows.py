@@ -1,7 +1,7 @@
 """What came of each rung of a ladder: its times, its speed-up over others, its gate, and the reason in numbers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336_systems.analysis.compare import compare, process_means
@@ -9,10 +9,12 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.ladder import Gate, Rung, judge, reason_run, reference
+from cs336_systems.quality import in_doubt
 from cs336_systems.record import Compilation, RunRecord, Status
-from cs336_systems.report.frame import COLUMNS, rows_of, to_frame
+from cs336_systems.report.frame import COLUMNS, codes_of, rows_of, to_frame
 from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.ladder.traffic import Traffic, traffic
+from cs336_systems.statistics import quotient_stdev
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 CONFIDENCE = 0.95
@@ -28,6 +30,10 @@ class SpeedUp:
     low: float | None
     high: float | None
     """Interval at CONFIDENCE; None where either rung has fewer than FEWEST processes."""
+    stdev: float | None = None
+    """What the deviations of both steps come to; None where one is not known."""
+    is_doubted: bool = False
+    """Whether a warning puts the time of either rung in doubt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,19 +121,21 @@ def ladder_rows(
     references = _reference_losses(ladder[0], records)
     rows: list[LadderRow] = []
     times: dict[str, list[float]] = {}
+    columns: dict[str, dict[str, Any]] = {}
     credited: list[str] = []
     for rung in ladder:
         own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
         times[rung.name] = process_means(own, Phase.STEP)
+        columns[rung.name] = _frame_row(rung.config, own, ceilings)
         last, first = (credited[-1], credited[0]) if credited else ("", "")
         row = LadderRow(
             rung=rung,
-            row=_frame_row(rung.config, own, ceilings),
+            row=columns[rung.name],
             num_processes=len(done),
             gate=judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8),
-            over_last=speed_up(times[last], times[rung.name]) if credited else None,
-            over_first=speed_up(times[first], times[rung.name]) if credited else None,
+            over_last=_over(times, columns, last, rung.name),
+            over_first=_over(times, columns, first, rung.name),
             last=last,
             compilations=tuple(record.compilation for record in done if record.compilation is not None),
             reason=_reason(rung, profiles),
@@ -153,6 +161,21 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp | None:
     if found.low is None or found.high is None:
         return SpeedUp(ratio=1 / found.ratio, low=None, high=None)
     return SpeedUp(ratio=1 / found.ratio, low=1 / found.high, high=1 / found.low)
+
+
+def _over(
+    times: Mapping[str, Sequence[float]], columns: Mapping[str, dict[str, Any]], slow: str, fast: str
+) -> SpeedUp | None:
+    """The speed-up of one rung over another, by their names, with what puts it in doubt; None where there is none."""
+    found = speed_up(times[slow], times[fast]) if slow else None
+    if found is None:
+        return None
+    rows = columns[slow], columns[fast]
+    return replace(
+        found,
+        stdev=quotient_stdev(found.ratio, *(row["step_cv"] for row in rows)),
+        is_doubted=any(in_doubt(codes_of(row)) for row in rows),
+    )
 
 
 def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunRecord]:

@@ -1,0 +1,245 @@
+"""Times with a known fault put in: whatever publishes them says so, as a benchmark does; steady times pass."""
+
+import csv
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.compare import compare
+from cs336_systems.config import Phase, Precision
+from cs336_systems.quality import timing_warnings
+from cs336_systems.record import WarningCode
+from cs336_systems.report.attention import attention_csv, attention_tables
+from cs336_systems.report.ceilings.summary import ceilings_listings
+from cs336_systems.report.ceilings.tables import products_listing
+from cs336_systems.report.comparison import comparison_table
+from cs336_systems.report.frame import to_frame
+from cs336_systems.report.fusion import fusion_csv, fusion_tables
+from cs336_systems.report.ladder.rows import ladder_rows
+from cs336_systems.report.ladder.tables import ladder_tables
+from cs336_systems.report.tables import results_table
+from cs336_systems.studies import attention_records, ceilings_files, fusion_records
+from cs336_systems.studies.attention_records import CellStatus, Implementation
+from cs336_systems.studies.ceilings_records import (
+    Launch,
+    LaunchCell,
+    Loops,
+    ProductCell,
+    ProductPrecision,
+    ReduceCell,
+    Stream,
+    StreamCell,
+    Timing,
+)
+from cs336_systems.studies.fusion_records import Version
+from tests.report.ceilings import MIB, make_ceilings, square
+from tests.report.ladders import make_ladder, make_process
+from tests.report.making import make_config, make_record
+from tests.report.studies import make_cell, make_fusion, make_result, make_row, make_study
+
+NUM = 30
+QUIET = 1 + 0.002 * np.random.default_rng(0).standard_normal(NUM)
+FAULTS = {
+    WarningCode.DRIFT: QUIET * np.linspace(1, 1.08, NUM),
+    WarningCode.OUTLIERS: np.where(np.arange(NUM) == 17, 1.2, QUIET),
+    WarningCode.UNSTABLE: QUIET * np.where(np.arange(NUM) % 2, 0.85, 1.15),
+}
+"""Relative times, each with one cause. None is so large that it would be two."""
+
+
+def times(mean_s, fault=None):
+    return tuple((mean_s * (QUIET if fault is None else FAULTS[fault])).tolist())
+
+
+def codes(mean_s, fault):
+    """What a benchmark with such steps would say."""
+    return [warning.code for warning in timing_warnings(times(mean_s, fault))]
+
+
+def spread(*samples):
+    """Relative deviation of a quotient of independent times, by its square: the sum of theirs."""
+    return float(np.sqrt(sum((np.std(sample, ddof=1) / np.mean(sample)) ** 2 for sample in samples)))
+
+
+def attention(fault):
+    """Naive takes 20 ms, flash 5 with the fault: forward and backward alike."""
+    naive = make_result(make_cell(Implementation.NAIVE), times(0.02), times(0.02))
+    flash = make_result(make_cell(Implementation.FLASH), times(0.005, fault), times(0.005, fault))
+    return make_study(naive, flash)
+
+
+def fusion(fault):
+    """Written out 20 ms, compiled 5 with the fault."""
+    return make_fusion(
+        make_row(times_s=times(0.02)), make_row(version=Version.COMPILED, times_s=times(0.005, fault))
+    )  # fmt: skip
+
+
+def ceilings(fault):
+    """One cell of each kind, in loops of 100 repetitions."""
+    timing = Timing(status=CellStatus.OK, loops=Loops(count=100, times_s=times(0.06, fault)))
+    return make_ceilings(
+        [ProductCell(precision=ProductPrecision.FP32, shape=square(1024), timing=timing)],
+        [StreamCell(stream=stream, moved_bytes=64 * MIB, timing=timing) for stream in Stream],
+        [LaunchCell(launch=launch, timing=timing) for launch in Launch],
+        [ReduceCell(num_bytes=MIB, world_size=2, timing=timing)],
+    )  # fmt: skip
+
+
+def column(table, name):
+    index = [heading.name for heading in table.headings].index(name)
+    return [row[index] for row in table.rows]
+
+
+def csv_rows(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def marked(text):
+    """The numbers of a text before and after each ±, where a mark follows; none may be marked without a deviation."""
+    found = re.findall(r"([\d,.]+) ± ([\d,.]+) \?", text)
+    assert text.count("?") == len(found)
+    return [tuple(float(number.replace(",", "")) for number in pair) for pair in found]
+
+
+def test_the_faults_are_what_they_are_called():
+    assert {code: codes(0.01, code) for code in FAULTS} == {code: [code] for code in FAULTS}
+    assert codes(0.01, None) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_attention_says_which_times_are_in_doubt(fault):
+    study = attention(fault)
+    for table in attention_tables(study)[:2]:
+        assert not marked(column(table, "naive")[0])
+        assert marked(column(table, "flash")[0])
+        assert f"{fault} in 1 of 2 cells" in " ".join(table.notes)
+        (gain,) = [marked(note) for note in table.notes if note.startswith("Times as fast")]
+        ratio = 4 / np.mean(FAULTS[fault])
+        assert gain == [(pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))]
+        (rates,) = [note for note in table.notes if note.startswith("TFLOP/s")]
+        assert len(marked(rates)) == 1
+    naive, flash = csv_rows(attention_csv(study))
+    assert [naive["forward_warnings"], naive["backward_warnings"]] == ["", ""]
+    assert [flash["forward_warnings"], flash["backward_warnings"]] == [fault, fault]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fusion_says_which_times_are_in_doubt(fault):
+    (table,) = fusion_tables(fusion(fault))
+    assert [bool(marked(cell)) for cell in column(table, "time")] == [False, True]
+    (gain,) = marked(column(table, "speed-up")[1])
+    ratio = np.median(QUIET) * 4 / np.median(FAULTS[fault])
+    assert gain == (pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))
+    (sentence,) = [note for note in table.notes if note.startswith("gelu: ")]
+    assert marked(sentence) == [gain]
+    assert f"{fault} in 1 of 2 rows" in " ".join(table.notes)
+    assert [row["warnings"] for row in csv_rows(fusion_csv(fusion(fault)))] == ["", fault]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_ceiling_says_that_its_time_is_in_doubt(fault):
+    summary, *others = [listing for listing in ceilings_listings(ceilings(fault)) if listing.tables]
+    (table,) = summary.tables
+    assert all(marked(cell) for cell in column(table, "measured"))
+    assert [row["warnings"] for row in csv_rows(summary.csv)] == [fault] * 7
+    for listing in others:
+        cells = column(listing.tables[0], "time")
+        assert cells
+        assert all(marked(cell) for cell in cells)
+        assert f"{fault} in {len(cells)} of {len(cells)} rows" in " ".join(listing.tables[0].notes)
+        assert [row["warnings"] for row in csv_rows(listing.csv)] == [fault] * len(cells)
+    (deviation,) = {row["std_us"] for row in csv_rows(others[2].csv)}
+    assert float(deviation) == pytest.approx(0.06 / 100 * 1e6 * np.std(FAULTS[fault], ddof=1))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_ladder_marks_a_speed_up_of_times_in_doubt(fault):
+    ladder = make_ladder()
+    records = [make_process(rung, 0.8, codes=codes(0.8, fault) if rung is ladder[2] else ()) for rung in ladder]
+    speed = ladder_tables(ladder_rows(ladder, records, []))[0]
+    over_last, over_first = column(speed, "over last"), column(speed, "over first")
+    assert [bool(marked(cell)) for cell in over_last] == [False, False, True, True]
+    assert [bool(marked(cell)) for cell in over_first] == [False, False, True, False]
+    assert marked(over_last[2]) == [(1.0, 0.2)], "two steps 10 % off their mean: each deviates by sqrt(2) / 10"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_sweep_marks_a_speed_up_of_times_in_doubt(fault):
+    configs = [make_config(precision=precision) for precision in (Precision.FP32, Precision.BF16)]
+    full = make_record(configs[0], times(0.02))
+    fast = make_record(configs[1], times(0.005, fault), codes=codes(0.005, fault))
+    ratio = 4 / np.mean(FAULTS[fault])
+    expected = (pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))
+    assert marked(column(results_table(to_frame([full, fast])), "speed-up")[1]) == [expected]
+    assert not marked(column(results_table(to_frame([full, make_record(configs[1], times(0.005))])), "speed-up")[1])
+
+
+def test_a_comparison_says_whose_times_are_in_doubt():
+    means = (0.0100, 0.0101, 0.0102), (0.0200, 0.0201, 0.0202)
+    warned = [[WarningCode.UNSTABLE], [], [WarningCode.LAUNCH_BOUND]], [[], [], []]
+    table = comparison_table(("x", "y"), means, compare(*means), warned)
+    (note,) = [note for note in table.notes if note.startswith("In doubt")]
+    assert "unstable in 1 of 3 processes of A" in note
+    assert not re.search("launch-bound|of B", note)
+    quiet = comparison_table(("x", "y"), means, compare(*means), ([[WarningCode.LAUNCH_BOUND]] * 3, [[]] * 3))
+    assert not any(note.startswith("In doubt") for note in quiet.notes)
+
+
+def test_steady_times_have_no_mark_anywhere():
+    tables = [
+        *attention_tables(attention(None)),
+        *fusion_tables(fusion(None)),
+        *(table for listing in ceilings_listings(ceilings(None)) for table in listing.tables),
+    ]
+    for table in tables:
+        assert not any("?" in text for row in (*table.rows, table.notes) for text in row)
+
+
+def test_a_share_of_a_best_in_doubt_is_in_doubt():
+    """The best itself is the whole, whatever its time."""
+    best, other = (
+        ProductCell(
+            precision=ProductPrecision.FP32,
+            shape=square(side),
+            timing=Timing(status=CellStatus.OK, loops=Loops(count=1, times_s=times(0.01, fault))),
+        )
+        for side, fault in ((1024, WarningCode.UNSTABLE), (512, None))
+    )
+    (table,) = products_listing(make_ceilings([best, other])).tables
+    whole, part = column(table, "of best")
+    assert whole == "100"
+    assert marked(part)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda data: attention_tables(attention_records.read_study(data / "attention" / "bf16" / "attention.json")),
+        lambda data: fusion_tables(fusion_records.read_study(data / "fusion" / "bf16" / "fusion.json")),
+        lambda data: [
+            table
+            for listing in ceilings_listings(ceilings_files.read_study(data / "ceilings/NVIDIA-H200/ceilings.json"))
+            for table in listing.tables
+        ],
+    ],
+    ids=["attention", "fusion", "ceilings"],
+)
+def test_studies_of_earlier_versions_are_judged_by_their_raw_times(read):
+    tables = read(Path(__file__).parents[2] / "data")
+    cells = [cell for table in tables for row in table.rows for cell in row]
+    assert sum("±" in cell for cell in cells) > 10
+
+
+def test_advice_names_the_flags_of_the_study():
+    (warning,) = make_result(make_cell(), times(0.01, WarningCode.UNSTABLE)).warnings(Phase.FORWARD)
+    assert "--passes" in warning.message
+    (warning,) = make_row(times_s=times(0.01, WarningCode.DRIFT)).warnings
+    assert "--warmup-passes" in warning.message
+    (warning,) = Timing(status=CellStatus.OK, loops=Loops(count=1, times_s=times(0.01, WarningCode.UNSTABLE))).warnings
+    assert "--loops" in warning.message
+    for found in (make_row(times_s=(0.0, 0.1)), make_row(times_s=None)):
+        assert found.warnings == ()
