@@ -29,6 +29,7 @@ from cs336_systems.quality import timing_warnings
 from cs336_systems.ranges import Range
 from cs336_systems.record import Memory, RunRecord, Status, Telemetry, WarningCode
 from cs336_systems.run_progress import Progress
+from cs336_systems.saying import Say, say_nothing
 from cs336_systems.step import TrainingStep
 from cs336_systems.watching import annotator_of, make_watch
 
@@ -40,18 +41,21 @@ LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer's state appears at the end of the first step, so the second is the first of the steady state."""
 
 
-def measure(config: RunConfig, model: nn.Module | None = None, profile: Path | None = None) -> RunRecord:
+def measure(
+    config: RunConfig, model: nn.Module | None = None, profile: Path | None = None, say: Say = say_nothing
+) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
     Never raises for what a run can die of: running out of memory, a CUDA error and an exception of the model are
     records too. `model` (on the right device) takes the place of the one the configuration names. `profile` is where
-    the run's profiler writes, unless it is nsys, which is told from outside.
+    the run's profiler writes, unless it is nsys, which is told from outside. `say` is told what the run is doing.
     """
     progress = Progress(
         config=config,
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         started=perf_counter(),
         profile=profile,
+        say=say,
     )
     try:
         return _measure(progress, model)
@@ -71,6 +75,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     if torch.cuda.is_initialized():
         _forget_earlier_runs()
     compiled_before = compilation(config)
+    progress.say("making the model")
     step = TrainingStep(config, model)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, make_watch(step, progress.profile)
@@ -80,6 +85,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         torch.cuda.synchronize()
     progress.setup_s = perf_counter() - progress.started
 
+    progress.say(f"warm-up steps: {config.warmup_steps}")
     with progress.watch.whole_run():
         with _collector_off(), annotate(Range.WARMUP):
             _warm_up(step, clock, progress, monitor)
@@ -181,6 +187,9 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
 
 def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
     """Do what makes the device wait before the last warm-up step, because the step after a pause is a slower one."""
+    steps = progress.config.measured_steps
+    seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
+    progress.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
     gc.collect()
     progress.state_before = monitor.state() if monitor else None
 

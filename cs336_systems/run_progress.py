@@ -8,6 +8,7 @@ from cs336_systems.clock import StepTimes
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.nvml import Gpu
 from cs336_systems.record import Durations, GpuState, Measurement, RunWarning, WarningCode
+from cs336_systems.saying import Say, say_nothing
 from cs336_systems.step import TrainingStep
 from cs336_systems.watching import Watch
 
@@ -37,6 +38,8 @@ class Progress:
     collector_on: bool | None = None
     state_before: GpuState | None = None
     profile: Path | None = None
+    say: Say = say_nothing
+    """Called between the phases of a run, never in or right before a measured step."""
     watch: Watch = field(default_factory=Watch)
 
     def warn(self, code: WarningCode, message: str) -> None:

@@ -22,31 +22,32 @@ from cs336_systems.nsys_run import is_under_nsys, run_under_nsys
 from cs336_systems.os_errors import in_words
 from cs336_systems.process import RECORD_NOT_WRITTEN, adopt_orphans, die_with, die_with_forker
 from cs336_systems.record import RunRecord, Status, read_record, write_record
+from cs336_systems.saying import Say, say_nothing
 from cs336_systems.store import kernel_profile_path, memory_profile_path, raw_profile_path
 
 
-def run_here(config: RunConfig, directory: Path) -> RunRecord:
-    """Measure in this process, or one that nsys watches, and write the record into `directory`."""
+def run_here(config: RunConfig, directory: Path, say: Say = say_nothing) -> RunRecord:
+    """Measure in this process, or one that nsys watches, and write the record into `directory`; `say` what is done."""
     directory = directory.absolute()  # the user's own model may change the current one
-    record = _run(config, directory)
+    record = _run(config, directory, say)
     write_record(record, directory)
     return record
 
 
-def _run(config: RunConfig, runs: Path) -> RunRecord:
+def _run(config: RunConfig, runs: Path, say: Say = say_nothing) -> RunRecord:
     inputs = inputs_of(config)  # before the user's module is imported, which it may be some time after an edit
-    return replace(_watched(config, runs), inputs=inputs)
+    return replace(_watched(config, runs, say), inputs=inputs)
 
 
-def _watched(config: RunConfig, runs: Path) -> RunRecord:
+def _watched(config: RunConfig, runs: Path, say: Say) -> RunRecord:
     if config.profiler is Profiler.NONE or (config.profiler is Profiler.NSYS and is_under_nsys()):
-        return measure(config)
+        return measure(config, say=say)
     if config.profiler is Profiler.NSYS:
-        return _explained(config, runs, lambda raw: _record_with_nsys(config, raw))
-    return _explained(config, runs, lambda raw: measure(config, profile=raw))
+        return _explained(config, runs, lambda raw: _record_with_nsys(config, raw), say)
+    return _explained(config, runs, lambda raw: measure(config, profile=raw, say=say), say)
 
 
-def _explained(config: RunConfig, runs: Path, record_to: Callable[[Path], RunRecord]) -> RunRecord:
+def _explained(config: RunConfig, runs: Path, record_to: Callable[[Path], RunRecord], say: Say) -> RunRecord:
     """The record of a profiled run, once what the profiler recorded has been explained; without that, a failed run."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     is_memory = config.profiler is Profiler.MEMORY
@@ -57,6 +58,7 @@ def _explained(config: RunConfig, runs: Path, record_to: Callable[[Path], RunRec
         path.unlink(missing_ok=True)
     try:
         record = record_to(raw)
+        say("explaining what was recorded")
         if record.status is Status.OK and not raw.is_file():
             raise RuntimeError(f"the run ended well and {config.profiler} left no {raw.name}: see what it printed")
         if is_memory and raw.is_file():  # of a run that ran out of memory too: it is evidence

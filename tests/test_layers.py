@@ -30,6 +30,7 @@ LEVELS = (
         "statistics",
         "report.formats",
         "json_files",
+        "saying",
         "tokens",
     ),
     ("hardware", "record", "nsys_run", "advice", "prediction.*"),
@@ -206,7 +207,7 @@ def test_what_is_measured_with_is_part_of_the_identity() -> None:
     around = {
         "", "shortcuts", "record", "nvml",
         "environment", "quality", "advice", "statistics", "ranges", "failure", "memory_recording",
-        "analysis.memory.notes", "analysis.columns", "analysis.files", "json_files", "inert",
+        "analysis.memory.notes", "analysis.columns", "analysis.files", "json_files", "inert", "saying",
     }  # fmt: skip
     # they see a step from outside, or are there in profiled runs alone, whose times are not published
     assert {f"{name.replace('.', '/')}.py" for name in reached - around} == set(MEASURING_FILES)

@@ -41,6 +41,7 @@ from cs336_systems.measurement import MAX_EXTRA_WARMUP_STEPS, measure
 from cs336_systems.nvml import Gpu
 from cs336_systems.record import GpuState, RunRecord, Status, WarningCode, encode_record, read_record, write_record
 from cs336_systems.run_progress import Progress
+from cs336_systems.step import TrainingStep
 from cs336_systems.watching import Watch
 from tests.conftest import HostTime
 from tests.own_models import PrefersTf32
@@ -187,6 +188,20 @@ def test_the_collector_is_off_while_timing_and_on_afterwards() -> None:
     assert gc.isenabled()
     assert measure(CONFIG, Table(lambda step: 1 / 0)).status is Status.CRASHED
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 3])
+def test_what_is_said_meanwhile_is_said_before_the_last_warm_up_step(
+    warmup_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever shows it may take a moment, and the step after a pause is a slower one."""
+    steps, said = [], []
+    monkeypatch.setattr(TrainingStep, "__call__", lambda *of, call=TrainingStep.__call__: steps.append(of) or call(*of))
+    record = measure(replace(CONFIG, warmup_steps=warmup_steps), say=lambda doing: said.append((doing, len(steps))))
+    assert record.status is Status.OK
+    assert len(steps) == warmup_steps + CONFIG.measured_steps
+    assert [number for _, number in said] == [0, 0, max(0, warmup_steps - 1)]
+    assert len({doing for doing, _ in said}) == 3
 
 
 def test_garbage_is_collected_before_the_measured_steps() -> None:

@@ -1,5 +1,6 @@
 """`cs336 attention`: the grid of attention alone."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
 from cs336_systems.config import Device, Precision
 from cs336_systems.store import make_writable
-from cs336_systems.studies.attention_records import AttentionGrid, Implementation, encode_study
+from cs336_systems.studies.attention_records import AttentionGrid, AttentionStudy, Implementation, encode_study
 
 GPU_D_HEADS, CPU_D_HEADS = (16, 32, 64, 128), (16, 32)
 GPU_CONTEXT_LENGTHS, CPU_CONTEXT_LENGTHS = (256, 1024, 4096, 8192, 16384), (64, 256)
@@ -95,12 +96,23 @@ def run(arguments: AttentionArguments) -> int:
     say_why_cpu(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     from cs336_systems.report.attention import attention_tables, write_attention, write_attention_record
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
     from cs336_systems.studies.attention_study import run_attention_study
 
+    cells = list(itertools.chain.from_iterable(grid.groups))
+
+    def measured(study: AttentionStudy) -> None:
+        write_attention_record(study, directory)
+        if (done := len(study.results)) < len(cells):
+            status(cells[done].label, done, len(cells))
+
     with json_alone(arguments.json) as print_json:
-        study = run_attention_study(grid, on_progress=lambda study: write_attention_record(study, directory))
-        write_attention(study, directory)
+        with StatusLine() as status:
+            status(f"importing PyTorch, then {cells[0].label}", 0, len(cells))
+            study = run_attention_study(grid, measured)
+            status("drawing and writing")
+            write_attention(study, directory)
         if print_json is not None:
             print_json(encode_study(study))
         else:

@@ -114,7 +114,7 @@ def run(arguments: BenchmarkArguments) -> int:
     from cs336_systems.store import PROFILE_DIRECTORIES, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
-    from cs336_systems.worker import run_here
+    from cs336_systems.report.status_line import StatusLine
 
     gpu = next(iter(visible_gpus()), None)
     with contextlib.ExitStack() as stack:
@@ -125,7 +125,11 @@ def run(arguments: BenchmarkArguments) -> int:
             print(inert_line(f"note: the earlier run of this configuration is kept in {kept}"), file=sys.stderr)
         are_others = stack.enter_context(at_work(cpu_lock_path() if config.device is Device.CPU else None))
         is_disturbed = are_others()
-        record = run_here(config, runs)
+        with StatusLine() as say:
+            say("importing PyTorch")
+            from cs336_systems.worker import run_here
+
+            record = run_here(config, runs, say)
         if (is_disturbed or are_others()) and record.status is Status.OK:
             record = replace(record, warnings=(*record.warnings, CPU_SHARED))
             write_record(record, runs)

@@ -169,17 +169,22 @@ def run(arguments: CeilingsArguments) -> int:
     device_name = identity(grid.device).device_name if study is None else study.device_name
     parts = None if arguments.profile is None else _parts(arguments.profile, arguments.record, device_name)
     make_writable(directory)
-    from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
 
     with json_alone(arguments.json) as print_json:
-        if study is None:
-            from cs336_systems.studies.ceilings_study import run_ceilings_study
+        with StatusLine() as status:
+            if study is None:
+                status("importing PyTorch")
+                from cs336_systems.studies.ceilings_study import run_ceilings_study
 
-            study = run_ceilings_study(grid)
-        if (kept := keep_earlier(directory, study)) is not None:
-            print(inert_line(f"the earlier ceilings are kept in {kept}"), file=sys.stderr)
-        write_ceilings(study, directory, parts)
+                study = run_ceilings_study(grid, status)
+            if (kept := keep_earlier(directory, study)) is not None:
+                print(inert_line(f"the earlier ceilings are kept in {kept}"), file=sys.stderr)
+            status("drawing and writing")
+            from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
+
+            write_ceilings(study, directory, parts)
         for doubt in doubts(study):
             print(inert_line(f"warning: {doubt}"), file=sys.stderr)
         if print_json is not None:

@@ -76,13 +76,19 @@ def run(arguments: FusionArguments) -> int:
     """Measure in this process, print, and write."""
     say_why_cpu(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
-    from cs336_systems.report.fusion import fusion_tables, write_fusion
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
-    from cs336_systems.studies.fusion_study import run_fusion_study
 
     with json_alone(arguments.json) as print_json:
-        study = run_fusion_study(grid)
-        write_fusion(study, directory)
+        with StatusLine() as status:
+            status("importing PyTorch")
+            from cs336_systems.studies.fusion_study import run_fusion_study
+
+            study = run_fusion_study(grid, status)
+            status("drawing and writing")
+            from cs336_systems.report.fusion import fusion_tables, write_fusion
+
+            write_fusion(study, directory)
         if print_json is not None:
             print_json(encode_study(study))
         else:

@@ -92,19 +92,23 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import UnknownRangeError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
-
-    profile = read_profile(arguments.file)
-    if profile is None:
-        try:
-            profile = explain(arguments.file, config, phases, attention)
-        except UnknownRangeError as error:
-            raise UsageError(f"{arguments.file}: {error}") from error
-    if arguments.output is not None:
-        from cs336_systems.report.kernels.files import write_profile
-
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        write_profile(profile, arguments.output, arguments.top, config)
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_profile, say
+
+    with StatusLine() as status:
+        status.reading(arguments.file)
+        profile = read_profile(arguments.file)
+        if profile is None:
+            try:
+                profile = explain(arguments.file, config, phases, attention)
+            except UnknownRangeError as error:
+                raise UsageError(f"{arguments.file}: {error}") from error
+        if arguments.output is not None:
+            status("drawing and writing")
+            from cs336_systems.report.kernels.files import write_profile
+
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            write_profile(profile, arguments.output, arguments.top, config)
 
     with json_alone(arguments.json) as print_json:
         if print_json is not None:

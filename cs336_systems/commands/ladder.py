@@ -277,12 +277,17 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
     from cs336_systems.report.kernels.entries import load_profiled
     from cs336_systems.report.ladder.rows import ladder_rows
     from cs336_systems.report.ladder.tables import ladder_json, ladder_tables, write_ladder_report
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_or_say(directory / "runs"))
-    rows = ladder_rows(ladder, records, load_profiled(records, directory), ceilings_or_say(ceilings_beside(directory)))
-    write_ladder_report(rows, directory)
+    with StatusLine() as status:
+        status("reading records and profiles")
+        profiled, ceilings = load_profiled(records, directory), ceilings_or_say(ceilings_beside(directory))
+        rows = ladder_rows(ladder, records, profiled, ceilings)
+        status("drawing and writing")
+        write_ladder_report(rows, directory)
     if print_json is not None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_json(rows)}))
     else:

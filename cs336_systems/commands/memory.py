@@ -68,15 +68,22 @@ def run(arguments: MemoryArguments) -> int:
         raise UsageError("--output is for one snapshot, not for a comparison")
     configs = [arguments.config_of(file) for file in arguments.files]
     found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
-    profiles = [_explain(file, config) for file, config in zip(found, configs, strict=True)]
-    from cs336_systems.analysis.memory.profile import encode_memory_profile
-    from cs336_systems.report.memory.compare import changes_json, compare_memory
-    from cs336_systems.report.memory.files import memory_tables, write_memory
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
 
-    if arguments.output is not None:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        write_memory(profiles[0], arguments.output, arguments.top)
+    profiles = []
+    with StatusLine() as status:
+        for file, config in zip(found, configs, strict=True):
+            status.reading(file)
+            profiles.append(_explain(file, config))
+        from cs336_systems.analysis.memory.profile import encode_memory_profile
+        from cs336_systems.report.memory.compare import changes_json, compare_memory
+        from cs336_systems.report.memory.files import memory_tables, write_memory
+
+        if arguments.output is not None:
+            status("drawing and writing")
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            write_memory(profiles[0], arguments.output, arguments.top)
     with json_alone(arguments.json) as print_json:
         if print_json is not None:
             both = len(profiles) == 2

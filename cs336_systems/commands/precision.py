@@ -35,12 +35,19 @@ def run(arguments: PrecisionArguments) -> int:
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import say
-    from cs336_systems.studies.precision import accumulation_study, dtype_study
-    from cs336_systems.studies.precision_tables import encode_study, print_tables, write_tables
 
     with json_alone(arguments.json) as print_json:
-        sums, dtypes = accumulation_study(), dtype_study(devices)
+        with StatusLine() as status:
+            status("importing PyTorch")
+            from cs336_systems.studies.precision import accumulation_study, dtype_study
+            from cs336_systems.studies.precision_tables import encode_study, print_tables, write_tables
+
+            status("adding up in low precision")
+            sums = accumulation_study()
+            status(f"data types under autocast on {' and '.join(devices)}")
+            dtypes = dtype_study(devices)
         if arguments.output is not None:
             write_tables(sums, dtypes, arguments.output)
         if print_json is not None:

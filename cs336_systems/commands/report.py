@@ -45,8 +45,10 @@ def run(arguments: ReportArguments) -> int:
         print(f"warning: {said}", file=sys.stderr)
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
-    with json_alone(arguments.json) as print_json:
-        report(found, output, keep=True, print_json=print_json)
+    from cs336_systems.report.status_line import StatusLine
+
+    with json_alone(arguments.json) as print_json, StatusLine() as status:
+        report(found, output, status, keep=True, print_json=print_json)
     return FAILED if any(problems.values()) else OK
 
 

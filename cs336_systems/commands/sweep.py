@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.commands.device import device_word, plain_word, resolve_device, say_why_cpu
@@ -56,6 +56,9 @@ from cs336_systems.planning import Plan, make_plan
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.store import PROFILE_DIRECTORIES
 from cs336_systems.studies.ceilings_files import ceilings_beside
+
+if TYPE_CHECKING:
+    from cs336_systems.report.status_line import StatusLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,12 +297,14 @@ def measure_all(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
         )
     from cs336_systems.report.progress import TerminalListener
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.sweep import run_sweep
 
     say_left_out(configs)
     with TerminalListener() as listener:
         outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
-    report({directory: outcome.records}, directory, keep=True, print_json=print_json)
+    with StatusLine() as status:
+        report({directory: outcome.records}, directory, status, keep=True, print_json=print_json)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
         print(
             f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
@@ -327,6 +332,7 @@ def say_left_out(configs: Sequence[RunConfig]) -> None:
 def report(
     found: Mapping[Path, Sequence[RunRecord]],
     output: Path,
+    status: "StatusLine",
     *,
     keep: bool = False,
     print_json: PrintJson | None = None,
@@ -336,6 +342,7 @@ def report(
     The times of profiled runs are in the tables of profiles alone. With `keep`, raises UsageError, before it writes,
     where a profile that is missing would be lost from the tables in `output`.
     """
+    status("reading records and profiles")
     from cs336_systems.report.identity import file_names
     from cs336_systems.report.kernels.entries import labels
     from cs336_systems.report.kernels.plots import write_pictures
@@ -355,17 +362,22 @@ def report(
         _refuse_to_lose(own, loaded, directory, output)
     ceilings = ceilings_or_say(ceilings_beside(output))
     if published:
+        status("writing tables and plots")
         write_tables(published, output, ceilings)
         write_plots(published, output)
     profiled = list(itertools.chain.from_iterable(kernels.values()))
     if profiled:
+        status("writing tables of kernels")
         write_kernel_sweep(profiled, output)
         names = labels(profiled)
-        for name, stem, entry in zip(names, file_names(names), profiled, strict=True):
+        for done, (name, stem, entry) in enumerate(zip(names, file_names(names), profiled, strict=True)):
+            status(f"drawing {name}", done, len(profiled))
             write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
     recorded = list(itertools.chain.from_iterable(memory.values()))
     if recorded:
+        status("writing tables and plots of memory")
         write_memory_sweep(recorded, output)
+    status.end()
     if print_json is not None:
         explained = {
             name: [{"key": entry.config.key, "profile": entry.profile} for entry in entries]

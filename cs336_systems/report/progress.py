@@ -20,6 +20,7 @@ from cs336_systems.counting import counted
 from cs336_systems.inert import inert_line
 from cs336_systems.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
+from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.words import STATUS_WORDS
 
 
@@ -43,6 +44,8 @@ class TerminalListener:
         )
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
+        self._lines = StatusLine()
+        self._num_started = self._total = 0
 
     def __enter__(self) -> "TerminalListener":
         return self
@@ -61,12 +64,20 @@ class TerminalListener:
             self.console.print(
                 f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go", highlight=False
             )
-        self._task = self._progress.add_task("", total=len(todo))
+        self._total = len(todo)
+        first = "importing PyTorch, once for all runs" if todo else ""
+        self._task = self._progress.add_task(first, total=self._total)
+        self._progress.refresh()
+        if first and not self.console.is_terminal:
+            self._lines(first)
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
-        """Show the run among those at work."""
+        """Show the run among those at work; where there is no bar, in a line of its own."""
         label = self._label(config)
         self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and gpu.index else label
+        if not self.console.is_terminal:
+            self._lines(self._running[config.key], self._num_started, self._total)
+        self._num_started += 1
         self._show()
 
     def finished(self, record: RunRecord) -> None:

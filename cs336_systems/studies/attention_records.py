@@ -61,6 +61,11 @@ class AttentionCell:
     d_head: int
     context_length: int
 
+    @property
+    def label(self) -> str:
+        """A few words for people."""
+        return f"{self.implementation} {self.precision}, width {self.d_head}, context {self.context_length}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGrid:

@@ -15,6 +15,7 @@ from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.precision import apply_math_mode
 from cs336_systems.record import Failure
+from cs336_systems.saying import Say, say_nothing
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_ranks import measure_reductions
 from cs336_systems.studies.ceilings_records import (
@@ -50,27 +51,35 @@ LEAST_CAPABILITY = {
 LAUNCHES_IN_GRAPH = 1000
 
 
-def run_ceilings_study(grid: CeilingsGrid) -> CeilingsStudy:
-    """Measure everything; a cell that fails says so. Raises LockedError where a sweep is at work on a GPU."""
+def run_ceilings_study(grid: CeilingsGrid, say: Say = say_nothing) -> CeilingsStudy:
+    """Measure everything; a cell that fails says so. Raises LockedError where a sweep is at work on a GPU.
+
+    `say` is told of each cell before it begins.
+    """
+    shapes = list(product(dict.fromkeys(grid.precisions), dict.fromkeys(grid.shapes)))
+    passes = list(product(Stream, sorted(set(grid.stream_bytes))))
+    total = len(shapes) + len(passes) + 2
+    products: list[ProductCell] = []
+    streams: list[StreamCell] = []
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which NVML names them
     gpus = visible_gpus()[: grid.world_size] if grid.device is Device.CUDA else ()
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        products = tuple(
-            measure_product(grid, precision, shape)
-            for precision, shape in product(dict.fromkeys(grid.precisions), dict.fromkeys(grid.shapes))
-        )
-        streams = tuple(
-            measure_stream(grid, stream, num_bytes)
-            for stream, num_bytes in product(Stream, sorted(set(grid.stream_bytes)))
-        )
+        for precision, shape in shapes:
+            say(f"{precision} product {shape.label}", len(products), total)
+            products.append(measure_product(grid, precision, shape))
+        for stream, num_bytes in passes:
+            say(f"{stream} of {num_bytes / 2**20:g} MiB", len(shapes) + len(streams), total)
+            streams.append(measure_stream(grid, stream, num_bytes))
+        say("launches", total - 2, total)
         launches = measure_launches(grid)
         _tidy(grid.device)  # the others need the memory
+        say(f"all-reduce of {grid.world_size} process(es)", total - 1, total)
         return CeilingsStudy(
             grid=grid,
-            products=products,
-            streams=streams,
+            products=tuple(products),
+            streams=tuple(streams),
             launches=launches,
             reductions=measure_reductions(grid),
             cache_bytes=torch.cuda.get_device_properties().L2_cache_size if gpus else None,

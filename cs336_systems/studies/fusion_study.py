@@ -24,6 +24,7 @@ from cs336_systems.locks import exclusive, gpu_lock_path
 from cs336_systems.nvml import visible_gpus
 from cs336_systems.precision import apply_math_mode
 from cs336_systems.record import Measurement, Status
+from cs336_systems.saying import Say, say_nothing
 from cs336_systems.studies.fusion_ops import OPS, Moved, OpFunction, OpSpec, Watcher, matmul_flops, must_move_bytes
 from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, FusionStudy, Op, Version
 
@@ -44,10 +45,10 @@ _COMPILED_OPERATORS = re.compile(r"cpp_fused|^aten::(mm|bmm|addmm|baddbmm)$")
 """What a CPU's profile shows of compiled code that computes: generated kernels, and products left to a library."""
 
 
-def run_fusion_study(grid: FusionGrid, on_progress: Callable[[FusionRow], None] | None = None) -> FusionStudy:
+def run_fusion_study(grid: FusionGrid, say: Say = say_nothing) -> FusionStudy:
     """Measure every version of every operation in this process; one that fails has rows that say so.
 
-    Raises LockedError where a sweep is at work on the GPU.
+    `say` is told of each before it begins. Raises LockedError where a sweep is at work on the GPU.
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which NVML names them
     gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
@@ -55,11 +56,10 @@ def run_fusion_study(grid: FusionGrid, on_progress: Callable[[FusionRow], None] 
     with contextlib.ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        for precision, op, version in product(dict.fromkeys(grid.precisions), dict.fromkeys(grid.ops), Version):
-            for row in measure_version(grid, op, precision, version):
-                rows.append(row)
-                if on_progress is not None:
-                    on_progress(row)
+        cells = list(product(dict.fromkeys(grid.precisions), dict.fromkeys(grid.ops), Version))
+        for done, (precision, op, version) in enumerate(cells):
+            say(f"{op} {version} {precision}", done, len(cells))
+            rows += measure_version(grid, op, precision, version)
         return FusionStudy(grid=grid, rows=tuple(rows), environment=environment(grid.device, gpu))
 
 

@@ -95,7 +95,7 @@ def test_ceilings_in_doubt_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = make_ceilings([product_at(square(64), 1, spread=0.3)], [stream_at(2)])
-    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda _: study)
+    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda *_: study)
     assert run(parsed(*TINY.split(), "--output", tmp_path, "--json")) == OK
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: In doubt")]
     assert "bf16 product (unstable; the slowest loop took 30 % longer" in warning
@@ -145,7 +145,7 @@ def test_a_profile_stands_on_the_roofline_of_an_earlier_study(
 def test_a_profile_that_cannot_be_placed_is_refused_before_anything_is_measured(
     tmp_path: Path, profile: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda _: pytest.fail("it measured"))
+    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda *_: pytest.fail("it measured"))
     words = [*TINY.split(), "--output", tmp_path / "data", "--profile", profile]
     expected = "is of NVIDIA H200, the ceilings are of "
     if kind == "record":
@@ -241,7 +241,7 @@ def test_what_cannot_be_meant_is_wrong_usage(words: list[str], message: str) -> 
 
 
 def test_an_interrupted_study_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ceilings_study, "run_ceilings_study", interrupted)

@@ -1,0 +1,122 @@
+"""Every command that may take longer than two seconds says on standard error what it does."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import cs336_systems.report.attention
+import cs336_systems.report.ceilings.summary
+import cs336_systems.report.fusion
+import cs336_systems.report.ladder.tables
+import cs336_systems.report.plots
+import cs336_systems.studies.attention_study
+import cs336_systems.studies.fusion_study
+import cs336_systems.sweep
+from cs336_systems import cli
+from cs336_systems.analysis.kernels.step_profile import write_profile
+from cs336_systems.analysis.memory.profile import write_memory_profile
+from cs336_systems.ladder import write_ladder
+from cs336_systems.record import write_record
+from cs336_systems.report import status_line
+from cs336_systems.sweep import Outcome
+from tests.report.kernels.profiles import make_profile
+from tests.report.ladders import make_ladder, make_records
+from tests.report.making import make_config, make_record
+from tests.report.memory.profiles import make_memory
+from tests.report.studies import make_fusion, make_result, make_row, make_study
+
+TINY = "--device cpu --vocab-size 11 --d-model 8 --d-ff 12 --num-layers 1 --num-heads 2 --measured-steps 2"
+COMMANDS = {
+    "benchmark": (f"{TINY} --context-length 8 --warmup-steps 2", "PyTorch", "making", "warm-up", "timed steps: 2"),
+    "sweep": (f"{TINY} --context-lengths 4 8 --warmup-steps 2", "PyTorch", "1 of 2: ", "2 of 2: ", "writing"),
+    "compare": (f"'{TINY} --context-length 4' '{TINY} --context-length 8' --repeats 3", "PyTorch", "6 of 6: "),
+    "precision": ("--device cpu", "PyTorch", "adding up", "autocast"),
+    "fusion": ("--device cpu", "PyTorch", "1 of 1: fake", "writing"),
+    "attention": ("--device cpu", "PyTorch, then naive", "12 of 12: ", "writing"),
+    "ceilings": (
+        "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001",
+        *("PyTorch", "1 of 7: fp32 product 16 x 16 x 16", "3 of 7: ", "6 of 7: launches", "writing"),
+    ),
+    "ladder": ("--report ladder", "reading", "writing"),
+    "report": ("sweep", "reading", "writing"),
+    "kernels": ("kernels.json", "reading kernels.json"),
+    "memory": ("memory.json", "reading memory.json"),
+}
+"""What to run, and what is said meanwhile, in this order."""
+QUICK = {"account"}
+
+
+def do_not(*_):
+    """Draw, which takes its time."""
+
+
+def make_files() -> None:
+    write_profile(make_profile(), Path("kernels.json"))
+    write_memory_profile(make_memory(), Path("memory.json"))
+    for name, records in (("ladder", make_records(make_ladder())), ("sweep", [make_record(make_config(), (0.1,))])):
+        Path(name, "runs").mkdir(parents=True)
+        for record in records:
+            write_record(record, Path(name, "runs"))
+    write_ladder(make_ladder(), Path("ladder", "ladder.json"))
+
+
+def fake_sweep(configs, directory, listener, **_):
+    (directory / "runs").mkdir(parents=True)
+    records = [make_record(config, (0.1, 0.2)) for config in configs]
+    listener.planned([], configs, [])
+    for record in records:
+        listener.started(record.config, None)
+        write_record(record, directory / "runs")
+        listener.finished(record)
+    return Outcome(records=records, measured=records, wall_s=1.0, slots=1, interrupted=False)
+
+
+def fake_fusion(grid, say):
+    say("fake", 0, 1)
+    return make_fusion(make_row())
+
+
+def fake_attention(grid, on_progress):
+    study = replace(make_study(), grid=grid)
+    for group in grid.groups:
+        for cell in group:
+            study = replace(study, results=(*study.results, make_result(cell)))
+            on_progress(study)
+    return study
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_takes_longer_says_what_it_does(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(status_line, "LARGE_BYTES", 0)
+    for module, function, fake in (
+        (cs336_systems.sweep, "run_sweep", fake_sweep),
+        (cs336_systems.studies.fusion_study, "run_fusion_study", fake_fusion),
+        (cs336_systems.studies.attention_study, "run_attention_study", fake_attention),
+        (cs336_systems.report.attention, "write_attention", do_not),
+        (cs336_systems.report.ceilings.summary, "write_ceilings", do_not),
+        (cs336_systems.report.fusion, "write_fusion", do_not),
+        (cs336_systems.report.ladder.tables, "write_ladder_report", do_not),
+        (cs336_systems.report.plots, "write_plots", do_not),
+    ):
+        monkeypatch.setattr(module, function, fake)
+    make_files()
+    words, *said = COMMANDS[name]
+    argv = [part.strip("'") for part in re.findall(r"'[^']*'|\S+", words)]
+    scripts = {"benchmark": cli.benchmark, "sweep": cli.sweep, "precision": cli.precision}
+    assert (scripts[name](argv) if name in scripts else cli.main([name, *argv])) == 0
+    out, err = capsys.readouterr()
+    lines = re.findall(r"^\[ *\d+\.\d s\] (.+)$", err, re.MULTILINE)
+    found = [next((i for i, line in enumerate(lines) if part in line), None) for part in said]
+    assert None not in found, lines
+    assert found == sorted(found)
+    assert not re.search(r"^\[ *\d+\.\d s\]", out, re.MULTILINE)
+
+
+def test_no_command_is_left_out() -> None:
+    scripts = {"benchmark", "sweep", "precision"}
+    assert COMMANDS.keys() | QUICK | {"napkin"} == {*cli.COMMANDS, "napkin", *scripts}
