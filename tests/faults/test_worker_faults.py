@@ -105,7 +105,7 @@ def test_out_of_memory_is_a_result(place, fault, requested_bytes):
 def test_an_exception_keeps_its_message_and_its_traceback(place):
     record = survive(place, "raises")
     assert record.status is Status.CRASHED
-    assert record.failure.message == "RuntimeError: no such layer \0"
+    assert record.failure.message == r"RuntimeError: no such layer \x00"
     assert "in raises" in record.failure.traceback
 
 
