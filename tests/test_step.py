@@ -204,6 +204,22 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(host_time: HostTime) -> N
         assert times == {other: delay_s if other is phase else 0.0 for other in CONFIG.phases}
 
 
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_the_end_of_the_graph_is_a_part_of_backward(host_time: HostTime, precision: Precision) -> None:
+    """On a GPU it takes milliseconds of the host, which would be in the step and in none of its phases."""
+
+    class SlowToEnd:
+        def __del__(self) -> None:
+            host_time.sleep(0.05)
+
+    step = TrainingStep(replace(CONFIG, precision=precision))
+    step(HostClock())
+    slow = lambda _module, _inputs, output: output.grad_fn.metadata.update(slow=SlowToEnd())  # noqa: E731
+    step.model.register_forward_hook(slow)
+    times, _ = step(HostClock())
+    assert times.phases_s[Phase.BACKWARD] == times.step_s == 0.05
+
+
 # A user's own model
 
 
