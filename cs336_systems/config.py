@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
 
+from cs336_systems.setting_words import in_words
+
 MAX_PARAMETERS = 10**12
 """More fp32 parameters than this (4 TB) fit no device there is: surely a slip of the keyboard."""
 MAX_ELEMENTS = 2**42
@@ -22,6 +24,13 @@ OWN_MODEL_ONLY = (
     "compile_blocks", "checkpoint_blocks", "pad_vocabulary", "cast_once", "fused_loss", "fused_blocks", "fp8",
 )  # fmt: skip
 """Settings that change the inside of this project's model, and of no other."""
+
+LABELLED_FIRST = (
+    "attention", "sdpa_backend", "optimizer", "compile", "compile_blocks", "model_factory", "profiler",
+    "checkpoint_blocks", "pad_vocabulary", "cast_once", "fused_loss", "fused_blocks", "fp8", "cuda_graph",
+    "warmup_steps",
+)  # fmt: skip
+"""Settings that a label says before all others."""
 
 Need = tuple[str, bool, str, str, bool]
 """A setting, whether it is set, what it needs, what is there instead, and whether that will do."""
@@ -328,21 +337,18 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """A few words for people: what runs now, with what differs from the defaults."""
-        words = [self.size, f"ctx {self.model.context_length}", self.mode, self.precision]
-        others = {**_non_defaults(self.model), **_non_defaults(self.configuration)}
-        for name in ("attention", "sdpa_backend", "optimizer", "compile", "model_factory", "profiler"):
-            words += [str(others[name])] if name in others else []
-        words += [f"checkpoint {self.checkpoint_blocks}"] if self.checkpoint_blocks else []
-        words += [f"padded to {self.pad_vocabulary}"] if self.pad_vocabulary > 1 else []
-        shortcuts = (
-            ("cast once", self.cast_once), ("fused loss", self.fused_loss), ("fused blocks", self.fused_blocks),
-            ("fp8", self.fp8), ("graph", self.cuda_graph),
-        )  # fmt: skip
-        words += [word for word, is_said in shortcuts if is_said]
-        words += [f"warm-up {self.warmup_steps}"] if "warmup_steps" in others else []
-        words += [f"#{self.repeat}"] if self.repeat else []
-        return " ".join(words)
+        """A few words for people: what runs now, with all that differs from the defaults but the device."""
+        preset = SIZES.get(self.size)
+        model = {field.name: (getattr(self.model, field.name), field.default) for field in fields(self.model)}
+        unusual = {name: value for name, (value, usual) in model.items() if value != getattr(preset, name, usual)}
+        others = unusual | _non_defaults(self.configuration)
+        first = {
+            "size": self.size, "context_length": self.model.context_length, "mode": self.mode,
+            "precision": self.precision, **{name: others[name] for name in LABELLED_FIRST if name in others},
+        }  # fmt: skip
+        rest = {name: value for name, value in others.items() if name not in (*first, "device")}
+        last = {"repeat": self.repeat} if self.repeat else {}
+        return " ".join(in_words(name, value) for name, value in {**first, **rest, **last}.items())
 
 
 def fp8_misfit(model: ModelConfig, batch_size: int) -> str:

@@ -275,12 +275,14 @@ def test_repeats_share_their_configuration() -> None:
 
 
 def test_the_label_says_what_is_unusual() -> None:
-    assert run(shape(context_length=64), mode=Mode.FORWARD).label == "custom ctx 64 forward fp32"
-    config = run(
-        shape(context_length=64, attention=Attention.SDPA), precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
-        warmup_steps=2, repeat=3,
+    small = replace(SIZES["small"], context_length=64)
+    assert RunConfig(size="small", model=small, mode=Mode.FORWARD).label == "small ctx 64 forward fp32"
+    config = RunConfig(
+        size="small", model=replace(small, attention=Attention.SDPA), precision=Precision.BF16,
+        optimizer=OptimizerKind.FUSED, warmup_steps=2, batch_size=8, repeat=3,
     )  # fmt: skip
-    assert config.label == "custom ctx 64 train bf16 sdpa fused warm-up 2 #3"
+    assert config.label == "small ctx 64 train bf16 sdpa fused warm-up 2 batch 8 #3"
+    assert "d_model 128" in replace(config, size="custom", model=replace(small, d_model=128, num_heads=2)).label
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ PACKAGE = "cs336_systems"
 LEVELS = (
     ("", "analysis", "analysis.kernels", "analysis.memory", "commands", "prediction", "shortcuts"),
     ("report", "report.ceilings", "report.kernels", "report.ladder", "report.memory", "studies"),
-    ("inert",),
+    ("inert", "setting_words"),
     (
         "config",
         "counting",
@@ -208,6 +208,7 @@ def test_what_is_measured_with_is_part_of_the_identity() -> None:
         "", "shortcuts", "record", "nvml",
         "environment", "quality", "advice", "statistics", "ranges", "failure", "memory_recording",
         "analysis.memory.notes", "analysis.columns", "analysis.files", "json_files", "inert", "saying",
+        "setting_words",
     }  # fmt: skip
     # they see a step from outside, or are there in profiled runs alone, whose times are not published
     assert {f"{name.replace('.', '/')}.py" for name in reached - around} == set(MEASURING_FILES)

@@ -229,8 +229,8 @@ def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
         return
     if there != first.config:
         raise UsageError(
-            f"{directory} holds the ladder of another step ({there.label}, batch {there.batch_size}; this one is "
-            f"{first.config.label}, batch {first.config.batch_size}): choose another --name, or start over with --fresh"
+            f"{directory} holds the ladder of another step ({there.label}; this one is "
+            f"{first.config.label}): choose another --name, or start over with --fresh"
         )
 
 

@@ -152,8 +152,9 @@ def _cost_table(config: RunConfig, whole: Numbers, prediction: MemoryPrediction 
         ("one tensor of the residual stream", significant(residual_stream_bytes(config) / MIB), "MiB"),
         *(_memory_rows(prediction) if prediction else ()),
     ]
+    batch = f"batch {config.batch_size}"
     return Table(
-        title=f"One step of {config.label}, batch {config.batch_size}",
+        title=f"One step of {config.label}{'' if batch in config.label else f', {batch}'}",
         headings=(Heading("quantity", numeric=False), Heading("value"), Heading("unit", numeric=False)),
         rows=tuple(rows),
         notes=(

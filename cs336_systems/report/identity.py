@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 from cs336_systems.config import SIZES, Attention, CompileMode, RunConfig, SdpaBackend
 from cs336_systems.inert import LONGEST_PART, inert_line
 from cs336_systems.report.formats import Column, Heading, to_csv
+from cs336_systems.setting_words import in_words, text_of
 
 Identity: TypeAlias = dict[str, Any]
 """A configuration by the names of columns; None is unknown. Equal for equal configurations on one device only."""
@@ -38,8 +39,6 @@ MUST_KEEP = ("context_length", "vocab_size")
 """What a model of the user's own must keep to; of all else it is offered a value."""
 MAX_FILE_NAME = 100
 """Characters of a name made of words: what a picture is of, and an ending, come after it."""
-MAX_WORD = 40
-"""Characters of one setting in words, such as a path."""
 
 _FIRST = ("mode", "precision", "batch_size", "attention", "compile", "optimizer", "arch", "device_name", "profiler",
           *SHORTCUTS)  # fmt: skip
@@ -52,13 +51,6 @@ _TOGETHER = ("model_factory", "compile_blocks", "sdpa_backend", "sync_phases")
 _HEADINGS = {
     "context_length": "context", "device_name": "device", "warmup_steps": "warm-up", "batch_size": "batch",
     "measured_steps": "steps", "digest": "record", **{name: name for name in (*_IMPLIED, "rope_theta")},
-}  # fmt: skip
-_ALONE = ("size", "mode", "precision", "attention", "optimizer", "arch", "device_name", "device", "profiler")
-"""Columns whose values say what they are of."""
-_WORDS = {
-    "context_length": "ctx", "batch_size": "batch", "checkpoint_blocks": "checkpoint", "pad_vocabulary": "padded to",
-    "cuda_graph": "graph", "learning_rate": "lr", "warmup_steps": "warm-up", "measured_steps": "steps",
-    **{name: name for name in (*_IMPLIED, "rope_theta")},
 }  # fmt: skip
 
 
@@ -152,14 +144,6 @@ def _cell(value: object) -> str:
     return inert_line(text_of(value), LONGEST_PART)
 
 
-def text_of(value: object) -> str:
-    """A setting as text: numbers as short as they stay exact; empty for unknown."""
-    if isinstance(value, float):
-        short = f"{value:g}"
-        return short if float(short) == value else repr(value)
-    return "" if value is None else str(value)
-
-
 def identity_columns(
     names: Iterable[str], rows: Sequence[Identity], of: Callable[[Row], Identity]
 ) -> list[Column[Row]]:
@@ -221,16 +205,6 @@ def file_name(name: str) -> str:
 
 def _hashed(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
-
-
-def in_words(name: str, value: object) -> str:
-    """A setting in a few words: `batch 8`, `no ranges`; empty for unknown."""
-    word = _WORDS.get(name, name.replace("_", " "))
-    if value is None or isinstance(value, bool):
-        return "" if value is None else word if value else f"no {word}"
-    text = text_of(value)
-    short = text if len(text) <= MAX_WORD else f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
-    return short if name in _ALONE else f"{'#' if name == 'repeat' else f'{word} '}{short}"
 
 
 def size_text(config: RunConfig) -> str:

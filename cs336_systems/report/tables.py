@@ -32,11 +32,11 @@ from cs336_systems.report.identity import (
     identities,
     identity_columns,
     telling,
-    text_of,
     trailing,
 )
 from cs336_systems.report.listing import in_si
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
+from cs336_systems.setting_words import text_of
 from cs336_systems.statistics import FEWEST
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 

@@ -7,7 +7,8 @@ import pandas as pd
 from cs336_systems.config import Mode, RunConfig
 from cs336_systems.record import Status
 from cs336_systems.report.frame import rows_of
-from cs336_systems.report.identity import SHAPE, identities, in_words, text_of, usual_settings
+from cs336_systems.report.identity import SHAPE, identities, usual_settings
+from cs336_systems.setting_words import in_words, text_of
 
 STATUS_WORDS = {
     Status.OK: "ok",

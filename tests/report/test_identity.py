@@ -148,6 +148,13 @@ def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     assert_apart([make(entries) for make in kernel_sweep._LISTINGS], pair)
 
 
+@each_setting("device")
+def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
+    """A sweep runs on one kind of device."""
+    for one, other in neighbours(where, field.name):
+        assert one.label != other.label
+
+
 @each_setting("profiler", "device", "cuda_graph")
 def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
     """Memory is recorded by one profiler, on a GPU, of a run without graphs."""
