@@ -12,7 +12,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.kernels.events import HOW_TO_RECORD, Batch, Events
 from cs336_systems.analysis.kernels.lookup import Launches, Strings
-from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, with_fills_apart
+from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, with_copies_apart
 
 KERNELS = frozenset({"kernel"})
 COPIES = frozenset({"gpu_memcpy", "gpu_memset"})
@@ -49,7 +49,7 @@ def read_kineto(path: Path) -> Trace:
         is_of_host=is_of_host,
         notes=tuple(session.notes(is_of_host)),
     )
-    return with_fills_apart(trace)
+    return with_copies_apart(trace)
 
 
 class _Session:

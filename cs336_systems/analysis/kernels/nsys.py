@@ -18,7 +18,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
 from cs336_systems.analysis.kernels.lookup import Launches, Strings
-from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations, join, with_fills_apart
+from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations, join, with_copies_apart
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -48,7 +48,7 @@ def read_nsys(path: Path) -> Trace:
     _check_file(path)
     try:
         with closing(_connect(path)) as connection:
-            return with_fills_apart(_Export(path, connection).trace())
+            return with_copies_apart(_Export(path, connection).trace())
     except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # the last: a name in the schema
         raise ProfileError(path, f"not a whole SQLite database ({error}): export the report again") from error
 

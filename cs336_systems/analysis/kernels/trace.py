@@ -9,8 +9,8 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 
-_FILL = re.compile(r"memset(?:\dD)?(?:8|16|32|64)(?:_\w{1,40})?", re.ASCII)
-"""Names of the CUDA driver's own kernels that fill memory."""
+_DRIVERS_OWN = re.compile(r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?", re.ASCII)
+"""Names of the CUDA driver's own kernels that fill or copy memory."""
 
 MAX_TIME_NS = 2**61
 """Seventy years on either side of zero, so that differences of two times fit 64 bits."""
@@ -110,17 +110,17 @@ class Trace:
         return np.array([self._ids[name] for name in names if name in self._ids], dtype=np.int64)
 
 
-def with_fills_apart(trace: Trace) -> Trace:
-    """The trace with fills among the copies where a profiler shows the kernel that the driver fills memory with.
+def with_copies_apart(trace: Trace) -> Trace:
+    """The trace with fills and copies among the copies where a profiler shows them as kernels of the driver.
 
-    torch.profiler does, of fills in CUDA graphs.
+    torch.profiler does so for those in CUDA graphs.
     """
-    names = [index for index, name in enumerate(trace.strings) if _FILL.fullmatch(name)]
-    is_fill = np.isin(trace.kernels.name, names)
-    if not is_fill.any():
+    names = [index for index, name in enumerate(trace.strings) if _DRIVERS_OWN.fullmatch(name)]
+    is_copy = np.isin(trace.kernels.name, names)
+    if not is_copy.any():
         return trace
-    fills = chosen(trace.kernels, is_fill)
-    return replace(trace, kernels=chosen(trace.kernels, ~is_fill), copies=join(trace.copies, fills))
+    copies = chosen(trace.kernels, is_copy)
+    return replace(trace, kernels=chosen(trace.kernels, ~is_copy), copies=join(trace.copies, copies))
 
 
 def durations(start: Ints, end: Ints, what: str) -> Ints:

@@ -158,9 +158,9 @@ def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:
     assert "2 kernels came from CUDA graphs" in attribute(read).notes[-1]
 
 
-def test_a_fill_in_a_graph_is_no_kernel(tmp_path: Path) -> None:
+def test_a_fill_or_a_copy_in_a_graph_is_no_kernel(tmp_path: Path) -> None:
     """torch.profiler shows the driver's own kernel for it; one of somebody's own that begins with zeros is a kernel."""
-    made = ["sgemm", "memset32", "memset8_aligned1D", "memset32_post", "sgemm", "void memset_kernel<float>(float*)"]
+    made = ["sgemm", "memset32", "memset8_aligned1D", "memcpy32_post", "sgemm", "void memset_kernel<float>(float*)"]
     events = [
         complete("cuda_runtime", "cudaGraphLaunch", 7, 100, 2, 1, correlation=2),
         *(complete("kernel", name, 0, 7, 10 * i, 5 + i, stream=7, correlation=2) for i, name in enumerate(made)),
