@@ -53,6 +53,7 @@ CATEGORY_COLOURS = {
     Category.GRADIENTS: "#F0E442",
     Category.AUTOCAST_COPIES: "#701C70",
     Category.SAVED: "#56B4E9",
+    Category.LATER: "#E69F00",
     Category.TEMPORARY: "#D55E00",
 }
 """From the bottom up: what stays first."""

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints
+from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.allocations import Allocations, Replay
+from cs336_systems.analysis.memory.device_memory import Action
 from cs336_systems.analysis.memory.notes import Kind, Sighting
 from cs336_systems.analysis.memory.positions import NOWHERE
-from cs336_systems.analysis.memory.profile import Category, CategoryBytes
+from cs336_systems.analysis.memory.profile import MIN_LATER, Category, CategoryBytes
 
 CATEGORIES = tuple(Category)
 CODES = {category: code for code, category in enumerate(CATEGORIES)}
@@ -68,10 +69,14 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
     return found
 
 
-def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints) -> Contents:
-    """The contents of all allocations; of several sightings of one, the kind decides, and then the first."""
+def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, has_notes: bool = True) -> Contents:
+    """The contents of all allocations; of several sightings of one, the kind decides, and then the first.
+
+    Without notes nothing is sighted, and how long each stayed is all that tells.
+    """
     rows = replay.allocations
-    category = np.where(replay.is_held_throughout, CODES[Category.HELD], CODES[Category.TEMPORARY])
+    passing = np.where(_is_for_later(replay) & (not has_notes), CODES[Category.LATER], CODES[Category.TEMPORARY])
+    category = np.where(replay.is_held_throughout, CODES[Category.HELD], passing)
     sighted = np.full(len(rows), NOT_SIGHTED, dtype=np.int64)
     rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
     for index in np.lexsort((np.arange(len(rank)), rank))[::-1].tolist():  # the one that decides is written last
@@ -80,6 +85,14 @@ def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints) -> C
     known = np.flatnonzero(sighted != NOT_SIGHTED)
     category[known] = [CODES[Category(sightings[index].kind)] for index in sighted[known].tolist()]
     return Contents(category=category, sighting=sighted)
+
+
+def _is_for_later(replay: Replay) -> Mask:
+    """Of each allocation, whether MIN_LATER or more others were made before the program gave it back."""
+    rows = replay.allocations
+    made = np.append(0, np.cumsum(replay.memory.events.action == Action.ALLOC))
+    is_later: Mask = made[np.maximum(rows.free_requested, 0)] - made[rows.start + 1] >= MIN_LATER
+    return is_later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

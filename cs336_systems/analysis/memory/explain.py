@@ -64,6 +64,7 @@ FROM_BOTTOM = (
     Category.GRADIENTS,
     Category.AUTOCAST_COPIES,
     Category.SAVED,
+    Category.LATER,
     Category.TEMPORARY,
 )
 """Of a picture over time: what stays is below what comes and goes."""
@@ -121,7 +122,7 @@ class _Explanation:
         self._known = Known(
             replay=self._replay,
             stacks=snapshot.stacks,
-            contents=categorise(self._replay, sightings, self._row_of),
+            contents=categorise(self._replay, sightings, self._row_of, has_notes=notes is not None),
             sightings=sightings,
             phases=self._phases,
             formulas=formulas,

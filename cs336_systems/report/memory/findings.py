@@ -3,10 +3,11 @@
 A finding beside the peak is told only where it costs at least what its threshold below says.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile
+from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
 from cs336_systems.counting import counted
 from cs336_systems.report.memory.facts import late_state_bytes, starts, step_peaks
 from cs336_systems.report.memory.largest import largest_words
@@ -38,7 +39,7 @@ def findings(profile: MemoryProfile) -> tuple[str, ...]:
     return tuple(
         text
         for find in (_out_of_memory, _peak, _first_step, _growth, _disagreement, _fragmentation, _rounding, _segments,
-                     _unknown, _outside, _largest)
+                     _later, _unknown, _outside, _largest)
         for text in find(profile)
     )  # fmt: skip
 
@@ -151,6 +152,23 @@ def _unknown(profile: MemoryProfile) -> Iterator[str]:
             f"{size(held)} of the peak, {percent_of(held, whole)}, were there before the recording and after it, and "
             f"nothing says what they are: most likely {guess}.{remedy}"
         )
+
+
+def _later(profile: MemoryProfile) -> Iterator[str]:
+    """What a snapshot without notes has of activations, with the places that hold most of it."""
+    held, whole = bytes_of(profile.peak, Category.LATER), profile.peak.allocated_bytes
+    if not held or held / whole < MIN_UNKNOWN:
+        return
+    places = Counter[str]()
+    for row in profile.at_peak:
+        if row.category is Category.LATER:
+            places[f"at {innermost(row.places)}" if row.places else "at no known place"] += row.bytes_at_peak
+    most = ", ".join(f"{size(num_bytes)} {place}" for place, num_bytes in places.most_common(NUM_LARGEST))
+    yield (
+        f"{size(held)} of the peak, {percent_of(held, whole)}, came in the recording and were held until later, while "
+        f"{MIN_LATER} or more others were allocated{f': {most}' if most else ''}. So autograd holds activations, until "
+        "backward has used them: torch.no_grad() holds none, checkpointing fewer."
+    )
 
 
 def _outside(profile: MemoryProfile) -> Iterator[str]:

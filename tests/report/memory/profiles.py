@@ -39,7 +39,7 @@ PARAMETERS, OPTIMIZER_STATE, GRADIENTS, SAVED, TEMPORARY, HELD = (
     Category.HELD,
 )  # fmt: skip
 MIB = 2**20
-NAMES = {PARAMETERS: 11, OPTIMIZER_STATE: 22, GRADIENTS: 4, SAVED: 38, TEMPORARY: 5, HELD: 1}
+NAMES = {PARAMETERS: 11, OPTIMIZER_STATE: 22, GRADIENTS: 4, SAVED: 38, TEMPORARY: 5, HELD: 1, Category.LATER: 6}
 """Number of blocks of each category, wherever there is any of it."""
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cs336_systems.analysis.memory.profile import Category, Place
 from cs336_systems.report.memory.answers import Question, answers
 from cs336_systems.report.memory.facts import phase_peaks, step_peaks
 from cs336_systems.report.memory.findings import findings
@@ -122,6 +123,25 @@ def test_fragmentation_is_told_from_256_mib(reserved: int, told: bool) -> None:
     """780 of 1,040 MiB leave 260, 25 %; 780 of 1,030 leave 250."""
     profile = make_memory(peak=replace(make_memory().peak, reserved_bytes=reserved * MIB))
     assert ("At the peak 260.0 MiB of the 1.02 GiB that PyTorch has reserved, 25.0 %" in said(profile)) is told
+
+
+def test_what_is_held_until_later_has_its_places() -> None:
+    """900 of 1,500 MiB in a snapshot of somebody else's: 600 at one line, 200 at another, 100 at none."""
+
+    def later(size, places=()):
+        return make_like(size, category=Category.LATER, bytes_at_peak=size * MIB, places=places)
+
+    line, other = WEIGHTS.places, (Place(file="lm/model.py", line=3, function="forward"),)
+    profile = make_bare(
+        peak=make_moment("", 5, 2000, -1, counted=False, held=600, later=900),
+        at_peak=(later(400, line), later(200, other), later(200, line), later(100), make_like(50)),
+    )
+    (text,) = [text for text in findings(profile) if "held until later, while" in text]
+    assert text.startswith("900.0 MiB of the peak, 60.0 %")
+    places = ("cs336_systems/model.py:77 softmax, 200.0", "lm/model.py:3 forward, 100.0")
+    assert f"600.0 MiB at {places[0]} MiB at {places[1]} MiB at no known place" in text
+    assert "held until later, while" not in said(make_bare())
+    assert "held until later, while" not in said(make_memory())
 
 
 def test_a_small_part_of_a_large_cache_is_no_finding() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.memory.profile import MemoryProfile, read_memory_profile, write_memory_profile
+from cs336_systems.analysis.memory.profile import Category, MemoryProfile, read_memory_profile, write_memory_profile
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.memory.allocations import (
     at_peak_listing,
@@ -134,12 +134,12 @@ def test_boundaries_in_time_with_the_peak_among_them() -> None:
     for row in rows(listing):
         parts = [int(value) for name, value in row.items() if name.endswith("_bytes") and name.split("_bytes")[0] in (
             "parameters", "buffers", "gradients", "optimizer_state", "autocast_copies", "saved_activations",
-            "temporary", "held_throughout")]  # fmt: skip
-        assert len(parts) == 8
+            "temporary", "held_throughout", "held_until_later")]  # fmt: skip
+        assert len(parts) == len(Category)
         assert sum(parts) == int(row["allocated_bytes"])
         requested = [int(value) for name, value in row.items() if name.endswith("_requested_bytes")
                      and name != "counted_requested_bytes"]  # fmt: skip
-        assert len(requested) == 8
+        assert len(requested) == len(Category)
         assert sum(requested) == int(row["requested_bytes"])
     peak = rows(listing)[2]
     assert (int(peak["temporary_bytes"]), int(peak["temporary_requested_bytes"])) == (50 * MIB, 47 * MIB)
