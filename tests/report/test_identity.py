@@ -15,8 +15,8 @@ from functools import cache
 
 import pytest
 
+from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.commands.sweep import report
 from cs336_systems.config import (
     Arch,
     Attention,
@@ -29,6 +29,7 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
+from cs336_systems.record import write_record
 from cs336_systems.report import drawing, plots
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import file_names, identities, names_of
@@ -301,15 +302,18 @@ def test_each_peak_in_sentences_is_its_own_configurations(change) -> None:
 
 def test_a_profiled_sweep_over_warm_up_has_a_picture_and_a_row_of_each(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(drawing, "to_png", lambda _: b"a picture")  # to draw it takes seconds
-    configs = [replace(make, profiler=Profiler.KINETO) for make in (BASES[0], replace(BASES[0], warmup_steps=1))]
-    records = []
-    for config in configs:
-        config = RunConfig(**{f.name: getattr(config, f.name) for f in fields(RunConfig)})
-        records += [make_record(config, (0.03, 0.03)), make_record(config.unprofiled, (0.02, 0.02))]
-        path = kernel_profile_path(config, tmp_path / "runs")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    for steps in (1, 5):
+        kept = {field.name: getattr(BASES[0], field.name) for field in fields(RunConfig) if field.name != "model"}
+        model = ModelConfig(**{field.name: getattr(MODEL, field.name) for field in fields(ModelConfig)})
+        config = RunConfig(**kept | {"model": model, "warmup_steps": steps, "profiler": Profiler.KINETO})
+        for record in (make_record(config, (0.03, 0.03)), make_record(config.unprofiled, (0.02, 0.02))):
+            write_record(record, runs)
+        path = kernel_profile_path(config, runs)
         path.parent.mkdir(exist_ok=True)
         write_profile(make_profile(source=f"{config.key}.json"), path)
-    report({tmp_path: records}, tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 0
     pictures = {path.name for path in (tmp_path / "plots").glob("custom*")}
     assert pictures == {
         f"custom_ctx_128_warm_up_{steps}_{what}.png" for steps in (1, 5) for what in ("classes", "timeline")
