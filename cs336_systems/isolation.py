@@ -27,7 +27,7 @@ LOG_TAIL_BYTES = 16 * 1024
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
 """Bound on one reading, so that a worker that prints without end cannot keep the sweep from its clock."""
-_ANSWER_S = 30.0
+_ANSWER_S = 60.0
 """How long the fork server may take to start a worker, or to report the end of one."""
 _FIRST_ANSWER_S = 900.0
 """How long it may take to start its first worker, for which it imports torch, maybe over a network."""
@@ -124,9 +124,9 @@ _silent: set[int] = set()
 
 
 def start(process: BaseProcess) -> int:
-    """Start the process from the fork server, whose number is returned; ask another one, once, where that one fails.
+    """Start the process from the fork server, and return the process number of that.
 
-    A fork server that does not answer is killed.
+    One that does not answer is killed. Where it fails, another one is asked, once.
     """
     try:
         return _start(process)
