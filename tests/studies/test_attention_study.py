@@ -1,5 +1,6 @@
 """The attention grid on a CPU: closed forms against torch's own counts, and failures put in on purpose."""
 
+import contextlib
 import math
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import RecordError
+from cs336_systems.studies import attention_study
 from cs336_systems.studies.attention_cell import full_attention, make_attention, measure_cell
 from cs336_systems.studies.attention_records import (
     AttentionCell,
@@ -90,12 +93,25 @@ def be_killed(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
     return tell_process(grid, cell)
 
 
+HANGING = ["sleep", "601"]
+
+
+def wait_until_it_hangs(objects: list[object], timeout: float) -> list[object]:
+    """As multiprocessing's, but the time is up as soon as a worker hangs, and not before."""
+    while not (ready := wait(objects, timeout=0.05)):
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline() == HANGING:
+                    return []
+    return ready
+
+
 def hang(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
     """Hangs with a child in a session of its own, whose number it prints."""
     if cell.context_length == FAILING_CONTEXT:
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         print(child.pid, flush=True)
-        time.sleep(600)
+        subprocess.run(HANGING)
     return tell_process(grid, cell)
 
 
@@ -116,9 +132,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("measure", FAULTS, ids=lambda measure: measure.__name__)
-def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(measure) -> None:
-    grid = replace(SMALL, timeout_s=3.0) if measure is hang else SMALL
-    before, failed, after = run_attention_study(grid, measure=measure).results
+def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
+    measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if measure is hang:
+        monkeypatch.setattr(attention_study, "wait", wait_until_it_hangs)
+    before, failed, after = run_attention_study(SMALL, measure=measure).results
     status, words = FAULTS[measure]
     assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK)
     assert words in failed.failure.message
