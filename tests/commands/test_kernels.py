@@ -45,6 +45,13 @@ def test_json_is_the_profile_and_what_is_written_says_the_same_again(
     assert capsys.readouterr().out == printed
 
 
+def test_a_trace_of_no_length_has_its_tables(tmp_path: Path) -> None:
+    """Its step and all that is in it take no time, of which nothing is a share."""
+    assert kernels(write_export(tmp_path / "t.sqlite", Recording()), "--output", tmp_path / "out") == 0
+    assert [path.name for path in (tmp_path / "out" / "plots").iterdir()] == ["classes.png"]
+    assert kernels(tmp_path / "out" / "profile.json", "--json") == 0
+
+
 def test_a_range_that_the_file_has_not_is_refused(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Silently all kernels, those of the warm-up too, would be of no phase."""
     for words in (("--forward", "fward"), ("--step", "iteration")):

@@ -36,6 +36,13 @@ PUSH_POP, START_END = 59, 60
 """Kinds of ranges, in files too old to name their kinds."""
 NO_STRING = -1
 NEEDED = "the SQLite export of an nsys report"
+MAX_TABLES = 10_000
+"""Of all kinds; an export has some dozens."""
+_UNFINISHED = {
+    "-wal": "let what writes it end, run `PRAGMA wal_checkpoint(TRUNCATE)` on it, or export the report again",
+    "-journal": "its export was interrupted: export the report again",
+}
+"""Files that SQLite keeps beside one that is being written, and that are not read here."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RECORD = (
@@ -54,7 +61,6 @@ def read_nsys(path: Path) -> Trace:
 
 
 def _check_file(path: Path) -> None:
-
     header = read_head(path, HEADER_BYTES, NEEDED)
     if not header.startswith(SQLITE_MAGIC):
         raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, header)}")
@@ -62,6 +68,10 @@ def _check_file(path: Path) -> None:
     expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
     if len(header) < HEADER_BYTES or size < expected:
         raise ProfileError(path, f"truncated: needed {expected} bytes, got {size}; copy it again or export it again")
+    for ending, advice in _UNFINISHED.items():
+        beside = path.resolve().with_name(path.resolve().name + ending)
+        if beside.is_file() and read_head(beside, 1, "a log of SQLite") not in (b"", b"\0"):
+            raise ProfileError(path, f"not finished: {beside.name} beside it holds a part of it; {advice}")
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -72,16 +82,33 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _tables_of(connection: sqlite3.Connection) -> set[str]:
+    """Names of what SQLite takes for plain tables: a view or a virtual table would compute what its maker wanted.
+
+    The schema is not asked, as its text and its page numbers can be anything.
+    """
+    # nothing but the list, or SQLite would open views and virtual tables to count their columns
+    connection.set_authorizer(
+        lambda action, *_: sqlite3.SQLITE_OK if action == sqlite3.SQLITE_PRAGMA else sqlite3.SQLITE_DENY
+    )
+    kinds = {name: kind for _, name, kind, *_ in connection.execute("PRAGMA main.table_list")}
+    connection.set_authorizer(None)
+    if kinds:
+        return {name for name, kind in kinds.items() if kind == "table"}
+    # SQLite before 3.37 has no such list
+    rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
+    return {name for (name,) in rows}
+
+
 class _Export:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
         self._size = path.stat().st_size
         self._max_rows = self._size // LEAST_ROW_BYTES
-        tables = connection.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' LIMIT 10000"
-        )
-        self._tables = {name for (name,) in tables.fetchall()}
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > MAX_TABLES:
+            raise ProfileError(path, f"more tables than an export ever has ({MAX_TABLES}): it is damaged")
+        self._tables = _tables_of(connection)
         self._strings = Strings(self._names("StringIds", "value"))
 
     def trace(self) -> Trace:

@@ -4,9 +4,12 @@ Raw values of every step are kept; what is "per step" is derived from them. Warm
 holds no others. All times are seconds (`_s`) of device or host as said.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -14,7 +17,9 @@ from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
 from cs336_systems.json_files import encode_json, write_atomically
+from cs336_systems.record import MAX_TIME_S, Count
 
+Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 PROFILE_FORMAT_VERSION = 1
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
@@ -34,26 +39,26 @@ class PhaseTimes:
     """One phase; each tuple has one entry per step."""
 
     phase: LaunchPhase
-    launches: tuple[int, ...]
+    launches: tuple[Count, ...]
     """Kernels."""
-    kernel_s: tuple[float, ...]
+    kernel_s: tuple[Time, ...]
     """Durations of the kernels, added up over streams."""
-    busy_s: tuple[float, ...]
+    busy_s: tuple[Time, ...]
     """Time in which at least one kernel or copy launched in any phase ran on the device, within the wall time.
 
     The mean over the devices that the step used.
     """
-    wall_s: tuple[float, ...]
+    wall_s: tuple[Time, ...]
     """On the device, from the end of the phase before to its own end, as CUDA events between the phases would see it:
     a phase ends when the last of its kernels has, or when the host leaves it, if that is later. For `unattributed` what
     follows the last phase: work launched between two phases is in the wall time of the later one."""
-    host_s: tuple[float, ...]
+    host_s: tuple[Time, ...]
     """How long the host was in the phase, launching."""
-    recomputed_s: tuple[float, ...]
+    recomputed_s: tuple[Time, ...]
     """Of `kernel_s`, forward done again inside backward."""
-    copies: tuple[int, ...]
+    copies: tuple[Count, ...]
     """Copies and fills by the driver, which are no kernels."""
-    copy_s: tuple[float, ...]
+    copy_s: tuple[Time, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +70,13 @@ class KernelTimes:
     short_name: str
     kind: KernelClass
     phase: LaunchPhase | None
-    count: int
-    total_s: float
-    mean_s: float
-    median_s: float
-    min_s: float
-    max_s: float
-    stdev_s: float | None
+    count: Count
+    total_s: Time
+    mean_s: Time
+    median_s: Time
+    min_s: Time
+    max_s: Time
+    stdev_s: Time | None
     """None for a single launch."""
 
 
@@ -81,8 +86,8 @@ class ClassTimes:
 
     kind: KernelClass
     phase: LaunchPhase
-    count: int
-    total_s: float
+    count: Count
+    total_s: Time
 
 
 class AttentionPart(StrEnum):
@@ -103,12 +108,12 @@ class AttentionTimes:
 
     part: AttentionPart
     phase: LaunchPhase
-    count: int
-    total_s: float
-    product_count: int
-    product_s: float
+    count: Count
+    total_s: Time
+    product_count: Count
+    product_s: Time
     """Of these, matrix products."""
-    flops: int | None
+    flops: Count | None
     """Over the same steps; None where the model's shape is not known."""
 
 
@@ -117,15 +122,15 @@ class ProductCounts:
     """Matrix products over the steps in one phase, without helpers such as the sum over split-K parts."""
 
     phase: LaunchPhase
-    linear: int
+    linear: Count
     """Of linear layers."""
-    linear_s: float
-    attention: int
+    linear_s: Time
+    attention: Count
     """Scores and values."""
-    attention_s: float
-    unknown: int
+    attention_s: Time
+    unknown: Count
     """Those of which that cannot be told: no ranges around attention, or a compiler changed the order."""
-    unknown_s: float
+    unknown_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +140,8 @@ class ModuleTimes:
     path: tuple[str, ...]
     """Names of the ranges around the kernel, the outermost first; empty for kernels in no module's range."""
     phase: LaunchPhase
-    count: int
-    total_s: float
+    count: Count
+    total_s: Time
 
 
 class IdleCause(StrEnum):
@@ -163,18 +168,18 @@ class IdleTimes:
 
     phase: LaunchPhase
     cause: IdleCause
-    count: int
-    total_s: float
+    count: Count
+    total_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """One of the longest idle times."""
 
-    step: int
+    step: Count
     start_s: float
     """From the start of its step."""
-    duration_s: float
+    duration_s: Time
     phase: LaunchPhase
     cause: IdleCause
     before: str
@@ -193,8 +198,8 @@ class HostCalls:
 
     name: str
     phase: LaunchPhase
-    count: int
-    total_s: float
+    count: Count
+    total_s: Time
     is_launch: bool
     """It launches kernels, copies or fills."""
     is_wait: bool
@@ -224,7 +229,7 @@ class Piece:
     kind: KernelClass
     start_s: float
     end_s: float
-    busy_s: float
+    busy_s: Time
     """How long of it kernels ran."""
 
 
@@ -232,8 +237,8 @@ class Piece:
 class PicturedStep:
     """The step of median wall time, for a picture."""
 
-    step: int
-    wall_s: float
+    step: Count
+    wall_s: Time
     windows: tuple[Window, ...]
     pieces: tuple[Piece, ...]
 
@@ -242,14 +247,14 @@ class PicturedStep:
 class Left:
     """Kernels that are in none of the profiled steps."""
 
-    warmup: int
-    warmup_s: float
-    outside: int
+    warmup: Count
+    warmup_s: Time
+    outside: Count
     """Launched outside of every step."""
-    outside_s: float
-    no_launch: int
+    outside_s: Time
+    no_launch: Count
     """Without a launch in the file."""
-    no_launch_s: float
+    no_launch_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,17 +267,17 @@ class StepProfile:
     device_names: tuple[str, ...]
     phases_from: tuple[PhaseSource, ...]
     """How the phases of each process were told."""
-    num_steps: int
+    num_steps: Count
     is_whole_trace: bool
     """There are no steps in the file: the whole of it counts as one."""
     is_warmup: bool
     """There are only warm-up steps in the file: they are what is shown."""
-    num_kernels: int
-    """In the whole file."""
-    kernel_s: float
+    num_kernels: Count
+    """In the whole file; or operators."""
+    kernel_s: Time
     """In the whole file."""
     left: Left
-    step_s: tuple[float, ...]
+    step_s: tuple[Time, ...]
     """Wall time of each step by the host's clock: its range, which ends with a synchronisation in our own records."""
     phases: tuple[PhaseTimes, ...]
     """In order; `unattributed` holds what is in a step and in no phase."""
@@ -301,9 +306,37 @@ def encode_profile(profile: StepProfile) -> bytes:
 def decode_profile(data: bytes) -> StepProfile:
     """The profile in `data`; raise ValueError where there is none."""
     try:
-        return msgspec.json.decode(data, type=StepProfile)
+        profile = msgspec.json.decode(data, type=StepProfile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"not a step profile: {error}") from error
+    if wrong := next(_contradictions(profile), None):
+        raise ValueError(f"not a whole step profile: {wrong}; explain the trace again")
+    return profile
+
+
+def _contradictions(profile: StepProfile) -> Iterator[str]:
+    """What cannot be, of a file that was cut or changed by hand."""
+    num_steps = profile.num_steps
+    if not num_steps:
+        yield "it needs at least one step"
+    of_steps = [("step_s", profile.step_s)]
+    of_steps += [(f"{f.name} of {phase.phase}", getattr(phase, f.name))
+                 for phase in profile.phases for f in fields(phase) if f.name != "phase"]  # fmt: skip
+    for name, values in of_steps:
+        if len(values) != num_steps:
+            yield f"{name} needs {num_steps} entries, one for each step, got {len(values)}"
+    pictured = () if profile.pictured is None else (profile.pictured,)
+    for seen in (*pictured, *profile.gaps):
+        if seen.step >= num_steps:
+            yield f"there are {num_steps} steps, and what is said of step {seen.step} has none"
+    left, phases = profile.left, profile.phases
+    count = sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
+    time_s = sum(sum(phase.kernel_s) for phase in phases) + left.warmup_s + left.outside_s + left.no_launch_s
+    if count != profile.num_kernels or not math.isclose(time_s, profile.kernel_s, rel_tol=1e-9, abs_tol=1e-9):
+        yield (
+            f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
+            f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
+        )
 
 
 def read_profile(path: Path) -> StepProfile | None:

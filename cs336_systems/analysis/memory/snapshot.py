@@ -32,6 +32,8 @@ MAX_TOTAL_BYTES = 2**62
 """Of all sizes in a column together, so that sums fit 64 bits."""
 MAX_ADDRESS = 2**61
 MAX_SHOWN = 40
+MAX_NOTES = 6
+"""On what was passed over."""
 KNOWN_KEYS = frozenset(
     {"action", "addr", "size", "stream", "time_us", "frames", "device_free", "compile_context", "user_metadata",
      "forward_frames", "pool_id"}
@@ -135,8 +137,15 @@ class _Reader:
             stacks=self._stacks,
             annotations=tuple(self._annotations(top)),
             settings=dict(self._settings(top)),
-            notes=tuple(f"Passed over: {count} times {what}." for what, count in self._unknown.most_common()),
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[str]:
+        named, others = self._unknown.most_common(MAX_NOTES - 1), len(self._unknown) - (MAX_NOTES - 1)
+        yield from (f"Passed over: {count} times {what}." for what, count in named)
+        if others > 0:
+            rest = self._unknown.total() - sum(count for _, count in named)
+            yield f"Passed over: {rest} times one of {others} other unknown actions and keys."
 
     def _memory(self, device: int, events: Events | None, segments: Items) -> DeviceMemory:
         where = f"the segments of device {device}"

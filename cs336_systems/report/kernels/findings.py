@@ -202,7 +202,7 @@ def _pauses(profile: StepProfile) -> Iterator[_Finding]:
     """Times in which the host did nothing with CUDA, by phase, with the longest of them."""
     for phase in WHERE:
         paused_s = idle_s(profile, IdleCause.HOST_PAUSE, phase=phase)
-        if not paused_s or paused_s / wall_s(profile) < MIN_PAUSE_SHARE:
+        if not paused_s or paused_s < MIN_PAUSE_SHARE * wall_s(profile):
             continue
         gaps = [gap for gap in profile.gaps if gap.cause is IdleCause.HOST_PAUSE and gap.phase is phase]
         text = f"The GPU idles {_rounded_ms(paused_s / profile.num_steps)} in {WHERE[phase]} while the host pauses"
@@ -224,7 +224,7 @@ def _between(profile: StepProfile, config: RunConfig | None) -> Iterator[_Findin
     advice = remedies(config, Remedy.COMPILE, Remedy.OPTIMIZER)
     lost_s = idle_s(profile, IdleCause.BETWEEN_KERNELS)
     count = sum(row.count for row in profile.idle if row.cause is IdleCause.BETWEEN_KERNELS)
-    if lost_s and lost_s / wall_s(profile) >= MIN_BETWEEN_SHARE:
+    if lost_s and lost_s >= MIN_BETWEEN_SHARE * wall_s(profile):
         yield _Finding(
             lost_s,
             f"Between kernels that were launched in time the GPU idles {ms(lost_s / profile.num_steps)}, "

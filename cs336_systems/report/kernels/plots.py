@@ -46,7 +46,7 @@ def write_pictures(profile: StepProfile, directory: Path, prefix: str = "", name
     `name` is the run's, to stand in the pictures; `prefix` is it in the names of the files.
     """
     pictures = {"classes": draw_classes(profile, name)}
-    if profile.pictured is not None:
+    if profile.pictured is not None and profile.pictured.wall_s:  # that of an empty trace takes no time
         pictures["timeline"] = draw_timeline(profile, name)
     (directory / "plots").mkdir(parents=True, exist_ok=True)
     paths = [directory / "plots" / f"{prefix}{stem}.png" for stem in pictures]

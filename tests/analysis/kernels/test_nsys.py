@@ -275,6 +275,78 @@ def test_rows_made_to_harm(tmp_path: Path, statements: list[str], said: str) -> 
     assert said in problem(change(path, *statements))
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("sql", "'CREATE/**/VIRTUAL TABLE {} USING fts5(start, end)'"),
+        ("sql", "'CREATE  VIRTUAL  TABLE {} USING fts5(start, end)'"),
+        ("rootpage", "2"),
+    ],
+)
+def test_what_is_no_table_is_not_read_whatever_its_schema_says(tmp_path: Path, column: str, value: str) -> None:
+    """The text of a schema and the page of a table are whatever the maker of a file has written there."""
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    change(
+        path,
+        f"DROP TABLE {KERNEL}",
+        f"CREATE VIRTUAL TABLE {KERNEL} USING fts5(start, end)",
+        "PRAGMA writable_schema = ON",
+        f"UPDATE sqlite_master SET {column} = {value.format(KERNEL)} WHERE name = '{KERNEL}'",
+    )
+    assert "no table" in problem(path)
+
+
+def test_too_many_tables_are_refused(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    change(
+        path,
+        "PRAGMA writable_schema = ON",
+        "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 20000) "
+        "INSERT INTO sqlite_master SELECT 'view', 'v' || x, 'v' || x, 0, 'CREATE VIEW v' || x || ' AS SELECT 1' FROM n",
+    )
+    assert "more tables" in problem(path)
+
+
+def test_an_export_that_is_still_being_written_is_refused(tmp_path: Path) -> None:
+    """What the log beside it holds is not read, and it was shown as a trace without a kernel."""
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    (tmp_path / "copy").mkdir()
+    copy, log = tmp_path / "copy" / "t.sqlite", tmp_path / "copy" / "t.sqlite-wal"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        with db:
+            db.execute(f"DELETE FROM {KERNEL}")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with db:
+            db.execute(f"INSERT INTO {KERNEL} (start, end, deviceId, contextId, streamId, demangledName, shortName) "
+                       "VALUES (1, 2, 0, 0, 7, 1, 1)")  # fmt: skip
+        copy.write_bytes(path.read_bytes())
+        log.write_bytes(path.with_name("t.sqlite-wal").read_bytes())
+    assert "t.sqlite-wal" in problem(copy)
+    link = tmp_path / "link.sqlite"
+    link.symlink_to(copy)
+    assert "t.sqlite-wal" in problem(link)
+    advice = "PRAGMA wal_checkpoint(TRUNCATE)"
+    assert advice in problem(copy)
+    change(copy, advice)
+    assert len(read_nsys(copy).kernels) == 1
+    log.write_bytes(b"")
+    assert len(read_nsys(copy).kernels) == 1
+
+
+def test_an_export_that_was_interrupted_is_refused(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "t.sqlite", training(1))
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("PRAGMA synchronous = OFF")  # or the journal counts only once SQLite has seen it on disk
+    db.execute("BEGIN")
+    db.execute(f"DELETE FROM {KERNEL}")
+    copy = tmp_path / "copy.sqlite"
+    copy.write_bytes(path.read_bytes())
+    copy.with_name("copy.sqlite-journal").write_bytes(path.with_name("t.sqlite-journal").read_bytes())
+    db.close()
+    assert "copy.sqlite-journal" in problem(copy)
+
+
 def share_pages(path: Path, table: str) -> None:
     """Point every child of the table's root to one page, and every child of that to one leaf: rows beyond counting."""
     with sqlite3.connect(path) as db:

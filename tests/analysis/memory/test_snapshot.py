@@ -16,7 +16,7 @@ import pytest
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.device_memory import Action, BlockState
 from cs336_systems.analysis.memory.pickle_rows import CHUNK_BYTES, RowReader, Rows
-from cs336_systems.analysis.memory.snapshot import Snapshot, read_snapshot
+from cs336_systems.analysis.memory.snapshot import MAX_NOTES, Snapshot, read_snapshot
 from cs336_systems.analysis.memory.stacks import Frame
 from cs336_systems.analysis.memory.unpickle import PADDING, Machine
 from tests.analysis.memory.snapshots import (
@@ -215,6 +215,18 @@ def test_what_is_unknown_is_counted(tmp_path: Path) -> None:
         f"Passed over: {len(events)} times key 'later' of an event.",
         "Passed over: 7 times action 'borrowed'.",
     )
+
+
+def test_of_many_unknown_actions_the_most_frequent_are_named_and_all_are_counted(tmp_path: Path) -> None:
+    """50,000 of them were 1.9 MB of notes."""
+    content = large(1_000)
+    events = content["device_traces"][0]
+    unknown = {"often": 30, "sometimes": 20, **{f"once {i}": 1 for i in range(50_000)}}
+    events += [{**events[0], "action": action} for action, count in unknown.items() for _ in range(count)]
+    notes = read_snapshot(write(tmp_path / "s", content)).notes
+    assert len(notes) <= MAX_NOTES
+    assert sum(int(note.split()[2]) for note in notes) == sum(unknown.values())
+    assert notes[:2] == ("Passed over: 30 times action 'often'.", "Passed over: 20 times action 'sometimes'.")
 
 
 def test_segments_and_blocks(tmp_path: Path) -> None:
