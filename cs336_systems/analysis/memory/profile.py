@@ -5,12 +5,14 @@ categories of any moment add up to what the allocator itself said then. Requeste
 the sizes of its tensors: a block is rounded up to 512 bytes, and may hold a rest of up to a MiB that is not split off.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.json_files import MEMORY_PROFILE, encode_json, read_json, write_atomically
+from cs336_systems.record import Count
 
 MEMORY_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
@@ -48,9 +50,9 @@ class CategoryBytes:
     """How much of one category there was."""
 
     category: Category
-    num_bytes: int
-    requested_bytes: int
-    count: int
+    num_bytes: Count
+    requested_bytes: Count
+    count: Count
     """Blocks."""
 
 
@@ -64,12 +66,12 @@ class Moment:
     """The phase that has just ended here, or in which it is; `start` at the start of a step, empty where unknown."""
     time_s: float
     """Since the first event."""
-    allocated_bytes: int
+    allocated_bytes: Count
     reserved_bytes: int
     categories: tuple[CategoryBytes, ...]
-    counted_bytes: int | None
+    counted_bytes: Count | None
     """What the allocator itself said it had allocated, at the boundary of a phase; None elsewhere."""
-    counted_requested_bytes: int | None
+    counted_requested_bytes: Count | None
     """What it said it had been asked for, then; what another stream may still use is among it."""
 
     @property
@@ -87,12 +89,12 @@ class PhaseMemory:
     begin_s: float
     """Since the first event, as all times."""
     end_s: float
-    begin_bytes: int
-    peak_bytes: int
+    begin_bytes: Count
+    peak_bytes: Count
     """Allocated at most."""
     peak_s: float
     """The first time that so much was."""
-    end_bytes: int
+    end_bytes: Count
     is_finished: bool
     """Whether the phase came to its end; else memory ran out in it, and its end is the request that failed."""
 
@@ -111,13 +113,13 @@ class Place:
 class LikeAllocations:
     """Allocations of one requested size, category, name and place, together."""
 
-    num_bytes: int
+    num_bytes: Count
     """Of the largest of their blocks."""
-    requested_bytes: int
+    requested_bytes: Count
     """Of each."""
-    count: int
-    count_at_peak: int
-    bytes_at_peak: int
+    count: Count
+    count_at_peak: Count
+    bytes_at_peak: Count
     """Of all blocks that were there at the peak."""
     category: Category
     name: str
@@ -144,7 +146,7 @@ class SavedTensor:
     """Ranges within the block around the operator that saved it."""
     shape: tuple[int, ...]
     dtype: str
-    num_bytes: int
+    num_bytes: Count
     explanation: str
     is_recomputed: bool
     """Made in backward, by a checkpoint that computes the block again: it is not kept from forward on."""
@@ -155,12 +157,12 @@ class BlockMemory:
     """One block of the model, in one step. Its bytes are requested ones: exactly those of the tensors."""
 
     name: str
-    saved_bytes: int
+    saved_bytes: Count
     """Saved for backward by what runs in the block, each storage once."""
     saved: tuple[SavedTensor, ...]
     """The largest first."""
-    parameter_bytes: int
-    gradient_bytes: int
+    parameter_bytes: Count
+    gradient_bytes: Count
 
     @property
     def recomputed_bytes(self) -> int:
@@ -175,7 +177,7 @@ class Timeline:
     time_s: tuple[float, ...]
     categories: tuple[Category, ...]
     """From the bottom of the picture up: what stays first."""
-    num_bytes: tuple[tuple[int, ...], ...]
+    num_bytes: tuple[tuple[Count, ...], ...]
     """One row per category."""
     reserved_bytes: tuple[int, ...]
 
@@ -184,11 +186,11 @@ class Timeline:
 class FailedRequest:
     """Memory that the allocator could not give, and when that was."""
 
-    requested_bytes: int
+    requested_bytes: Count
     """As the allocator rounded it."""
-    free_bytes: int
+    free_bytes: Count
     """On the device."""
-    allocated_bytes: int
+    allocated_bytes: Count
     reserved_bytes: int
     step: int
     """-1 where the snapshot knows no steps."""
@@ -196,7 +198,7 @@ class FailedRequest:
     """Empty where unknown."""
     time_s: float
     """Since the first event."""
-    event: int
+    event: Count
     """Events of the recording before it."""
     places: tuple[Place, ...]
     """As those of an allocation."""
@@ -206,12 +208,12 @@ class FailedRequest:
 class AllocatorWork:
     """What the allocator had to do with the device over the recording."""
 
-    allocations: int
-    events: int
+    allocations: Count
+    events: Count
     """Of all kinds."""
-    segments_allocated: int
-    segments_freed: int
-    out_of_memory: int
+    segments_allocated: Count
+    segments_freed: Count
+    out_of_memory: Count
     """Requests that failed."""
     first_failure: FailedRequest | None
 
@@ -222,17 +224,17 @@ class MemoryProfile:
 
     source: str
     device: int
-    num_steps: int
+    num_steps: Count
     """0 where the snapshot knows no steps."""
-    num_allocations: int
+    num_allocations: Count
     """In use at some time of the recording, those held throughout not counted."""
-    held_bytes: int
+    held_bytes: Count
     """Throughout."""
     peak: Moment
     """`phase` is the one in which it is."""
-    peak_requested_bytes: int
+    peak_requested_bytes: Count
     """At most asked for at a time: what PyTorch's viewer draws, which knows blocks by what was asked for."""
-    peak_recorded_bytes: int
+    peak_recorded_bytes: Count
     """At most, if what was held throughout counts with its blocks, and what was recorded with what was asked for: the
     sizes of the events on top of what the allocator counted before them."""
     peak_reserved_bytes: int
@@ -249,7 +251,7 @@ class MemoryProfile:
     work: AllocatorWork
     outside_bytes: int | None
     """Used on the device at the end and not reserved by PyTorch: the CUDA context, libraries, other processes."""
-    residual_stream_bytes: int | None
+    residual_stream_bytes: Count | None
     """One tensor of batch x T x d_model in fp32; None where the model is not known."""
     notes: tuple[str, ...]
     format_version: int = MEMORY_FORMAT_VERSION
@@ -272,10 +274,27 @@ def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
 
 def read_memory_profile(path: Path) -> MemoryProfile:
     """The profile at `path`; raise ProfileError where there is none."""
-    return read_json(
+    profile = read_json(
         path, MemoryProfile, MEMORY_PROFILE,
         version=MEMORY_FORMAT_VERSION,
         error=ProfileError,
         max_bytes=MAX_PROFILE_BYTES,
         if_older="requested bytes are not in it; explain the snapshot again (cs336 memory SNAPSHOT --output DIR)",
     )  # fmt: skip
+    if wrong := next(_contradictions(profile), None):
+        raise ProfileError(path, f"not a whole memory profile: {wrong}; explain the snapshot again")
+    return profile
+
+
+def _contradictions(profile: MemoryProfile) -> Iterator[str]:
+    """What cannot be, of a file that was changed by hand."""
+    for moment in (profile.peak, *profile.boundaries):
+        if (total := sum(row.num_bytes for row in moment.categories)) != moment.allocated_bytes:
+            yield (
+                f"at {moment.time_s:.6f} s the categories add up to {total} bytes, "
+                f"needed all {moment.allocated_bytes} that are allocated"
+            )
+    timeline, points = profile.timeline, len(profile.timeline.time_s)
+    rows = (timeline.reserved_bytes, *timeline.num_bytes)
+    if not points or any(len(row) != points for row in rows) or len(timeline.num_bytes) != len(timeline.categories):
+        yield "its timeline needs points, and at each of them the bytes of every category and those reserved"
