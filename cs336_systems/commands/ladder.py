@@ -35,6 +35,7 @@ from cs336_systems.commands.report import load_or_say
 from cs336_systems.commands.sweep import say_left_out
 from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.counting import counted
+from cs336_systems.inert import inert_line
 from cs336_systems.json_files import FileError, encode_json
 from cs336_systems.ladder import (
     GATE_STEPS,
@@ -216,7 +217,7 @@ def _say_plan(
         return
     for rung in ladder:
         print(f"{rung.name}: {rung.change} ({rung.config.label})")
-    print(f"{counted(len(configs), 'run')} into {directory}")
+    print(inert_line(f"{counted(len(configs), 'run')} into {directory}"))
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:

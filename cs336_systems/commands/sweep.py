@@ -244,7 +244,7 @@ def run(arguments: SweepArguments) -> int:
         print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)
     if missing is not None:
-        print(f"error: no profile: {missing}. The times are measured all the same.", file=sys.stderr)
+        print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
         status = measure_all(
@@ -264,7 +264,7 @@ def _say_plan(plan: Plan, directory: Path) -> None:
         print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
     for config in plan.too_large:
         print(f"will not fit: {config.label}")
-    print(f"{counted(len(plan.configs), 'run')} into {directory}")
+    print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}"))
 
 
 def _predicted(config: RunConfig) -> str:
