@@ -40,6 +40,7 @@ class TerminalListener:
             TimeRemainingColumn(),
             console=self.console,
             auto_refresh=False,
+            disable=not self.console.is_terminal,
             speed_estimate_period=3600,
         )
         self._task: TaskID | None = None
@@ -59,11 +60,9 @@ class TerminalListener:
         """Say what is done, what runs and what was set aside."""
         self._progress.start()
         for problem in problems:
-            self.console.print(f"[yellow]set aside[/] {escape(inert_line(str(problem)))}", highlight=False)
+            self._print(f"[yellow]set aside[/] {escape(inert_line(str(problem)))}")
         if kept:
-            self.console.print(
-                f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go", highlight=False
-            )
+            self._print(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
         first = "importing PyTorch, once for all runs" if todo else ""
         self._task = self._progress.add_task(first, total=self._total)
@@ -83,7 +82,7 @@ class TerminalListener:
     def finished(self, record: RunRecord) -> None:
         """Print the result in one line."""
         self._running.pop(record.key, None)
-        self.console.print(describe_run(record, self._label(record.config)), highlight=False)
+        self._print(describe_run(record, self._label(record.config)))
         if self._task is not None:
             self._progress.advance(self._task)
         self._show()
@@ -91,6 +90,10 @@ class TerminalListener:
     def tick(self) -> None:
         """Move the clock of the bar."""
         self._progress.refresh()
+
+    def _print(self, line: str) -> None:
+        """Print one line of rich's markup; only a terminal breaks it."""
+        self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def _label(self, config: RunConfig) -> str:
         name = self._names.get(config.configuration)
