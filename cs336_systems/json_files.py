@@ -63,7 +63,7 @@ def read_json(
     says what to do instead.
     """
     if (problem := why_no_file(path)) is not None:
-        raise error(path, f"not a file: {problem}; needed {what}, in JSON")
+        raise error(path, f"{problem}; needed {what}, in JSON")
     if (size := path.stat().st_size) > max_bytes:
         raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
     data = path.read_bytes()
@@ -102,7 +102,7 @@ def why_no_file(path: Path) -> str | None:
     if path.is_file():
         return None
     if path.is_dir():
-        return "a directory"
+        return "a directory, not a file"
     return "no regular file" if path.exists() else "No such file"  # a pipe would be read for ever
 
 

@@ -12,7 +12,8 @@ _REMEDIES: Mapping[int, str] = {
     errno.EACCES: "change the permissions",
     errno.EPERM: "change the permissions",
     errno.ENOENT: "put back what was moved or removed",
-    errno.ENOTDIR: "put back what was moved or removed",
+    errno.ENOTDIR: "move away the file that stands in the place of a directory",
+    errno.EEXIST: "move away the file that stands in the place of a directory",
     errno.ESTALE: "put back what was moved or removed",
     errno.EIO: "check the disk and its connection",
 }

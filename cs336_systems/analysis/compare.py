@@ -60,8 +60,9 @@ class Comparison:
         processes = f"{self.num_a} and {self.num_b} processes"
         if self.low is None or self.high is None:
             return (
-                f"Cannot tell B from A: {_percent(self.ratio)} step time, {processes}. Two processes of a side are too "
-                f"few for a verdict: use --repeats {ENOUGH} or more."
+                f"Cannot tell B from A: {_percent(self.ratio)} step time by geometric means, {processes}. Two "
+                f"processes of a side are too few: a verdict needs {FEWEST}, and {ENOUGH} to be relied on "
+                f"(--repeats {ENOUGH})."
             )
         interval = f"{self.confidence * 100:g} % interval {_interval(self.low, self.high)}"
         numbers = f"{_percent(self.ratio)} step time, {interval}, {processes}"

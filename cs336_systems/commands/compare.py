@@ -61,7 +61,7 @@ def run(arguments: CompareArguments) -> int:
 
 def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     from cs336_systems.report.comparison import comparison_table, write_comparison
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_table
     from cs336_systems.report.words import STATUS_WORDS
     from cs336_systems.store import SweepError
 
@@ -104,8 +104,6 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
         print_json(encode_json({"sides": listed, "verdict": comparison.verdict, "comparison": comparison}))
     else:
         print_table(table)
-    if directory is not None:
-        say(f"results: {directory}")
     return OK
 
 

@@ -37,7 +37,7 @@ def checked(make: Callable[[], T]) -> T:
 def existing(path: Path, needed: str) -> Path:
     """The path of a regular file, as it is; raise UsageError, which says what is `needed`, where there is none."""
     if (problem := why_no_file(path)) is not None:
-        raise UsageError(f"{path}: not a file: {problem}; needed {needed}")
+        raise UsageError(f"{path}: {problem}; needed {needed}")
     return path
 
 

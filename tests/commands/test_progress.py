@@ -115,6 +115,7 @@ def test_what_takes_longer_says_what_it_does(
     assert None not in found, lines
     assert found == sorted(found)
     assert not re.search(r"^\[ *\d+\.\d s\]", out, re.MULTILINE)
+    assert (out + err).count("results: ") <= 1, "where the results are is said once"
 
 
 def test_no_command_is_left_out() -> None:

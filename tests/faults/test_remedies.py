@@ -63,6 +63,15 @@ def test_a_record_of_a_failure_that_cannot_be_written(place, failing, code):
     assert_only_this_helps(str(refused.value), code)
 
 
+@pytest.mark.parametrize("output", ["file", "file/below"])
+def test_a_file_in_the_place_of_a_directory(tmp_path, capsys, output):
+    (tmp_path / "file").touch()
+    assert cli.main(["report", str(ROOT / "data/e2e_benchmark/inference"), "--output", str(tmp_path / output)]) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert str(tmp_path / "file") in said
+    assert "move away the file" in said
+
+
 def test_results_that_a_run_moves_away(place):
     with pytest.raises(SweepError) as refused:
         sweep(place, config("moves_the_results"))

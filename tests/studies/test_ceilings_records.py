@@ -122,7 +122,7 @@ def test_a_file_of_another_program_version_or_none_is_said_to_be_so(tmp_path: Pa
     path.write_bytes(hostile(format_version=2, products="of another kind"))
     with pytest.raises(RecordError, match="version 2 is newer"):
         read_study(path)
-    with pytest.raises(RecordError, match="not a file"):
+    with pytest.raises(RecordError, match="No such file"):
         read_study(tmp_path / "none")
 
 

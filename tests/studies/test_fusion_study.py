@@ -241,7 +241,7 @@ def test_a_file_that_is_no_study_is_said_to_be_none(tmp_path: Path, data: bytes)
     path.write_bytes(data)
     with pytest.raises(RecordError, match="not a study of fusion"):
         read_study(path)
-    with pytest.raises(RecordError, match="not a file"):
+    with pytest.raises(RecordError, match="No such file"):
         read_study(tmp_path / "none")
 
 
