@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,14 @@ import pytest
 from jaxtyping import install_import_hook
 
 CHECKED = ("layers", "model", "optimizer", "step")
+
+
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started with SIGINT ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 class HostTime:
@@ -32,20 +41,25 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `-m gpu ...` steps are timed in this process, to which the checks add half a millisecond a block."""
+    """With `-m gpu ...` steps are timed in this process, to which the checks add half a millisecond a block.
+
+    pytest-xdist sets COLUMNS, which would fold what is printed.
+    """
+    os.environ.pop("COLUMNS", None)
     if not config.option.markexpr.startswith("gpu"):
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_locks(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Of processes that share a GPU by `-n`, each has its own temporary directory: there a sweep would lock the GPU."""
+def own_locks() -> Iterator[None]:
+    """Each process of `-n` has its own temporary directory, in which sweeps lock a GPU and see others on a CPU."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None or not pytestconfig.option.markexpr.startswith("gpu"):
+    if worker is None:
         yield
         return
     directory = Path(tempfile.gettempdir()) / f"cs336-{worker}-{os.getpid()}"
     directory.mkdir()
+    directory.chmod(0o1777)  # as /tmp: some tests become other users
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(directory))
         patch.setattr(tempfile, "tempdir", str(directory))

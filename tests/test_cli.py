@@ -330,7 +330,7 @@ def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[
      ("ends_the_process", 1, "crashed"), ("interrupted", 130, None)],
 )  # fmt: skip
 def test_the_exit_status_says_how_it_ended(
-    factory: str, status: int, record_status: str | None, empty_directory: Path
+    factory: str, status: int, record_status: str | None, empty_directory: Path, ctrl_c_is_heard: None
 ) -> None:
     assert cli.benchmark([*ONE, "--model", f"tests.own_models:{factory}"]) == status
     statuses = [json.loads(path.read_text())["status"] for path in empty_directory.rglob("*.json")]

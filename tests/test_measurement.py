@@ -488,7 +488,7 @@ def test_a_model_that_ends_the_process_does_not_end_it() -> None:
     assert record.failure.where == "set-up"
 
 
-def test_an_interrupt_is_no_failure_of_the_run() -> None:
+def test_an_interrupt_is_no_failure_of_the_run(ctrl_c_is_heard: None) -> None:
     def interrupt(step: int) -> None:
         raise KeyboardInterrupt
 

@@ -90,7 +90,7 @@ def test_changed_code_is_refused_by_the_command(launch, place):
     script = shutil.copy(ROOT / "benchmark_sweep.py", changed)
     with (changed / "cs336_systems" / "model.py").open("a") as file:
         file.write("# faster\n")
-    refused = launch(command(script=script))
+    refused = launch(command(script=script), env=os.environ | {"PYTHONPATH": str(ROOT)})  # where the model is
     assert refused.wait() == 1
     assert "code was " in refused.stderr
     assert "Traceback" not in refused.stderr
