@@ -162,7 +162,10 @@ def test_a_napkin_has_seconds_and_parameters(results: Callable[..., dict]) -> No
 
 def test_two_memory_profiles_are_compared_in_bytes(results: Callable[..., dict], here: Path) -> None:
     profile = make_memory()
-    larger = replace(profile, peak=replace(profile.peak, allocated_bytes=profile.peak.allocated_bytes + 512))
+    first, *others = profile.peak.categories
+    grown = replace(first, num_bytes=first.num_bytes + 512)
+    peak = replace(profile.peak, categories=(grown, *others), allocated_bytes=profile.peak.allocated_bytes + 512)
+    larger = replace(profile, peak=peak)
     for name, each in (("a", profile), ("b", larger)):
         write_memory_profile(each, here / f"{name}.json")
     changes = {row["name"]: row for row in results("memory", "a.json", "b.json")["categories"]}
