@@ -50,6 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
 
 
+@pytest.fixture
+def fp8_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers in fp8 call the operation on this CPU that they call on a GPU, whose calls a test counts."""
+    import torch
+
+    def matmul(a, b, a_unit, b_unit, dtype, bias=None, use_fast_accum=False):
+        return torch._scaled_mm(a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
+
+    monkeypatch.setattr("cs336_systems.shortcuts.fp8._matmul", matmul)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_locks() -> Iterator[None]:
     """Each process of `-n` has its own temporary directory, in which sweeps lock a GPU and see others on a CPU."""

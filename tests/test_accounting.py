@@ -595,7 +595,7 @@ OF_16 = ModelConfig(vocab_size=112, context_length=16, d_model=32, d_ff=80, num_
 @every_arch
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_bytes_and_flops_again_are_those_of_the_products_of_a_step(arch, blocks, fp8) -> None:
+def test_bytes_and_flops_again_are_those_of_the_products_of_a_step(arch, blocks, fp8, fp8_products_of_a_gpu) -> None:
     """Of weights kept in bf16, whose layers that share an input have one product, so that nothing is read twice."""
     model = replace(OF_16, arch=arch, attention=Attention.SDPA)
     config = run_config(

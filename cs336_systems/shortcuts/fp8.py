@@ -58,17 +58,35 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.save_for_backward(x8, x_unit, weight8, weight_unit)
         ctx.has_bias = bias is not None
         # fast: partial sums keep fewer bits than fp32's. Gradients are sums over all tokens, and get them in full
-        return torch._scaled_mm(x8, weight8.t(), x_unit, weight_unit, bias=bias, out_dtype=x.dtype, use_fast_accum=True)
+        return _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x8, x_unit, weight8, weight_unit = ctx.saved_tensors
         gradient8, unit = _cast(gradient)
-        of_x = torch._scaled_mm(gradient8, _by_columns(weight8), unit, weight_unit, out_dtype=gradient.dtype)
-        of_weight = torch._scaled_mm(
-            _by_columns(gradient8).t(), _by_columns(x8), unit, x_unit, out_dtype=gradient.dtype
-        )  # fmt: skip
+        of_x = _matmul(gradient8, _by_columns(weight8), unit, weight_unit, gradient.dtype)
+        of_weight = _matmul(_by_columns(gradient8).t(), _by_columns(x8), unit, x_unit, gradient.dtype)
         return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None
+
+
+def _matmul(
+    a: Tensor,
+    b: Tensor,
+    a_unit: Tensor,
+    b_unit: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """a b, of factors in fp8, times both units, plus a bias, in `dtype`.
+
+    On a CPU the same factors are multiplied in fp32. PyTorch's own product in fp8 depends on the processor there: on
+    some it overflows to NaN, or takes a thousand times as long.
+    """
+    if a.is_cuda:
+        return torch._scaled_mm(a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
+    result = (a.float() @ b.float()) * (a_unit * b_unit)
+    return (result if bias is None else result + bias).to(dtype)
 
 
 def _cast(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -212,7 +212,7 @@ class Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_all_products_of_the_blocks_and_no_others_are_in_fp8(arch: Arch) -> None:
+def test_all_products_of_the_blocks_and_no_others_are_in_fp8(arch: Arch, fp8_products_of_a_gpu: None) -> None:
     """One for q, k and v, one for the output, two of the feed-forward network; the head's three stay in bf16."""
     step = TrainingStep(of(arch, fp8=True))
     with Count() as counted:
