@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import tyro
 
 from cs336_systems import __version__
+from cs336_systems.analysis.kernels.nsys_export import NsysError
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
-from cs336_systems.inert import inert_line
-from cs336_systems.json_files import FileError
-from cs336_systems.locks import LockedError
-from cs336_systems.nsys_run import NsysError
-from cs336_systems.os_errors import in_words
-from cs336_systems.outputs import guard_outputs
+from cs336_systems.commands.outputs import guard_outputs
+from cs336_systems.files import FileError, error_in_words
+from cs336_systems.sweep.locks import LockedError
+from cs336_systems.text import inert_line
 
 COMMANDS = (
     "kernels", "memory", "account", "napkin", "fusion", "attention", "ceilings", "ladder", "compare", "report",
@@ -33,7 +32,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        from cs336_systems.store import SweepError
+        from cs336_systems.sweep.store import SweepError
 
         guard_outputs()
         if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
@@ -45,7 +44,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             print(inert_line(f"error: {error}"), file=sys.stderr)
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:
-            said = in_words(error) if isinstance(error, OSError) else error
+            said = error_in_words(error) if isinstance(error, OSError) else error
             print(inert_line(f"error: {said}"), file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-CHECKED = ("layers", "model", "optimizer", "step")
+CHECKED = ("model.layers", "model.transformer", "model.optimizer", "measure.step")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ class HostTime:
 def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     """The time that the clocks of steps read in this test."""
     made = HostTime()
-    monkeypatch.setattr("cs336_systems.clock.perf_counter_ns", lambda: made.now_ns)
+    monkeypatch.setattr("cs336_systems.measure.clock.perf_counter_ns", lambda: made.now_ns)
     return made
 
 
@@ -58,7 +58,7 @@ def fp8_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def matmul(a, b, a_unit, b_unit, dtype, bias=None, use_fast_accum=False):
         return torch._scaled_mm(a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
 
-    monkeypatch.setattr("cs336_systems.shortcuts.fp8._matmul", matmul)
+    monkeypatch.setattr("cs336_systems.model.fast.fp8._matmul", matmul)
 
 
 @pytest.fixture(scope="session", autouse=True)

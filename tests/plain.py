@@ -6,7 +6,8 @@ import sys
 from types import ModuleType
 from unittest.mock import patch
 
-from cs336_systems import layers, model
+from cs336_systems.model import layers
+from cs336_systems.model import transformer as model
 
 
 @functools.cache

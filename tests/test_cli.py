@@ -24,7 +24,7 @@ from cs336_systems.commands import compare as compare_command
 from cs336_systems.config import SIZES, Device, OptimizerKind, Profiler, RunConfig
 from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
 from cs336_systems.report.memory.loading import load_memory
-from cs336_systems.store import kernel_profile_path, memory_profile_path
+from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.report.kernels.profiles import make_profile
 from tests.report.memory.profiles import make_memory
 
@@ -227,7 +227,7 @@ def test_help_is_for_people(command: Callable[[Sequence[str]], int], capsys: pyt
 
 def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """The modules of commands/ are the commands, but for those that have a script and those that serve the others."""
-    scripts, helpers = {"benchmark", "sweep", "precision"}, {"__init__", "device", "flags", "outcome"}
+    scripts, helpers = {"benchmark", "sweep", "precision"}, {"__init__", "device", "flags", "outcome", "outputs"}
     modules = {path.stem for path in (ROOT / "cs336_systems" / "commands").glob("*.py")}
     assert status_of(cli.main, ["--help"]) == 0
     (listed,) = re.findall(r"^usage: [^{]*\{([^}]*)\}", capsys.readouterr().out)

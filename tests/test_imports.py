@@ -39,8 +39,8 @@ compiler, tables = "torch._dynamo", {"pandas", "matplotlib", "scipy"}
 loaded = set()  # of these, when the last step ended
 steps = []  # of each, what it imported
 
-import cs336_systems.step
-call = cs336_systems.step.TrainingStep.__call__
+import cs336_systems.measure.step
+call = cs336_systems.measure.step.TrainingStep.__call__
 
 def watched(self, clock):
     before = set(sys.modules)
@@ -49,7 +49,7 @@ def watched(self, clock):
     loaded.update({compiler, *tables} & set(sys.modules))
     return result
 
-cs336_systems.step.TrainingStep.__call__ = watched
+cs336_systems.measure.step.TrainingStep.__call__ = watched
 for flags in (["--json"], ["--mixed-precision", "--json"], ["--mode", "inference"]):
     assert cli.benchmark([*SMALL, "--warmup-steps", "2", "--measured-steps", "2", *flags]) == 0
     assert len(steps) == 4 and not any(steps[2:]), steps

@@ -29,7 +29,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.json_files import MAX_BYTES, write_atomically
+from cs336_systems.files import MAX_BYTES, write_atomically
 from cs336_systems.record import (
     FORMAT_VERSION,
     Compilation,

@@ -1,1 +1,1 @@
-"""What the profiles say: readers of files, and what is computed from them."""
+"""What happened: readers of profiles and snapshots, statistics, and warnings drawn from raw times."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.json_files import FileError
+from cs336_systems.files import FileError
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]

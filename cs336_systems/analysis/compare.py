@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cs336_systems.analysis.statistics import FEWEST, standard_error
 from cs336_systems.config import Phase
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.statistics import FEWEST, standard_error
 
 ENOUGH = 5
 """Processes of each side that a verdict should rest on."""

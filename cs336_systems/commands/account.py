@@ -21,8 +21,8 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, ceilings_or_say, checked, json_alone
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
-from cs336_systems.hardware import DEVICES, DeviceSpec, devices_called, find_device
-from cs336_systems.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.costs.hardware import DEVICES, DeviceSpec, devices_called, find_device
+from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import ceilings_files
 
 GIB = 2**30
@@ -142,7 +142,7 @@ def run(arguments: AccountArguments) -> int:
     checked(arguments.check)
     config, memory_bytes = checked(arguments.config), checked(arguments.memory_bytes)
     device = checked(functools.partial(device_meant, arguments.device_name))
-    from cs336_systems.json_files import encode_json
+    from cs336_systems.files import encode_json
     from cs336_systems.report.account import account_json, account_listing
     from cs336_systems.report.listing import texts_of, write_files
     from cs336_systems.report.terminal import print_table, say

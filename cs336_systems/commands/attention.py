@@ -9,8 +9,8 @@ from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_
 from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
 from cs336_systems.config import Device, Precision
-from cs336_systems.store import make_writable
 from cs336_systems.studies.attention_records import AttentionGrid, AttentionStudy, Implementation, encode_study
+from cs336_systems.sweep.store import make_writable
 
 GPU_D_HEADS, CPU_D_HEADS = (16, 32, 64, 128), (16, 32)
 GPU_CONTEXT_LENGTHS, CPU_CONTEXT_LENGTHS = (256, 1024, 4096, 8192, 16384), (64, 256)

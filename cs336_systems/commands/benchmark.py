@@ -24,13 +24,13 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import ceilings_or_say, checked, json_alone, say_recorded, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
-from cs336_systems.fast import describe_fast
-from cs336_systems.inert import inert_line
-from cs336_systems.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
-from cs336_systems.nsys_run import is_under_nsys
-from cs336_systems.nvml import visible_gpus
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
+from cs336_systems.sweep.nsys import is_under_nsys
+from cs336_systems.text import inert_line
 
 TOP = 10
 
@@ -111,7 +111,7 @@ def run(arguments: BenchmarkArguments) -> int:
     say_why_cpu(arguments.step.device)
     if arguments.fast:
         print(f"fast: {describe_fast(config)}", file=sys.stderr)
-    from cs336_systems.store import PROFILE_DIRECTORIES, make_writable, set_aside_run
+    from cs336_systems.sweep.store import PROFILE_DIRECTORIES, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
     from cs336_systems.report.status_line import StatusLine
@@ -127,7 +127,7 @@ def run(arguments: BenchmarkArguments) -> int:
         is_disturbed = are_others()
         with StatusLine() as say:
             say("importing PyTorch")
-            from cs336_systems.worker import run_here
+            from cs336_systems.sweep.worker import run_here
 
             record = run_here(config, runs, say)
         if (is_disturbed or are_others()) and record.status is Status.OK:
@@ -159,7 +159,7 @@ def _print_memory(config: RunConfig, runs: Path) -> None:
     from cs336_systems.analysis.memory.profile import read_memory_profile
     from cs336_systems.report.memory.files import memory_tables
     from cs336_systems.report.terminal import print_table
-    from cs336_systems.store import memory_profile_path
+    from cs336_systems.sweep.store import memory_profile_path
 
     path = memory_profile_path(config, runs)
     for table in memory_tables(read_memory_profile(path), TOP) if path.is_file() else ():
@@ -170,6 +170,6 @@ def _print_kernels(config: RunConfig, runs: Path) -> None:
     """Where the time went."""
     from cs336_systems.analysis.kernels.step_profile import decode_profile
     from cs336_systems.report.terminal import print_profile
-    from cs336_systems.store import kernel_profile_path
+    from cs336_systems.sweep.store import kernel_profile_path
 
     print_profile(decode_profile(kernel_profile_path(config, runs).read_bytes()), TOP, config)

@@ -10,12 +10,10 @@ from cs336_systems.commands.device import DeviceChoice, device_word, resolve_dev
 from cs336_systems.commands.flags import Switch, checked_name, choices, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import SIZES, Device
-from cs336_systems.environment import identity
-from cs336_systems.fast import ALIGNMENT, NICE_VOCABULARY
-from cs336_systems.inert import inert_line
-from cs336_systems.nvml import visible_gpus
+from cs336_systems.measure.environment import identity
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.record import read_record
-from cs336_systems.store import make_writable
 from cs336_systems.studies.ceilings_files import encode_study, keep_earlier, read_study
 from cs336_systems.studies.ceilings_records import (
     MAX_BYTES,
@@ -25,6 +23,8 @@ from cs336_systems.studies.ceilings_records import (
     ProductPrecision,
     Shape,
 )
+from cs336_systems.sweep.store import make_writable
+from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.ceilings.roofline import StepParts

@@ -17,7 +17,7 @@ from cs336_systems.commands.outcome import OK, PrintJson, UsageError, checked, j
 from cs336_systems.commands.report import load_or_say
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.json_files import encode_json
+from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord, Status, load_records, read_record
 
 
@@ -63,7 +63,7 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     from cs336_systems.report.comparison import comparison_table, write_comparison
     from cs336_systems.report.terminal import print_table
     from cs336_systems.report.words import STATUS_WORDS
-    from cs336_systems.store import SweepError
+    from cs336_systems.sweep.store import SweepError
 
     directory: Path | None = None
     if _both_on_disk(arguments.a, arguments.b):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import Device
-from cs336_systems.nvml import visible_gpus, wants_slice, why_none_visible
+from cs336_systems.measure.nvml import visible_gpus, wants_slice, why_none_visible
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 

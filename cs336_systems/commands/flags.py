@@ -27,9 +27,9 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.fast import fastest
-from cs336_systems.inputs import check_factory
-from cs336_systems.nvml import visible_gpus
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.model.fast.choose import fastest
+from cs336_systems.sweep.inputs import check_factory
 
 GPU_SIZES = ("small", "medium", "large", "xl", "2.7B")
 GPU_CONTEXT_LENGTHS = (128, 256, 512)
@@ -171,7 +171,7 @@ def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
 
 def check_tokens(name: str, context_length: int) -> None:
     """Raise ValueError unless the file begins as one of enough tokens does; the tokens themselves are not read."""
-    from cs336_systems.tokens import open_tokens  # numpy is slow to import, and few command lines need it
+    from cs336_systems.model.tokens import open_tokens  # numpy is slow to import, and few command lines need it
 
     if not Path(name).is_file():
         raise ValueError(f"--tokens needs a .npy file of integers, and {name!r} is no file")

@@ -8,8 +8,8 @@ from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_
 from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Device, Precision
-from cs336_systems.store import make_writable
 from cs336_systems.studies.fusion_records import FusionGrid, Op, encode_study
+from cs336_systems.sweep.store import make_writable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,13 +31,15 @@ from cs336_systems.commands.outcome import (
     json_alone,
     status_of,
 )
+from cs336_systems.commands.outputs import say_last
 from cs336_systems.commands.report import load_or_say
 from cs336_systems.commands.sweep import say_left_out
 from cs336_systems.config import Device, Mode, Precision, RunConfig
-from cs336_systems.counting import counted
-from cs336_systems.inert import inert_line
-from cs336_systems.json_files import FileError, encode_json
-from cs336_systems.ladder import (
+from cs336_systems.files import FileError, encode_json
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.sweep.ladder import (
     GATE_STEPS,
     Rung,
     chosen,
@@ -48,12 +50,9 @@ from cs336_systems.ladder import (
     rungs,
     write_ladder,
 )
-from cs336_systems.nsys_run import is_under_nsys
-from cs336_systems.nvml import visible_gpus
-from cs336_systems.outputs import say_last
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.store import make_writable
-from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.sweep.nsys import is_under_nsys
+from cs336_systems.sweep.store import make_writable
+from cs336_systems.text import counted, inert_line
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -243,7 +242,7 @@ def _measure(
     fresh: bool | None = None,
 ) -> int:
     from cs336_systems.report.progress import TerminalListener
-    from cs336_systems.sweep import run_sweep
+    from cs336_systems.sweep.run import run_sweep
 
     say_left_out(configs)
     with TerminalListener(_names(ladder)) as listener:

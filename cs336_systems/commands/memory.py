@@ -9,7 +9,7 @@ import tyro
 from cs336_systems.commands.flags import ModelArguments, StepArguments, Switch, make_config, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import Device, Mode, Precision, RunConfig
-from cs336_systems.json_files import encode_json
+from cs336_systems.files import encode_json
 from cs336_systems.record import read_record
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from cs336_systems.commands.account import device_meant
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Precision
-from cs336_systems.json_files import encode_json
-from cs336_systems.napkin import SECONDS_PER_DAY, largest_model, training_days
+from cs336_systems.costs.napkin import SECONDS_PER_DAY, largest_model, training_days
+from cs336_systems.files import encode_json
 
 NOT_ASKED = "not asked"
 LIMITS: Mapping[str, tuple[float, float]] = {

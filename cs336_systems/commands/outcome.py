@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.json_files import why_no_file
+from cs336_systems.files import why_no_file
 from cs336_systems.record import RecordError, RunRecord
-from cs336_systems.store import VIEWERS, raw_profile_path
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
+from cs336_systems.sweep.store import VIEWERS, raw_profile_path
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 T = TypeVar("T")

@@ -41,8 +41,8 @@ def run(arguments: PrecisionArguments) -> int:
     with json_alone(arguments.json) as print_json:
         with StatusLine() as status:
             status("importing PyTorch")
+            from cs336_systems.report.precision import encode_study, print_tables, write_tables
             from cs336_systems.studies.precision import accumulation_study, dtype_study
-            from cs336_systems.studies.precision_tables import encode_study, print_tables, write_tables
 
             status("adding up in low precision")
             sums = accumulation_study()

@@ -12,8 +12,8 @@ import tyro
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, json_alone
 from cs336_systems.commands.sweep import report
-from cs336_systems.counting import counted
 from cs336_systems.record import RecordError, RunRecord, load_records
+from cs336_systems.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
+from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
 from cs336_systems.commands.device import device_word, plain_word, resolve_device, say_why_cpu
 from cs336_systems.commands.flags import (
     CPU_CONTEXT_LENGTHS,
@@ -43,19 +44,18 @@ from cs336_systems.commands.outcome import (
     say_recorded,
     status_of,
 )
+from cs336_systems.commands.outputs import say_last
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
-from cs336_systems.counting import counted
-from cs336_systems.fast import describe_fast
-from cs336_systems.inert import inert_line
-from cs336_systems.json_files import encode_json
-from cs336_systems.memory_model import predicted_peak_bytes
-from cs336_systems.nsys_run import NsysError, find_nsys, is_under_nsys
-from cs336_systems.nvml import usable_gpu_bytes
-from cs336_systems.outputs import say_last
-from cs336_systems.planning import Plan, make_plan
+from cs336_systems.costs.memory import predicted_peak_bytes
+from cs336_systems.files import encode_json
+from cs336_systems.measure.nvml import usable_gpu_bytes
+from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.store import PROFILE_DIRECTORIES
 from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.sweep.nsys import is_under_nsys
+from cs336_systems.sweep.plan import Plan, make_plan
+from cs336_systems.sweep.store import PROFILE_DIRECTORIES
+from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
@@ -298,7 +298,7 @@ def measure_all(
         )
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.sweep import run_sweep
+    from cs336_systems.sweep.run import run_sweep
 
     say_left_out(configs)
     with TerminalListener() as listener:
@@ -319,7 +319,7 @@ def measure_all(
 
 def say_left_out(configs: Sequence[RunConfig]) -> None:
     """Say on standard error which visible GPUs a sweep of these does not use."""
-    from cs336_systems.sweep import gpus_left_out
+    from cs336_systems.sweep.run import gpus_left_out
 
     for gpu in gpus_left_out(configs):
         print(

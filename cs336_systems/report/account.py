@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
-from cs336_systems.accounting import (
+from cs336_systems.config import Arch, Mode, Precision, RunConfig
+from cs336_systems.costs.accounting import (
     Component,
     Work,
     component_flops,
@@ -14,9 +15,8 @@ from cs336_systems.accounting import (
     ridge_point,
     state_bytes,
 )
-from cs336_systems.config import Arch, Mode, Precision, RunConfig
-from cs336_systems.hardware import DeviceSpec
-from cs336_systems.memory_model import (
+from cs336_systems.costs.hardware import DeviceSpec
+from cs336_systems.costs.memory import (
     MemoryPrediction,
     Part,
     fits,
@@ -26,7 +26,7 @@ from cs336_systems.memory_model import (
     residual_stream_bytes,
     saved_by_block,
 )
-from cs336_systems.napkin import rule_of_thumb_flops
+from cs336_systems.costs.napkin import rule_of_thumb_flops
 from cs336_systems.report.formats import Column, Heading, Table, make_table, significant, to_csv
 from cs336_systems.report.listing import Listing, percent
 

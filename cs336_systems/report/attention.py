@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Phase, Precision
-from cs336_systems.json_files import write_atomically
-from cs336_systems.quality import PASSES
+from cs336_systems.files import write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.attention_plots import PHASES, attention_pictures, settings
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text

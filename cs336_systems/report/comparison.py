@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cs336_systems.analysis.compare import Comparison
-from cs336_systems.json_files import write_atomically
-from cs336_systems.quality import STEPS, in_doubt
+from cs336_systems.analysis.statistics import FEWEST, mean_interval
+from cs336_systems.analysis.warnings import STEPS, in_doubt
+from cs336_systems.files import write_atomically
 from cs336_systems.report.formats import (
     STEP_INTERVAL,
     WRITERS,
@@ -18,7 +19,6 @@ from cs336_systems.report.formats import (
     make_table,
     mean_and_std,
 )
-from cs336_systems.statistics import FEWEST, mean_interval
 
 Side = tuple[str, str, Sequence[float]]
 """A or B, its flags or its path, and the mean steps of its processes (seconds)."""

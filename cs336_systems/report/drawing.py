@@ -18,8 +18,8 @@ from matplotlib.patheffects import withStroke
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Phase, Precision
-from cs336_systems.inert import inert_line
 from cs336_systems.report.series import Line
+from cs336_systems.text import inert_line
 
 Colour: TypeAlias = str | tuple[float, float, float]
 Item = TypeVar("Item")

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Text
 
-from cs336_systems.inert import LONGEST_LINE, inert_line
+from cs336_systems.text import LONGEST_LINE, inert_line
 
 Row = TypeVar("Row")
 

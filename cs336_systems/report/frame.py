@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.accounting import mfu, step_flops
+from cs336_systems.analysis.statistics import mean_interval, quotient_stdev
+from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import (
     SIZES,
     Mode,
@@ -16,11 +17,10 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.memory_model import predicted_peak_bytes
-from cs336_systems.quality import in_doubt
+from cs336_systems.costs.accounting import mfu, step_flops
+from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identity
-from cs336_systems.statistics import mean_interval, quotient_stdev
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 TEXTS = (

@@ -7,10 +7,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cs336_systems.analysis.warnings import PASSES, in_doubt
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.hardware import DeviceSpec, find_device
-from cs336_systems.json_files import write_atomically
-from cs336_systems.quality import PASSES, in_doubt
+from cs336_systems.costs.hardware import DeviceSpec, find_device
+from cs336_systems.files import write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text

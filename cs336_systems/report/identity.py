@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
 from cs336_systems.config import SIZES, Attention, CompileMode, RunConfig, SdpaBackend
-from cs336_systems.inert import LONGEST_PART, inert_line
 from cs336_systems.report.formats import Column, Heading, to_csv
 from cs336_systems.setting_words import in_words, text_of
+from cs336_systems.text import LONGEST_PART, inert_line
 
 Identity: TypeAlias = dict[str, Any]
 """A configuration by the names of columns; None is unknown. Equal for equal configurations on one device only."""

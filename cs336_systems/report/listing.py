@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from cs336_systems.json_files import write_atomically
+from cs336_systems.files import write_atomically
 from cs336_systems.report.formats import WRITERS, Table, to_csv
 
 Row = TypeVar("Row")

@@ -1,6 +1,6 @@
 """The napkin's answers as tables: each line says how it follows from those above."""
 
-from cs336_systems.napkin import (
+from cs336_systems.costs.napkin import (
     FORWARD_FLOPS,
     SECONDS_PER_DAY,
     TRAINING_FLOPS,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from cs336_systems.config import Mode, Precision
-from cs336_systems.json_files import write_atomically
+from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import significant

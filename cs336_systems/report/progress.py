@@ -16,12 +16,11 @@ from rich.progress import (
 )
 
 from cs336_systems.config import Phase, RunConfig
-from cs336_systems.counting import counted
-from cs336_systems.inert import inert_line
-from cs336_systems.nvml import Gpu
+from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.text import counted, inert_line
 
 
 class TerminalListener:

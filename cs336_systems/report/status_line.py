@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cs336_systems.inert import inert_line
+from cs336_systems.text import inert_line
 
 LARGE_BYTES = 8 * 2**20
 """Of a profiler's file that takes a second and more to read."""

@@ -6,9 +6,10 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import Precision
-from cs336_systems.hardware import find_device
-from cs336_systems.json_files import write_atomically
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import (
     DOUBT,
@@ -37,7 +38,6 @@ from cs336_systems.report.identity import (
 from cs336_systems.report.listing import in_si
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
 from cs336_systems.setting_words import text_of
-from cs336_systems.statistics import FEWEST
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 RowDict: TypeAlias = dict[str, Any]

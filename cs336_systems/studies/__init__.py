@@ -1,1 +1,1 @@
-"""Measurements beside the training step: attention alone, what fusing does, what precision does."""
+"""Measurements beside the training step: attention alone, the effect of fusion, hardware ceilings, precision."""

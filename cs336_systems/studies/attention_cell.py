@@ -20,14 +20,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.clock import Clock, EventClock, HostClock
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.environment import environment
-from cs336_systems.failure import classify, describe
-from cs336_systems.model import naive_attention
-from cs336_systems.nvml import visible_gpus
-from cs336_systems.precision import apply_math_mode
-from cs336_systems.process import STOP_SIGNALS, adopt_orphans
+from cs336_systems.measure.clock import Clock, EventClock, HostClock
+from cs336_systems.measure.environment import environment
+from cs336_systems.measure.failure import classify, describe
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.measure.precision import apply_math_mode
+from cs336_systems.model.transformer import naive_attention
 from cs336_systems.record import Failure, Measurement
 from cs336_systems.studies.attention_records import (
     AttentionCell,
@@ -37,7 +36,8 @@ from cs336_systems.studies.attention_records import (
     CellStatus,
     Implementation,
 )
-from cs336_systems.worker import die_with_parent
+from cs336_systems.sweep.process import STOP_SIGNALS, adopt_orphans
+from cs336_systems.sweep.worker import die_with_parent
 
 Rows = Float[Tensor, "batch seq d_head"]
 AttentionFunction = Callable[[Rows, Rows, Rows], Rows]

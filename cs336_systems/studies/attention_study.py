@@ -13,10 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
 from cs336_systems.config import Device
-from cs336_systems.isolation import LOG_TAIL_BYTES, fork_server, join, kill_orphans, preload, start
-from cs336_systems.locks import exclusive, gpu_lock_path
-from cs336_systems.nvml import Gpu, visible_gpus
-from cs336_systems.process import adopt_orphans
+from cs336_systems.measure.nvml import Gpu, visible_gpus
 from cs336_systems.record import Environment, Failure
 from cs336_systems.studies.attention_records import (
     AttentionCell,
@@ -25,6 +22,9 @@ from cs336_systems.studies.attention_records import (
     CellResult,
     CellStatus,
 )
+from cs336_systems.sweep.isolation import LOG_TAIL_BYTES, fork_server, join, kill_orphans, preload, start
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
+from cs336_systems.sweep.process import adopt_orphans
 
 Measure = Callable[[AttentionGrid, AttentionCell], CellResult]
 """Measures one cell, in the worker; it is found there by its module and name."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.config import Precision
-from cs336_systems.hardware import bare_name
-from cs336_systems.json_files import CEILINGS, encode_json, read_json, write_atomically
+from cs336_systems.costs.hardware import bare_name
+from cs336_systems.files import CEILINGS, encode_json, read_json, write_atomically
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import FORMAT_VERSION, CeilingsStudy, ProductPrecision
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from cs336_systems.config import Device
-from cs336_systems.failure import classify
-from cs336_systems.json_files import write_atomically
-from cs336_systems.process import die_with_forker
+from cs336_systems.files import write_atomically
+from cs336_systems.measure.failure import classify
 from cs336_systems.record import Failure
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, Loops, ReduceCell, Timing
 from cs336_systems.studies.ceilings_timing import PROBES, device_timer, host_timer
+from cs336_systems.sweep.process import die_with_forker
 
 PATIENCE = timedelta(seconds=120)
 """How long a process waits for the others before it gives up."""

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
+from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import Device
-from cs336_systems.quality import LOOPS, timing_warnings
 from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning
 from cs336_systems.studies.attention_records import CellStatus
 

@@ -9,13 +9,12 @@ from itertools import product
 import torch
 
 from cs336_systems.config import FP8_MULTIPLE, Device, Precision
-from cs336_systems.environment import environment
-from cs336_systems.failure import classify, describe
-from cs336_systems.locks import exclusive, gpu_lock_path
-from cs336_systems.nvml import visible_gpus
-from cs336_systems.precision import apply_math_mode
+from cs336_systems.measure.environment import environment
+from cs336_systems.measure.failure import classify, describe
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.measure.precision import apply_math_mode
+from cs336_systems.measure.progress import Say, say_nothing
 from cs336_systems.record import Failure
-from cs336_systems.saying import Say, say_nothing
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_ranks import measure_reductions
 from cs336_systems.studies.ceilings_records import (
@@ -34,6 +33,7 @@ from cs336_systems.studies.ceilings_records import (
     Timing,
 )
 from cs336_systems.studies.ceilings_timing import Run, host_timer, launch_timer, measure, replayed, timed_loops
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 
 DTYPES = {
     ProductPrecision.FP32: torch.float32,

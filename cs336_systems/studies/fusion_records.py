@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
-from cs336_systems.json_files import encode_json, read_json
-from cs336_systems.quality import PASSES, measurement_warnings
+from cs336_systems.files import encode_json, read_json
 from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError, RunWarning, Status
 
 FORMAT_VERSION = 1

@@ -18,15 +18,15 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.environment import environment
-from cs336_systems.failure import classify, describe
-from cs336_systems.locks import exclusive, gpu_lock_path
-from cs336_systems.nvml import visible_gpus
-from cs336_systems.precision import apply_math_mode
+from cs336_systems.measure.environment import environment
+from cs336_systems.measure.failure import classify, describe
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.measure.precision import apply_math_mode
+from cs336_systems.measure.progress import Say, say_nothing
 from cs336_systems.record import Measurement, Status
-from cs336_systems.saying import Say, say_nothing
 from cs336_systems.studies.fusion_ops import OPS, Moved, OpFunction, OpSpec, Watcher, matmul_flops, must_move_bytes
 from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, FusionStudy, Op, Version
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 
 DTYPES = {
     Precision.FP32: torch.float32,

@@ -1,7 +1,7 @@
 """What low precision does to a sum, and which data types autocast gives: both observed by running PyTorch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -12,47 +12,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Arch, Device, Precision
-from cs336_systems.model import TransformerLM
-from cs336_systems.precision import autocast
+from cs336_systems.measure.precision import autocast
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.studies.precision_records import (
+    MIXED_PRECISIONS,
+    NORM_INPUT,
+    NORM_OUTPUT,
+    Accumulation,
+    ObservedDtype,
+)
 
-MIXED_PRECISIONS = (Precision.FP16, Precision.BF16)
 SHORT_NAMES = MappingProxyType({torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulation:
-    """A number added up `count` times, one addition after the other."""
-
-    sum_dtype: str
-    addend_dtype: str
-    cast: bool
-    """Whether each addend was cast to the sum's type before it was added."""
-    addend: float
-    count: int
-    total: float
-    stored_addend: float
-    """The addend as its type holds it."""
-    growing_additions: int
-    """Additions that changed the sum; after them it stood still."""
-
-    @property
-    def exact(self) -> float:
-        return self.addend * self.count
-
-    @property
-    def error(self) -> float:
-        """By how much the sum misses the exact one."""
-        return self.total - self.exact
-
-    @property
-    def storage_error(self) -> float:
-        """The part of the error that an exact sum of the stored addends would have too."""
-        return self.stored_addend * self.count - self.exact
-
-    @property
-    def rounding_error(self) -> float:
-        """The part of the error that comes from rounding the sum after every addition."""
-        return self.error - self.storage_error
 
 
 def accumulate(
@@ -110,20 +80,7 @@ class ToyModel(nn.Module):
         return logits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedDtype:
-    """Data type of one quantity of a training step under autocast."""
-
-    model: str
-    device: Device
-    precision: Precision
-    quantity: str
-    dtype: str
-
-
-NORM_INPUT, NORM_OUTPUT = "layer norm's input", "layer norm's output (ln)"
 SCORES, SOFTMAX, WEIGHTS = "attention's scores", "attention's softmax", "weights applied to the values"
-
 TOY_OUTPUTS = MappingProxyType({"first linear's output (fc1)": "fc1", NORM_INPUT: "relu", NORM_OUTPUT: "ln"})
 """Module of the toy model whose output each quantity is."""
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems import nvml
-from cs336_systems.accounting import component_flops, count_parameters
 from cs336_systems.cli import main
 from cs336_systems.commands import account as command
 from cs336_systems.commands.account import AccountArguments, device_meant
 from cs336_systems.config import SIZES, Precision
-from cs336_systems.hardware import DEVICES, find_device
-from cs336_systems.memory_model import predict_memory
-from cs336_systems.nvml import Gpu
-from cs336_systems.prediction.tape import Category
+from cs336_systems.costs.accounting import component_flops, count_parameters
+from cs336_systems.costs.forecast.tape import Category
+from cs336_systems.costs.hardware import DEVICES, find_device
+from cs336_systems.costs.memory import predict_memory
+from cs336_systems.measure import nvml
+from cs336_systems.measure.nvml import Gpu
 from cs336_systems.studies.ceilings_files import encode_study
 from tests.report.ceilings import make_ceilings, product_at, square
 

@@ -13,7 +13,7 @@ from cs336_systems.commands.ceilings import CeilingsArguments, layer_shapes, run
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, OK, UsageError
 from cs336_systems.config import SIZES, Device, ModelConfig, RunConfig
-from cs336_systems.nvml import Gpu
+from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status, write_record
 from cs336_systems.studies import ceilings_study
 from cs336_systems.studies.ceilings_files import encode_study, load_ceilings, read_study

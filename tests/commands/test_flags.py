@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tyro
 
-from cs336_systems import nvml
 from cs336_systems.cli import sweep
 from cs336_systems.commands import device as device_module
 from cs336_systems.commands import flags as flags_module
@@ -38,9 +37,10 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.fast import fastest
-from cs336_systems.nvml import Gpu
-from cs336_systems.step import call_factory
+from cs336_systems.measure import nvml
+from cs336_systems.measure.nvml import Gpu
+from cs336_systems.measure.step import call_factory
+from cs336_systems.model.fast.choose import fastest
 
 ROOT = Path(__file__).parents[2]
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")

@@ -23,16 +23,16 @@ from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.notes import notes_path, read_notes, write_notes
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import Device, Profiler, RunConfig
-from cs336_systems.locks import LockedError, exclusive
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
 from cs336_systems.report.attention import write_attention
 from cs336_systems.report.ceilings.summary import write_ceilings
 from cs336_systems.report.fusion import write_fusion
 from cs336_systems.report.progress import TerminalListener
 from cs336_systems.report.terminal import print_run
-from cs336_systems.store import kernel_profile_path, memory_profile_path
 from cs336_systems.studies.ceilings_files import encode_study
 from cs336_systems.studies.fusion_records import Op
+from cs336_systems.sweep.locks import LockedError, exclusive
+from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import Recording, Span, training, write_export
 from tests.analysis.memory.programs import Training

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-import cs336_systems.sweep
+import cs336_systems.sweep.run
 from cs336_systems import cli
-from cs336_systems.accounting import component_flops, mfu
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Device, Profiler
-from cs336_systems.ladder import write_ladder
-from cs336_systems.memory_model import largest_batch, predict_memory
+from cs336_systems.costs.accounting import component_flops, mfu
+from cs336_systems.costs.memory import largest_batch, predict_memory
 from cs336_systems.record import write_record
-from cs336_systems.store import kernel_profile_path
 from cs336_systems.studies.ceilings_files import encode_study
-from cs336_systems.sweep import Outcome
+from cs336_systems.sweep.ladder import write_ladder
+from cs336_systems.sweep.run import Outcome
+from cs336_systems.sweep.store import kernel_profile_path
 from tests.report.ceilings import make_whole
 from tests.report.kernels.profiles import make_profile
 from tests.report.ladders import make_ladder, make_records
@@ -101,7 +101,7 @@ def test_a_sweep_prints_what_its_report_does(
         print("some library has its say")
         return Outcome(records=records, measured=records, wall_s=1.0, slots=1, interrupted=False)
 
-    monkeypatch.setattr(cs336_systems.sweep, "run_sweep", measure)
+    monkeypatch.setattr(cs336_systems.sweep.run, "run_sweep", measure)
     flags = ("--device", "cpu", "--name", "x")
     planned = results(*flags, "--dry-run", command=cli.sweep)
     assert [run["model"]["context_length"] for run in planned["runs"]] == [64, 128, 256]

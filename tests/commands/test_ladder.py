@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import cs336_systems.sweep
+import cs336_systems.sweep.run
 from cs336_systems.cli import main
 from cs336_systems.commands import device, flags
 from cs336_systems.commands import ladder as command
 from cs336_systems.commands.ladder import CACHE_VARIABLE, LadderArguments
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.ladder import reason_run, reference
 from cs336_systems.record import RunRecord, Status, load_records, write_record
-from cs336_systems.sweep import Listener, Outcome
+from cs336_systems.sweep.ladder import reason_run, reference
+from cs336_systems.sweep.run import Listener, Outcome
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record
 
@@ -193,7 +193,7 @@ class FakeSweep:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSweep:
     sweep = FakeSweep()
-    monkeypatch.setattr(cs336_systems.sweep, "run_sweep", sweep)
+    monkeypatch.setattr(cs336_systems.sweep.run, "run_sweep", sweep)
     return sweep
 
 

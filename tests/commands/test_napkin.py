@@ -7,7 +7,7 @@ import pytest
 
 from cs336_systems.cli import main
 from cs336_systems.commands import account
-from cs336_systems.hardware import find_device
+from cs336_systems.costs.hardware import find_device
 
 DAYS = ["--parameters", "70e9", "--tokens", "15e12", "--count", "1024", "--mfu", "0.5"]
 

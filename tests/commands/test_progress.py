@@ -13,14 +13,14 @@ import cs336_systems.report.ladder.tables
 import cs336_systems.report.plots
 import cs336_systems.studies.attention_study
 import cs336_systems.studies.fusion_study
-import cs336_systems.sweep
+import cs336_systems.sweep.run
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
-from cs336_systems.ladder import write_ladder
 from cs336_systems.record import write_record
 from cs336_systems.report import status_line
-from cs336_systems.sweep import Outcome
+from cs336_systems.sweep.ladder import write_ladder
+from cs336_systems.sweep.run import Outcome
 from tests.report.kernels.profiles import make_profile
 from tests.report.ladders import make_ladder, make_records
 from tests.report.making import make_config, make_record
@@ -94,7 +94,7 @@ def test_what_takes_longer_says_what_it_does(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(status_line, "LARGE_BYTES", 0)
     for module, function, fake in (
-        (cs336_systems.sweep, "run_sweep", fake_sweep),
+        (cs336_systems.sweep.run, "run_sweep", fake_sweep),
         (cs336_systems.studies.fusion_study, "run_fusion_study", fake_fusion),
         (cs336_systems.studies.attention_study, "run_attention_study", fake_attention),
         (cs336_systems.report.attention, "write_attention", do_not),

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems import cli, nvml, sweep
+from cs336_systems import cli
 from cs336_systems.commands.device import resolve_device
 from cs336_systems.config import Device, ModelConfig, RunConfig
-from cs336_systems.locks import exclusive, gpu_lock_path
+from cs336_systems.measure import nvml
 from cs336_systems.record import load_records
-from cs336_systems.sweep import gpus_left_out, run_sweep
+from cs336_systems.sweep import run as sweep
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
+from cs336_systems.sweep.run import gpus_left_out, run_sweep
 from tests.fake_nvml import Slice, fake_driver
 
 SMALL = (

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cs336_systems.isolation import ensure_fork_server
+from cs336_systems.sweep.isolation import ensure_fork_server
 from tests.faults.harness import Command, eventually, processes_in
 
 

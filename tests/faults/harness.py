@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cs336_systems import sweep as sweep_module
 from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.isolation import Worker
-from cs336_systems.process import STOP_SIGNALS
-from cs336_systems.sweep import run_sweep
+from cs336_systems.sweep import run as sweep_module
+from cs336_systems.sweep.isolation import Worker
+from cs336_systems.sweep.process import STOP_SIGNALS
+from cs336_systems.sweep.run import run_sweep
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)

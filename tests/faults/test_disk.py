@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from cs336_systems.record import load_records, read_record, write_record
-from cs336_systems.store import SweepError
+from cs336_systems.sweep.store import SweepError
 from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, runs, sweep
 
 WRITE = """
@@ -73,7 +73,7 @@ import os, random, signal, sys, time
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from cs336_systems.process import die_with_forker
+from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.record import load_records, read_record, write_record
 
 path = Path(sys.argv[1])

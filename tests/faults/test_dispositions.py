@@ -11,7 +11,7 @@ import termios
 
 import pytest
 
-from cs336_systems.process import STOP_SIGNALS
+from cs336_systems.sweep.process import STOP_SIGNALS
 from tests.faults.harness import command, eventually, results
 from tests.faults.models import PAUSED, RELEASED
 

@@ -5,8 +5,8 @@ import multiprocessing.forkserver
 import psutil
 import pytest
 
-from cs336_systems import isolation
 from cs336_systems.record import Status, WarningCode
+from cs336_systems.sweep import isolation
 from tests.faults.harness import config, path_of, sweep, time_is_up
 from tests.faults.models import HANGING
 

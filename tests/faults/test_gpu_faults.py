@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from cs336_systems import measurement
 from cs336_systems.config import Device
-from cs336_systems.nvml import Gpu
+from cs336_systems.measure import run as measurement
+from cs336_systems.measure.nvml import Gpu
+from cs336_systems.measure.progress import Progress
 from cs336_systems.record import Status, WarningCode
-from cs336_systems.run_progress import Progress
 from tests.faults.harness import Witness, config, contents, sweep
 
 GPU = Gpu(index=0, uuid="GPU-0", name="Voodoo2", memory_bytes=12 * 2**20, driver="3.02")

@@ -12,7 +12,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.record import Status, load_records
-from cs336_systems.store import SweepError
+from cs336_systems.sweep.store import SweepError
 from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, results, runs, sweep
 
 

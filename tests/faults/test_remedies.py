@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from cs336_systems import cli
-from cs336_systems.store import SweepError
+from cs336_systems.sweep.store import SweepError
 from tests.faults.harness import ROOT, Witness, config, path_of, sweep
 
 WORDS = {

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import cli
-from cs336_systems import sweep as sweep_module
 from cs336_systems.commands import benchmark
-from cs336_systems.locks import at_work
 from cs336_systems.record import Status, WarningCode, read_record
+from cs336_systems.sweep import run as sweep_module
+from cs336_systems.sweep.locks import at_work
 from tests.faults.harness import ROOT, Witness, config, sweep
 
 WORK = """
 import sys
 from pathlib import Path
-from cs336_systems.locks import at_work
+from cs336_systems.sweep.locks import at_work
 with at_work(Path(sys.argv[1])) as are_others:
     for _ in sys.stdin:
         print(are_others(), flush=True)

@@ -11,14 +11,15 @@ from tests.faults.harness import ROOT
 START = """
 import sys
 from multiprocessing.util import get_temp_dir
-from cs336_systems.isolation import fork_server
+from cs336_systems.sweep.isolation import fork_server
 fork_server()
 print(get_temp_dir(), flush=True)
 sys.stdin.read()
 """
 INTERRUPT = """
 import os, signal
-from cs336_systems import interrupts, isolation
+from cs336_systems.sweep import interrupts
+from cs336_systems.sweep import isolation
 isolation.fork_server()
 interrupts._ONE_REQUEST_S = 0.0
 with interrupts.Interrupts():

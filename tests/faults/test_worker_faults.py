@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import sweep as sweep_module
-from cs336_systems.isolation import LOG_TAIL_BYTES
 from cs336_systems.record import Status, WarningCode, read_record
-from cs336_systems.worker import run_here
+from cs336_systems.sweep import run as sweep_module
+from cs336_systems.sweep.isolation import LOG_TAIL_BYTES
+from cs336_systems.sweep.worker import run_here
 from tests.faults.harness import Witness, config, contents, path_of, sweep, time_is_up
 from tests.faults.models import HANGING
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.hardware import find_device
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.ceilings.tables import promised_flops
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_ranks import measure_reductions

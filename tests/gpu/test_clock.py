@@ -18,13 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336_systems.analysis.compare import Verdict, compare, process_means
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
-from cs336_systems.clock import EventClock
 from cs336_systems.config import SIZES, Device, Mode, OptimizerKind, Phase, Precision, RunConfig
-from cs336_systems.measurement import measure
-from cs336_systems.model import TransformerLM
-from cs336_systems.precision import apply_math_mode
+from cs336_systems.measure.clock import EventClock
+from cs336_systems.measure.precision import apply_math_mode
+from cs336_systems.measure.run import measure
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status, WarningCode, load_records
-from cs336_systems.step import TrainingStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SCRIPT = """
 import json, sys, torch
 from dataclasses import replace
-from cs336_systems.clock import make_clock
+from cs336_systems.measure.clock import make_clock
 from cs336_systems.config import Arch, Attention, Device, ModelConfig, RunConfig
-from cs336_systems.fast import fastest
-from cs336_systems.model import TransformerLM
-from cs336_systems.step import TrainingStep
+from cs336_systems.model.fast.choose import fastest
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.measure.step import TrainingStep
 
 arch, fp8 = Arch(sys.argv[1]), sys.argv[2] == "fp8"
 plain = ModelConfig(vocab_size=1001, context_length=128, d_model=256, d_ff=1024, num_layers=4, num_heads=4, arch=arch)

@@ -16,12 +16,12 @@ from cs336_systems.analysis.kernels.explain import explain
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import PhaseTimes, StepProfile, decode_profile
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, Phase, Profiler, RunConfig
-from cs336_systems.measurement import measure
-from cs336_systems.model import TransformerLM
+from cs336_systems.measure.run import measure
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.kernels.findings import findings
-from cs336_systems.store import kernel_profile_path
-from cs336_systems.sweep import run_sweep
+from cs336_systems.sweep.run import run_sweep
+from cs336_systems.sweep.store import kernel_profile_path
 from tests.faults.harness import Witness
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

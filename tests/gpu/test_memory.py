@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.accounting import count_parameters
 from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
 from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Precision, Profiler, RunConfig
-from cs336_systems.measurement import measure
-from cs336_systems.memory_model import predicted_peak_bytes
-from cs336_systems.nvml import usable_gpu_bytes
+from cs336_systems.costs.accounting import count_parameters
+from cs336_systems.costs.memory import predicted_peak_bytes
+from cs336_systems.measure.nvml import usable_gpu_bytes
+from cs336_systems.measure.run import measure
 from cs336_systems.record import RunRecord, Status
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.hardware import find_device
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
 from cs336_systems.studies.attention_cell import measure_cell, run_cell
 from cs336_systems.studies.attention_records import (

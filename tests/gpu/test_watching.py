@@ -23,10 +23,10 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.fast import fastest
+from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Status, load_records
-from cs336_systems.store import kernel_profile_path
-from cs336_systems.worker import run_here
+from cs336_systems.sweep.store import kernel_profile_path
+from cs336_systems.sweep.worker import run_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

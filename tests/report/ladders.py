@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from cs336_systems.config import SIZES, Device, RunConfig
-from cs336_systems.ladder import GATE_STEPS, chosen, reason_run, rungs
 from cs336_systems.record import Compilation
 from cs336_systems.report.kernels.entries import Profiled
+from cs336_systems.sweep.ladder import GATE_STEPS, chosen, reason_run, rungs
 from tests.report.kernels.profiles import make_profile
 from tests.report.making import H200, make_record
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.accounting import Component, component_flops, count_parameters, mfu, state_bytes
 from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Precision, RunConfig
-from cs336_systems.hardware import find_device
-from cs336_systems.memory_model import predict_memory
+from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu, state_bytes
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.costs.memory import predict_memory
 from cs336_systems.report.account import CSV_COLUMNS, MIB, account_listing
 
 H200 = find_device("NVIDIA H200")

@@ -14,7 +14,7 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.model import TransformerLM
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.report.ceilings.roofline import StepPart, StepParts, parts_listing, step_parts
 from cs336_systems.report.ceilings.roofline_plot import PHASE_COLOURS, draw_roofline
 from cs336_systems.report.ceilings.summary import ceilings_tables, write_ceilings

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cs336_systems.analysis.compare import compare
+from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Phase, Precision
-from cs336_systems.quality import timing_warnings
 from cs336_systems.record import WarningCode
 from cs336_systems.report.attention import attention_csv, attention_tables
 from cs336_systems.report.ceilings.summary import ceilings_listings

@@ -6,7 +6,6 @@ import re
 import pytest
 import rich.console
 
-from cs336_systems.inert import inert_line
 from cs336_systems.report.formats import (
     Column,
     Heading,
@@ -20,6 +19,7 @@ from cs336_systems.report.formats import (
     to_rich,
     to_typst,
 )
+from cs336_systems.text import inert_line
 from tests.report.making import HOSTILE
 
 PUNCTUATION = "".join(chr(code) for code in range(32, 127) if not chr(code).isalnum())

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from cs336_systems.accounting import mfu, step_flops
 from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Device, Mode, Precision, SdpaBackend
-from cs336_systems.memory_model import predict_memory
+from cs336_systems.costs.accounting import mfu, step_flops
+from cs336_systems.costs.memory import predict_memory
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame

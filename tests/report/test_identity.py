@@ -45,7 +45,7 @@ from cs336_systems.report.memory.words import size
 from cs336_systems.report.series import AXES
 from cs336_systems.report.tables import results_table, write_tables
 from cs336_systems.report.words import shared_settings
-from cs336_systems.store import kernel_profile_path
+from cs336_systems.sweep.store import kernel_profile_path
 from tests.report.kernels.profiles import make_profile
 from tests.report.making import make_record
 from tests.report.memory.profiles import MIB, make_memory, make_moment

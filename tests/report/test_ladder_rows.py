@@ -8,10 +8,10 @@ import scipy.stats
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import Work
-from cs336_systems.ladder import reference
 from cs336_systems.record import Status
 from cs336_systems.report.ladder.rows import fastest_row, ladder_rows, reason_of, speed_up
 from cs336_systems.report.ladder.tables import CSV
+from cs336_systems.sweep.ladder import reference
 from tests.report.kernels.profiles import make_cpu_profile, make_profile
 from tests.report.ladders import FALLING, STEPS_S, make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import make_failure

@@ -8,8 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.accounting import count_parameters, forward_work
-from cs336_systems.clock import make_clock
 from cs336_systems.config import (
     SIZES,
     Arch,
@@ -20,9 +18,11 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.model import TransformerLM
+from cs336_systems.costs.accounting import count_parameters, forward_work
+from cs336_systems.measure.clock import make_clock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.report.ladder.traffic import OPTIMIZER_BYTES, linear_weights, traffic
-from cs336_systems.step import TrainingStep
 
 BATCH, SEQ = 3, 5
 SHAPE = ModelConfig(vocab_size=29, context_length=SEQ, d_model=16, d_ff=24, num_layers=2, num_heads=2)

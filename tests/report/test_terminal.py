@@ -16,8 +16,7 @@ from rich.cells import cell_len
 from cs336_systems.analysis.compare import compare
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Precision
-from cs336_systems.hardware import find_device
-from cs336_systems.inert import inert_line
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.account import account_listing
 from cs336_systems.report.attention import attention_tables
 from cs336_systems.report.ceilings.summary import ceilings_tables
@@ -34,12 +33,13 @@ from cs336_systems.report.memory.compare import compare_memory
 from cs336_systems.report.memory.files import memory_tables
 from cs336_systems.report.memory.sweep import MemoryEntry, memory_sweep_tables
 from cs336_systems.report.napkin import days_table
+from cs336_systems.report.precision import accumulation_table
 from cs336_systems.report.tables import results_table, warmup_table
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.attention_records import Implementation
 from cs336_systems.studies.fusion_records import Version
 from cs336_systems.studies.precision import accumulation_study
-from cs336_systems.studies.precision_tables import accumulation_table
+from cs336_systems.text import inert_line
 from tests.report.ceilings import make_whole
 from tests.report.kernels.profiles import make_profile
 from tests.report.ladders import make_entry, make_ladder, make_records

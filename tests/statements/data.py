@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from cs336_systems.accounting import count_parameters
 from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.record import Status
 from tests.statements.documents import (
     ROOT,

@@ -5,15 +5,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
-from cs336_systems.accounting import component_flops
 from cs336_systems.analysis.kernels.step_profile import IdleCause, read_profile
+from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import CompileMode, Precision, RunConfig
-from cs336_systems.hardware import find_device
-from cs336_systems.ladder import GATE_STEPS
-from cs336_systems.memory_model import predicted_peak_bytes
-from cs336_systems.planning import make_plan
+from cs336_systems.costs.accounting import component_flops
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.statistics import FEWEST
+from cs336_systems.sweep.ladder import GATE_STEPS
+from cs336_systems.sweep.plan import make_plan
 from tests.statements.documents import (
     ROOT,
     Row,

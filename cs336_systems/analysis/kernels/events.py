@@ -15,7 +15,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.files import GZIP_MAGIC, SQLITE_MAGIC, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, durations
-from cs336_systems.json_files import refuse_another_kind
+from cs336_systems.files import refuse_another_kind
 
 MAX_BYTES = 8 * 2**30
 """Of JSON, decompressed: some thirty million events."""

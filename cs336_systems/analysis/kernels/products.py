@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cs336_systems.accounting import AttentionFlops, attention_backward_flops, attention_forward_flops
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Attribution, mirrored_products
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
@@ -14,6 +13,7 @@ from cs336_systems.analysis.kernels.parts import NO_PART, PARTS, Parts, RangePar
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import AttentionPart, AttentionTimes, ProductCounts
 from cs336_systems.config import ModelConfig
+from cs336_systems.costs.accounting import AttentionFlops, attention_backward_flops, attention_forward_flops
 
 # helpers that add up the parts of a product or apply what follows it, and PyTorch's operators that call another
 _NO_PRODUCT = re.compile(

@@ -16,7 +16,7 @@ import msgspec
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
-from cs336_systems.json_files import encode_json, write_atomically
+from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import MAX_TIME_S, Count
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]

@@ -18,7 +18,7 @@ from cs336_systems.analysis.memory.device_memory import Action, BlockState, Devi
 from cs336_systems.analysis.memory.lifetimes import BEFORE, LifetimeReader, Lifetimes
 from cs336_systems.analysis.memory.snapshot import Setting
 from cs336_systems.analysis.memory.stacks import NO_STACK
-from cs336_systems.counting import counted
+from cs336_systems.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

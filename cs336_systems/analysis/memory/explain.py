@@ -50,8 +50,7 @@ from cs336_systems.analysis.memory.profile import (
 )
 from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Snapshot, read_snapshot
 from cs336_systems.config import ModelConfig
-from cs336_systems.counting import counted
-from cs336_systems.inert import inert_line
+from cs336_systems.text import counted, inert_line
 
 MAX_POINTS = 2000
 """Of a timeline."""

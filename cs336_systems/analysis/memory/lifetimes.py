@@ -9,7 +9,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.device_memory import Action, Events
 from cs336_systems.analysis.memory.stacks import NO_STACK
-from cs336_systems.counting import counted
+from cs336_systems.text import counted
 
 BEFORE = -1
 """The event that is not in the recording, because it came earlier."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.json_files import write_atomically
+from cs336_systems.files import write_atomically
 from cs336_systems.record import Count
 
 NOTES_FORMAT_VERSION = 1

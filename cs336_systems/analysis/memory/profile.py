@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.json_files import MEMORY_PROFILE, encode_json, read_json, write_atomically
+from cs336_systems.files import MEMORY_PROFILE, encode_json, read_json, write_atomically
 from cs336_systems.record import Count
 
 MEMORY_FORMAT_VERSION = 2

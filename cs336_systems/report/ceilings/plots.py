@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from cs336_systems.hardware import find_device
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.report import drawing
 from cs336_systems.report.ceilings.tables import GIGA, MIB, TERA, promised_bandwidth, promised_flops
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, ProductCell, ProductPrecision, Stream

@@ -8,7 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cs336_systems.accounting import (
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import AttentionPart, StepProfile
+from cs336_systems.config import RunConfig
+from cs336_systems.costs.accounting import (
     FP8_LAYERS,
     SOFTMAX_BACKWARD_FLOPS,
     SOFTMAX_FORWARD_FLOPS,
@@ -19,10 +23,6 @@ from cs336_systems.accounting import (
     component_flops,
     optimizer_work,
 )
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import AttentionPart, StepProfile
-from cs336_systems.config import RunConfig
 from cs336_systems.ranges import Range
 from cs336_systems.report.ceilings.tables import GIGA, MIB, TERA, Fields, percent, ratio, scaled
 from cs336_systems.report.formats import Column, Heading, make_table, significant

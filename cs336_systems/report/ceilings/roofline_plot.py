@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.hardware import find_device
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.report import drawing
 from cs336_systems.report.ceilings.plots import COLOURS, DATA_SHEET, name_slow_layers, show_decades
 from cs336_systems.report.ceilings.roofline import StepPart, StepParts

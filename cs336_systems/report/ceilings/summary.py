@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device
-from cs336_systems.hardware import find_device
-from cs336_systems.quality import LOOPS
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.ceilings.plots import ceilings_pictures
 from cs336_systems.report.ceilings.roofline import StepParts, parts_listing
 from cs336_systems.report.ceilings.roofline_plot import draw_roofline

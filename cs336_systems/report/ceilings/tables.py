@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
-from cs336_systems.hardware import DeviceSpec, find_device
-from cs336_systems.quality import LOOPS
+from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
 from cs336_systems.report.formats import Column, Heading, make_table, significant

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.inert import inert_line
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import Identity, identities, names_of
-from cs336_systems.store import kernel_profile_path
+from cs336_systems.sweep.store import kernel_profile_path
+from cs336_systems.text import inert_line
 
 KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
 

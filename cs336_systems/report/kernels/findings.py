@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.advice import NOT_IN_USE, Remedy, against_launches, remedies, use_of
+from cs336_systems.analysis.advice import NOT_IN_USE, Remedy, against_launches, remedies, use_of
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls, IdleCause, KernelTimes, PhaseTimes, StepProfile, Work
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.counting import counted
-from cs336_systems.hardware import DeviceSpec, faster_precisions, find_device
+from cs336_systems.costs.hardware import DeviceSpec, faster_precisions, find_device
 from cs336_systems.report.kernels.facts import MIN_LATE_SHARE, idle_s, is_launch_bound, kernel_s, wall_s
 from cs336_systems.report.kernels.one_offs import OneOff, find_one_offs, without
 from cs336_systems.report.kernels.places import path_text
@@ -21,6 +20,7 @@ from cs336_systems.report.kernels.terms import terms
 from cs336_systems.report.kernels.words import WHERE, items, launches, ms, per_step, us
 from cs336_systems.report.listing import label
 from cs336_systems.report.sentences import percent_of
+from cs336_systems.text import counted
 
 MIN_BUSY_SHARE = 0.8
 """Of the wall time, for the GPU to be what limits the step."""

@@ -9,11 +9,11 @@ from statistics import median
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, IdleTimes, ModuleTimes, StepProfile, Work
-from cs336_systems.inert import inert_line
 from cs336_systems.ranges import Range
 from cs336_systems.report.formats import Column, Heading, Table, make_table
 from cs336_systems.report.kernels.terms import WHOLE_STEP, count_per_step, microseconds, milliseconds, terms
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
+from cs336_systems.text import inert_line
 
 MAX_MODULES = 20
 """Rows of the readable table of modules: files of others may hold hundreds of different ranges."""

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
-from cs336_systems.json_files import write_atomically
+from cs336_systems.files import write_atomically
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.series import (

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import PhaseTimes, Piece, StepProfile, Work
-from cs336_systems.inert import inert_line
 from cs336_systems.report.drawing import CLASS_COLOURS, LONGEST_SOURCE, shorten
+from cs336_systems.text import inert_line
 
 Times = NDArray[np.float64]
 

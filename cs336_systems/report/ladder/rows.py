@@ -7,15 +7,15 @@ from typing import Any
 from cs336_systems.analysis.compare import compare, process_means
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
+from cs336_systems.analysis.statistics import quotient_stdev
+from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Phase, RunConfig
-from cs336_systems.ladder import Gate, Rung, judge, reason_run, reference
-from cs336_systems.quality import in_doubt
 from cs336_systems.record import Compilation, RunRecord, Status
 from cs336_systems.report.frame import COLUMNS, codes_of, rows_of, to_frame
 from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.ladder.traffic import Traffic, traffic
-from cs336_systems.statistics import quotient_stdev
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336_systems.sweep.ladder import Gate, Rung, judge, reason_run, reference
 
 CONFIDENCE = 0.95
 MAX_SLOWDOWN = 0.10

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.ladder import GATE_STEPS
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.formats import STEP_INTERVAL, Column, Heading, Table, make_table, mean_and_std, significant
@@ -17,6 +16,7 @@ from cs336_systems.report.ladder.words import interval_text, ratio_text
 from cs336_systems.report.listing import Listing, csv_of, in_si, texts_of, write_files
 from cs336_systems.report.tables import step_interval
 from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.sweep.ladder import GATE_STEPS
 
 LEAST_DISTANCE = 0.001
 """In percent of the fall of the reference's loss."""

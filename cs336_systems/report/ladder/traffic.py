@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from cs336_systems.accounting import (
+from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.costs.accounting import (
     ADAMW_BYTES,
     FP32_BYTES,
     HALF_BYTES,
@@ -12,7 +13,6 @@ from cs336_systems.accounting import (
     forward_work,
     parameters_by_component,
 )
-from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
 
 OPTIMIZER_BYTES = {
     OptimizerKind.FUSED: ADAMW_BYTES,

@@ -6,10 +6,10 @@ from operator import attrgetter
 from statistics import median
 
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
-from cs336_systems.counting import counted
 from cs336_systems.report.formats import Column, Heading, Table, make_table
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
 from cs336_systems.report.memory.words import MIB, Unit, innermost, shape_text, size, unit_for
+from cs336_systems.text import counted
 
 NUM_CONTRIBUTORS = 5
 """Of what a block saves, as many as the course asks for."""

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.config import RunConfig
-from cs336_systems.memory_model import predicted_peak_bytes
+from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.formats import Column, make_table
 from cs336_systems.report.frame import order

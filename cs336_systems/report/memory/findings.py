@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
-from cs336_systems.counting import counted
 from cs336_systems.report.memory.facts import late_state_bytes, starts, step_peaks
 from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.phases import difference_bytes
 from cs336_systems.report.memory.tables import bytes_of, fragmentation_bytes
 from cs336_systems.report.memory.words import GIB, MIB, consists_of, innermost, size, times, when
 from cs336_systems.report.sentences import percent_of
+from cs336_systems.text import counted
 
 NUM_LARGEST = 3
 """Sizes of allocations to name."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.profile import read_memory_profile
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.inert import inert_line
 from cs336_systems.record import RunRecord
 from cs336_systems.report.frame import order
 from cs336_systems.report.memory.entries import MemoryEntry
-from cs336_systems.store import memory_profile_path
+from cs336_systems.sweep.store import memory_profile_path
+from cs336_systems.text import inert_line
 
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:

@@ -14,13 +14,13 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
-from cs336_systems.inert import inert_line
-from cs336_systems.json_files import write_atomically
+from cs336_systems.files import write_atomically
 from cs336_systems.report import drawing
 from cs336_systems.report.drawing import LONGEST_SOURCE, shorten
 from cs336_systems.report.memory.facts import START, allocated
 from cs336_systems.report.memory.tables import bytes_of
 from cs336_systems.report.memory.words import Unit, milliseconds, size, unit_for
+from cs336_systems.text import inert_line
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
 """For where the name of a phase does not fit."""

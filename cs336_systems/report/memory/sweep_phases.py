@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 from cs336_systems.analysis.memory.profile import Moment, PhaseMemory
 from cs336_systems.config import Phase
-from cs336_systems.counting import counted
 from cs336_systems.report.formats import Column, Heading
 from cs336_systems.report.listing import Listing
 from cs336_systems.report.memory.entries import MemoryEntry, Row, make_listing, rows_of_entries
 from cs336_systems.report.memory.phases import difference_bytes, moment_name, moment_values
 from cs336_systems.report.memory.words import GIB, Unit
+from cs336_systems.text import counted
 
 _GIB = Unit("GiB", GIB, 2)
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cs336_systems.analysis.memory.profile import CategoryBytes, FailedRequest, MemoryProfile, Moment, Place
-from cs336_systems.counting import counted
 from cs336_systems.report.formats import significant
 from cs336_systems.report.listing import label
+from cs336_systems.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 CRUMB = 0.001
@@ -88,7 +88,7 @@ def shape_text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def place_text(place: Place) -> str:
-    """The place with the end of its path: `cs336_systems/model.py:123 softmax`."""
+    """The place with the end of its path: `cs336_systems/model/transformer.py:123 softmax`."""
     folders = re.split(r"[/\\]", place.file)
     return f"{label('/'.join(folders[-KEPT_FOLDERS:]))}:{place.line} {label(place.function)}".strip()
 

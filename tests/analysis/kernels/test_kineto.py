@@ -25,10 +25,10 @@ from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336_systems.analysis.kernels.kineto import BOOKKEEPING, read_kineto, self_times
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
 from cs336_systems.analysis.kernels.trace import Trace
-from cs336_systems.clock import HostClock
 from cs336_systems.config import Device, ModelConfig, RunConfig
-from cs336_systems.profiling import Annotator, backward_ranges, set_annotator
-from cs336_systems.step import TrainingStep
+from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.annotate import Annotator, backward_ranges, set_annotator
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
     BACKWARD_KERNELS,

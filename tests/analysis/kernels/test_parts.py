@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.accounting import attention_backward_flops, attention_forward_flops
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.parts import MAX_DEPTH, AttentionNames
 from cs336_systems.analysis.kernels.phases import PHASES
@@ -14,6 +13,7 @@ from cs336_systems.analysis.kernels.products import is_product_itself
 from cs336_systems.analysis.kernels.step_profile import AttentionTimes, ProductCounts, StepProfile
 from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.config import ModelConfig
+from cs336_systems.costs.accounting import attention_backward_flops, attention_forward_flops
 from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Kernel, Recording, Span, make_trace, random_recording
 
 OURS = ("attention", "attention.scores", "attention.softmax", "attention.values")

@@ -1,0 +1,32 @@
+"""nsys itself: where it is, and its reports turned into SQLite."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+HOW_TO_INSTALL = (
+    "nsys (NVIDIA Nsight Systems) is not on the PATH: install it (package nsight-systems-cli of NVIDIA's CUDA "
+    "repository, or developer.nvidia.com/nsight-systems), or use --profile, which needs nothing but PyTorch"
+)
+
+
+class NsysError(RuntimeError):
+    """nsys is not there, or left no report; the message says what to do."""
+
+
+def find_nsys() -> str:
+    """Path of nsys; raise NsysError where there is none."""
+    if (nsys := shutil.which("nsys")) is None:
+        raise NsysError(HOW_TO_INSTALL)
+    return nsys
+
+
+def export(report: Path, directory: Path) -> Path:
+    """The report as SQLite, in `directory`; raise NsysError where nsys makes none of it."""
+    database = directory / f"{report.stem}.sqlite"
+    command = [find_nsys(), "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode or not database.is_file():
+        said = " ".join((done.stderr or done.stdout).split())[-500:]
+        raise NsysError(f"{report}: nsys export ended with status {done.returncode}: {said}")
+    return database

@@ -1,0 +1,204 @@
+"""Are the times of one run to be trusted? Warnings from its raw step times; nothing is ever dropped.
+
+The thresholds on significance let independent noise pass: of runs of 10 independent steps, fewer than 1 in 100
+is said to drift. The thresholds on size let pass what would change no conclusion.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cs336_systems.analysis.advice import against_launches
+from cs336_systems.analysis.statistics import lag1_autocorrelation, modified_z_scores, slope
+from cs336_systems.config import RunConfig
+from cs336_systems.record import Measurement, RunWarning, WarningCode
+
+MAX_CV = 0.05
+"""A quiet machine stays below 1 to 2 % after warm-up; over 5 %, a mean of 10 steps is not known to 3 %."""
+MAX_MODIFIED_Z = 3.5
+"""Of the median absolute deviation, as Iglewicz and Hoaglin (1993) advise."""
+MIN_OUTLIER = 0.05
+"""Relative to the median: on a very quiet machine, a step may be far out and yet matter to nobody."""
+MIN_DRIFT = 0.01
+"""Relative to the mean: change from first to last step, or between halves, or the spread of what is correlated."""
+MIN_DRIFT_STEPS = 10
+"""With fewer steps, noise looks like drift too often."""
+MAX_T = 4.5
+"""In standard errors, for slope and halves: 1 in 500 for 10 independent steps, fewer for more."""
+MIN_LAG1 = 0.5
+"""From here on, 3 steps tell no more than 1 independent step: (1 + r) / (1 - r)."""
+MAX_LAG1_Z = 2.5
+"""In standard errors of lag-1 autocorrelation from -1/n, its mean for independent steps."""
+MAX_LAUNCH_SHARE = 0.95
+"""The host took nearly the whole step to launch it."""
+MAX_BACKLOG_S = 1e-3
+"""And the device ended within this of the last launch. A device that is behind has a full queue, about a thousand
+kernels, which makes the host wait: such a step takes long to launch too, but its queue takes longer than this."""
+MAX_LISTED = 5
+DOUBTFUL = frozenset(
+    {
+        WarningCode.FEW_WARMUP_STEPS,
+        WarningCode.UNSTABLE,
+        WarningCode.OUTLIERS,
+        WarningCode.DRIFT,
+        WarningCode.RECOMPILED,
+        WarningCode.ALLOCATOR_GREW,
+        WarningCode.THROTTLED,
+        WarningCode.GPU_SHARED,
+        WarningCode.CPU_SHARED,
+    }
+)
+"""Warnings that a time might be another if it were measured again, and so what is computed from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """What was timed again and again, and what makes its times steadier, in words that follow `use`."""
+
+    name: str
+    plural: str
+    warmup: str
+    """Against a slow start."""
+    more: str
+    """Against a wide spread."""
+
+
+STEPS = Repeated(
+    name="step",
+    plural="steps",
+    warmup="more --warmup-steps",
+    more="more --warmup-steps and --measured-steps",
+)
+PASSES = Repeated(name="pass", plural="passes", warmup="more --warmup-passes", more="more --warmup-passes and --passes")
+LOOPS = Repeated(name="loop", plural="loops", warmup="a longer --loop-s", more="more --loops and a longer --loop-s")
+
+
+def in_doubt(codes: Iterable[str]) -> bool:
+    """Whether warnings of these codes put a time in doubt."""
+    return not DOUBTFUL.isdisjoint(codes)
+
+
+def measurement_warnings(measured: Measurement | None, repeated: Repeated) -> tuple[RunWarning, ...]:
+    """What puts the times in doubt; nothing where there are none, or one is 0, as a coarse clock may say."""
+    return timing_warnings(measured.times_s, repeated=repeated) if measured and all(measured.times_s) else ()
+
+
+def timing_warnings(
+    times_s: Sequence[float],
+    host_times_s: Sequence[float] = (),
+    config: RunConfig | None = None,
+    repeated: Repeated = STEPS,
+) -> tuple[RunWarning, ...]:
+    """What puts the raw times of the measured steps, or of what else was repeated, in order, in doubt.
+
+    `host_times_s`: how long the host took to launch each step. Leave it empty where launching and running are the same
+    thing: on the CPU, and with a synchronisation after each phase. With the `config` of the run, nothing is advised
+    that it does already.
+    """
+    name = repeated.name
+    for number, time_s in enumerate(times_s, start=1):
+        if not 0 < time_s < math.inf:
+            raise ValueError(f"{name} times must be positive and finite seconds, got {time_s} for {name} {number}")
+    if not times_s:
+        return ()
+    messages = {
+        WarningCode.UNSTABLE: _unstable(times_s, repeated),
+        WarningCode.OUTLIERS: _outliers(times_s, repeated),
+        WarningCode.DRIFT: _drift(times_s, repeated),
+        WarningCode.LAUNCH_BOUND: _launch_bound(times_s, host_times_s, config),
+    }
+    return tuple(RunWarning(code=code, message=message) for code, message in messages.items() if message is not None)
+
+
+def _unstable(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    if (cv := _cv(times_s)) <= MAX_CV:
+        return None
+    return (
+        f"the standard deviation is {_percent(cv)} of the mean {repeated.name}, over {_percent(MAX_CV)}: "
+        f"close other programs, or use {repeated.more}"
+    )
+
+
+def _cv(times_s: Sequence[float]) -> float:
+    return statistics.stdev(times_s) / statistics.fmean(times_s) if len(times_s) > 1 else 0.0
+
+
+def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    median_s = statistics.median(times_s)
+    found = [
+        f"{repeated.name} {i} {_signed_percent(time_s / median_s - 1)}"
+        for i, (time_s, z) in enumerate(zip(times_s, modified_z_scores(times_s), strict=True), start=1)
+        if abs(z) > MAX_MODIFIED_Z and abs(time_s / median_s - 1) >= MIN_OUTLIER
+    ]
+    if not found:
+        return None
+    more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+    is_first = found[0].startswith(f"{repeated.name} 1 ")
+    remedy = f"use {repeated.warmup}" if is_first else "close other programs"
+    return (
+        f"{len(found)} of {len(times_s)} {repeated.plural} lie far from the median of {median_s * 1e3:.4g} ms "
+        f"({', '.join(found[:MAX_LISTED])}{more}); they are kept: {remedy}, or rely on the median"
+    )
+
+
+def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    if len(times_s) < MIN_DRIFT_STEPS:
+        return None
+    seen = _slope_seen(times_s, repeated) or _halves_seen(times_s, repeated) or _correlation_seen(times_s, repeated)
+    if seen is None:
+        return None
+    return f"{seen}: use {repeated.warmup}, and look at the clocks and the temperature"
+
+
+def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    per_step, error = slope(times_s)
+    change = per_step * (len(times_s) - 1) / statistics.fmean(times_s)
+    if abs(per_step) <= MAX_T * error or abs(change) < MIN_DRIFT:
+        return None
+    return (
+        f"the {repeated.name} time changed steadily by {_signed_percent(change)} over {len(times_s)} {repeated.plural}"
+    )
+
+
+def _halves_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    half = len(times_s) // 2
+    first, second = times_s[:half], times_s[-half:]
+    difference = statistics.fmean(second) - statistics.fmean(first)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(second)) / half)
+    change = difference / statistics.fmean(times_s)
+    if abs(difference) <= MAX_T * error or abs(change) < MIN_DRIFT:
+        return None
+    return f"the second half of the {repeated.plural} took {_signed_percent(change)} against the first half"
+
+
+def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    n = len(times_s)
+    lag1 = lag1_autocorrelation(times_s)
+    error = (n - 2) / (n * math.sqrt(n - 1))  # exact for independent normal values (Moran 1948)
+    if lag1 is None or lag1 <= max(MIN_LAG1, MAX_LAG1_Z * error - 1 / n) or _cv(times_s) < MIN_DRIFT:
+        return None
+    return (
+        f"each {repeated.name} resembles the one before (lag-1 autocorrelation {lag1:.2f} over {n} {repeated.plural})"
+    )
+
+
+def _launch_bound(times_s: Sequence[float], host_times_s: Sequence[float], config: RunConfig | None) -> str | None:
+    if not host_times_s:
+        return None
+    share = statistics.median(host_times_s) / statistics.median(times_s)
+    backlog_s = statistics.median(step - host for step, host in zip(times_s, host_times_s, strict=True))
+    if share <= MAX_LAUNCH_SHARE or backlog_s > MAX_BACKLOG_S:
+        return None
+    return (
+        f"the CPU is the limit: launching took {_percent(share)} of the step, so a faster GPU would not help; "
+        f"use {against_launches(config)}"
+    )
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction * 100:.1f} %"
+
+
+def _signed_percent(fraction: float) -> str:
+    return f"{fraction * 100:+.1f} %"

@@ -1,0 +1,409 @@
+"""Parameters, bytes, FLOPs and MFU in closed form, from the configuration alone.
+
+A FLOP is one of a matrix product, in which a multiply-add counts as two. Norms, softmax, RoPE, the loss and the
+optimizer are left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
+from cs336_systems.costs.hardware import DeviceSpec, find_device
+
+FP32_BYTES, HALF_BYTES, FP8_BYTES, INT64_BYTES = 4, 2, 1, 8
+
+
+class Component(StrEnum):
+    """A part of the model, in all layers together."""
+
+    EMBEDDING = "embedding"
+    NORMS = "norms"
+    QKV = "QKV"
+    SCORES = "scores"
+    VALUES = "values"
+    OUTPUT = "output"
+    FFN = "feed-forward"
+    HEAD = "head"
+
+
+IN_BLOCKS = (Component.QKV, Component.SCORES, Component.VALUES, Component.OUTPUT, Component.FFN)
+"""What multiplies matrices in the blocks."""
+FP8_LAYERS = (Component.QKV, Component.OUTPUT, Component.FFN)
+"""What `fp8` computes in fp8."""
+
+
+def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
+    """Trainable parameters of each part that has any. A table that embedding and head share is the head's.
+
+    cs336: no biases, RMSNorm (d_model each), SwiGLU. gpt2: biases, LayerNorm (2 d_model each), learned positions, tied.
+    """
+    d_model, d_ff, num_layers = model.d_model, model.d_ff, model.num_layers
+    gpt2 = model.arch is Arch.GPT2
+    biases = num_layers if gpt2 else 0
+    weights = _weights(model)
+    return {
+        Component.EMBEDDING: (model.context_length if gpt2 else model.vocab_size) * d_model,
+        Component.NORMS: (2 * num_layers + 1) * d_model * (2 if gpt2 else 1),
+        Component.QKV: weights[Component.QKV] + biases * 3 * d_model,
+        Component.OUTPUT: weights[Component.OUTPUT] + biases * d_model,
+        Component.FFN: weights[Component.FFN] + biases * (d_ff + d_model),
+        Component.HEAD: weights[Component.HEAD],
+    }
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Trainable parameters of the whole model; tied embeddings count once."""
+    return sum(parameters_by_component(model).values())
+
+
+def _weights(model: ModelConfig) -> dict[Component, int]:
+    """Weights of the linear layers, by which tokens are multiplied; biases are left out."""
+    d_model, num_layers = model.d_model, model.num_layers
+    return {
+        Component.QKV: num_layers * 3 * d_model**2,
+        Component.OUTPUT: num_layers * d_model**2,
+        Component.FFN: num_layers * _ffn_matrices(model) * d_model * model.d_ff,
+        Component.HEAD: model.vocab_size * d_model,
+    }
+
+
+def _ffn_matrices(model: ModelConfig) -> int:
+    """w1, w2 and, in SwiGLU, w3."""
+    return 3 if model.arch is Arch.CS336 else 2
+
+
+def forward_flops(model: ModelConfig, batch_size: int, *, causal: bool = False) -> dict[Component, int]:
+    """FLOPs of each part in one forward pass; the embedding is a lookup and has none.
+
+    Attention counts in full, all T x T pairs, as what multiplies whole matrices does; with `causal` only the
+    T (T + 1) / 2 pairs of a query and a key that is not after it, the least that is needed.
+    """
+    context_length = model.context_length
+    tokens = batch_size * context_length
+    pairs = context_length * (context_length + 1) // 2 if causal else context_length**2
+    attention = 2 * model.num_layers * batch_size * pairs * model.d_model
+    linear = {component: 2 * tokens * weights for component, weights in _weights(model).items()}
+    return {Component.EMBEDDING: 0, Component.SCORES: attention, Component.VALUES: attention, **linear}
+
+
+def forward_matmul_flops(model: ModelConfig, batch_size: int) -> int:
+    """FLOPs of one forward pass, attention in full."""
+    return sum(forward_flops(model, batch_size).values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentFlops:
+    """FLOPs of one part in one step of a run's mode."""
+
+    component: Component
+    forward: int
+    backward: int
+    """Twice forward, one product for the gradient of each factor; 0 where the mode has no backward."""
+    recomputed: int
+    """Of forward's products, those that backward does once more."""
+
+    @property
+    def step(self) -> int:
+        """The model's FLOPs, whatever is computed again."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> int:
+        """The FLOPs that are carried out."""
+        return self.step + self.recomputed
+
+
+def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[ComponentFlops, ...]:
+    """FLOPs of one step of this project's model, part by part; `causal` as in forward_flops.
+
+    What an eager step computes again is known: the blocks between checkpoints, and in the backward of fused attention
+    the scores. What a compiler chooses to compute again is not, and a padded vocabulary's surplus is in no count.
+    Raises ValueError for a model of the user's own.
+    """
+    if config.model_factory is not None:
+        raise ValueError(f"FLOPs are known of this project's model, got model_factory {config.model_factory!r}")
+    forward = forward_flops(config.model, config.batch_size, causal=causal)
+    passes = 2 if _has_backward(config) else 0
+    again = _recomputed(config, forward) if passes else {}
+    return tuple(
+        ComponentFlops(
+            component=part,
+            forward=forward[part],
+            backward=passes * forward[part],
+            recomputed=again.get(part, 0),
+        )
+        for part in Component
+        if part in forward
+    )
+
+
+def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Component, int]:
+    model = config.model
+    again: dict[Component, int] = {}
+    if config.checkpoint_blocks:
+        again = {part: forward[part] for part in IN_BLOCKS}
+        products = model.num_layers * _ffn_matrices(model)
+        again[Component.FFN] -= _products_spared(config) * forward[Component.FFN] // products
+    if _is_fused(model):
+        again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
+    return again
+
+
+def _products_spared(config: RunConfig) -> int:
+    """Last products of the blocks between two checkpoints, which feed nothing that backward needs.
+
+    In fp8 they are computed again all the same: such a layer saves its factors only after the product.
+    """
+    return 0 if config.fp8 else -(-config.model.num_layers // config.checkpoint_blocks)
+
+
+def _has_backward(config: RunConfig) -> bool:
+    return config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
+
+
+def _is_fused(model: ModelConfig) -> bool:
+    """Whether attention's scores never leave the kernel."""
+    return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
+
+
+def step_flops(config: RunConfig) -> int | None:
+    """Model FLOPs of one step in the run's mode, or None for the user's own model, whose products are not known.
+
+    Attention counts in full; anything computed again is left out: these are the model's FLOPs, not the hardware's.
+    """
+    return None if config.model_factory is not None else sum(part.step for part in component_flops(config))
+
+
+def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | None:
+    """Model FLOPs/s over the promised dense peak at `precision`, or None where no peak is known.
+
+    As step_flops counts causal attention as full, so does this (Chowdhery et al. 2022, section 4.1).
+    """
+    device = find_device(device_name)
+    peak = device.peak_flops_per_s.get(precision) if device else None
+    return None if peak is None else flops_per_s / peak
+
+
+SOFTMAX_FORWARD_FLOPS = 5
+"""For each score: compare with the largest of its row, subtract that, exponentiate, add to the sum, divide by it."""
+SOFTMAX_BACKWARD_FLOPS = 4
+"""For each weight: times its gradient, add to the row's sum, subtract that from the gradient, times the weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFlops:
+    """FLOPs of the parts of attention, in all layers of one pass."""
+
+    scores: int
+    softmax: int
+    values: int
+
+
+def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
+    """FLOPs of attention in one forward pass, written out, without the linear layers around it.
+
+    Every operation of the softmax counts as one. Attention counts in full; scaling and masking the scores are left out.
+    """
+    flops = forward_flops(model, batch_size)
+    weights = model.num_layers * batch_size * model.num_heads * model.context_length**2
+    softmax = SOFTMAX_FORWARD_FLOPS * weights
+    return AttentionFlops(scores=flops[Component.SCORES], softmax=softmax, values=flops[Component.VALUES])
+
+
+def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
+    """FLOPs of attention in one backward pass, counted as in attention_forward_flops: the products twice."""
+    forward = attention_forward_flops(model, batch_size)
+    softmax = forward.softmax // SOFTMAX_FORWARD_FLOPS * SOFTMAX_BACKWARD_FLOPS
+    return AttentionFlops(scores=2 * forward.scores, softmax=softmax, values=2 * forward.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes that the parameters entail, without what the allocator adds; 0 for what the run's mode does not make."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    """AdamW's two moments; step counts, at most a number for each tensor, are left out."""
+    weight_copies: int
+    """Autocast's, in half precision: the weights and biases of all linear layers."""
+
+
+def state_bytes(config: RunConfig) -> StateBytes:
+    """Parameters, gradients and moments in fp32, and what autocast copies of the parameters; not for `cast_once`."""
+    parameters = count_parameters(config.model)
+    by_part = parameters_by_component(config.model)
+    linear = sum(by_part[part] for part in _weights(config.model))
+    return StateBytes(
+        parameters=FP32_BYTES * parameters,
+        gradients=FP32_BYTES * parameters if _has_backward(config) else 0,
+        optimizer_state=2 * FP32_BYTES * parameters if config.mode is Mode.TRAIN else 0,
+        weight_copies=HALF_BYTES * linear if _is_half(config) else 0,
+    )
+
+
+def _is_half(config: RunConfig) -> bool:
+    return config.precision in (Precision.BF16, Precision.FP16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """FLOPs of a part of the step, and the least bytes that it has to move between memory and arithmetic."""
+
+    name: str
+    flops: int
+    moved_bytes: int
+    precision: Precision
+    """Of the arithmetic, hence which of a device's peaks applies."""
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity, in FLOPs per byte."""
+        return self.flops / self.moved_bytes
+
+
+def forward_work(config: RunConfig) -> tuple[Work, ...]:
+    """The matrix products of one forward pass and the lookup of the embedding; attention's FLOPs in full.
+
+    Every factor and result of a product counts once, in the type of the run's products, but what several products of a
+    part read, such as the input of queries, keys and values, once for all. Fused attention keeps its scores to itself.
+    `fp8` changes nothing here: its bytes are those of component_bytes.
+    """
+    element_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
+    elements, moved_bytes = _product_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
+    moved_bytes |= {part: found.forward_bytes(element_bytes, element_bytes) for part, found in elements.items()}
+    flops = forward_flops(config.model, config.batch_size)
+    return tuple(
+        Work(name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision)
+        for part in Component
+        if part in flops
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProductElements:
+    """Elements of one forward pass's products of a part of the model, in all layers."""
+
+    factors: int
+    """Both of each product; what several of them read, once."""
+    results: int
+    biases: int = 0
+    """Read beside the factors, in the type of the results."""
+
+    def forward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
+        return factor_bytes * self.factors + result_bytes * (self.results + self.biases)
+
+    def backward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
+        """Each factor's gradient is a product of the result's gradient and of the other factor."""
+        return factor_bytes * (2 * self.results + self.factors) + result_bytes * self.factors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentBytes:
+    """Least bytes that the products of one part move in one step of a run's mode."""
+
+    component: Component
+    forward: int
+    backward: int
+    """Of the two products for each of forward; 0 where the mode has no backward."""
+    recomputed: int
+    """Of what backward computes once more between checkpoints."""
+
+
+def component_bytes(config: RunConfig) -> tuple[ComponentBytes, ...]:
+    """What component_flops' products move at least: factors and results as forward_work counts them.
+
+    With `fp8` the factors of the blocks' linear layers are in fp8 and the results in half precision; casts and copies
+    around them are not counted. Raises ValueError for a model of the user's own.
+    """
+    if config.model_factory is not None:
+        raise ValueError(f"bytes are known of this project's model, got model_factory {config.model_factory!r}")
+    return tuple(_component_bytes(config, part, elements) for part, elements in _product_elements(config).items())
+
+
+def _component_bytes(config: RunConfig, part: Component, elements: _ProductElements) -> ComponentBytes:
+    result_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
+    sizes = (FP8_BYTES if config.fp8 and part in FP8_LAYERS else result_bytes, result_bytes)
+    forward, has_backward = elements.forward_bytes(*sizes), _has_backward(config)
+    recomputed = forward if has_backward and config.checkpoint_blocks and part in IN_BLOCKS else 0
+    if recomputed and part is Component.FFN:
+        recomputed -= _products_spared(config) * _last_product(config).forward_bytes(*sizes)
+    return ComponentBytes(
+        component=part,
+        forward=forward,
+        backward=elements.backward_bytes(*sizes) if has_backward else 0,
+        recomputed=recomputed,
+    )
+
+
+def _product_elements(config: RunConfig) -> dict[Component, _ProductElements]:
+    model, layers = config.model, config.model.num_layers
+    weights, parameters = _weights(model), parameters_by_component(model)
+    biases = {part: parameters[part] - weights[part] for part in weights}
+    tokens = config.batch_size * model.context_length
+    stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
+    scores = 0 if _is_fused(model) else layers * tokens * model.num_heads * model.context_length
+    # factors beside the weights, and results; hidden: one in, and what all but w2 make
+    activations = {
+        Component.QKV: (stream, 3 * stream),
+        Component.SCORES: (2 * stream, scores),
+        Component.VALUES: (stream + scores, stream),
+        Component.OUTPUT: (stream, stream),
+        Component.FFN: (stream + hidden, (_ffn_matrices(model) - 1) * hidden + stream),
+        Component.HEAD: (tokens * model.d_model, tokens * model.vocab_size),
+    }
+    return {
+        part: _ProductElements(factors=read + weights.get(part, 0), results=made, biases=biases.get(part, 0))
+        for part, (read, made) in activations.items()
+    }
+
+
+def _last_product(config: RunConfig) -> _ProductElements:
+    """Of one block: w2's."""
+    model, tokens = config.model, config.batch_size * config.model.context_length
+    return _ProductElements(
+        factors=(tokens + model.d_model) * model.d_ff,
+        results=tokens * model.d_model,
+        biases=model.d_model if model.arch is Arch.GPT2 else 0,
+    )
+
+
+def _embedding_bytes(config: RunConfig) -> int:
+    """Token numbers, the rows that they name (repeated ones too), gpt2's positions, and the result; never in half."""
+    model = config.model
+    tokens = config.batch_size * model.context_length
+    positions = model.context_length * model.d_model if model.arch is Arch.GPT2 else 0
+    return INT64_BYTES * tokens + FP32_BYTES * (2 * tokens * model.d_model + positions)
+
+
+ADAMW_FLOPS = 13
+"""For each parameter: 3 for the first moment, 4 for the second, 2 for the denominator, 1 for decay, 3 for the update;
+factors that all parameters share are computed once and left out."""
+ADAMW_BYTES = 7 * FP32_BYTES
+"""For each parameter: it, its gradient and both moments read; all but the gradient written."""
+
+
+def optimizer_work(model: ModelConfig) -> Work:
+    """AdamW's update in one pass over everything, as only a fused kernel makes it."""
+    parameters = count_parameters(model)
+    return Work(
+        name="optimizer",
+        flops=ADAMW_FLOPS * parameters,
+        moved_bytes=ADAMW_BYTES * parameters,
+        precision=Precision.FP32,
+    )
+
+
+def ridge_point(device: DeviceSpec, precision: Precision) -> float | None:
+    """FLOPs per byte below which memory, not arithmetic, sets the time; None where no peak is known."""
+    peak = device.peak_flops_per_s.get(precision)
+    return None if peak is None else peak / device.memory_bandwidth_bytes_per_s
+
+
+def least_time_s(work: Work, device: DeviceSpec) -> float | None:
+    """Time at the promised peak or at the promised bandwidth, whichever is longer; None where no peak is known."""
+    peak = device.peak_flops_per_s.get(work.precision)
+    if peak is None:
+        return None
+    return max(work.flops / peak, work.moved_bytes / device.memory_bandwidth_bytes_per_s)

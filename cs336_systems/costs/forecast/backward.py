@@ -1,0 +1,194 @@
+"""The tensors that backward makes, and when it lets go of what forward kept.
+
+Each function takes over the gradient of its output and gives the gradient of its input. Where a tensor was used more
+than once, autograd's engine adds the gradients up, in place unless the first of them is a view.
+"""
+
+from cs336_systems.config import Attention, RunConfig
+from cs336_systems.costs.forecast.forward import FP32_BYTES, HIDDEN, SCORES, STREAM, WEIGHTS, ForwardTape, Saved
+from cs336_systems.costs.forecast.tape import Category, Tape
+
+GRADIENT = "gradient of the residual stream"
+
+
+class BackwardTape(ForwardTape):
+    """Writes the layers of one model onto a tape, forward and backward."""
+
+    def __init__(self, config: RunConfig, tape: Tape) -> None:
+        super().__init__(config, tape)
+        self.gradients: list[int] = []
+        """Gradients of parameters made so far in this step."""
+
+    def branch_off(self, gradient: int) -> int:
+        """The gradient of the residual stream for the layers beside it, in the type of their products."""
+        return self._narrow(gradient, GRADIENT, STREAM, keep=True)
+
+    def block_backward(self, index: int, gradient: int, branch: int, saved: Saved) -> None:
+        """Turn the gradient of the residual stream after the block into that before; `branch` has branched off it."""
+        if self.gpt2:
+            branch = self._gelu_mlp_backward(index, branch, saved)
+        else:
+            branch = self._swiglu_backward(index, branch, saved)
+        self._join(f"{index}.ln2", branch, saved)
+        branch = self._attention_backward(index, self.branch_off(gradient), saved)
+        self._join(f"{index}.ln1", branch, saved)
+
+    def _join(self, norm: str, branch: int, saved: Saved) -> None:
+        """Through the norm, and added in place to the gradient of the residual stream."""
+        self.tape.drop(self.norm_backward(norm, self.widen(branch, GRADIENT, STREAM), saved))
+
+    def norm_backward(self, name: str, gradient: int, saved: Saved) -> int:
+        """Small buffers for partial sums over rows are left out."""
+        out = self.temporary(GRADIENT, STREAM, FP32_BYTES)
+        for _ in range(2 if self.gpt2 else 1):
+            self.new_gradient("d_model")
+        self.tape.drop(gradient)
+        statistics = (f"{name} mean", f"{name} scale") if self.gpt2 else (f"{name} scale",)
+        self.release(saved, f"{name} input", *statistics)
+        return out
+
+    def linear_backward(
+        self, name: str, gradient: int, saved: Saved, shape: str, onto: int | None = None, in_place: bool = False
+    ) -> int:
+        """Gradients of weight and bias, and of the input: added to `onto`, the gradient from another use of it."""
+        self.claim_workspace()
+        weight = WEIGHTS[name.rpartition(".")[2]]
+        with_bias = self.gpt2 and "." in name
+        made = [(self._parameter_gradient(weight), weight)]
+        x = self.temporary("gradient of a product's input", shape)
+        if with_bias:
+            made.append((self._parameter_gradient(weight.split()[0]), weight.split()[0]))
+        self.tape.drop(gradient)
+        self.release(saved, f"{name} input", *([f"{name} copy"] if self.autocast else []))
+        if onto is not None:
+            total = onto if in_place else self.temporary("gradient of a product's input", shape)
+            self.tape.drop(x, *([] if in_place else [onto]))
+            x = total
+        for narrow, parameter in made:
+            if self.autocast:
+                self.new_gradient(parameter)
+                self.tape.drop(narrow)
+            else:
+                self.gradients.append(narrow)
+        return x
+
+    def _parameter_gradient(self, shape: str) -> int:
+        """As the product gives it; under autocast a copy in fp32 takes its place."""
+        category = Category.TEMPORARIES if self.autocast else Category.GRADIENTS
+        label = "gradient of a parameter, to be cast" if self.autocast else "gradients of parameters"
+        return self.tape.new(category, label, shape, self.element_bytes)
+
+    def new_gradient(self, shape: str) -> int:
+        """Gradient of a parameter, in fp32; it stays until the end of the step."""
+        made = self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, FP32_BYTES)
+        self.gradients.append(made)
+        return made
+
+    def _swiglu_backward(self, index: int, gradient: int, saved: Saved) -> int:
+        product = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)
+        gate, gated = (self.temporary(f"gradient of {name}", HIDDEN) for name in ("w3's output", "SiLU's output"))
+        self.tape.drop(product)
+        self.release(saved, "gate", "gated")
+        x = self.linear_backward(f"{index}.w3", gate, saved, STREAM)
+        up = self.temporary("gradient of w1's output", HIDDEN)
+        self.tape.drop(gated)
+        self.release(saved, "up")
+        return self.linear_backward(f"{index}.w1", up, saved, STREAM, onto=x)
+
+    def _gelu_mlp_backward(self, index: int, gradient: int, saved: Saved) -> int:
+        hidden = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)
+        up = self.temporary("gradient of w1's output", HIDDEN)
+        self.tape.drop(hidden)
+        self.release(saved, "up")
+        return self.linear_backward(f"{index}.w1", up, saved, STREAM)
+
+    def _attention_backward(self, index: int, gradient: int, saved: Saved) -> int:
+        values = self.linear_backward(f"{index}.output", gradient, saved, STREAM)
+        if self.is_fused:
+            q, k, v = self._fused_backward(values, saved)
+        elif self.model.attention is Attention.NAIVE:
+            q, k, v = self._naive_backward(values, saved)
+        else:
+            q, k, v = self._math_backward(values, saved)
+        rotated = None if self.gpt2 else self._rotate_backward(q, k)
+        x = self.linear_backward(f"{index}.v", self._merge(v), saved, STREAM)
+        if rotated is None:
+            x = self.linear_backward(f"{index}.k", self._merge(k), saved, STREAM, onto=x)
+            return self.linear_backward(f"{index}.q", self._merge(q), saved, STREAM, onto=x, in_place=True)
+        x = self.linear_backward(f"{index}.k", self.tape.keep(rotated), saved, STREAM, onto=x)
+        return self.linear_backward(f"{index}.q", rotated, saved, STREAM, onto=x, in_place=True)
+
+    def _merge(self, gradient: int) -> int:
+        """Heads side by side again; a fused kernel has written them so."""
+        return gradient if self.is_fused else self._replace("gradient of heads, merged", STREAM, gradient)
+
+    def _rotate_backward(self, q: int, k: int) -> int:
+        label, pairs = "gradient of queries and keys", "2 batch T d_model"
+        joined = self._replace(label, pairs, q, k)
+        wide = self.widen(joined, label, pairs)
+        conjugate = self.temporary("rotations, conjugated", "T d_head", FP32_BYTES)
+        rotated = self._replace(label, pairs, conjugate, wide, element_bytes=FP32_BYTES)
+        return self._narrow(rotated, label, pairs)
+
+    def _naive_backward(self, values: int, saved: Saved) -> tuple[int, int, int]:
+        rows = self._replace("gradient of heads, split", STREAM, values)
+        v, weights = self.temporary("gradient of values", STREAM), self.temporary("gradient of weights", SCORES)
+        self.tape.drop(rows)
+        self.release(saved, "v_rows", "weights")
+        wide = self.widen(weights, "gradient of weights", SCORES)
+        scores = self._replace("gradient of scores", SCORES, wide, element_bytes=FP32_BYTES)
+        self.release(saved, "softmax")
+        scores = self._replace("gradient of scores", SCORES, self._narrow(scores, "gradient of scores", SCORES))
+        k, q = (self.temporary(f"gradient of {name}", STREAM) for name in ("keys", "queries"))
+        self.tape.drop(scores)
+        self.release(saved, "k_rows", "q_rows")
+        return self._replace("gradient of queries", STREAM, q), k, v
+
+    def _math_backward(self, values: int, saved: Saved) -> tuple[int, int, int]:
+        heads = self.widen(values, "gradient of heads", STREAM)
+        rows = self._replace("gradient of heads, split", STREAM, heads, element_bytes=FP32_BYTES)
+        v = self.temporary("gradient of values", STREAM, FP32_BYTES)
+        weights = self.temporary("gradient of weights", SCORES, FP32_BYTES)
+        self.tape.drop(rows)
+        self.release(saved, "v_rows", "weights")
+        scores = self._replace("gradient of scores", SCORES, weights, element_bytes=FP32_BYTES)
+        self.release(saved, "softmax")
+        k, q = (self.temporary(f"gradient of {name}", STREAM, FP32_BYTES) for name in ("keys", "queries"))
+        self.tape.drop(scores)
+        self.release(saved, "k_rows", "q_rows")
+        k = self._replace("gradient of keys", STREAM, k, element_bytes=FP32_BYTES)
+        q = self._replace("gradient of queries", STREAM, q, element_bytes=FP32_BYTES)
+        v, k, q = (self._narrow(x, "gradient of heads", STREAM) for x in (v, k, q))
+        return q, k, v
+
+    def _fused_backward(self, values: int, saved: Saved) -> tuple[int, int, int]:
+        """Flash sums the queries' gradient up in fp32; the efficient kernel in fp32 multiplies output and gradient.
+
+        cuDNN's workspace is not documented: flash's stands for it.
+        """
+        q, k, v = (self.temporary(f"gradient of {name}", STREAM) for name in ("queries", "keys", "values"))
+        sums = self.temporary("row sums of output x gradient", "batch heads T128", FP32_BYTES)
+        shape = "batch heads T128 d_head32" if self.autocast else STREAM
+        workspace = self.temporary("workspace of fused attention", shape, FP32_BYTES)
+        self.tape.drop(sums, workspace, values)
+        self.release(saved, "q_heads", *(["k_heads"] if self.gpt2 else []), "v_heads", "values", "sums")
+        return q, k, v
+
+    def _replace(self, label: str, shape: str, *old: int, element_bytes: int | None = None) -> int:
+        made = self.temporary(label, shape, element_bytes)
+        self.tape.drop(*old)
+        return made
+
+    def widen(self, x: int, label: str, shape: str) -> int:
+        """A gradient in fp32, after a product in autocast's type."""
+        return self._replace(label, shape, x, element_bytes=FP32_BYTES) if self.autocast else x
+
+    def _narrow(self, x: int, label: str, shape: str, keep: bool = False) -> int:
+        """A gradient in autocast's type, for a product; with `keep` the one in fp32 stays too."""
+        if not self.autocast:
+            return self.tape.keep(x) if keep else x
+        return self._replace(label, shape, *([] if keep else [x]))
+
+    def release(self, saved: Saved, *names: str) -> None:
+        """The graph's node has run: it lets go of what it kept."""
+        self.tape.drop(*(saved.pop(name) for name in names))

@@ -1,0 +1,244 @@
+"""The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what stays between steps."""
+
+from collections.abc import Iterator
+
+from cs336_systems.config import Arch, Attention, Mode, ModelConfig, OptimizerKind, Phase, RunConfig
+from cs336_systems.costs.forecast.allocator import round_up
+from cs336_systems.costs.forecast.backward import GRADIENT, BackwardTape
+from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, WEIGHTS, Saved
+from cs336_systems.costs.forecast.tape import Category, Tape
+
+LOGITS = "batch T vocabulary"
+INT64_BYTES = 8
+SCALAR = "1"
+
+
+def axes(config: RunConfig) -> dict[str, int]:
+    """Sizes of the axes that formulas name."""
+    model = config.model
+    return {
+        "batch": config.batch_size,
+        "T": model.context_length,
+        "d_model": model.d_model,
+        "d_ff": model.d_ff,
+        "heads": model.num_heads,
+        "d_head": model.d_head,
+        "vocabulary": model.vocab_size,
+        "T128": round_up(model.context_length, 128),
+        "d_head32": round_up(model.d_head, 32),
+    }
+
+
+def parameter_shapes(model: ModelConfig) -> Iterator[str]:
+    """Axes of every parameter, in the order in which the model makes them and the optimizer updates them."""
+    gpt2 = model.arch is Arch.GPT2
+    norm = ["d_model"] * (2 if gpt2 else 1)
+    yield "vocabulary d_model"
+    if gpt2:
+        yield "T d_model"
+    for _ in range(model.num_layers):
+        for names in (("q", "k", "v", "output"), ("w1", "w2") if gpt2 else ("w1", "w2", "w3")):
+            yield from norm
+            for name in names:
+                yield WEIGHTS[name]
+                if gpt2:
+                    yield WEIGHTS[name].split()[0]
+    yield from norm
+    if not gpt2:
+        yield WEIGHTS["lm_head"]
+
+
+class StepTape:
+    """Steps of one configuration on a tape: `set_up` once, then `run` for each.
+
+    With `checkpoint_blocks` K > 0 it keeps of every K blocks their input alone and computes them again in backward, as
+    torch.utils.checkpoint (not reentrant) around every K blocks does.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.checkpoint_blocks = config, config.checkpoint_blocks
+        self.tape = Tape(axes(config))
+        self.layers = BackwardTape(config, self.tape)
+        self._has_graph = config.mode is not Mode.INFERENCE
+        self._has_state = False
+        self._last_loss: int | None = None
+        self._blocks: dict[int, Saved] = {}
+        self._inputs: list[int] = []
+        self._ends: Saved = {}
+
+    def set_up(self) -> None:
+        """Parameters, the tables that all layers share, and the batch."""
+        for shape in parameter_shapes(self.config.model):
+            self._new(Category.PARAMETERS, "parameters", shape)
+        if self.layers.gpt2:
+            self.tape.drop(self._new(Category.PARAMETERS, "head before it is tied", WEIGHTS["lm_head"]))
+        else:
+            self._new(Category.BUFFERS, "rotations", "T d_head")
+        if self.config.model.attention is Attention.NAIVE:
+            everything = self._new(Category.BUFFERS, "mask", "T T", 1)
+            self._new(Category.BUFFERS, "mask", "T T", 1)
+            self.tape.drop(everything)
+        for _ in ("tokens", "targets"):
+            self._new(Category.BUFFERS, "tokens and targets", "batch T", INT64_BYTES)
+
+    def run(self) -> None:
+        """One step in the configuration's mode."""
+        tape, mode = self.tape, self.config.mode
+        tape.begin(Phase.FORWARD)
+        loss = self._forward()
+        if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+            tape.begin(Phase.BACKWARD)
+            self._backward()
+        if mode is Mode.TRAIN:
+            tape.begin(Phase.OPTIMIZER)
+            self._update()
+        tape.begin(Phase.STEP)
+        self._clear(loss)
+
+    def _clear(self, loss: int) -> None:
+        """After the step the caller has its loss instead of the last one's, and nothing else refers to the graph."""
+        for saved in (*self._blocks.values(), self._ends):  # where backward has not consumed it
+            self.layers.release(saved, *list(saved))
+        self.tape.drop(*self._inputs, *self.layers.gradients)
+        self._blocks, self._inputs, self.layers.gradients = {}, [], []
+        if self._last_loss is not None:
+            self.tape.drop(self._last_loss)
+        self._last_loss = loss
+
+    def save_one_block(self) -> Saved:
+        """What one block keeps for its backward, its input included."""
+        saved: Saved = {}
+        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM)
+        self.layers.block(0, x, saved)
+        return saved
+
+    def _new(self, category: Category, label: str, shape: str, element_bytes: int = FP32_BYTES) -> int:
+        return self.tape.new(category, label, shape, element_bytes)
+
+    def _forward(self) -> int:
+        tape, layers = self.tape, self.layers
+        layers.thread = "forward"
+        ends = self._ends if self._has_graph else None
+        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM)
+        if layers.gpt2:
+            x, tokens = self._new(Category.ACTIVATIONS, "residual stream", STREAM), x
+            tape.drop(tokens)
+        for index in range(self.config.model.num_layers):
+            out = layers.block(index, x, self._saved_of(index, x))
+            assert out is not None
+            tape.drop(x)
+            x = out
+        normed = layers.norm("ln_final", x, ends)
+        logits = layers.linear("lm_head", normed, ends, LOGITS, "logits", cast=True, category=Category.LOSS)
+        tape.drop(normed, x)
+        loss = self._loss(ends)
+        layers.end_autocast()
+        tape.drop(logits)
+        return loss
+
+    def _saved_of(self, index: int, x: int) -> Saved | None:
+        """Where block `index` saves what its backward needs, or None; a checkpoint keeps its input `x` instead."""
+        if not self._has_graph:
+            return None
+        if not self.checkpoint_blocks:
+            return self._blocks.setdefault(index, {})
+        if index % self.checkpoint_blocks == 0:
+            self._inputs.append(self.tape.keep(x))
+        return None
+
+    def _loss(self, ends: Saved | None) -> int:
+        """Cross-entropy: the log-softmax has the logits' type, and autocast has the likelihood read it in fp32."""
+        tape = self.tape
+        log_softmax = self._new(Category.LOSS, "log-softmax of logits", LOGITS, self.layers.element_bytes)
+        wide = tape.keep(log_softmax)
+        if self.layers.autocast:
+            tape.drop(wide)
+            wide = self._new(Category.LOSS, "log-softmax in fp32", LOGITS)
+        loss, weight = (self._new(Category.LOSS, "loss and its weight", SCALAR) for _ in range(2))
+        if ends is not None:
+            ends |= {"log_softmax": tape.keep(log_softmax), "wide": tape.keep(wide), "weight": tape.keep(weight)}
+        tape.drop(log_softmax, wide, weight)
+        return loss
+
+    def _backward(self) -> None:
+        tape, layers = self.tape, self.layers
+        layers.thread = "backward"
+        seed = self._new(Category.LOSS, "gradient of the loss", SCALAR)
+        gradient = self._head_backward(self._loss_backward())
+        for index in reversed(range(self.config.model.num_layers)):
+            branch = layers.branch_off(gradient)
+            if index not in self._blocks:
+                self._compute_again(index)
+            layers.block_backward(index, gradient, branch, self._blocks.pop(index))
+        self._embedding_backward(gradient)
+        tape.drop(seed)
+
+    def _loss_backward(self) -> int:
+        tape, layers = self.tape, self.layers
+        likelihood = self._new(Category.LOSS, "gradient of log-softmax", LOGITS)
+        layers.release(self._ends, "wide", "weight")
+        if layers.autocast:
+            narrow = self._new(Category.LOSS, "gradient of log-softmax, cast", LOGITS, layers.element_bytes)
+            tape.drop(likelihood)
+            likelihood = narrow
+        logits = self._new(Category.LOSS, "gradient of logits", LOGITS, layers.element_bytes)
+        tape.drop(likelihood)
+        layers.release(self._ends, "log_softmax")
+        return logits
+
+    def _head_backward(self, logits: int) -> int:
+        layers = self.layers
+        normed = layers.linear_backward("lm_head", logits, self._ends, STREAM)
+        return layers.norm_backward("ln_final", layers.widen(normed, GRADIENT, STREAM), self._ends)
+
+    def _compute_again(self, last: int) -> None:
+        """Forward of the checkpoint that ends with block `last`, on backward's thread; it stops once all is saved."""
+        tape, layers = self.tape, self.layers
+        x = self._inputs.pop()
+        for index in range(last // self.checkpoint_blocks * self.checkpoint_blocks, last + 1):
+            out = layers.block(index, x, self._blocks.setdefault(index, {}), stop_early=index == last)
+            tape.drop(x)
+            if out is not None:
+                x = out
+        layers.end_autocast()
+
+    def _embedding_backward(self, gradient: int) -> None:
+        tape, layers = self.tape, self.layers
+        if not layers.gpt2:
+            layers.new_gradient("vocabulary d_model")
+            tape.drop(gradient)
+            return
+        positions = self._new(Category.TEMPORARIES, "gradient of positions", "T d_model")
+        layers.new_gradient("T d_model")
+        tape.drop(positions)
+        table = self._new(Category.TEMPORARIES, "gradient of the embedding", "vocabulary d_model")
+        tape.drop(gradient)
+        if not layers.autocast:  # the head's gradient is a view, so the sum is a tensor of its own
+            layers.new_gradient("vocabulary d_model")
+            tape.drop(layers.gradients.pop(0))
+        tape.drop(table)
+
+    def _update(self) -> None:
+        """AdamW one tensor after the other, all at once with a copy of everything (foreach), or without (fused)."""
+        kind = self.config.optimizer
+        shapes = list(parameter_shapes(self.config.model))
+        temporaries = []
+        if not self._has_state and kind is not OptimizerKind.ADAMW:
+            for shape in shapes:
+                self._make_state(shape)
+        for shape in shapes:
+            if not self._has_state and kind is OptimizerKind.ADAMW:
+                self._make_state(shape)
+            if kind is not OptimizerKind.FUSED:
+                temporaries.append(self._new(Category.OPTIMIZER_WORKSPACE, "roots of second moments", shape))
+            if kind is OptimizerKind.ADAMW:
+                self.tape.drop(temporaries.pop())
+        self.tape.drop(*reversed(temporaries), *self.layers.gradients)
+        self.layers.gradients = []
+        self._has_state = True
+
+    def _make_state(self, shape: str) -> None:
+        if self.config.optimizer is OptimizerKind.FUSED:
+            self._new(Category.OPTIMIZER_STATE, "step counts", SCALAR)
+        for moment in ("first", "second"):
+            self._new(Category.OPTIMIZER_STATE, f"{moment} moments", shape)

@@ -1,0 +1,270 @@
+"""Peak memory of a training step, predicted from the configuration alone, without a GPU and without torch.
+
+The step is written out as the tensors that it makes and frees (`prediction/`), each with its formula, and a simulated
+caching allocator places them. So the prediction is of what PyTorch counts: rounding, the rests of blocks that it does
+not split, segments. No constant is fitted; what is assumed stands where it is used.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from cs336_systems.config import CompileMode, Device, Phase, Precision, Profiler, RunConfig, SdpaBackend
+from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
+from cs336_systems.costs.forecast.step import StepTape
+from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
+
+STEPS = 3
+"""Steps simulated: the optimizer's state appears in the first, and what it splits settles in the second."""
+CUDA_CONTEXT_BYTES = 768 * 2**20
+"""Taken by the driver, the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 whose run out of memory is on record."""
+MAX_LAYERS = 1000
+"""Every layer is simulated: far above any model's number, and far below what would take minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Tensors of one kind that live at one moment."""
+
+    category: Category
+    label: str
+    formula: str
+    """Bytes of one of them, as a product of named axes and the element size."""
+    count: int
+    size_bytes: int
+    """Of all of them, each rounded up to 512 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The highest point of one step."""
+
+    phase: Phase
+    allocated_bytes: int
+    """What torch.cuda.max_memory_allocated would say."""
+    parts: tuple[Part, ...]
+    """All that lives at that moment, by category and size; the sum is `allocated_bytes`."""
+
+    def bytes_of(self, category: Category) -> int:
+        """Bytes of one category."""
+        return sum(part.size_bytes for part in self.parts if part.category is category)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPrediction:
+    """What PyTorch's allocator would count for one configuration, in bytes."""
+
+    peak: Peak
+    """Of a step in the steady state."""
+    first_step_peak: Peak
+    """Of the first step, at whose end the optimizer's state appears."""
+    reserved_bytes: int
+    """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are given back."""
+    start_bytes: int
+    """Allocated when a step begins."""
+    after_bytes: Mapping[Phase, int]
+    """Allocated at the end of each phase; the optimizer's ends with the gradients dropped."""
+
+
+def predict_memory(config: RunConfig) -> MemoryPrediction | None:
+    """Predict the memory of a CUDA run.
+
+    None for what is not predicted: the user's own model, compiled models, what else makes a step faster (cast_once,
+    ...), a fused attention that refuses fp32, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
+    (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
+    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler and of fused attention, buffers
+    inside of kernels, a data loader's batch in flight.
+    """
+    if not _is_predictable(config):
+        return None
+    return _predict(
+        replace(
+            config, size="", seed=0, repeat=0, learning_rate=1e-3, warmup_steps=5, measured_steps=10,
+            sync_phases=False, ranges=True, tokens=None, profiler=Profiler.NONE,
+        )
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _predict(config: RunConfig) -> MemoryPrediction:
+    return _Replay(_record(config)).prediction()
+
+
+def predicted_peak_bytes(config: RunConfig) -> int | None:
+    """What torch.cuda.max_memory_allocated would say of the measured steps; None where that is not predicted."""
+    if config.device is not Device.CUDA or (found := predict_memory(config)) is None:
+        return None
+    if config.warmup_steps:
+        return found.peak.allocated_bytes
+    later = 0 if config.measured_steps == 1 else found.peak.allocated_bytes
+    return max(found.first_step_peak.allocated_bytes, later)
+
+
+def fits(config: RunConfig, memory_bytes: int) -> bool | None:
+    """Whether the steps run on an empty device of `memory_bytes`, or None where that is not predicted.
+
+    The allocator is simulated on what the CUDA context leaves, and gives cached segments back before it gives up, as
+    PyTorch's does; so fragmentation is in the answer and needs no margin.
+    """
+    if not _is_predictable(config):
+        return None
+    try:
+        _Replay(_record(config), memory_bytes - CUDA_CONTEXT_BYTES)
+    except OutOfMemoryError:
+        return False
+    return True
+
+
+def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
+    """The largest batch size that `fits`; 0 where not even one sequence does, None where that is not predicted."""
+    return _largest(lambda size: fits(replace(config, batch_size=size), memory_bytes))
+
+
+def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
+    """The longest context that `fits`, at the configuration's batch size; 0 and None as in largest_batch."""
+
+    def fits_at(length: int) -> bool | None:
+        return fits(replace(config, model=replace(config.model, context_length=length)), memory_bytes)
+
+    return _largest(fits_at)
+
+
+def _largest(fits_at: Callable[[int], bool | None]) -> int | None:
+    """The largest number that fits, if all below it do: by doubling, then by halving the interval."""
+    if (one := fits_at(1)) is None:
+        return None
+    if not one:
+        return 0
+    below = 1
+    while fits_at(2 * below):
+        below *= 2
+    above = 2 * below
+    while above - below > 1:
+        middle = (below + above) // 2
+        if fits_at(middle):
+            below = middle
+        else:
+            above = middle
+    return below
+
+
+def residual_stream_bytes(config: RunConfig) -> int:
+    """Bytes of one tensor of the residual stream: batch x T x d_model x 4, fp32 under autocast too."""
+    return config.batch_size * config.model.context_length * config.model.d_model * 4
+
+
+def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
+    """What one block keeps for its backward, the largest first; None where that is not predicted.
+
+    Its input counts, which the block before made; its output does not. Autocast's copies of weights are a category of
+    their own.
+    """
+    if not _is_predictable(config):
+        return None
+    step = StepTape(config)
+    handles = set(step.save_one_block().values())
+    parts = _parts(Counter(step.tape.specs[handle] for handle in handles))
+    return tuple(sorted(parts, key=lambda part: -part.size_bytes))
+
+
+def _is_predictable(config: RunConfig) -> bool:
+    half = config.precision in (Precision.BF16, Precision.FP16)
+    refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
+    is_known = config.model_factory is None and config.compile is CompileMode.NONE and not refused
+    shortcuts = (config.cast_once, config.fused_loss, config.fused_blocks, config.fp8, config.cuda_graph)
+    is_plain = config.pad_vocabulary == 1 and not any(shortcuts)
+    return is_known and is_plain and config.model.num_layers <= MAX_LAYERS
+
+
+def _record(config: RunConfig) -> Tape:
+    step = StepTape(config)
+    step.set_up()
+    for _ in range(STEPS):
+        step.run()
+    return step.tape
+
+
+class _Replay:
+    """Has the simulated allocator place what is on a tape; raise OutOfMemoryError where that fails."""
+
+    def __init__(self, tape: Tape, capacity_bytes: int | None = None) -> None:
+        self.tape = tape
+        self.sizes_bytes: list[int] = []
+        """By handle, bytes of the block that holds the tensor."""
+        self.marks: list[tuple[Phase, int, int]] = []
+        """Phases with the number of the event and the bytes allocated at their beginning."""
+        self.curve_bytes: list[int] = []
+        """Allocated after each event."""
+        allocator = CachingAllocator(capacity_bytes)
+        blocks: dict[int, Block] = {}
+        for event in tape.events:
+            if isinstance(event, Phase):
+                self.marks.append((event, len(self.curve_bytes), allocator.allocated_bytes))
+            elif event >= 0:
+                blocks[event] = allocator.allocate(tape.specs[event].size_bytes)
+                self.sizes_bytes.append(blocks[event].size_bytes)
+            else:
+                allocator.free(blocks.pop(~event))
+            self.curve_bytes.append(allocator.allocated_bytes)
+        self.reserved_bytes = allocator.reserved_bytes
+
+    def prediction(self) -> MemoryPrediction:
+        """The first and the last step's peaks, and the last step's course."""
+        starts = [number for number, (phase, _, _) in enumerate(self.marks) if phase is Phase.FORWARD]
+        last = self.marks[starts[-1] :]
+        return MemoryPrediction(
+            peak=self._peak(last),
+            first_step_peak=self._peak(self.marks[: starts[1]]),
+            reserved_bytes=self.reserved_bytes,
+            start_bytes=last[0][2],
+            after_bytes={phase: end_bytes for (phase, _, _), (_, _, end_bytes) in pairwise(last)},
+        )
+
+    def _peak(self, marks: list[tuple[Phase, int, int]]) -> Peak:
+        """The peak of the step whose phases begin, and whose last ends, at `marks`; of equal ones the first."""
+        when = max(range(marks[0][1], marks[-1][1] + 1), key=self.curve_bytes.__getitem__)
+        phase = [phase for phase, begin, _ in marks[:-1] if begin <= when][-1]
+        live = self._live_at(when)
+        parts = _parts(Counter(self.tape.specs[handle] for handle in live))
+        rests = [self.sizes_bytes[handle] - _rounded(self.tape.specs[handle].size_bytes) for handle in live]
+        unsplit = Part(
+            category=Category.UNSPLIT,
+            label="what the allocator does not split off",
+            formula="up to 1 MiB a block",
+            count=sum(rest > 0 for rest in rests),
+            size_bytes=sum(rests),
+        )
+        return Peak(phase=phase, allocated_bytes=self.curve_bytes[when], parts=(*parts, unsplit))
+
+    def _live_at(self, when: int) -> set[int]:
+        live = set()
+        for event in self.tape.events[: when + 1]:
+            if isinstance(event, Phase):
+                continue
+            if event >= 0:
+                live.add(event)
+            else:
+                live.remove(~event)
+        return live
+
+
+def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
+    """Rows of a table: categories in their order, and the largest first in each."""
+    order = list(Category)
+    parts = [
+        Part(
+            category=spec.category,
+            label=spec.label,
+            formula=spec.formula,
+            count=count,
+            size_bytes=count * _rounded(spec.size_bytes),
+        )
+        for spec, count in specs.items()
+    ]
+    return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.size_bytes, part.label)))
+
+
+def _rounded(size_bytes: int) -> int:
+    return round_up(size_bytes, ROUND_BYTES)

@@ -1,0 +1,172 @@
+"""JSON files that this project writes and reads again: typed, versioned, bounded, written whole or not at all.
+
+Also the words for what the operating system refused.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from cs336_systems.text import inert_json, inert_line
+
+T = TypeVar("T")
+
+RECORD = "a record of a run"
+KERNEL_PROFILE = "a kernel profile"
+MEMORY_PROFILE = "a memory profile"
+CEILINGS = "a study of ceilings"
+LADDER = "the rungs of a ladder"
+_KINDS: Mapping[str, tuple[frozenset[str], str]] = {
+    RECORD: (frozenset({"config", "status", "started_at"}), "`cs336 report DIR` shows with the others of its sweep"),
+    KERNEL_PROFILE: (frozenset({"source", "phases_from", "num_kernels"}), "`cs336 kernels` shows"),
+    MEMORY_PROFILE: (frozenset({"source", "boundaries", "at_peak"}), "`cs336 memory` shows"),
+    CEILINGS: (frozenset({"grid", "streams", "launches"}), "`cs336 ceilings --measured` shows"),
+    LADDER: (frozenset({"rungs", "format_version"}), "`cs336 ladder --report DIR` shows"),
+    "a trace of torch.profiler": (frozenset({"traceEvents"}), "`cs336 kernels` explains"),
+    "notes on a memory snapshot": (frozenset({"marks", "sightings"}), "`cs336 memory` reads with the snapshot beside"),
+}
+"""What JSON files there are, by the names of some of their fields, and what reads them."""
+
+MAX_BYTES = 64 * 2**20
+"""Of a file that is read whole, unless its kind allows more."""
+
+
+class FileError(ValueError):
+    """The file `path` does not hold what it should."""
+
+    def __init__(self, path: Path, problem: str, *, is_newer: bool = False) -> None:
+        super().__init__(inert_line(f"{path}: {problem}"))
+        self.path = path
+        self.is_newer = is_newer
+        """Whether a later version of this program wrote the file: nothing is wrong with it."""
+
+
+def encode_json(value: object, indent: int = 2) -> bytes:
+    """The value as indented JSON, to be read by people too."""
+    return inert_json(msgspec.json.format(msgspec.json.encode(value), indent=indent)) + b"\n"
+
+
+def read_json(
+    path: Path,
+    kind: type[T],
+    what: str,
+    *,
+    version: int,
+    error: type[FileError],
+    max_bytes: int = MAX_BYTES,
+    if_older: str | None = None,
+) -> T:
+    """The `kind` in a file that has a `format_version`; raise `error` with the first thing wrong in it.
+
+    `what` the file should hold is said there, with its article. Files of earlier versions are read, unless `if_older`
+    says what to do instead.
+    """
+    if (problem := why_no_file(path)) is not None:
+        raise error(path, f"{problem}; needed {what}, in JSON")
+    if (size := path.stat().st_size) > max_bytes:
+        raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
+    data = path.read_bytes()
+    try:
+        found = msgspec.json.decode(data, type=_Versioned).format_version
+        if found != version:
+            refuse_another_kind(path, data, what, error)
+        if found > version:
+            raise error(
+                path, f"format version {found} is newer than this program's {version}; update it", is_newer=True
+            )
+        if found < version and if_older is not None:
+            raise error(path, f"needed format version {version}, got {found}: {if_older}")
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as reason:
+        refuse_another_kind(path, data, what, error)
+        raise error(path, f"not {what}: {reason}") from reason
+
+
+def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error: type[FileError]) -> None:
+    """Raise `error`, which says what it is and what reads it, for a file of this program that is not `needed` here."""
+    try:
+        names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return
+    for kind, (fields, reader) in _KINDS.items():
+        if fields <= names and kind != needed:
+            profiles = [path.parent.parent / folder / path.name for folder in ("kernels", "memory")]
+            kept = [str(profile) for profile in profiles if kind == RECORD and profile.is_file()]
+            hint = f"; the profile of this run is {kept[0]}" if kept else ""
+            raise error(path, f"this is {kind}, which {reader}; needed {needed}{hint}")
+
+
+def why_no_file(path: Path) -> str | None:
+    """What stands at the path in place of a regular file, in words; None for one."""
+    if path.is_file():
+        return None
+    if path.is_dir():
+        return "a directory, not a file"
+    return "no regular file" if path.exists() else "No such file"  # a pipe would be read for ever
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old bytes or the new ones.
+
+    An OSError names `path`.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_REMEDIES: Mapping[int, str] = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "stay within the quota, or have it raised",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EROFS: "make the file system writable",
+    errno.EACCES: "change the permissions",
+    errno.EPERM: "change the permissions",
+    errno.ENOENT: "put back what was moved or removed",
+    errno.ENOTDIR: "move away the file that stands in the place of a directory",
+    errno.EEXIST: "move away the file that stands in the place of a directory",
+    errno.ESTALE: "put back what was moved or removed",
+    errno.EIO: "check the disk and its connection",
+}
+
+
+def remedy(error: OSError) -> str | None:
+    """What helps against the cause, or None where that is not known."""
+    return None if error.errno is None else _REMEDIES.get(error.errno)
+
+
+def error_in_words(error: OSError) -> str:
+    """The file, what is wrong with it, and what to do, in one line."""
+    what = error.strerror or str(error)
+    named = f"{error.filename}: {what}" if error.filename is not None else what
+    known = remedy(error)
+    return named if known is None else f"{named}; {known} and run the same command again"

@@ -1,0 +1,105 @@
+"""Where a run is measured: what can be told without torch, for the parent, and the rest, for the worker."""
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import cs336_systems
+from cs336_systems.config import Device
+from cs336_systems.measure.nvml import Gpu, visible_gpus
+from cs336_systems.record import Environment, Identity
+
+PACKAGE = Path(cs336_systems.__file__).parent
+MEASURING_FOLDERS = ("model", "parallel", "measure")
+"""Folders of the package whose source can change a measured time. Presets, help texts and reports lie elsewhere."""
+
+
+def identity(device: Device, gpu: Gpu | None = None) -> Identity:
+    """What records of one table must share; `gpu` defaults to the first visible one. Needs no torch."""
+    if device is Device.CUDA and gpu is None:
+        gpu = next(iter(visible_gpus()), None)
+    on_gpu = device is Device.CUDA and gpu is not None
+    return Identity(
+        device_name=gpu.name if on_gpu and gpu else cpu_name(),
+        driver=gpu.driver if on_gpu and gpu else None,
+        torch=importlib.metadata.version("torch"),
+        code=code_digest(),
+    )
+
+
+def measuring_files() -> list[str]:
+    """Paths of the measuring source files, relative to the package, in a fixed order."""
+    found = [path for folder in MEASURING_FOLDERS for path in (PACKAGE / folder).rglob("*.py")]
+    return sorted(path.relative_to(PACKAGE).as_posix() for path in found)
+
+
+@functools.cache
+def code_digest() -> str:
+    """Digest of the source code that takes part in a measurement; records that differ in it are not mixed."""
+    digest = hashlib.sha256()
+    for name in measuring_files():
+        digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Model name of the processor, as the kernel tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment(device: Device, gpu: Gpu | None) -> Environment:
+    """Everything kept about this machine and process. Imports torch: for the process that measures."""
+    import torch
+
+    from cs336_systems.measure.precision import math_modes
+
+    commit, dirty = git_state()
+    cudnn = torch.backends.cudnn.version() if device is Device.CUDA else None
+    return Environment(
+        identity=identity(device, gpu),
+        device_uuid=gpu.uuid if gpu else None,
+        device_memory_bytes=gpu.memory_bytes if gpu else None,
+        cuda=torch.version.cuda,
+        cudnn=None if cudnn is None else str(cudnn),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        host=platform.node(),
+        cpu=cpu_name(),
+        cpu_count=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        load_1min=os.getloadavg()[0],
+        torch_threads=torch.get_num_threads(),
+        git_commit=commit,
+        git_dirty=dirty,
+        package_version=cs336_systems.__version__,
+        **math_modes(),
+    )
+
+
+@functools.cache
+def git_state() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that the package runs from and whether files differ from it; None outside one.
+
+    A virtual environment inside somebody else's checkout is outside: git tracks none of the files there.
+    """
+    try:
+        _git("ls-files", "--error-unmatch", ".")
+        return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def _git(*arguments: str) -> str:
+    """What git says of the package; it takes no lock, which a commit at the same moment would trip over."""
+    git = ["git", "--no-optional-locks", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

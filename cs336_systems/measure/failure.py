@@ -1,0 +1,70 @@
+"""What an exception means: which kind of failure it is, and what of it a record keeps."""
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from cs336_systems.config import Device
+from cs336_systems.record import Failure, Status
+from cs336_systems.text import inert_line, shortened
+
+MAX_MESSAGE_LENGTH = 500
+MAX_TRACEBACK_LENGTH = 20_000
+
+_CUDA_ERROR = r"CUDA error|Triton Error \[CUDA\]|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error"
+_OUT_OF_MEMORY = (
+    r"DefaultCPUAllocator: (can't|not enough)|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"(CUDA error|Triton Error \[CUDA\]): out of memory"
+)
+
+
+def classify(error: BaseException) -> Status:
+    """What an exception of a run means for its row."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or re.search(_OUT_OF_MEMORY, text):
+        return Status.OOM
+    if isinstance(error, torch.AcceleratorError) or re.search(_CUDA_ERROR, text):
+        return Status.CUDA_ERROR
+    return Status.CRASHED
+
+
+def describe(error: BaseException, status: Status, where: str, device: Device) -> Failure:
+    """The failure as a record keeps it: `where` is the phase and step that raised `error`. Of long texts, the ends."""
+    first_line = inert_line((str(error).strip().splitlines() or [type(error).__name__])[0], MAX_MESSAGE_LENGTH)
+    trace = _without_roots("".join(traceback.format_exception(error, limit=-20)))
+    free: int | None = None
+    if status is Status.OOM and device is Device.CUDA:
+        with contextlib.suppress(RuntimeError):
+            free = torch.cuda.mem_get_info()[0]
+    return Failure(
+        message=first_line if status is not Status.CRASHED else f"{type(error).__name__}: {first_line}",
+        where=where,
+        requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
+        free_bytes=free,
+        traceback=_storable(shortened(trace, MAX_TRACEBACK_LENGTH)),
+    )
+
+
+def _without_roots(text: str) -> str:
+    """The traceback with file names as Python imports them: records are published, and where files lie is private."""
+    roots = {str(Path(root).absolute()) for root in (*sys.path, ".")} - {"/"}
+    for root in sorted(roots, key=len, reverse=True):
+        text = text.replace(f'File "{root}{os.sep}', 'File "')
+    return text
+
+
+def _storable(text: str) -> str:
+    """The text without lone surrogates, which stand for bytes of file names and which no JSON holds."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def requested_bytes(message: str) -> int | None:
+    """The size of the allocation that failed, as PyTorch's message rounds it."""
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", message)
+    return round(float(match[1]) * units[match[2]]) if match else None

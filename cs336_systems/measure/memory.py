@@ -1,0 +1,246 @@
+"""Record what the CUDA allocator does in a step, and beside it what only the live process knows.
+
+The snapshot is PyTorch's own, for its viewer and ours; the notes say what lay where (analysis/memory/notes.py).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from cs336_systems.analysis.memory.notes import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
+from cs336_systems.config import CompileMode, Phase
+from cs336_systems.measure.clock import Clock, StepTimes
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.annotate import current_path
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.ranges import Range
+
+MAX_EVENTS = 1_000_000
+"""Events that the allocator keeps: a ring, so that a long run costs at most some hundred MB of host memory."""
+START = "start"
+CHECKPOINT = "checkpoint"
+"""In a name, in the place of an operator: a checkpoint keeps it, the input of its first block."""
+
+
+class MemoryRecorder:
+    """Watches the allocator of the current CUDA device and the tensors of one `TrainingStep`."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
+        self._weights = list(_weights(step))
+        self._known = {_address(weight): name for _, name, weight in self._weights}
+        self._checkpoint_blocks = _checkpoint_blocks(step)
+        self._again: list[saved_tensors_hooks] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._marks: list[Mark] = []
+        self._sightings: list[Sighting] = []
+        self._num_steps = 0
+        torch.cuda.memory._record_memory_history(None)
+        self._start = _position(_counters())
+        # Without the stacks of frees, which nothing reads: PyTorch 2.11 loses an exception when it takes one while the
+        # exception unwinds, and a checkpoint ends its second forward pass by an exception.
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
+        for kind, name, weight in self._weights:
+            self._see(kind, name, weight)
+        for name, buffer in self._step.model.named_buffers():
+            self._see(Kind.BUFFER, name, buffer)
+
+    def restart(self) -> None:
+        """Forget what was recorded: the measured steps begin."""
+        self._begin()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While open, what autograd saves for backward is sighted. The tensors saved stay what they are."""
+        with saved_tensors_hooks(self._saved, lambda tensor: tensor), contextlib.ExitStack() as handles:
+            for handle in self._watch_checkpoints():
+                handles.callback(handle.remove)
+            yield
+
+    def clock(self, inner: Clock) -> Clock:
+        """The clock, with a mark at the end of every phase."""
+        return _MarkingClock(inner, self)
+
+    def mark(self, name: str) -> None:
+        """A phase ends here; after backward, the gradients are sighted too."""
+        counters = _counters()
+        self._marks.append(
+            Mark(
+                step=self._num_steps,
+                name=name,
+                position=_position(counters),
+                allocated_bytes=counters["allocated_bytes"]["all"]["current"],
+                requested_bytes=counters["requested_bytes"]["all"]["current"],
+                reserved_bytes=counters["reserved_bytes"]["all"]["current"],
+                peak_allocated_bytes=counters["allocated_bytes"]["all"]["peak"],
+            )
+        )
+        if name == Phase.BACKWARD:
+            for _, weight_name, weight in self._weights:
+                if weight.grad is not None:
+                    self._see(Kind.GRADIENT, weight_name, weight.grad)
+
+    def end_step(self) -> None:
+        """The next mark belongs to the next step."""
+        self._num_steps += 1
+
+    def dump(self, path: Path) -> None:
+        """Write the snapshot to `path` and the notes beside it, and stop recording."""
+        self._see_optimizer_state()
+        counters = _counters()
+        temporary = path.with_name(f".{path.name}.tmp")
+        torch.cuda.memory._dump_snapshot(str(temporary))
+        torch.cuda.memory._record_memory_history(None)
+        free, total = torch.cuda.mem_get_info()
+        notes = MemoryNotes(
+            device=torch.cuda.current_device(),
+            start=self._start,
+            end=_position(counters),
+            marks=tuple(self._marks),
+            sightings=tuple(self._sightings),
+            reserved_bytes=counters["reserved_bytes"]["all"]["current"],
+            used_on_device_bytes=total - free,
+        )
+        write_notes(notes, notes_path(path))
+        temporary.replace(path)
+
+    def _see(self, kind: Kind, name: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == self._step.config.device.value and storage.nbytes():
+            self._sightings.append(
+                Sighting(
+                    kind=kind,
+                    name=name,
+                    address=storage.data_ptr(),
+                    num_bytes=storage.nbytes(),
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    position=_position(_counters()),
+                )
+            )
+
+    def _see_optimizer_state(self) -> None:
+        optimizer = self._step.optimizer
+        if optimizer is None:
+            return
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {self._known[_address(parameter)]}", value)
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        path = current_path()
+        is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (Range.FORWARD,)  # sighted in the block it is of
+        if not is_of_checkpoint:
+            self._see_saved(tensor, *path)
+        return tensor.detach()  # the tensor itself would be a cycle where an operator saves its own output
+
+    def _see_saved(self, tensor: Tensor, *path: str) -> None:
+        if _address(tensor) not in self._known:
+            copied = self._copied_parameter(tensor.grad_fn)
+            kind = Kind.SAVED if copied is None else Kind.AUTOCAST_COPY
+            self._see(kind, " > ".join(path) if copied is None else copied, tensor)
+
+    def _watch_checkpoints(self) -> Iterator[RemovableHandle]:
+        """Hooks on the blocks: forward keeps the inputs of checkpoints alone, backward saves what it computes again.
+
+        There the checkpoint's own hooks hide those of `watching`, so others, that call them, are put before them.
+        """
+        model = self._step.model
+        if not self._checkpoint_blocks or not isinstance(model, TransformerLM):
+            return
+        for index, block in enumerate(model.layers):
+            if index % self._checkpoint_blocks == 0:
+                yield block.register_forward_pre_hook(self._see_input)
+            yield block.register_forward_pre_hook(self._begin_again)
+            yield block.register_forward_hook(self._end_again, always_call=True)  # a checkpoint ends by an exception
+
+    def _see_input(self, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._step.phase is Phase.FORWARD and torch.is_grad_enabled():
+            kept = inputs[0] if isinstance(inputs[0], tuple) else inputs[:1]
+            for tensor in kept:
+                if tensor is not None:
+                    self._see_saved(tensor, *current_path(), CHECKPOINT)
+
+    def _begin_again(self, _block: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        if self._step.phase is Phase.BACKWARD:
+            pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            hooks = saved_tensors_hooks(functools.partial(self._saved_again, pack), unpack)
+            hooks.__enter__()
+            self._again.append(hooks)
+
+    def _end_again(self, _block: nn.Module, _inputs: tuple[Any, ...], _output: object) -> None:
+        if self._again:
+            self._again.pop().__exit__()
+
+    def _saved_again(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        self._see_saved(tensor, *current_path())
+        return pack(tensor)
+
+    def _copied_parameter(self, node: Node | None) -> str | None:
+        """Name of the parameter of which `node` made a copy in another type, or a view of such; None for others."""
+        while node is not None and not hasattr(node, "variable"):
+            if node.name().removesuffix("0") not in ("ToCopyBackward", "TBackward", "TransposeBackward"):
+                return None
+            node = node.next_functions[0][0]
+        variable: Tensor | None = getattr(node, "variable", None)
+        return None if variable is None else self._known.get(_address(variable))
+
+
+class _MarkingClock:
+    def __init__(self, inner: Clock, recorder: MemoryRecorder) -> None:
+        self._inner, self._recorder = inner, recorder
+
+    def start(self) -> None:
+        self._inner.start()
+        self._recorder.mark(START)
+
+    def lap(self, phase: Phase) -> None:
+        self._inner.lap(phase)
+        self._recorder.mark(phase)
+
+    def stop(self) -> StepTimes:
+        times = self._inner.stop()
+        self._recorder.end_step()
+        return times
+
+
+def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
+    """What is trained, by name; where the model computes with low-precision copies of it, those too."""
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    for parameter, name in names.items():
+        yield Kind.PARAMETER, name, parameter
+    copied: dict[Tensor, list[str]] = {}
+    for weight in step.weights:
+        if weight.source is not None:
+            copied.setdefault(weight.source, []).append(names[weight.master])
+    for source, masters in copied.items():
+        yield Kind.AUTOCAST_COPY, " + ".join(masters), source
+
+
+def _checkpoint_blocks(step: TrainingStep) -> int:
+    """Blocks in a checkpoint, 0 for none; compiled ones have no hooks that could see into them."""
+    is_eager = isinstance(step.model, TransformerLM) and step.config.compile is CompileMode.NONE
+    return step.config.checkpoint_blocks if is_eager else 0
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _counters() -> dict[str, Any]:
+    return torch.cuda.memory_stats_as_nested_dict()
+
+
+def _position(counters: dict[str, Any]) -> Position:
+    counts = counters["allocation"]["all"]
+    return Position(allocations=counts["allocated"], frees=counts["freed"])

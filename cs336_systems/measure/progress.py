@@ -1,0 +1,81 @@
+"""How far a measured run has come: enough for a record whenever it ends, well or not."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
+
+from cs336_systems.config import Phase, RunConfig
+from cs336_systems.measure.clock import StepTimes
+from cs336_systems.measure.nvml import Gpu
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.measure.watchers import Watch
+from cs336_systems.record import Durations, GpuState, Measurement, RunWarning, WarningCode
+
+
+class Say(Protocol):
+    """Called before each part, and never while anything is timed."""
+
+    def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
+        """Take a few words; where the part is one of several, how many of the `total` are done."""
+
+
+def say_nothing(doing: str, done: int = 0, total: int = 0) -> None:
+    """For work that nobody watches."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of a run so far. Times in seconds, `started` by `perf_counter`."""
+
+    config: RunConfig
+    started_at: str
+    started: float
+    where: str = "set-up"
+    step: TrainingStep | None = None
+    num_parameters: int | None = None
+    gpu: Gpu | None = None
+    setup_s: float = 0.0
+    first_step_peak_bytes: int | None = None
+    loss_scale: float | None = None
+    """GradScaler's factor after the last step; None without one."""
+    warmup: list[StepTimes] = field(default_factory=list)
+    measured: list[StepTimes] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    """Of all steps; None where the loss was not finite."""
+    warnings: list[RunWarning] = field(default_factory=list)
+    skipped_steps: int = 0
+    """Of those after the warm-up."""
+    collector_on: bool | None = None
+    state_before: GpuState | None = None
+    profile: Path | None = None
+    say: Say = say_nothing
+    """Called between the phases of a run, never in or right before a measured step."""
+    watch: Watch = field(default_factory=Watch)
+
+    def warn(self, code: WarningCode, message: str) -> None:
+        """Add what puts the times in doubt."""
+        self.warnings.append(RunWarning(code=code, message=message))
+
+    @property
+    def place(self) -> str:
+        """The phase and step, or what went on outside of the steps."""
+        if self.step is None or " step " not in self.where:
+            return self.where
+        return f"{self.step.phase} of {self.where}"
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Times of the measured steps, by phase, those of the whole step last."""
+        phases = [
+            Measurement(phase, tuple(times.phases_s[phase] for times in self.measured)) for phase in self.config.phases
+        ]
+        return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in self.measured)))
+
+    def durations(self) -> Durations:
+        """What the run has taken until now."""
+        return Durations(
+            setup_s=self.setup_s,
+            warmup_s=sum(times.step_s for times in self.warmup),
+            measured_s=sum(times.step_s for times in self.measured),
+            total_s=perf_counter() - self.started,
+        )

@@ -1,0 +1,303 @@
+"""Measure one configuration in this process: warm up, time, and keep all that puts the times in doubt."""
+
+import contextlib
+import datetime
+import functools
+import gc
+import math
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import pynvml
+import torch
+from torch import nn
+
+from cs336_systems.analysis.warnings import timing_warnings
+from cs336_systems.config import Device, Mode, RunConfig
+from cs336_systems.measure.clock import Clock, StepTimes, make_clock
+from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
+from cs336_systems.measure.environment import environment
+from cs336_systems.measure.failure import classify, describe
+from cs336_systems.measure.nvml import GpuMonitor, visible_gpus
+from cs336_systems.measure.precision import apply_math_mode
+from cs336_systems.measure.progress import Progress, Say, say_nothing
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.measure.watchers import annotator_of, make_watch
+from cs336_systems.model.annotate import annotate, set_annotator
+from cs336_systems.ranges import Range
+from cs336_systems.record import Memory, RunRecord, Status, Telemetry, WarningCode
+from cs336_systems.text import LONGEST_PART, inert_line
+
+MAX_EXTRA_WARMUP_STEPS = 20
+"""Steps added to the warm-up while torch.compile still compiles, at most."""
+MAX_EXTRA_SKIPPED_STEPS = 20
+"""Steps that GradScaler may skip beyond as many as are to be taken: its factor has 16 powers of two to fall by."""
+LEAST_TRAIN_WARMUP_STEPS = 2
+"""The optimizer's state appears at the end of the first step, so the second is the first of the steady state."""
+
+
+def measure(
+    config: RunConfig, model: nn.Module | None = None, profile: Path | None = None, say: Say = say_nothing
+) -> RunRecord:
+    """Run the configuration on this process's first visible device and return its record.
+
+    Never raises for what a run can die of: running out of memory, a CUDA error and an exception of the model are
+    records too. `model` (on the right device) takes the place of the one the configuration names. `profile` is where
+    the run's profiler writes, unless it is nsys, which is told from outside. `say` is told what the run is doing.
+    """
+    progress = Progress(
+        config=config,
+        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        started=perf_counter(),
+        profile=profile,
+        say=say,
+    )
+    try:
+        return _measure(progress, model)
+    except SystemExit as error:  # of a model's module that parses arguments of its own, say
+        return _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise  # the user's; elsewhere it is the model's own code that raises it
+        return _failed(progress, error)
+
+
+def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
+    config = progress.config
+    monitor = _find_gpu(progress)
+    torch.manual_seed(config.seed)
+    set_annotator(annotator_of(config))
+    if torch.cuda.is_initialized():
+        _forget_earlier_runs()
+    compiled_before = compilation(config)
+    progress.say("making the model")
+    step = TrainingStep(config, model)
+    apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
+    progress.step, progress.watch = step, make_watch(step, progress.profile)
+    clock = progress.watch.clock(make_clock(config))
+    progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
+    if config.device is Device.CUDA:
+        torch.cuda.synchronize()
+    progress.setup_s = perf_counter() - progress.started
+
+    progress.say(f"warm-up steps: {config.warmup_steps}")
+    with progress.watch.whole_run():
+        with _collector_off(), annotate(Range.WARMUP):
+            _warm_up(step, clock, progress, monitor)
+        one_step = functools.partial(_one_more, step, clock, progress)
+        with _collector_off(), progress.watch.measured_steps(one_step):
+            energy_before = monitor.energy_j() if monitor else None
+            counters_before = read_counters(config, reset_peaks=True)
+            with annotate(Range.MEASURE):
+                _time(step, clock, progress)
+            telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes, and the GPU rests
+            progress.where = "the end of profiling"
+    progress.where = "the readings after the steps"
+    counters = read_counters(config)
+
+    graph_peak_bytes = step.graph.peak_bytes if step.graph else None
+    memory = counters.memory_since(counters_before, progress.first_step_peak_bytes, graph_peak_bytes)
+    _judge(progress, memory, telemetry, counters.graphs - counters_before.graphs)
+    return RunRecord(
+        config=config,
+        status=Status.OK,
+        started_at=progress.started_at,
+        measurements=progress.measurements(),
+        warmup_times_s=tuple(times.step_s for times in progress.warmup),
+        host_times_s=tuple(times.host_s for times in progress.measured),
+        losses=tuple(progress.losses),
+        skipped_steps=progress.skipped_steps,
+        collector_on=progress.collector_on,
+        num_parameters=progress.num_parameters,
+        memory=memory,
+        compilation=compilation(config, compiled_before),
+        telemetry=telemetry,
+        environment=environment(config.device, progress.gpu),
+        durations=progress.durations(),
+        warnings=tuple(progress.warnings),
+    )
+
+
+def _forget_earlier_runs() -> None:
+    """Release what an earlier run of this process left on the GPU, which is no part of this run's peaks.
+
+    Cached blocks count too: a request that is served from a larger one may get up to 1 MiB more than it asked for.
+    """
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _find_gpu(progress: Progress) -> GpuMonitor | None:
+    """Look who else is on the GPU; before this process has a context there, that is everybody."""
+    if progress.config.device is Device.CPU:
+        return None
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    progress.gpu = next(iter(visible_gpus()), None)
+    if progress.gpu is None:
+        progress.warn(WarningCode.NO_TELEMETRY, "NVML does not answer: clocks, power and company are not known")
+        return None
+    try:
+        monitor = GpuMonitor(progress.gpu.uuid)
+        others = monitor.processes() - torch.cuda.is_initialized()
+        monitor.state()  # some GPUs answer to their name and yet have no power reading
+    except pynvml.NVMLError as error:
+        progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and company are not known")
+        return None
+    if others > 0:
+        progress.warn(
+            WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
+        )
+    return monitor
+
+
+def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
+    """Steps that the optimizer skips do not count; where the last one still compiles, there is one more."""
+    config, wanted, taken = progress.config, progress.config.warmup_steps, 0
+    while taken < wanted:
+        if taken == wanted - 1:
+            _settle(progress, monitor)
+        graphs = compiled_graphs(config)
+        progress.where = f"warm-up step {len(progress.warmup)}"
+        times, is_taken = _run(step, clock, progress)
+        progress.warmup.append(times)
+        taken += is_taken
+        _check_skipped(len(progress.warmup) - taken, wanted)
+        if len(progress.warmup) == 1 and config.device is Device.CUDA:
+            progress.first_step_peak_bytes = torch.cuda.max_memory_allocated()
+        most = config.warmup_steps + MAX_EXTRA_WARMUP_STEPS
+        if taken == wanted and compiled_graphs(config) > graphs and wanted < most:
+            wanted += 1
+    if not taken:
+        _settle(progress, monitor)
+    if config.mode is Mode.TRAIN and taken < LEAST_TRAIN_WARMUP_STEPS:
+        first = "the first with the optimizer's state" if taken else "the making of the optimizer's state"
+        progress.warn(
+            WarningCode.FEW_WARMUP_STEPS,
+            f"{taken} warm-up step(s): the measured ones include {first}; "
+            f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
+        )
+
+
+def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
+    """Do what makes the device wait before the last warm-up step, because the step after a pause is a slower one."""
+    steps = progress.config.measured_steps
+    seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
+    progress.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
+    gc.collect()
+    progress.state_before = monitor.state() if monitor else None
+
+
+def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+    """A step of warm-up for the profiler's own sake."""
+    progress.where = "the first step under the profiler"
+    times, _ = _run(step, clock, progress)
+    progress.warmup.append(times)
+
+
+def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+    config = progress.config
+    progress.collector_on = gc.isenabled()
+    while len(progress.measured) < config.measured_steps:
+        progress.where = f"measured step {len(progress.measured)}"
+        times, is_taken = _run(step, clock, progress)
+        if is_taken:
+            progress.measured.append(times)
+        else:
+            progress.skipped_steps += 1
+            _check_skipped(progress.skipped_steps, config.measured_steps)
+
+
+def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTimes, bool]:
+    """Times of one step, and whether the optimizer took it: GradScaler skips those whose gradients overflow."""
+    times, loss = step(clock)
+    value = loss.item()
+    progress.losses.append(value if math.isfinite(value) else None)
+    last, progress.loss_scale = progress.loss_scale, step.loss_scale()
+    return times, last is None or progress.loss_scale is None or progress.loss_scale >= last
+
+
+def _check_skipped(skipped: int, wanted: int) -> None:
+    if skipped > wanted + MAX_EXTRA_SKIPPED_STEPS:
+        raise RuntimeError(f"GradScaler skipped {skipped} steps: the gradients are not finite")
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """No collection of Python's garbage inside: it takes tens of milliseconds at its own moment."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: float | None) -> Telemetry | None:
+    """The GPU's state before and after the steps that have just run, and the energy of one."""
+    if monitor is None or progress.state_before is None:
+        return None
+    energy, after = monitor.energy_j(), monitor.state()
+    steps = len(progress.measured) + progress.skipped_steps
+    per_step = None if energy is None or energy_before is None else (energy - energy_before) / steps
+    return Telemetry(before=progress.state_before, after=after, energy_per_step_j=per_step)
+
+
+def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
+    """Add the warnings that the finished run calls for."""
+    launches_apart = progress.config.device is Device.CUDA and not progress.config.sync_phases
+    progress.warnings += timing_warnings(
+        [times.step_s for times in progress.measured],
+        [times.host_s for times in progress.measured] if launches_apart else (),
+        progress.config,
+    )
+    if graphs:
+        progress.warn(
+            WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps"
+        )
+    if memory and (memory.segments_allocated or memory.alloc_retries):
+        progress.warn(
+            WarningCode.ALLOCATOR_GREW,
+            f"the allocator asked the driver for {memory.segments_allocated} segment(s) and flushed its cache "
+            f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
+        )
+    if telemetry and (reasons := {*telemetry.before.throttle_reasons, *telemetry.after.throttle_reasons}):
+        clock = telemetry.after.sm_clock_hz / telemetry.after.max_sm_clock_hz
+        progress.warn(WarningCode.THROTTLED, f"{', '.join(sorted(reasons))}: SM clock at {clock:.0%} of its maximum")
+    already = any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings)
+    if telemetry and not already and (others := max(telemetry.before.other_processes, telemetry.after.other_processes)):
+        progress.warn(
+            WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
+        )
+    if progress.skipped_steps:
+        progress.warn(
+            WarningCode.SKIPPED_STEPS, f"GradScaler skipped {progress.skipped_steps} step(s); they are not timed"
+        )
+    if None in progress.losses:
+        progress.warn(WarningCode.NOT_FINITE, f"the loss was not finite in {progress.losses.count(None)} step(s)")
+
+
+def _failed(progress: Progress, error: BaseException) -> RunRecord:
+    status = classify(error)
+    try:
+        progress.watch.failed()
+    except (RuntimeError, OSError) as unwritten:  # of a broken context, on a full disk; the failure is the result
+        progress.warn(
+            WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {inert_line(str(unwritten), LONGEST_PART)}"
+        )
+    record = RunRecord(
+        config=progress.config,
+        status=status,
+        started_at=progress.started_at,
+        failure=describe(error, status, progress.place, progress.config.device),
+        warmup_times_s=tuple(times.step_s for times in progress.warmup),
+        losses=tuple(progress.losses),
+        num_parameters=progress.num_parameters,
+        durations=progress.durations(),
+        warnings=tuple(progress.warnings),
+    )
+    return replace(record, environment=environment(progress.config.device, progress.gpu))

@@ -1,0 +1,109 @@
+"""Who watches the measured steps of a run, inside its process: nobody, torch.profiler, or the allocator's history.
+
+nsys watches from outside, and gets the ranges of backward.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from cs336_systems.config import CompileMode, Device, Profiler, RunConfig
+from cs336_systems.measure.clock import Clock
+from cs336_systems.measure.memory import MemoryRecorder
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.annotate import Annotator, annotate, backward_ranges, kineto_trace
+from cs336_systems.ranges import Range
+
+OneStep = Callable[[], None]
+
+
+def annotator_of(config: RunConfig) -> Annotator:
+    """Who is told of the ranges of this run."""
+    if not config.ranges:
+        return Annotator.NONE
+    if config.profiler is Profiler.KINETO:
+        return Annotator.RECORD_FUNCTION
+    if config.profiler is Profiler.MEMORY:
+        return Annotator.PATH
+    return Annotator.NVTX if config.device is Device.CUDA else Annotator.NONE
+
+
+class Watch:
+    """Nobody watches."""
+
+    def clock(self, clock: Clock) -> Clock:
+        """The clock to tell the phases to."""
+        return clock
+
+    def whole_run(self) -> AbstractContextManager[object]:
+        """Around warm-up and measured steps."""
+        return nullcontext()
+
+    def measured_steps(self, one_step: OneStep) -> AbstractContextManager[object]:
+        """Around the measured steps; a profiler that needs a step to settle asks for one, which is warm-up."""
+        del one_step
+        return nullcontext()
+
+    def failed(self) -> None:
+        """The run ended with an exception: keep what can be kept. Raises RuntimeError or OSError where that fails."""
+
+
+class _RangesInBackward(Watch):
+    """Ranges of modules in backward: their hooks cost the host time, which a plain run must not pay."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
+
+    def whole_run(self) -> AbstractContextManager[object]:
+        config = self._step.config
+        return backward_ranges(self._step.model) if config.ranges and not _is_compiled(config) else nullcontext()
+
+
+class _Kineto(_RangesInBackward):
+    def __init__(self, step: TrainingStep, path: Path) -> None:
+        super().__init__(step)
+        self._path = path
+
+    @contextmanager
+    def measured_steps(self, one_step: OneStep) -> Iterator[None]:
+        with kineto_trace(self._path, self._step.config.device is Device.CUDA):
+            with annotate(Range.WARMUP):
+                one_step()
+            yield
+
+
+class _Memory(Watch):
+    def __init__(self, step: TrainingStep, path: Path) -> None:
+        self._path = path
+        self._recorder = MemoryRecorder(step)
+
+    def clock(self, clock: Clock) -> Clock:
+        return self._recorder.clock(clock)
+
+    def whole_run(self) -> AbstractContextManager[object]:
+        return self._recorder.watching()
+
+    @contextmanager
+    def measured_steps(self, one_step: OneStep) -> Iterator[None]:
+        del one_step
+        self._recorder.restart()
+        yield
+        self._recorder.dump(self._path)
+
+    def failed(self) -> None:
+        """The snapshot is evidence, of running out of memory above all; a broken context has none to give."""
+        self._recorder.dump(self._path)
+
+
+def make_watch(step: TrainingStep, path: Path | None) -> Watch:
+    """Whoever the configuration wants, writing to `path`; nobody where there is no path to write to."""
+    profiler = step.config.profiler
+    if profiler is Profiler.NSYS:
+        return _RangesInBackward(step)
+    if path is None or profiler is Profiler.NONE:
+        return Watch()
+    return _Kineto(step, path) if profiler is Profiler.KINETO else _Memory(step, path)
+
+
+def _is_compiled(config: RunConfig) -> bool:
+    return config.compile is not CompileMode.NONE

@@ -1,0 +1,1 @@
+"""What is timed: the model, its optimizer, its batches, and the named ranges within them."""

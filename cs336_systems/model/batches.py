@@ -1,0 +1,63 @@
+"""Batches for a training step: random tokens, or slices of a memory-mapped token file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from cs336_systems.config import Device, RunConfig
+from cs336_systems.model.tokens import open_tokens
+
+Batch = tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]
+"""Tokens and, shifted by one, the tokens to predict; int64."""
+
+
+def random_batches(config: RunConfig) -> Callable[[], Batch]:
+    """The same batch of uniformly random tokens at every step, on the device from the start."""
+    generator = torch.Generator().manual_seed(config.seed)
+    size = (config.batch_size, config.model.context_length + 1)
+    tokens = torch.randint(config.model.vocab_size, size, generator=generator).to(config.device.value)
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return lambda: batch
+
+
+class FileBatches:
+    """Random slices of a token file, checked against the vocabulary, through pinned memory to the device."""
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.tokens is not None
+        self._config = config
+        self._tokens = open_tokens(Path(config.tokens), config.model.context_length)
+        self._generator = np.random.default_rng(config.seed)
+        on_gpu = config.device is Device.CUDA
+        self._staging = torch.empty(
+            (config.batch_size, config.model.context_length + 1), dtype=torch.int64, pin_memory=on_gpu
+        )
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def __call__(self) -> Batch:
+        """The next batch; raise ValueError for a token outside the vocabulary."""
+        length = self._config.model.context_length
+        if self._copied is not None:
+            self._copied.synchronize()
+        starts = self._generator.integers(len(self._tokens) - length, size=self._config.batch_size)
+        rows = np.stack([self._tokens[start : start + length + 1] for start in starts])
+        vocab_size = self._config.model.vocab_size
+        if rows.min() < 0 or rows.max() >= vocab_size:
+            raise ValueError(
+                f"{self._config.tokens}: tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}, "
+                f"found {rows.min()} to {rows.max()}; pass the tokenizer's --vocab-size"
+            )
+        self._staging.copy_(torch.from_numpy(rows.astype(np.int64)))
+        on_device = self._staging.to(self._config.device.value, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous()
+
+
+def make_batches(config: RunConfig) -> Callable[[], Batch]:
+    """The source of batches that the configuration names."""
+    return random_batches(config) if config.tokens is None else FileBatches(config)

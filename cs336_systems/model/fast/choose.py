@@ -1,0 +1,127 @@
+"""The fastest known way to compute the same step on a device, chosen by rule; `cs336 ladder` does the sums.
+
+Shape, batch, mode, steps, seed, device and data stay as they are. The result is the same up to rounding: the gate of
+the ladder holds it to that.
+"""
+
+import re
+from dataclasses import replace
+
+from cs336_systems.config import (
+    EAGER_STEPS_BEFORE_GRAPH,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    Profiler,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.costs.hardware import find_device
+
+NICE_VOCABULARY = 128
+"""Multiple to pad a vocabulary to."""
+ALIGNMENT = 8
+"""Elements in half precision that tensor cores load at once, 16 bytes; products of other widths are far slower."""
+CUDNN_MAX_CONTEXT = 2048
+"""Longest context at which cuDNN's attention is ahead of flash on Hopper."""
+CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
+"""Widest head of each backend."""
+_CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
+
+
+def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
+    """The best known combination for this step on the device of that name (as NVML gives it; None: not known).
+
+    On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
+    products, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
+    its width is an awkward one. A GPU known to have no bf16 keeps its precision. A model of the user's own gets what
+    needs no knowledge of it: bf16, compilation, fused AdamW. On a CPU compilation costs more than it saves and bf16 is
+    seldom faster: both stay as they were asked for. A profiler of memory sees no graph: with it there is none.
+    """
+    optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
+    own = config.model_factory is not None
+    model = config.model if own else _with_fused_attention(config.model, config.device, device_name)
+    common = replace(config, optimizer=optimizer, model=model)
+    if config.device is Device.CPU:
+        return common
+    precision = Precision.BF16 if has_bf16(device_name) else config.precision
+    common = replace(common, precision=precision, compile=_compile_mode(config.compile))
+    if own:
+        return common
+    return replace(
+        common,
+        compile_blocks=True,
+        pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
+        cast_once=precision is Precision.BF16,
+        fused_loss=precision is not Precision.FP16,
+        fused_blocks=precision is Precision.BF16,
+        cuda_graph=_can_be_a_graph(config, precision),
+    )
+
+
+def _can_be_a_graph(config: RunConfig, precision: Precision) -> bool:
+    warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
+    return warms_up and precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
+
+
+def has_bf16(device_name: str | None) -> bool:
+    """Whether the GPU computes in bf16; one that is not known is taken for a recent one, which does."""
+    device = None if device_name is None else find_device(device_name)
+    return device is None or Precision.BF16 in device.peak_flops_per_s
+
+
+def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | None) -> SdpaBackend:
+    """The fastest of PyTorch's attention kernels for this shape; auto where no rule knows the device or the shape.
+
+    Flash attention is for GPUs that have bf16 (Ampere and later).
+    """
+    if device is Device.CPU or device_name is None or model.d_head > FLASH_MAX_HEAD:
+        return SdpaBackend.AUTO
+    fits_cudnn = (
+        model.context_length <= CUDNN_MAX_CONTEXT and model.d_head <= CUDNN_MAX_HEAD and model.d_head % ALIGNMENT == 0
+    )
+    if fits_cudnn and _CUDNN_DEVICES.search(device_name):
+        return SdpaBackend.CUDNN
+    return SdpaBackend.FLASH if find_device(device_name) and has_bf16(device_name) else SdpaBackend.AUTO
+
+
+def _with_fused_attention(model: ModelConfig, device: Device, device_name: str | None) -> ModelConfig:
+    """A backend that was asked for stays."""
+    backend = model.sdpa_backend
+    if backend is SdpaBackend.AUTO:
+        backend = best_sdpa_backend(model, device, device_name)
+    return replace(model, attention=Attention.SDPA, sdpa_backend=backend)
+
+
+def _compile_mode(asked: CompileMode) -> CompileMode:
+    """What was asked for, unless it makes graphs of its own, of which the graphs of the step can hold none."""
+    return asked if asked is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS else CompileMode.DEFAULT
+
+
+def _padding(vocab_size: int) -> int:
+    return NICE_VOCABULARY if vocab_size % ALIGNMENT else 1
+
+
+def describe_fast(config: RunConfig) -> str:
+    """What is chosen, in one line: `bf16, weights cast once, sdpa (cudnn), compile default by block, ...`."""
+    model = config.model
+    blocks = " by block" if config.compile_blocks else ""
+    backend = "" if model.sdpa_backend is SdpaBackend.AUTO else f" ({model.sdpa_backend})"
+    own = config.model_factory is not None
+    words = (
+        (str(config.precision), True),
+        ("weights cast once", config.cast_once),
+        ("block products in fp8", config.fp8),
+        (f"{model.attention} attention{backend}", not own),
+        (f"compile {config.compile}{blocks}", config.compile is not CompileMode.NONE),
+        (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),
+        (f"vocabulary padded to a multiple of {config.pad_vocabulary}", config.pad_vocabulary > 1),
+        ("fused loss", config.fused_loss),
+        ("fused blocks", config.fused_blocks),
+        ("each phase a CUDA graph", config.cuda_graph),
+    )
+    return ", ".join(word for word, is_said in words if is_said)

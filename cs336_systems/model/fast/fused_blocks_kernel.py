@@ -1,0 +1,207 @@
+"""What is between the products of a block, written in Triton: residual addition with norm, and bias with GELU.
+
+All is read once and written once. Gradients of gains and biases, sums over all rows, are gathered on the way
+(sums_kernel.py).
+"""
+
+# ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.model.fast.sums_kernel import STAGES, num_programs, summed
+
+GELU_BLOCK = 1024
+"""Columns to a program of GELU."""
+NUM_WARPS = 4
+MAX_STAGED = 4096
+"""Elements of the widest row of which so many fit into the memory that a program shares."""
+TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
+"""2 sqrt(2 / pi), of GELU."""
+CUBIC: tl.constexpr = tl.constexpr(0.044715)
+
+
+def add_norm(
+    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, its norm in the type of `branch`, and 1 / deviation and, if centred, mean of each row."""
+    stream, branch = stream.contiguous(), branch.contiguous()
+    vectors = [None if each is None else each.contiguous() for each in (branch_bias, gain, bias)]
+    width = stream.shape[-1]
+    rows = stream.numel() // width
+    total, normed = torch.empty_like(stream), torch.empty_like(branch)
+    statistics = torch.empty(1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device)
+    _add_norm_values[(rows,)](
+        stream, branch, *vectors, total, normed, statistics, rows, width, eps,
+        HAS_BRANCH_BIAS=branch_bias is not None, IS_CENTRED=bias is not None,
+        BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
+    )  # fmt: skip
+    return total, normed, statistics
+
+
+def add_norm_backward(
+    stream_gradient: Tensor | None,
+    gradient: Tensor,
+    total: Tensor,
+    statistics: Tensor,
+    gain: Tensor,
+    *,
+    is_centred: bool,
+    branch_bias_type: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias."""
+    gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
+    width = total.shape[-1]
+    rows = total.numel() // width
+    block = triton.next_power_of_2(width)
+    programs = num_programs(rows, block, total.device)
+    has_branch_bias = branch_bias_type is not None
+    of_stream, of_branch = torch.empty_like(total), torch.empty_like(gradient)
+    partial = torch.empty(1 + is_centred + has_branch_bias, programs, width, dtype=torch.float32, device=total.device)
+    _add_norm_grads[(programs,)](
+        None if stream_gradient is None else stream_gradient.contiguous(), gradient, total, statistics, gain,
+        of_stream, of_branch, partial, rows, width,
+        HAS_STREAM=stream_gradient is not None, IS_CENTRED=is_centred, HAS_BRANCH_BIAS=has_branch_bias, BLOCK=block,
+        STAGES=STAGES if block <= MAX_STAGED else 1, num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
+    )  # fmt: skip
+    of_vectors, of_branch_bias = summed(partial, branch_bias_type)
+    return of_stream, of_branch, of_vectors, of_branch_bias
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU of x + bias, in its tanh approximation."""
+    x, bias = x.contiguous(), bias.contiguous()
+    width = x.shape[-1]
+    result = torch.empty_like(x)
+    grid = (x.numel() // width, triton.cdiv(width, GELU_BLOCK))
+    _bias_gelu_values[grid](x, bias, result, width, BLOCK=GELU_BLOCK, num_warps=NUM_WARPS // 2)
+    return result
+
+
+def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias."""
+    x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
+    width = x.shape[-1]
+    rows = x.numel() // width
+    programs = num_programs(rows, triton.next_power_of_2(width), x.device)
+    result = torch.empty_like(x)
+    partial = torch.empty(1, programs, width, dtype=torch.float32, device=x.device)
+    grid = (programs, triton.cdiv(width, GELU_BLOCK))
+    _bias_gelu_grads[grid](
+        x, bias, gradient, result, partial, rows, width, BLOCK=GELU_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS
+    )
+    return result, summed(partial, bias.dtype)[1]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm_values(  # type: ignore[no-untyped-def]
+    stream, branch, branch_bias, gain, bias, total, normed, statistics, rows, width, eps,
+    HAS_BRANCH_BIAS: tl.constexpr, IS_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    x = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BRANCH_BIAS:
+        x += tl.load(branch_bias + column, mask=inside, other=0.0).to(tl.float32)
+    rounded = x.to(total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    if IS_CENTRED:
+        mean = tl.sum(x, 0) / width
+        tl.store(statistics + rows + row, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(statistics + row, scale)
+    y = x * scale * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    if IS_CENTRED:
+        y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, y.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm_grads(  # type: ignore[no-untyped-def]
+    stream_gradient, gradient, total, statistics, gain, of_stream, of_branch, partial, rows, width,
+    HAS_STREAM: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    of_gain = tl.zeros((BLOCK,), tl.float32)
+    of_bias = tl.zeros((BLOCK,), tl.float32)
+    of_branch_bias = tl.zeros((BLOCK,), tl.float32)
+    at = program.to(tl.int64) * width + column
+    for row in tl.range(program, rows, programs, num_stages=STAGES):
+        x = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(statistics + row)
+        if IS_CENTRED:
+            x = tl.where(inside, x - tl.load(statistics + rows + row), 0.0)
+            of_bias += own
+        x *= scale
+        of_gain += own * x
+        own *= gains
+        result = own - x * (tl.sum(own * x, 0) / width)
+        if IS_CENTRED:
+            result -= tl.sum(own, 0) / width
+        result *= scale
+        if HAS_STREAM:
+            result += tl.load(stream_gradient + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(of_stream + at, result.to(of_stream.dtype.element_ty), mask=inside)
+        tl.store(of_branch + at, result.to(of_branch.dtype.element_ty), mask=inside)
+        if HAS_BRANCH_BIAS:
+            of_branch_bias += result
+        at += programs.to(tl.int64) * width
+    at = partial + program * width + column
+    tl.store(at, of_gain, mask=inside)
+    if IS_CENTRED:
+        tl.store(at + programs * width, of_bias, mask=inside)
+    if HAS_BRANCH_BIAS:
+        tl.store(at + (1 + IS_CENTRED) * programs * width, of_branch_bias, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bias_gelu_values(x, bias, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    value = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
+    value *= _gelu_share(value)
+    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bias_gelu_grads(  # type: ignore[no-untyped-def]
+    x, bias, gradient, result, partial, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    biases = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    of_bias = tl.zeros((BLOCK,), tl.float32)
+    at = program.to(tl.int64) * width + column
+    for _ in tl.range(program, rows, programs, num_stages=STAGES):
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
+        own = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        share = _gelu_share(value)
+        slope = (value * value * (3 * CUBIC) + 1) * TWICE_ROOT
+        own *= share * (1 + value * slope * (1 - share))
+        tl.store(result + at, own.to(result.dtype.element_ty), mask=inside)
+        of_bias += own
+        at += programs.to(tl.int64) * width
+    tl.store(partial + program * width + column, of_bias, mask=inside)
+
+
+@triton.jit
+def _gelu_share(x):  # type: ignore[no-untyped-def]
+    """GELU(x) / x: (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is the sigmoid of 2 u."""
+    return tl.sigmoid((x + x * x * x * CUBIC) * TWICE_ROOT)

@@ -1,0 +1,101 @@
+"""AdamW for weights that are kept twice: on a GPU one kernel per kind of weight, fit to be recorded in a graph."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from cs336_systems.model.fast.weights import Weight, drop_gradients
+from cs336_systems.model.optimizer import EagerOptimizer
+
+if TYPE_CHECKING:
+    from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW
+
+
+class MasterAdamW(EagerOptimizer):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their copies.
+
+    The same update as torch.optim.AdamW on the masters, to rounding. The count of steps is on the device, so that a
+    recorded step counts too. On a CPU it is the same formula, tensor by tensor.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__([weight.master for weight in weights], defaults)
+        self._weights = weights
+        self._steps = torch.zeros((), device=weights[0].master.device)
+        self._kernels: dict[tuple[bool, int], ChunkedAdamW] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient; every step must find the same ones."""
+        del closure
+        self._steps += 1
+        kinds: dict[tuple[bool, int], list[Weight]] = {}
+        for weight in self._weights:
+            if gradients := weight.gradients():
+                kinds.setdefault((weight.source is not None, len(gradients)), []).append(weight)
+                self._make_state(weight)
+        for kind, weights in kinds.items():
+            if self._steps.is_cuda:
+                self._launch(kind, weights)
+            else:
+                for weight in weights:
+                    self._update(weight)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of masters and copies."""
+        super().zero_grad(set_to_none)
+        drop_gradients(self._weights)
+
+    def load_state_dict(self, state_dict: object) -> NoReturn:
+        """Raises RuntimeError: the count of steps is no part of a state, and the kernels know where it lies."""
+        del state_dict
+        raise RuntimeError("MasterAdamW cannot go on from a saved state: make it anew")
+
+    def captured(self) -> None:
+        """A graph with this step in it has been captured, and is about to be replayed."""
+        for kernel in self._kernels.values():
+            kernel.upload()
+
+    def _make_state(self, weight: Weight) -> None:
+        state = self.state[weight.master]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight.master), torch.zeros_like(weight.master)
+
+    def _launch(self, kind: tuple[bool, int], weights: Sequence[Weight]) -> None:
+        from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
+
+        if kind not in self._kernels:
+            states = [self.state[weight.master] for weight in weights]
+            self._kernels[kind] = ChunkedAdamW(
+                [weight.master for weight in weights],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [copy for weight in weights if (copy := weight.copy) is not None],
+            )
+        self._kernels[kind]([weight.gradients() for weight in weights], self._steps, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        (group,) = self.param_groups
+        return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+    def _update(self, weight: Weight) -> None:
+        settings, state = self._settings, self.state[weight.master]
+        lr, (beta1, beta2) = settings["lr"], settings["betas"]
+        gradient = sum((gradient.float() for gradient in weight.gradients()), start=torch.zeros_like(weight.master))
+        first: Tensor = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        second: Tensor = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (second / (1 - beta2**self._steps)).sqrt_().add_(settings["eps"])
+        weight.master.mul_(1 - lr * settings["weight_decay"])
+        weight.master.sub_(lr / (1 - beta1**self._steps) * first / denominator)
+        weight.refresh()

@@ -1,0 +1,73 @@
+"""A step as CUDA graphs, one for each phase: each launched by one call of the host, however many kernels it has."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Phase
+from cs336_systems.model.annotate import annotate
+from cs336_systems.model.batches import Batch
+
+Phases = Callable[[Batch], Iterator[Phase]]
+"""Launches the phases of a step, one after the other, and says of each that it is launched."""
+
+
+class StepGraph:
+    """Runs the phases of a step: the first steps as they are, then captured once and replayed.
+
+    Every call is one step of training, the one that captures too. The batch is copied to where the graphs read it.
+    A graph for each phase, because clocks and profilers see no boundary inside a graph; the device goes from one to
+    the next without the host.
+    """
+
+    def __init__(self, phases: Phases, order: tuple[Phase, ...], captured: Callable[[], None]) -> None:
+        """`order`: the phases in `phases`; `captured` is called between the capture and the first replay."""
+        self._phases = phases
+        self._order = order
+        self._captured = captured
+        self._stream = torch.cuda.Stream()
+        self._num_steps = 0
+        self._batch: Batch | None = None
+        self._graphs: dict[Phase, torch.cuda.CUDAGraph] = {}
+        self.peak_bytes: int | None = None
+        """Allocated at most while they were captured, which a replay needs too but does not count; None before."""
+
+    def __call__(self, batch: Batch, lap: Callable[[Phase], None]) -> None:
+        """One step, `lap` called after each phase; what it computes is overwritten by the next."""
+        self._num_steps += 1
+        if self._num_steps <= EAGER_STEPS_BEFORE_GRAPH:
+            self._eagerly(batch, lap)
+            return
+        if self._batch is None:
+            self._batch = batch
+            self._capture(batch)
+        for static, fresh in zip(self._batch, batch, strict=True):
+            if static is not fresh:
+                static.copy_(fresh)
+        for phase, graph in self._graphs.items():
+            with annotate(phase):
+                graph.replay()
+            lap(phase)
+
+    def _eagerly(self, batch: Batch, lap: Callable[[Phase], None]) -> None:
+        """On the stream of the capture, where autograd and the libraries then have all they need."""
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for phase in self._phases(batch):
+                lap(phase)
+        here.wait_stream(self._stream)
+
+    def _capture(self, batch: Batch) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        pool = torch.cuda.graph_pool_handle()  # what one phase has freed, the next may use
+        running = self._phases(batch)
+        for phase in self._order:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+                captured = next(running)
+            assert captured is phase
+            self._graphs[phase] = graph
+        self.peak_bytes = torch.cuda.max_memory_allocated()
+        self._captured()

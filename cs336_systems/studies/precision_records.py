@@ -1,0 +1,55 @@
+"""What the precision study observes: sums in low precision, and data types under autocast."""
+
+from dataclasses import dataclass
+
+from cs336_systems.config import Device, Precision
+
+MIXED_PRECISIONS = (Precision.FP16, Precision.BF16)
+NORM_INPUT, NORM_OUTPUT = "layer norm's input", "layer norm's output (ln)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """A number added up `count` times, one addition after the other."""
+
+    sum_dtype: str
+    addend_dtype: str
+    cast: bool
+    """Whether each addend was cast to the sum's type before it was added."""
+    addend: float
+    count: int
+    total: float
+    stored_addend: float
+    """The addend as its type holds it."""
+    growing_additions: int
+    """Additions that changed the sum; after them it stood still."""
+
+    @property
+    def exact(self) -> float:
+        return self.addend * self.count
+
+    @property
+    def error(self) -> float:
+        """By how much the sum misses the exact one."""
+        return self.total - self.exact
+
+    @property
+    def storage_error(self) -> float:
+        """The part of the error that an exact sum of the stored addends would have too."""
+        return self.stored_addend * self.count - self.exact
+
+    @property
+    def rounding_error(self) -> float:
+        """The part of the error that comes from rounding the sum after every addition."""
+        return self.error - self.storage_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedDtype:
+    """Data type of one quantity of a training step under autocast."""
+
+    model: str
+    device: Device
+    precision: Precision
+    quantity: str
+    dtype: str

@@ -1,0 +1,53 @@
+"""What a person, a terminal or the system asks of a sweep by signals: to stop, and then to stop at once."""
+
+import math
+import os
+import signal
+import time
+from time import monotonic
+from types import FrameType
+
+from cs336_systems.sweep.isolation import Worker, remove_temporaries
+from cs336_systems.sweep.process import STOP_SIGNALS
+
+_ONE_REQUEST_S = 0.3
+"""Signals this close together are one request: `timeout` and a terminal that closes send theirs twice."""
+
+
+class Interrupts:
+    """Counts SIGINT, SIGTERM and SIGHUP and wakes the loop; the second ends the process at once.
+
+    A signal that was ignored from the start, as under nohup, still is.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last = -math.inf
+        self.workers: list[Worker] = []
+        self.wakeup, self._write = os.pipe()
+
+    def __enter__(self) -> "Interrupts":
+        os.set_blocking(self._write, False)
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in heard}
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        time.sleep(max(0.0, self._last + _ONE_REQUEST_S - monotonic()))
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.wakeup)
+        os.close(self._write)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if monotonic() - self._last < _ONE_REQUEST_S:
+            return
+        self._last = monotonic()
+        self.count += 1
+        if self.count > 1:
+            for worker in self.workers:
+                worker.kill()
+            remove_temporaries()
+            os._exit(130)

@@ -1,0 +1,288 @@
+"""A worker process as the sweep sees it: started from a preloaded fork server, watched, killed with all it started."""
+
+import contextlib
+import fcntl
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
+from time import monotonic
+
+import psutil
+
+from cs336_systems.config import RunConfig
+from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
+
+LOG_TAIL_BYTES = 16 * 1024
+"""How much of the end of a worker's output is kept."""
+_CHUNK_BYTES = 1 << 16
+_CHUNKS_AT_ONCE = 64
+"""Bound on one reading, so that a worker that prints without end cannot keep the sweep from its clock."""
+_ANSWER_S = 60.0
+"""How long the fork server may take to start a worker, or to report the end of one."""
+_FIRST_ANSWER_S = 900.0
+"""How long it may take to start its first worker, for which it imports torch, maybe over a network."""
+_DEATH_S = 10.0
+"""How long processes that were killed may take to end: those that wait for a device that hangs do not end at all."""
+
+_PRELOAD = ("cs336_systems.sweep.preload", "cs336_systems.cli")
+"""Imported once for all workers. Each imports the command line again, as part of the program that started it."""
+_MARK = "cs336-systems.lock"
+"""File in a temporary directory that this program uses, locked by the process that does."""
+
+
+@functools.cache
+def fork_server() -> ForkServerContext:
+    """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
+    _claim_temporaries()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOAD])
+    return context
+
+
+def _claim_temporaries() -> None:
+    """Mark multiprocessing's temporary directory as this process's; remove those whose process was killed.
+
+    The mark is a file that is locked for as long as the process lives, in whatever container.
+    """
+    with contextlib.suppress(OSError):  # a file system without locks: what is left there cannot be told from the rest
+        own = Path(get_temp_dir())
+        unlocked = own / "unlocked"
+        fcntl.flock(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
+        unlocked.rename(own / _MARK)
+        for mark in own.parent.glob(f"pymp-*/{_MARK}"):
+            _remove_if_dead(mark)
+
+
+def _remove_if_dead(mark: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                shutil.rmtree(mark.parent)
+        finally:
+            os.close(descriptor)
+
+
+def remove_temporaries() -> None:
+    """Remove this process's temporary directory now, for an end that leaves Python no time to do so."""
+    shutil.rmtree(get_temp_dir(), ignore_errors=True)
+
+
+def preload(*modules: str) -> None:
+    """Let the fork server, unless it is running, import these too: every run that needs them would import them anew."""
+    fork_server().set_forkserver_preload([*_PRELOAD, *modules])
+
+
+def ensure_fork_server() -> None:
+    """Start the fork server if none is alive, deaf to signals until it ignores them.
+
+    It finds the package where this process found it: before Python 3.12.3 it is not told of `sys.path`, and without
+    its preload every worker would take seconds to start.
+    """
+    fork_server()
+    _ensure_tracker()  # first, because it unblocks signals when it starts
+    before = dict(os.environ)
+    wanted = child_environment() | {FORKER_VARIABLE: str(os.getpid())}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    os.environ.update(wanted)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in wanted.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _ensure_tracker() -> None:
+    """Start multiprocessing's cleaner unless it is alive, which else would end by warning of what it cleans up.
+
+    Workers are killed, and leave what the compiler has started in them.
+    """
+    sys.warnoptions.append("ignore:resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
+
+
+_answering: set[int] = set()
+"""Fork servers, by process, that have started a worker."""
+_silent: set[int] = set()
+"""Fork servers that were killed because they did not answer; all of their workers died with them."""
+
+
+def start(process: BaseProcess) -> int:
+    """Start the process from the fork server, and return the process number of that.
+
+    One that does not answer is killed. Where it fails, another one is asked, once.
+    """
+    try:
+        return _start(process)
+    except (EOFError, ConnectionError):
+        return _start(process)
+
+
+def _start(process: BaseProcess) -> int:
+    ensure_fork_server()
+    server = _server()
+    patience = threading.Timer(_ANSWER_S if server in _answering else _FIRST_ANSWER_S, _end_silent, [server])
+    patience.daemon = True
+    patience.start()
+    try:
+        process.start()
+    except (EOFError, ConnectionError):
+        _kill_server(server)  # it may not be quite dead, and would be asked again
+        raise
+    finally:
+        patience.cancel()
+    _answering.add(server)
+    return server
+
+
+def join(process: BaseProcess) -> int:
+    """Wait for the end of a process that has ended or was killed, and return its exit code, negative for a signal.
+
+    A fork server that does not report it is killed; the code is then 255.
+    """
+    process.join(_ANSWER_S)
+    if process.exitcode is None:
+        _end_silent(_server())
+        process.join(_ANSWER_S)
+    return 255 if process.exitcode is None else process.exitcode
+
+
+def _server() -> int:
+    server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return server
+
+
+def _end_silent(server: int) -> None:
+    _silent.add(server)
+    _kill_server(server)
+
+
+def _kill_server(server: int) -> None:
+    """Kill it, and wait until it is dead; multiprocessing reaps it."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(server, signal.SIGKILL)
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+
+
+class Worker:
+    """One run in its own process and process group."""
+
+    def __init__(self, config: RunConfig, directory: Path, gpu_uuid: str | None) -> None:
+        self.config = config
+        self._tail = b""
+        self._exit_code: int | None = None
+        self.log_closed = False
+        context = fork_server()
+        self.log, log_of_child = context.Pipe(duplex=False)
+        os.set_blocking(self.log.fileno(), False)
+        self.process: BaseProcess = context.Process(
+            target=_run_worker, args=(config, directory.absolute(), log_of_child, gpu_uuid), name=config.key
+        )
+        self._server = start(self.process)
+        self.started = monotonic()
+        log_of_child.close()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the start, by a clock that is never set back."""
+        return monotonic() - self.started
+
+    @property
+    def silence(self) -> str | None:
+        """In words, that the fork server was killed, and with it the worker unless it had ended; None if it was not."""
+        if self._server not in _silent:
+            return None
+        return f"the process that starts all workers did not answer within {_ANSWER_S:g} s and was killed"
+
+    def drain(self) -> None:
+        """Take what the worker has printed, keeping the end, and note when every writer has closed."""
+        for _ in range(_CHUNKS_AT_ONCE):
+            try:
+                chunk = os.read(self.log.fileno(), _CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self.log_closed = True
+                return
+            self._tail = (self._tail + chunk)[-LOG_TAIL_BYTES:]
+
+    def log_tail(self) -> str | None:
+        """End of the worker's output, or None if it printed nothing."""
+        text = self._tail.decode(errors="replace").replace("\0", "\\0").strip()
+        return text or None
+
+    def kill(self) -> None:
+        """End the worker, its whole process group and all that descends from it at once."""
+        pid = self.process.pid if self._exit_code is None else None
+        if pid is not None:
+            descendants = []
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendants = psutil.Process(pid).children(recursive=True)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                if self.process.is_alive():
+                    os.kill(pid, signal.SIGKILL)
+            for descendant in descendants:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    descendant.kill()
+
+    def reap(self) -> int:
+        """Wait for the end, kill what the worker left behind, and return its exit code, negative for a signal."""
+        if self._exit_code is not None:
+            return self._exit_code
+        code = join(self.process)
+        self.kill()
+        kill_orphans()
+        self.drain()
+        self.log.close()
+        self._exit_code = code
+        self.process.close()
+        return code
+
+
+def _run_worker(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | None) -> None:
+    # Imported here, in the child, because the parent must not import torch.
+    from cs336_systems.sweep import worker
+
+    worker.main(config, directory, log, gpu_uuid)
+
+
+def kill_orphans() -> None:
+    """Kill and reap processes that dead workers left and that became children of this one (a child subreaper).
+
+    The fork server and the resource tracker, which multiprocessing starts, share this process's session; a
+    worker's descendants do not, because a worker leads a session of its own.
+    """
+    deadline = monotonic() + _DEATH_S
+    while strangers := [child for child in psutil.Process().children() if _in_other_session(child)]:
+        for stranger in strangers:
+            with contextlib.suppress(psutil.Error):
+                stranger.kill()
+        psutil.wait_procs(strangers, timeout=max(0.0, deadline - monotonic()))
+        if monotonic() > deadline:
+            return
+
+
+def _in_other_session(process: psutil.Process) -> bool:
+    try:
+        return os.getsid(process.pid) != os.getsid(0)
+    except ProcessLookupError:
+        return False

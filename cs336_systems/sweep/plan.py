@@ -1,0 +1,52 @@
+"""Which runs to start first, and which will run out of memory: said before anything runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cs336_systems.config import CompileMode, Device, RunConfig
+from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES, fits, predict_memory, predicted_peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Configurations in the order to run, and what is predicted of them."""
+
+    configs: tuple[RunConfig, ...]
+    """The smallest first; what is predicted not to fit last, so that a surprise costs as little as can be."""
+    too_large: tuple[RunConfig, ...]
+    """Those predicted to run out of memory."""
+
+
+def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
+    """Order `configs` by predicted peak, and name what will not fit into `memory_bytes`; None: memory is not known.
+
+    A compiled model, and one with other shortcuts, counts as if it were eager and plain, and is never said not to fit.
+    Where nothing is predicted (on a CPU, for a user's own model) the order stays, after what is known to fit.
+    """
+    too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
+    eager = [_plain(config) for config in configs]
+    peaks = dict(zip(configs, map(predicted_peak_bytes, eager), strict=True))
+    ordered = sorted(configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0))
+    return Plan(configs=tuple(ordered), too_large=tuple(config for config in ordered if config in too_large))
+
+
+def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
+    found = predict_memory(config) if config.device is Device.CUDA else None
+    if found is None or found.reserved_bytes + CUDA_CONTEXT_BYTES <= memory_bytes:
+        return False
+    return fits(config, memory_bytes) is False
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """The same step without what makes it faster, and seldom larger."""
+    return replace(
+        config,
+        compile=CompileMode.NONE,
+        compile_blocks=False,
+        pad_vocabulary=1,
+        cast_once=False,
+        fused_loss=False,
+        fused_blocks=False,
+        fp8=False,
+        cuda_graph=False,
+    )

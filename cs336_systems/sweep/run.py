@@ -1,0 +1,332 @@
+"""A grid of runs, each in a fresh process: what is done is kept, what fails is a row, what is left can be resumed.
+
+The directory of records is the whole state. A run that has a result (`ok` or `oom`) is not run again; one that
+crashed, hung or was killed is, because nothing says that it would again, and so is one whose profile was lost.
+"""
+
+import contextlib
+import datetime
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+from typing import Protocol
+
+from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Profiler, RunConfig
+from cs336_systems.files import error_in_words
+from cs336_systems.measure.environment import identity
+from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
+from cs336_systems.record import (
+    CPU_SHARED,
+    Failure,
+    Input,
+    RecordError,
+    RunRecord,
+    RunWarning,
+    Status,
+    WarningCode,
+    load_records,
+    read_record,
+    write_record,
+)
+from cs336_systems.sweep.inputs import all_inputs
+from cs336_systems.sweep.interrupts import Interrupts
+from cs336_systems.sweep.isolation import Worker, kill_orphans, preload
+from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
+from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, adopt_orphans
+from cs336_systems.sweep.store import (
+    SweepError,
+    changed_inputs,
+    lacks_profile,
+    make_writable,
+    quarantine,
+    refuse_to_mix,
+    set_aside,
+    set_aside_unreadable,
+    sweep_up,
+    write_environment,
+)
+
+_TICK_S = 1.0
+"""How often the sweep wakes while nothing happens: seldom, because it shares the host with what it times."""
+
+
+class Listener(Protocol):
+    """Hears what the sweep does, as it does it."""
+
+    def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
+        """What there is already, what will run, and which files were set aside as unreadable."""
+
+    def started(self, config: RunConfig, gpu: Gpu | None) -> None:
+        """A worker has been started."""
+
+    def finished(self, record: RunRecord) -> None:
+        """A run has its record."""
+
+    def tick(self) -> None:
+        """A second has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a sweep did."""
+
+    records: tuple[RunRecord, ...]
+    """Every record of the directory, those of earlier sweeps too."""
+    measured: tuple[RunRecord, ...]
+    """Those that this sweep added."""
+    interrupted: bool
+    wall_s: float
+    slots: int
+
+    @property
+    def overhead_s(self) -> float | None:
+        """Time per run that was neither a warm-up nor a measured step; None without a run, and where one failed."""
+        durations = [record.durations for record in self.measured if record.status is Status.OK and record.durations]
+        if not durations or len(durations) < len(self.measured):  # how long the steps of a failed run took is not known
+            return None
+        steps = sum(duration.warmup_s + duration.measured_s for duration in durations)
+        return (self.wall_s * self.slots - steps) / len(durations)
+
+
+def run_sweep(
+    configs: Sequence[RunConfig],
+    directory: Path,
+    listener: Listener,
+    *,
+    timeout_s: float = 600.0,
+    fresh: bool = False,
+    allow_mixed: bool = False,
+) -> Outcome:
+    """Measure what of `configs` has no result in `directory` yet.
+
+    Raises SweepError where the directory cannot be written, where its records come from other hardware or software
+    (unless `allow_mixed`) or from a later version of this program, and where the disk fills; LockedError where another
+    sweep is at work here.
+    """
+    started = monotonic()
+    runs = make_writable(directory / "runs")
+    adopt_orphans()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
+        gpus = _gpus(configs)
+        for gpu in gpus:
+            if gpu is not None:
+                stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        if fresh:
+            set_aside(runs)
+        sweep_up(runs)
+        records, problems = load_records(runs)
+        set_aside_unreadable(problems)
+        wanted = {config.key for config in configs}
+        kept = [r for r in records if r.key not in wanted or (r.status.is_result and not lacks_profile(r, runs))]
+        present = identity(configs[0].device, gpus[0]) if configs else None
+        inputs = () if allow_mixed else all_inputs(configs)
+        if present and not allow_mixed:
+            refuse_to_mix(kept, present, inputs, directory)
+        done = {record.key for record in kept}
+        todo = [config for config in configs if config.key not in done]
+        preload(*compiler_modules(todo))
+        listener.planned(kept, todo, problems)
+        interrupts = stack.enter_context(Interrupts())
+        is_on_cpu = any(config.device is Device.CPU for config in todo)
+        are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
+        loop = _Loop(runs, listener, gpus, timeout_s, interrupts, are_others, inputs)
+        measured = loop.run(todo)
+        every, _ = load_records(runs)
+        write_environment(every, directory)
+        return Outcome(
+            records=tuple(every),
+            measured=tuple(measured),
+            interrupted=interrupts.count > 0,
+            wall_s=monotonic() - started,
+            slots=len(gpus),
+        )
+
+
+@dataclass(slots=True)
+class _Loop:
+    """Keeps one worker per slot at work until nothing is left or somebody interrupts."""
+
+    runs: Path
+    listener: Listener
+    gpus: Sequence[Gpu | None]
+    timeout_s: float
+    interrupts: Interrupts
+    are_others: Callable[[], bool]
+    """Whether another process measures on this CPU now."""
+    inputs: Sequence[Input] = ()
+    """As the sweep found them; a run that found them changed has no result."""
+    disturbed: set[Worker] = field(default_factory=set)
+    """Workers beside which another process measured on their CPU."""
+    measured: list[RunRecord] = field(default_factory=list)
+
+    def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
+        waiting, free = deque(todo), list(self.gpus)
+        working: dict[Worker, Gpu | None] = {}
+        ticked = monotonic()
+        try:
+            while (waiting or working) and not self.interrupts.count:
+                while waiting and free and not self.interrupts.count:
+                    gpu = free.pop(0)
+                    working[self._start(waiting.popleft(), gpu)] = gpu
+                for worker in self._ended(list(working)):
+                    free.append(working.pop(worker))
+                    self.interrupts.workers.remove(worker)
+                if monotonic() - ticked >= _TICK_S:  # a worker that prints wakes the loop far more often
+                    ticked = monotonic()
+                    self._look_for_others()
+                    self.listener.tick()
+        finally:
+            for worker in self.interrupts.workers:
+                worker.kill()
+                worker.reap()
+            kill_orphans()
+        return self.measured
+
+    def _start(self, config: RunConfig, gpu: Gpu | None) -> Worker:
+        (self.runs / f"{config.key}.json").unlink(missing_ok=True)
+        try:
+            worker = Worker(config, self.runs, gpu.uuid if gpu else None)
+        except (EOFError, ConnectionError) as error:
+            raise SweepError("the process that starts the workers died; run the same command again") from error
+        self.interrupts.workers.append(worker)
+        self._look_for_others()
+        self.listener.started(config, gpu)
+        return worker
+
+    def _look_for_others(self) -> None:
+        if self.are_others():
+            self.disturbed.update(self.interrupts.workers)
+
+    def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
+        """Wait for something to happen, then yield the workers that ended, each with its record written."""
+        listening = [worker for worker in working if not worker.log_closed]
+        patience = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
+        ready = wait(
+            [
+                *(worker.process.sentinel for worker in working),
+                *(worker.log for worker in listening),
+                self.interrupts.wakeup,
+            ],
+            timeout=patience,
+        )
+        for worker in listening:
+            worker.drain()
+        if self.interrupts.count:
+            return  # whoever asks for the end may have ended the workers too: that is no failure of theirs
+        self._look_for_others()
+        for worker in working:
+            timed_out = worker.elapsed_s >= self.timeout_s
+            if worker.process.sentinel in ready or timed_out:
+                timed_out = timed_out and worker.process.is_alive()
+                if timed_out:
+                    worker.kill()
+                record = self._collect(worker, worker.reap(), timed_out)
+                if worker in self.disturbed and record.status is Status.OK:
+                    record = self._write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
+                self.measured.append(record)
+                self.listener.finished(record)
+                yield worker
+
+    def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
+        """The record of a worker that has ended: its own where it left one, else one of its failure."""
+        path = self.runs / f"{worker.config.key}.json"
+        if path.exists():
+            try:
+                record = read_record(path)
+            except RecordError as error:
+                return self._fail(
+                    worker, Status.INVALID, f"the record was not readable; kept as {quarantine(path).name}: {error}"
+                )
+            if record.config != worker.config:
+                return self._fail(
+                    worker, Status.INVALID, f"the record is of another run; kept as {quarantine(path).name}"
+                )
+            if record.status.is_result and (changed := changed_inputs(record, self.inputs)):
+                message = f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
+                return self._fail(worker, Status.INVALID, message)
+            return self._with_teardown(worker, record, exit_code, timed_out) if exit_code else record
+        if timed_out:
+            message = f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer"
+            return self._fail(worker, Status.TIMEOUT, "; ".join(filter(None, [message, worker.silence])))
+        if worker.silence:
+            return self._fail(worker, Status.CRASHED, f"ended early: {worker.silence}; run the same command again")
+        if exit_code == RECORD_NOT_WRITTEN:
+            why = (worker.log_tail() or "").splitlines()[-1:]
+            raise SweepError(f"the record of {worker.config.key} could not be written: {''.join(why)}")
+        if exit_code == -signal.SIGKILL:
+            message = "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
+            return self._fail(worker, Status.KILLED, message, "SIGKILL")
+        if exit_code < 0:
+            name = _signal_name(-exit_code)
+            return self._fail(worker, Status.CRASHED, f"died of {name}", name)
+        return self._fail(worker, Status.CRASHED, f"ended with status {exit_code} and no record")
+
+    def _with_teardown(self, worker: Worker, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
+        how = f"ended by {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
+        if timed_out:
+            how = f"did not end within {self.timeout_s:g} s"
+        message = f"after the record was written {worker.silence or f'the worker {how}'}"
+        warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=message)
+        return self._write(replace(record, warnings=(*record.warnings, warning)))
+
+    def _fail(self, worker: Worker, status: Status, message: str, signal_name: str | None = None) -> RunRecord:
+        failure = Failure(message=message, signal=signal_name, log_tail=worker.log_tail())
+        started_at = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=worker.elapsed_s)
+        return self._write(
+            RunRecord(
+                config=worker.config,
+                status=status,
+                started_at=started_at.isoformat(timespec="seconds"),
+                failure=failure,
+            )
+        )
+
+    def _write(self, record: RunRecord) -> RunRecord:
+        try:
+            write_record(record, self.runs)
+        except OSError as error:
+            raise SweepError(error_in_words(error)) from error
+        return record
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have no name
+        return f"signal {number}"
+
+
+def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:
+    """What these runs import of torch.compile, 2 s each: Dynamo, and its backend where they compile.
+
+    The backend is left out where there is a GPU: what it imports for one could touch CUDA.
+    """
+    modules = ["torch._dynamo"] if any(map(_uses_dynamo, configs)) else []
+    if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in configs):
+        modules.append("torch._inductor.compile_fx")
+    return modules
+
+
+def _uses_dynamo(config: RunConfig) -> bool:
+    """Whether the run imports Dynamo: to compile, or as PyTorch's optimizers, checkpoints and profiler do."""
+    optimizes = config.mode is Mode.TRAIN and not config.cast_once and config.optimizer is not OptimizerKind.ADAMW
+    is_profiled = config.profiler is Profiler.KINETO
+    return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_profiled or optimizes
+
+
+def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:
+    """One slot per visible GPU of the first one's kind, or a single one for the CPU."""
+    if not any(config.device is Device.CUDA for config in configs):
+        return (None,)
+    return alike(visible_gpus()) or (None,)
+
+
+def gpus_left_out(configs: Sequence[RunConfig]) -> tuple[Gpu, ...]:
+    """Visible GPUs that a sweep of these leaves idle, because times of another kind would stand in the same table."""
+    used = _gpus(configs)
+    return () if used == (None,) else tuple(gpu for gpu in visible_gpus() if gpu not in used)

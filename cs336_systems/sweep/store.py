@@ -1,0 +1,173 @@
+"""The directory of a sweep's results: tried, tidied, and kept from mixing what cannot be compared."""
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.files import encode_json, remedy, write_atomically
+from cs336_systems.record import Identity, Input, RecordError, RunRecord, Status
+from cs336_systems.text import LONGEST_PART, inert_line
+
+_PROBE_BYTES = 2**16
+"""Room for a record, so that a full disk is found out too."""
+
+
+PROFILE_DIRECTORIES = {
+    Profiler.NONE: "e2e_benchmark",
+    Profiler.NSYS: "nsys_profiles",
+    Profiler.KINETO: "kineto_profiles",
+    Profiler.MEMORY: "memory_profiles",
+}
+"""Where results go, below the output directory."""
+_RAW_PROFILES = {
+    Profiler.NSYS: ("reports", ".nsys-rep"),
+    Profiler.KINETO: ("traces", ".json.gz"),
+    Profiler.MEMORY: ("snapshots", ".pickle"),
+}
+VIEWERS = {
+    Profiler.NSYS: "nsys-ui",
+    Profiler.KINETO: "https://ui.perfetto.dev",
+    Profiler.MEMORY: "https://pytorch.org/memory_viz",
+}
+"""What opens the files that a profiler leaves."""
+
+
+class SweepError(RuntimeError):
+    """The sweep cannot start or go on; the message says why and what to do. Finished records are kept."""
+
+
+def make_writable(runs: Path) -> Path:
+    """Make the directory and try it, so that a sweep does not find out after its first run."""
+    probe = runs / f".probe.{os.getpid()}.tmp"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        write_atomically(probe, bytes(_PROBE_BYTES))
+        probe.unlink()
+    except OSError as error:
+        helps = " or ".join(filter(None, [remedy(error), "choose another --output"]))
+        raise SweepError(f"{runs}: cannot write there ({error.strerror}); {helps}") from error
+    return runs
+
+
+def raw_profile_path(config: RunConfig, runs: Path) -> Path:
+    """Where the profiler of this run leaves what it recorded; `runs` is the directory of records."""
+    folder, ending = _RAW_PROFILES[config.profiler]
+    return runs.with_name(folder) / f"{config.key}{ending}"
+
+
+def kernel_profile_path(config: RunConfig, runs: Path) -> Path:
+    """Where the explanation of that recording is kept, a `StepProfile`."""
+    return runs.with_name("kernels") / f"{config.key}.json"
+
+
+def memory_profile_path(config: RunConfig, runs: Path) -> Path:
+    """Where the explanation of a memory snapshot is kept, a `MemoryProfile`."""
+    return runs.with_name("memory") / f"{config.key}.json"
+
+
+def lacks_profile(record: RunRecord, runs: Path) -> bool:
+    """Whether the run ended well under a profiler, and the explanation of what it recorded is no longer there."""
+    profiler = record.config.profiler
+    if profiler is Profiler.NONE or record.status is not Status.OK:
+        return False
+    path_of = memory_profile_path if profiler is Profiler.MEMORY else kernel_profile_path
+    return not path_of(record.config, runs).is_file()
+
+
+def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
+    """Quarantine records that are damaged; raise SweepError for one that a later version of this program wrote."""
+    if newer := [problem for problem in problems if problem.is_newer]:
+        raise SweepError(f"{newer[0]}, or choose another --name")
+    for problem in problems:
+        quarantine(problem.path)
+
+
+def set_aside(runs: Path) -> None:
+    """Move all records to a directory of their own beside, named after the time, and start with none."""
+    if any(runs.iterdir()):
+        runs.rename(runs.with_name(f"runs-before-{_stamp()}"))
+        runs.mkdir()
+
+
+def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
+    """Move the record of an earlier run of this configuration, and its profile, to a directory beside `runs`.
+
+    That directory, named after the time, is laid out as this one is: `cs336 report` reads it. Returns it, or None where
+    there is no earlier run.
+    """
+    found = sorted(runs.parent.glob(f"*/{config.key}.*"))
+    if not found:
+        return None
+    kept = runs.with_name(f"before-{_stamp()}")
+    for path in found:
+        target = kept / path.parent.name / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return kept
+
+
+def _stamp() -> str:
+    """The present time, to the microsecond, as part of a file name."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+
+
+def sweep_up(runs: Path) -> None:
+    """Remove what writers that died left half-written under temporary names."""
+    for leftover in runs.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def quarantine(path: Path) -> Path:
+    """Rename an unreadable record so that it is out of the way and still there."""
+    number = 0
+    while (target := path.with_name(f"{path.name}.invalid{number or ''}")).exists():
+        number += 1
+    return path.rename(target)
+
+
+def refuse_to_mix(records: Sequence[RunRecord], present: Identity, inputs: Sequence[Input], directory: Path) -> None:
+    """Raise SweepError, naming what differs, unless all records were made under the `present` conditions.
+
+    `inputs` are those of the runs wanted, as they are now; what other runs depended on may have changed.
+    """
+    for record in records:
+        if changed := [*_changed_conditions(record, present), *changed_inputs(record, inputs)]:
+            raise SweepError(
+                f"{directory} holds records made under other conditions ({'; '.join(changed)}). "
+                "Choose another --name, start over with --fresh (the old records are kept beside), "
+                "or mix them with --allow-mixed"
+            )
+
+
+def _changed_conditions(record: RunRecord, present: Identity) -> list[str]:
+    if record.environment is None:
+        return []
+    past = msgspec.to_builtins(record.environment.identity)
+    now = msgspec.to_builtins(present)
+    return [f"{name} was {_shown(past[name])}, is {now[name]}" for name in now if past[name] != now[name]]
+
+
+def _shown(text: str | None) -> str:
+    return inert_line(str(text), LONGEST_PART)
+
+
+def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
+    """In words, what the record's run depended on and was in another state than it is in `inputs`."""
+    now = {found.name: found.state for found in inputs}
+    return [
+        f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is {now[past.name] or 'unreadable'}"
+        for past in record.inputs
+        if past.name in now and past.state != now[past.name]
+    ]
+
+
+def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
+    """environment.json: where the latest record that knows it was measured."""
+    known = [record for record in records if record.environment is not None]
+    if known:
+        latest = max(known, key=lambda record: record.started_at)
+        write_atomically(directory / "environment.json", encode_json(latest.environment))

@@ -1,0 +1,86 @@
+"""Text from files, made harmless to who reads it, and counts in words.
+
+A terminal obeys escape sequences, and a name in a file may be a megabyte long.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+LONGEST_LINE = 4000
+"""Characters of a line that people read, where its place does not ask for less."""
+LONGEST_PART = 300
+"""Characters of a text of somebody else's within a sentence of ours."""
+_CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode's categories of control characters, of marks of direction, of halves of characters and of line ends."""
+
+
+def inert_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """The text on one line of at most `longest` characters, in which nothing controls a terminal or a parser.
+
+    Control characters, line ends and marks of direction become visible escapes such as `\\x1b`. A longer text loses its
+    middle, and the line says how much that was. An inert line stays as it is.
+    """
+    return _cut(text, longest, _visible)
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text with all its lines; if it is longer than `longest` characters, a note in place of its middle."""
+    return _cut(text, longest, str)
+
+
+def inert_json(data: bytes) -> bytes:
+    """The same JSON, in UTF-8, with an escape for every character that could control a terminal."""
+    if data.isascii() and b"\x7f" not in data:
+        return data
+    text = data.decode()
+    if all(character == "\n" or character == character.translate(_JSON_ESCAPES) for character in set(text)):
+        return data
+    return re.sub(r"[^\n -~]+", lambda found: found[0].translate(_JSON_ESCAPES), text).encode()
+
+
+def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
+    """What `show` makes of the text, or of as much of its beginning and its end as there is room for."""
+    if len(text) <= longest and len(whole := show(text)) <= longest:
+        return whole
+    room = longest - len(_left_out(len(text)))
+    first, last = room - room // 3, room // 3
+    head, tail = text[:first], text[len(text) - last :]
+    while (length := len(show(head))) > first:
+        head = head[: len(head) * first // length]
+    while (length := len(show(tail))) > last:
+        tail = tail[len(tail) - len(tail) * last // length :]
+    return show(head) + _left_out(len(text) - len(head) - len(tail)) + show(tail)
+
+
+def _left_out(count: int) -> str:
+    return f" … ({count} characters left out) … "
+
+
+def _visible(text: str) -> str:
+    return text if text.isprintable() else text.translate(_ESCAPES)
+
+
+class _Escapes(dict[int, str]):
+    """What stands for each character, by its number: for most of them, they themselves."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        self[code] = self.escape(character) if unicodedata.category(character) in _CONTROLS else character
+        return self[code]
+
+    def escape(self, character: str) -> str:
+        return character.encode("unicode_escape").decode()
+
+
+class _JsonEscapes(_Escapes):
+    def escape(self, character: str) -> str:
+        return re.sub("(....)", r"\\u\1", character.encode("utf-16-be").hex())
+
+
+_ESCAPES, _JSON_ESCAPES = _Escapes(), _JsonEscapes()
+
+
+def counted(count: int, noun: str) -> str:
+    """The count with its noun: `1 block`, `2,000 blocks`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,112 @@
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from cs336_systems.analysis.statistics import (
+    lag1_autocorrelation,
+    mean_interval,
+    modified_z_scores,
+    quotient_stdev,
+    slope,
+    standard_error,
+)
+
+
+@pytest.mark.parametrize("n", [3, 4, 10, 100])
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
+def test_mean_interval_is_students(n, confidence) -> None:
+    values = np.random.default_rng(n).lognormal(size=n)
+    expected = scipy.stats.t.interval(confidence, n - 1, values.mean(), scipy.stats.sem(values))
+    assert mean_interval(values.tolist(), confidence) == pytest.approx(expected)
+
+
+def test_mean_interval_agrees_with_the_bootstrap_when_there_are_many_values() -> None:
+    values = np.random.default_rng(0).exponential(size=400)
+    bootstrap = scipy.stats.bootstrap((values,), np.mean, rng=np.random.default_rng(1)).confidence_interval
+    assert mean_interval(values.tolist()) == pytest.approx((bootstrap.low, bootstrap.high), rel=0.03)
+
+
+def test_it_takes_three_values_to_have_an_interval() -> None:
+    """Of two, Student's t with one degree of freedom would make 6.4 times the difference: 1 and 2 from -4.9 to 7.9."""
+    assert [mean_interval(values) for values in ([], [1.0], [1.0, 2.0], [2.0, 2.0])] == [None] * 4
+    assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("confidence", [0, 1, 95, math.nan])
+def test_confidence_is_a_fraction(confidence) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        mean_interval([1.0, 2.0, 3.0], confidence)
+
+
+def correlated_steps(generator, trials: int, processes: int, steps: int, correlation: float = 0.8) -> np.ndarray:
+    """Step times of mean 100 and variance 1, each correlated with the one before it in its process."""
+    times = generator.standard_normal((trials, processes, steps))
+    times[..., 1:] *= math.sqrt(1 - correlation**2)
+    for step in range(1, steps):
+        times[..., step] += correlation * times[..., step - 1]
+    return 100 + times
+
+
+def coverage(samples: np.ndarray) -> float:
+    """Share of trials whose nominal 95 % interval holds the true mean."""
+    intervals = [mean_interval(values) for values in samples.tolist()]
+    return sum(low <= 100 <= high for low, high in intervals) / len(intervals)
+
+
+def test_only_the_interval_over_process_means_covers_the_truth() -> None:
+    trials = 10_000
+    times = correlated_steps(np.random.default_rng(0), trials, processes=5, steps=6)
+    assert coverage(times.mean(axis=-1)) == pytest.approx(0.95, abs=0.01)
+    assert coverage(times.reshape(trials, 30)) < 0.7
+
+
+def test_thirty_steps_of_one_process_pretend_to_be_twice_as_sure() -> None:
+    times = correlated_steps(np.random.default_rng(0), 5000, processes=1, steps=30)
+    assert coverage(times[:, 0]) == pytest.approx(0.47, abs=0.03)
+
+
+def test_lag1_autocorrelation_of_known_series() -> None:
+    assert lag1_autocorrelation([1, -1] * 50) == pytest.approx(-0.99)
+    assert lag1_autocorrelation([0] * 50 + [1] * 50) == pytest.approx(0.97)
+    assert lag1_autocorrelation([1, 2, 3, 4]) == pytest.approx(0.25)  # (0.75 - 0.25 + 0.75) / 5, by hand
+    assert lag1_autocorrelation([5.0] * 10) is None
+    assert lag1_autocorrelation([1.0, 2.0]) is None
+
+
+def test_lag1_autocorrelation_finds_the_coefficient_of_a_long_series() -> None:
+    generator = np.random.default_rng(0)
+    values = [0.0]
+    for shock in generator.standard_normal(20_000):
+        values.append(0.8 * values[-1] + shock)
+    assert lag1_autocorrelation(values) == pytest.approx(0.8, abs=0.02)
+
+
+def test_slope_is_that_of_scipy() -> None:
+    values = np.random.default_rng(0).normal(size=12).tolist()
+    expected = scipy.stats.linregress(range(12), values)
+    assert slope(values) == pytest.approx((expected.slope, expected.stderr))
+
+
+def test_standard_error_is_that_of_scipy() -> None:
+    values = [1.0, 2.5, 2.0, 7.0]
+    assert standard_error(values) == pytest.approx(scipy.stats.sem(values))
+
+
+def test_modified_z_scores_are_robust_standard_scores() -> None:
+    values = np.random.default_rng(0).normal(50, 3, size=20_000)
+    assert modified_z_scores(values.tolist()) == pytest.approx((values - 50) / 3, abs=0.1)
+    mad = scipy.stats.median_abs_deviation(values, scale="normal")
+    assert modified_z_scores(values.tolist()) == pytest.approx((values - np.median(values)) / mad, rel=1e-4)
+
+
+def test_modified_z_scores_where_most_values_are_equal() -> None:
+    assert modified_z_scores([1.0, 1.0, 1.0, 2.0, 0.5]) == [0, 0, 0, math.inf, -math.inf]
+
+
+def test_the_deviation_of_a_quotient_is_that_of_many_drawn_ones() -> None:
+    generator = np.random.default_rng(0)
+    a, b = generator.normal(6, 0.18, size=200_000), generator.normal(2, 0.08, size=200_000)
+    assert quotient_stdev(3, 0.03, 0.04) == pytest.approx(float(np.std(a / b)), rel=0.02)
+    assert quotient_stdev(3, 0.03, None) is None

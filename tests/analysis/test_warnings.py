@@ -1,0 +1,152 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.warnings import timing_warnings
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, OptimizerKind, RunConfig
+from cs336_systems.record import WarningCode
+
+
+def noisy(seed: int, n: int = 10, noise: float = 0.003) -> np.ndarray:
+    return 0.05 * (1 + noise * np.random.default_rng(seed).standard_normal(n))
+
+
+def warnings_of(times, host=()) -> dict[WarningCode, str]:
+    return {warning.code: warning.message for warning in timing_warnings(list(times), list(host))}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_clean_run_has_no_warning(seed) -> None:
+    times = noisy(seed)
+    assert timing_warnings(times.tolist(), (0.5 * times).tolist()) == ()
+
+
+@pytest.mark.parametrize("times", [[], [0.1], [0.1, 0.2], [0.1] * 10])
+def test_few_or_equal_times_have_no_warning_of_drift_or_outliers(times) -> None:
+    assert not {WarningCode.DRIFT, WarningCode.OUTLIERS} & set(warnings_of(times))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda generator: generator.standard_normal(10),
+        lambda generator: generator.standard_t(3, 10),
+        lambda generator: generator.exponential(size=10),
+        lambda generator: generator.uniform(-1, 1, 10),
+    ],
+    ids=["normal", "heavy tails", "skewed", "flat"],
+)
+def test_independent_noise_is_seldom_said_to_drift(draw) -> None:
+    generator = np.random.default_rng(0)
+    trials = 1500
+    alarms = 0
+    for _ in range(trials):
+        times = 0.05 * (1 + 0.01 * draw(generator))  # 1 %, a noisy machine: quieter ones stay under the least drift
+        alarms += WarningCode.DRIFT in warnings_of(times)
+    assert alarms / trials < 0.01
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("change", [0.03, -0.03])
+def test_a_ramp_is_drift(seed, change) -> None:
+    message = warnings_of(noisy(seed) * np.linspace(1, 1 + change, 10))[WarningCode.DRIFT]
+    assert "steadily by +" in message if change > 0 else "steadily by -" in message
+    assert "--warmup-steps" in message
+
+
+def test_the_size_of_a_ramp_is_told() -> None:
+    assert "by +3.9 % over 10 steps" in warnings_of(np.linspace(0.100, 0.104, 10))[WarningCode.DRIFT]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_change_of_level_halfway_is_drift(seed) -> None:
+    assert WarningCode.DRIFT in warnings_of(noisy(seed) * np.repeat([1, 1.03], 5))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slow_waves_are_drift(seed) -> None:
+    """No slope, equal halves: only the correlation of neighbours shows them."""
+    times = noisy(seed, n=40) * (1 + 0.03 * np.sin(np.arange(40) * 2 * math.pi / 20))
+    message = warnings_of(times)[WarningCode.DRIFT]
+    assert "lag-1 autocorrelation 0." in message
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drift_below_one_percent_is_ignored(seed) -> None:
+    assert warnings_of(noisy(seed, noise=0.0001) * np.linspace(1, 1.009, 10)) == {}
+
+
+@pytest.mark.parametrize("position", range(10))
+def test_a_spike_is_an_outlier_and_not_a_drift(position) -> None:
+    times = noisy(position)
+    times[position] *= 1.1
+    found = warnings_of(times)
+    assert list(found) == [WarningCode.OUTLIERS]
+    assert f"(step {position + 1} +" in found[WarningCode.OUTLIERS]
+    assert ("--warmup-steps" in found[WarningCode.OUTLIERS]) == (position == 0)
+
+
+def test_a_spike_among_equal_times_is_an_outlier() -> None:
+    message = warnings_of([0.1] * 9 + [0.106])[WarningCode.OUTLIERS]
+    assert message.startswith("1 of 10 steps lie far from the median of 100 ms (step 10 +6.0 %); they are kept")
+    assert warnings_of([0.1] * 9 + [0.104]) == {}
+
+
+def test_many_outliers_are_counted_and_the_first_listed() -> None:
+    message = warnings_of([0.1] * 30 + [0.2] * 8)[WarningCode.OUTLIERS]
+    assert message.startswith("8 of 38 steps")
+    assert "step 35 +100.0 % and 3 more)" in message
+
+
+def test_alternating_times_are_unstable_and_do_not_drift() -> None:
+    found = warnings_of([0.1, 0.12] * 5)
+    assert list(found) == [WarningCode.UNSTABLE]
+    assert "9.6 % of the mean step" in found[WarningCode.UNSTABLE]
+    assert warnings_of([0.1, 0.108] * 5) == {}
+
+
+def test_a_host_that_takes_the_whole_step_is_the_limit() -> None:
+    step = 0.02 + 0 * noisy(0)
+    found = warnings_of(step, 0.98 * step)
+    assert list(found) == [WarningCode.LAUNCH_BOUND]
+    assert found[WarningCode.LAUNCH_BOUND].startswith("the CPU is the limit: launching took 98.0 % of the step")
+    assert warnings_of(step, 0.9 * step) == {}
+
+
+def launch_bound(config: RunConfig | None) -> str:
+    """What is said of ten steps of 20 ms that took the host 19.6."""
+    (warning,) = timing_warnings([0.02] * 10, [0.0196] * 10, config)
+    assert warning.code is WarningCode.LAUNCH_BOUND
+    return warning.message
+
+
+def test_a_run_is_not_advised_what_it_does_already() -> None:
+    plain = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
+    fused = replace(plain, optimizer=OptimizerKind.FUSED)
+    graphs = replace(fused, model=replace(plain.model, attention=Attention.SDPA), cuda_graph=True)
+    end = "use a larger model or batch"
+    flags = "fewer kernels (--compile default, --attention sdpa, --optimizer fused)"
+    assert launch_bound(plain).endswith(f"{end}, {flags}, or CUDA graphs (--compile reduce-overhead)")
+    assert launch_bound(fused).endswith(
+        f"{end}, fewer kernels (--compile default, --attention sdpa), or CUDA graphs (--compile reduce-overhead)"
+    )
+    assert launch_bound(graphs).endswith(f"{end}, or fewer kernels (--compile default)")
+    assert launch_bound(replace(graphs, compile=CompileMode.DEFAULT)).endswith(end)
+    inference = replace(plain, mode=Mode.INFERENCE, compile=CompileMode.REDUCE_OVERHEAD)
+    assert launch_bound(inference).endswith(f"{end}, or fewer kernels (--attention sdpa)")
+    own = replace(plain, model_factory="a:b")
+    assert "(--compile default, --optimizer fused)" in launch_bound(own), "its attention is not known"
+    assert "--" not in launch_bound(None)
+
+
+def test_a_device_with_a_full_queue_is_not_waiting_for_the_host() -> None:
+    """Seen on an H200: a step of 1015 ms whose host ended 30 ms before, held up by the queue of launches."""
+    assert warnings_of([1.015] * 10, [0.985] * 10) == {}
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.1, math.nan, math.inf])
+def test_times_are_positive_and_finite(bad) -> None:
+    with pytest.raises(ValueError, match="positive and finite"):
+        timing_warnings([0.1, bad])

@@ -1,0 +1,120 @@
+"""Oracle: a brute force that knows nothing but which bytes of which segment are in use."""
+
+import random
+
+import pytest
+
+from cs336_systems.costs.forecast.allocator import MIB, CachingAllocator, OutOfMemoryError, segment_size
+
+REQUESTS_BYTES = (
+    1,
+    512,
+    513,
+    9 * 1024,
+    300_000,
+    MIB,
+    MIB + 1,
+    3 * MIB + 7,
+    9 * MIB,
+    10 * MIB,
+    33 * MIB + 5,
+    81_920_000,
+)
+
+
+class Intervals:
+    """Segments as lists of intervals in use; free gaps are found anew for every request."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[int, int, bool]] = []
+        self.used: dict[int, int] = {}
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        size = (size + 511) // 512 * 512
+        small = size <= MIB
+        gaps = [gap for start, length, kind in self.segments if kind == small for gap in self._gaps(start, length)]
+        fitting = sorted((length, start) for start, length in gaps if length >= size)
+        if not fitting:
+            start = sum(length for _, length, _ in self.segments)
+            self.segments.append((start, segment_size(size), small))
+            fitting = [(segment_size(size), start)]
+        length, start = fitting[0]
+        rest = length - size
+        keeps_rest = rest == 0 if small else rest <= MIB
+        self.used[start] = length if keeps_rest else size
+        return start, self.used[start]
+
+    def _gaps(self, start: int, length: int) -> list[tuple[int, int]]:
+        gaps, position = [], start
+        for begin in sorted(begin for begin in self.used if start <= begin < start + length):
+            gaps.append((position, begin - position))
+            position = begin + self.used[begin]
+        return [gap for gap in (*gaps, (position, start + length - position)) if gap[1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_are_those_of_a_brute_force(seed) -> None:
+    chance = random.Random(seed)
+    allocator, intervals, blocks = CachingAllocator(), Intervals(), []
+    for _ in range(400):
+        if blocks and chance.random() < 0.48:
+            block, start = blocks.pop(chance.randrange(len(blocks)))
+            allocator.free(block)
+            del intervals.used[start]
+        else:
+            size = chance.choice(REQUESTS_BYTES)
+            block, (start, length) = allocator.allocate(size), intervals.allocate(size)
+            assert (block.address, block.size_bytes) == (start, length)
+            blocks.append((block, start))
+        assert allocator.allocated_bytes == sum(intervals.used.values())
+        assert allocator.reserved_bytes == sum(length for _, length, _ in intervals.segments)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "segment_bytes"),
+    [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB),
+    ],
+)
+def test_segments_have_pytorchs_sizes(size_bytes, segment_bytes) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(size_bytes)
+    assert allocator.reserved_bytes == segment_bytes == segment_size(size_bytes)
+
+
+@pytest.mark.parametrize(("asked_bytes", "block_bytes"), [(9 * MIB, 10 * MIB), (9 * MIB - 512, 9 * MIB - 512)])
+def test_a_rest_of_up_to_one_mebibyte_is_not_split_off(asked_bytes, block_bytes) -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(10 * MIB))
+    assert allocator.allocate(asked_bytes).size_bytes == block_bytes
+    assert allocator.allocated_bytes == block_bytes
+    assert allocator.reserved_bytes == 10 * MIB
+
+
+def test_a_full_device_gives_cached_segments_back_before_it_gives_up() -> None:
+    allocator = CachingAllocator(capacity_bytes=64 * MIB)
+    allocator.free(allocator.allocate(40 * MIB))
+    held = allocator.allocate(44 * MIB)
+    assert allocator.reserved_bytes == 44 * MIB
+    with pytest.raises(
+        OutOfMemoryError, match=f"{22 * MIB} bytes asked of a device of {64 * MIB}, of which {44 * MIB}"
+    ):
+        allocator.allocate(22 * MIB)
+    allocator.free(held)
+    assert allocator.allocate(64 * MIB).size_bytes == 64 * MIB
+
+
+def test_a_segment_in_use_in_part_is_not_given_back() -> None:
+    allocator = CachingAllocator(capacity_bytes=40 * MIB)
+    first, second = allocator.allocate(2 * MIB), allocator.allocate(8 * MIB)
+    allocator.free(second)
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(30 * MIB)
+    allocator.free(first)
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 30 * MIB

@@ -1,0 +1,716 @@
+"""FLOPs, parameters and bytes against what torch dispatches, holds and moves; causal attention against its pairs."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    addmm_flop,
+    bmm_flop,
+    mm_flop,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+from torch.utils.module_tracker import ModuleTracker
+
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.costs.accounting import (
+    ADAMW_BYTES,
+    ADAMW_FLOPS,
+    Component,
+    Work,
+    attention_backward_flops,
+    attention_forward_flops,
+    component_bytes,
+    component_flops,
+    count_parameters,
+    forward_flops,
+    forward_matmul_flops,
+    forward_work,
+    least_time_s,
+    mfu,
+    optimizer_work,
+    parameters_by_component,
+    ridge_point,
+    state_bytes,
+    step_flops,
+)
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.measure.clock import make_clock
+from cs336_systems.measure.precision import AUTOCAST_DTYPES
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.optimizer import make_optimizer
+from cs336_systems.model.transformer import TransformerLM
+
+aten = torch.ops.aten
+UNEQUAL = [
+    ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4),
+    ModelConfig(vocab_size=37, context_length=5, d_model=12, d_ff=7, num_layers=3, num_heads=2),
+    ModelConfig(vocab_size=3, context_length=1, d_model=2, d_ff=1, num_layers=1, num_heads=1),
+    ModelConfig(vocab_size=50, context_length=33, d_model=30, d_ff=100, num_layers=1, num_heads=3),
+]
+
+
+def run_config(model: ModelConfig, **changes) -> RunConfig:
+    return RunConfig(size="custom", model=model, **changes)
+
+
+every_arch = pytest.mark.parametrize("arch", Arch)
+every_shape = pytest.mark.parametrize("shape", UNEQUAL, ids=lambda shape: f"d{shape.d_model}")
+every_batch = pytest.mark.parametrize("batch_size", [1, 3])
+ATTENTIONS = {
+    "naive": {"attention": Attention.NAIVE},
+    "fused": {"attention": Attention.SDPA},
+    "math": {"attention": Attention.SDPA, "sdpa_backend": SdpaBackend.MATH},
+}
+LINEAR, ATTENTION = (Component.QKV, Component.OUTPUT), (Component.SCORES, Component.VALUES)
+GROUPS = {
+    "d_model d_model": LINEAR,
+    "d_model d_ff": (Component.FFN,),
+    "d_model vocabulary": (Component.HEAD,),
+    "attention": ATTENTION,
+}
+"""Parts of the model whose products the sizes of the factors tell from others."""
+
+
+class ProductCounter(FlopCounterMode):
+    """Torch's counter and formulas, with the FLOPs told apart by the sizes of the factors too.
+
+    Torch counts no fused attention on a CPU: its formula for a GPU's takes the place.
+    """
+
+    def __init__(self, model: ModelConfig, batch_size: int) -> None:
+        tokens, d_model = batch_size * model.context_length, model.d_model
+        others = {"d_model d_model": d_model, "d_model d_ff": model.d_ff, "d_model vocabulary": model.vocab_size}
+        self._names = {tuple(sorted((tokens, d_model, other))): name for name, other in others.items()}
+        assert len(self._names) == len(others), "sizes that tell the parts apart"
+        self.by_name: Counter[str] = Counter()
+        formulas: dict[object, Callable[..., int]] = {
+            aten.mm: lambda a, b, **_: self._linear(a, b, mm_flop(a, b)),
+            aten.addmm: lambda bias, a, b, **_: self._linear(a, b, addmm_flop(bias, a, b)),
+            aten.bmm: lambda a, b, **_: self._add("attention", bmm_flop(a, b)),
+            aten._scaled_dot_product_flash_attention_for_cpu: (
+                lambda q, k, v, *_, **__: self._add("attention", sdpa_flop_count(q, k, v))
+            ),
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+                lambda grad, q, k, v, *_, **__: self._add("attention", sdpa_backward_flop_count(grad, q, k, v))
+            ),
+        }
+        super().__init__(display=False, custom_mapping=formulas)
+
+    def _linear(self, a: tuple[int, ...], b: tuple[int, ...], flops: int) -> int:
+        return self._add(self._names[tuple(sorted((*a, b[1])))], flops)
+
+    def _add(self, name: str, flops: int) -> int:
+        self.by_name[name] += flops
+        return flops
+
+
+@every_arch
+@every_shape
+@every_batch
+@pytest.mark.parametrize(
+    ("attention", "checkpoint_blocks"),
+    [
+        *((attention, blocks) for attention in ("naive", "fused") for blocks in (0, 1, 2, 5)),
+        ("math", 0),
+    ],
+)
+def test_every_part_of_a_step_is_as_torch_counts_it(arch, shape, batch_size, attention, checkpoint_blocks) -> None:
+    """What is computed again, too: by fused attention, and between checkpoints."""
+    config = run_config(
+        replace(shape, arch=arch, **ATTENTIONS[attention]), batch_size=batch_size, checkpoint_blocks=checkpoint_blocks
+    )
+    model = TransformerLM(config.model)
+    model.checkpoint_blocks = checkpoint_blocks
+    with ProductCounter(config.model, batch_size) as forward:
+        logits = model(torch.zeros(batch_size, shape.context_length, dtype=torch.long))
+    with ProductCounter(config.model, batch_size) as backward:
+        logits.sum().backward()
+
+    parts = {part.component: part for part in component_flops(config)}
+    for name, components in GROUPS.items():
+        assert sum(parts[c].forward for c in components) == forward.by_name[name], name
+        assert sum(parts[c].backward + parts[c].recomputed for c in components) == backward.by_name[name], name
+    total = forward.get_total_flops() + backward.get_total_flops()
+    assert sum(part.hardware for part in parts.values()) == total
+    assert parts[Component.EMBEDDING].hardware == 0
+    assert set(parts) == {Component.EMBEDDING, *(c for components in GROUPS.values() for c in components)}
+
+
+@every_arch
+@every_shape
+def test_every_part_is_as_torch_counts_its_module(arch, shape) -> None:
+    """One counter over both passes, which knows in backward too whose product it is, but not of three that share x."""
+    config = run_config(replace(shape, arch=arch), batch_size=3)
+    model = TransformerLM(config.model)
+    with FlopCounterMode(display=False) as counter:
+        logits = model(torch.zeros(3, shape.context_length, dtype=torch.long))
+        forward = flops_by_module(counter)
+        logits.sum().backward()
+        backward = flops_by_module(counter)
+    backward.subtract(forward)
+    for pass_name, found in (("forward", forward), ("backward", backward)):
+        told = {part.component: getattr(part, pass_name) for part in component_flops(config)}
+        attention = told[Component.SCORES] + told[Component.VALUES]
+        assert attention == found["attn bmm"], pass_name
+        assert told[Component.QKV] == found["attn"] - found["attn bmm"] - found["attn.output_proj"], pass_name
+        assert told[Component.OUTPUT] == found["attn.output_proj"], pass_name
+        assert told[Component.FFN] == found["ffn"], pass_name
+        assert told[Component.HEAD] == found["lm_head"], pass_name
+        assert told[Component.EMBEDDING] == found["token_embeddings"] == 0, pass_name
+
+
+def flops_by_module(counter: FlopCounterMode) -> Counter[str]:
+    """FLOPs of all layers by the module's name in its layer; of attention's own products also alone."""
+    found: Counter[str] = Counter()
+    for name, by_operation in counter.get_flop_counts().items():
+        short = re.sub(r"^TransformerLM\.(layers\.\d+\.)?", "", name)
+        found[short] += sum(by_operation.values())
+        if short == "attn":
+            found["attn bmm"] += by_operation[aten.bmm]
+    return found
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "gpt2", "xl"])
+def test_presets_are_as_torch_counts_them(size, monkeypatch) -> None:
+    """At their full size, by tensors without contents."""
+    monkeypatch.setattr(
+        "cs336_systems.model.transformer._initialise_cs336", lambda model: None
+    )  # which looks at what it draws
+    config = run_config(SIZES[size], batch_size=2)
+    with FakeTensorMode():
+        model = TransformerLM(config.model)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(2, config.model.context_length, dtype=torch.long)).sum().backward()
+    assert step_flops(config) == counter.get_total_flops()
+
+
+@every_shape
+@every_batch
+def test_causal_counts_the_pairs_of_a_query_and_no_later_key(shape, batch_size) -> None:
+    """Each query multiplied by the keys up to its own, and its weights by their values, one query after the other."""
+    with FlopCounterMode(display=False) as scores, torch.device("meta"):
+        for position in range(shape.context_length):
+            torch.empty(1, shape.d_head) @ torch.empty(shape.d_head, position + 1)
+    with FlopCounterMode(display=False) as values, torch.device("meta"):
+        for position in range(shape.context_length):
+            torch.empty(1, position + 1) @ torch.empty(position + 1, shape.d_head)
+    heads = shape.num_layers * batch_size * shape.num_heads
+    full, causal = (forward_flops(shape, batch_size, causal=causal) for causal in (False, True))
+    assert causal[Component.SCORES] == heads * scores.get_total_flops()
+    assert causal[Component.VALUES] == heads * values.get_total_flops()
+    assert {part: flops for part, flops in full.items() if part not in ATTENTION} == {
+        part: flops for part, flops in causal.items() if part not in ATTENTION
+    }
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("checkpoint_blocks", [0, 2])
+def test_what_is_computed_again_of_causal_attention_is_causal_too(attention, checkpoint_blocks) -> None:
+    config = run_config(replace(UNEQUAL[1], **ATTENTIONS[attention]), checkpoint_blocks=checkpoint_blocks)
+    length = config.model.context_length
+    for full, causal in zip(component_flops(config), component_flops(config, causal=True), strict=True):
+        for name in ("forward", "backward", "recomputed", "step", "hardware"):
+            ratio = (length + 1, 2 * length) if full.component in ATTENTION else (1, 1)
+            assert getattr(causal, name) * ratio[1] == getattr(full, name) * ratio[0], name
+
+
+@pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.FORWARD])
+def test_without_backward_nothing_is_computed_again(mode) -> None:
+    model = replace(UNEQUAL[1], attention=Attention.SDPA)
+    parts = component_flops(run_config(model, mode=mode, checkpoint_blocks=1))
+    assert sum(part.hardware for part in parts) == forward_matmul_flops(model, 4)
+
+
+@every_arch
+@every_shape
+@every_batch
+def test_flops_are_those_that_torch_dispatches(arch, shape, batch_size) -> None:
+    config = replace(shape, arch=arch)
+    model = TransformerLM(config)
+    tokens = torch.zeros(batch_size, config.context_length, dtype=torch.long)
+    with FlopCounterMode(display=False) as forward:
+        logits = model(tokens)
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    assert forward_matmul_flops(config, batch_size) == forward.get_total_flops()
+    for mode in (Mode.INFERENCE, Mode.FORWARD):
+        assert step_flops(run_config(config, batch_size=batch_size, mode=mode)) == forward.get_total_flops()
+    whole = forward.get_total_flops() + backward.get_total_flops()
+    for mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+        assert step_flops(run_config(config, batch_size=batch_size, mode=mode)) == whole
+
+
+@every_arch
+@every_shape
+def test_products_of_attention_are_those_that_torch_dispatches(arch, shape) -> None:
+    """Scores and values are the only products of batches of matrices (bmm): linear layers flatten the batch (mm)."""
+    config, batch_size = replace(shape, arch=arch), 3
+    model = TransformerLM(config)
+    with FlopCounterMode(display=False) as forward:
+        logits = model(torch.zeros(batch_size, config.context_length, dtype=torch.long))
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    for counter, flops in (
+        (forward, attention_forward_flops(config, batch_size)),
+        (backward, attention_backward_flops(config, batch_size)),
+    ):
+        assert flops.scores == flops.values
+        assert flops.scores + flops.values == counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+
+
+class Counted(float):
+    """A number that counts the operations on it and its kind."""
+
+    count = 0
+
+    def _counted(self, value: float) -> "Counted":
+        Counted.count += 1
+        return Counted(value)
+
+    def __add__(self, other):
+        return self._counted(float(self) + float(other))
+
+    def __sub__(self, other):
+        return self._counted(float(self) - float(other))
+
+    def __mul__(self, other):
+        return self._counted(float(self) * float(other))
+
+    def __truediv__(self, other):
+        return self._counted(float(self) / float(other))
+
+    def larger(self, other):
+        return self._counted(max(float(self), float(other)))
+
+    def exp(self):
+        return self._counted(math.exp(self))
+
+    def sqrt(self):
+        return self._counted(math.sqrt(self))
+
+
+def test_softmax_counts_each_operation_of_its_definition() -> None:
+    """A row at a time, as it is told, and the numbers are torch's."""
+    model = UNEQUAL[1]
+    rows = 3 * model.num_layers * model.num_heads * model.context_length
+    scores = torch.randn(model.context_length, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(model.context_length, dtype=torch.float64)
+
+    Counted.count = 0
+    row, largest, total = [Counted(x) for x in scores.tolist()], Counted(-math.inf), Counted(0)
+    for x in row:
+        largest = largest.larger(x)
+    powers = [(x - largest).exp() for x in row]
+    for x in powers:
+        total = total + x
+    weights = [x / total for x in powers]
+    assert attention_forward_flops(model, 3).softmax == rows * Counted.count
+
+    Counted.count = 0
+    dot = Counted(0)
+    for x, g in zip(weights, gradient.tolist(), strict=True):
+        dot = dot + x * g
+    found = [(Counted(g) - dot) * x for x, g in zip(weights, gradient.tolist(), strict=True)]
+    assert attention_backward_flops(model, 3).softmax == rows * Counted.count
+
+    expected = scores.softmax(dim=0)
+    expected.backward(gradient)
+    torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), expected.detach())
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), scores.grad)
+
+
+@pytest.mark.parametrize("config", [*SIZES.values(), *UNEQUAL, *(replace(shape, arch=Arch.GPT2) for shape in UNEQUAL)])
+def test_parameters_are_those_that_torch_holds(config) -> None:
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+COMPONENT_OF = {
+    r"token_embeddings\.weight": Component.EMBEDDING,
+    r"token_embeddings\.positions": Component.EMBEDDING,
+    r"layers\.\d+\.ln[12]\..*|ln_final\..*": Component.NORMS,
+    r"layers\.\d+\.attn\.[qkv]_proj\..*": Component.QKV,
+    r"layers\.\d+\.attn\.output_proj\..*": Component.OUTPUT,
+    r"layers\.\d+\.ffn\..*": Component.FFN,
+    r"lm_head\.weight": Component.HEAD,
+}
+"""Where the parameters of the model belong, by name; a tied table goes by the head's."""
+
+
+@every_arch
+@every_shape
+def test_parameters_of_each_part_are_those_that_torch_holds(arch, shape) -> None:
+    config = replace(shape, arch=arch)
+    model = TransformerLM(config)
+    held: Counter[Component] = Counter()
+    for parameter in model.parameters():
+        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+        [component] = {part for pattern, part in COMPONENT_OF.items() if re.fullmatch(pattern, names[-1])}
+        held[component] += parameter.numel()
+    assert parameters_by_component(config) == held
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+)
+def test_gpt2_presets_hold_as_many_parameters_as_the_released_models(size, parameters) -> None:
+    assert count_parameters(SIZES[size]) == parameters
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [("small", 0.129), ("medium", 0.423), ("large", 0.969), ("xl", 2.00), ("2.7B", 3.41), ("10B", 12.8)],
+)
+def test_course_presets_hold_what_their_names_do_not_say(size, billions) -> None:
+    assert count_parameters(SIZES[size]) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("size", "linear_tflops", "attention_tflops"),
+    [
+        ("small", 1.486, 0.116),
+        ("medium", 5.073, 0.309),
+        ("large", 11.753, 0.580),
+        ("xl", 24.356, 0.966),
+        ("2.7B", 41.546, 1.031),
+    ],
+)
+def test_train_step_at_context_512_and_batch_4(size, linear_tflops, attention_tflops) -> None:
+    """By hand; small: 6 x 2048 tokens x 120.9M weights, and 12 x 12 layers x 768 x 512 x 2048 tokens."""
+    flops = step_flops(run_config(SIZES[size]))
+    assert flops is not None
+    assert flops / 1e12 == pytest.approx(linear_tflops + attention_tflops, abs=0.002)
+
+
+@pytest.mark.parametrize("size", ["medium", "xl", "2.7B", "10B"])
+def test_short_contexts_take_six_flops_per_parameter_and_token(size) -> None:
+    """Of the parameters, only the embedding table and the norms multiply nothing."""
+    model = replace(SIZES[size], context_length=16)
+    flops = step_flops(run_config(model, batch_size=4))
+    assert flops is not None
+    multiplying = count_parameters(model) - model.vocab_size * model.d_model
+    assert flops / (6 * multiplying * 4 * 16) == pytest.approx(1, rel=0.01)
+
+
+def test_the_users_own_model_has_no_known_flops() -> None:
+    config = run_config(UNEQUAL[0], model_factory="package.module:factory")
+    assert step_flops(config) is None
+    with pytest.raises(ValueError, match=r"package\.module:factory"):
+        component_flops(config)
+
+
+def test_mfu_is_relative_to_the_dense_peak() -> None:
+    assert mfu(156e12, "NVIDIA A100-SXM4-80GB", Precision.BF16) == 0.5
+    assert mfu(19.5e12, "NVIDIA A100-SXM4-80GB", Precision.FP32) == 1
+    assert mfu(156e12, "NVIDIA A100-SXM4-80GB", Precision.TF32) == 1
+
+
+def test_unknown_hardware_or_precision_has_no_mfu() -> None:
+    assert mfu(1e12, "NVIDIA H20", Precision.BF16) is None
+    assert mfu(1e12, "Tesla V100-SXM2-16GB", Precision.BF16) is None
+    assert mfu(1e9, "Apple M3", Precision.FP32) is None
+
+
+# Bytes
+
+
+@every_arch
+@pytest.mark.parametrize("mode", Mode)
+def test_parameters_gradients_and_moments_are_the_bytes_that_torch_holds(arch, mode) -> None:
+    config = run_config(replace(UNEQUAL[1], arch=arch), mode=mode)
+    model = TransformerLM(config.model)
+    parameters = list(model.parameters())
+    optimizer = make_optimizer(OptimizerKind.FOREACH, parameters)
+    if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+        model(torch.zeros(2, config.model.context_length, dtype=torch.long)).sum().backward()
+    if mode is Mode.TRAIN:
+        optimizer.step()
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    held = state_bytes(config)
+    assert held.parameters == sum(p.nbytes for p in parameters)
+    assert held.gradients == sum(p.grad.nbytes for p in parameters if p.grad is not None)
+    assert held.optimizer_state == sum(moment.nbytes for moment in moments)
+    assert held.weight_copies == 0
+
+
+class CastsOf(TorchDispatchMode):
+    """Adds up the bytes of what is cast from any of some tensors."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.addresses = {tensor.data_ptr() for tensor in tensors}
+        self.size_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if func is aten._to_copy.default and args[0].data_ptr() in self.addresses:
+            self.size_bytes += out.nbytes
+        return out
+
+
+@every_arch
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
+def test_copies_of_weights_are_those_that_autocast_makes(arch, precision) -> None:
+    config = run_config(replace(UNEQUAL[1], arch=arch), precision=precision)
+    model = TransformerLM(config.model)
+    with autocast(precision), CastsOf(list(model.parameters())) as casts:
+        model(torch.zeros(2, config.model.context_length, dtype=torch.long))
+    assert state_bytes(config).weight_copies == casts.size_bytes
+    assert (casts.size_bytes > 0) == (precision in AUTOCAST_DTYPES)
+
+
+@contextmanager
+def autocast(precision: Precision) -> Iterator[None]:
+    dtype = AUTOCAST_DTYPES.get(precision)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        yield
+
+
+class MovedBytes(TorchDispatchMode):
+    """Bytes of the factors and results of a model's products, and of its lookups, by part of the model.
+
+    What is at one address counts once for a part and layer. The tensors are kept, so that no address comes twice.
+    """
+
+    def __init__(self, tracker: ModuleTracker, context_length: int) -> None:
+        super().__init__()
+        self.tracker, self.context_length = tracker, context_length
+        self.tensors: dict[tuple[Component, str], dict[int, Tensor]] = {}
+        self.lookup_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        name = func.overloadpacket
+        where = max(self.tracker.parents, key=len)
+        if name in (aten.mm, aten.addmm, aten.bmm):
+            is_scores = name is aten.bmm and out.shape[-1] == self.context_length
+            part = self._part(where, Component.SCORES if is_scores else Component.VALUES)
+            self._add(part, where, [*args, out])
+        elif name is aten._scaled_dot_product_flash_attention_for_cpu:
+            self._add(Component.SCORES, where, list(args[:2]))
+            self._add(Component.VALUES, where, [args[2], out[0]])
+        elif name is aten.embedding:
+            self.lookup_bytes += args[1].nbytes + 2 * out.nbytes
+        return out
+
+    def _part(self, where: str, attention: Component) -> Component:
+        ends = {"q_proj": Component.QKV, "k_proj": Component.QKV, "v_proj": Component.QKV, "attn": attention}
+        ends |= {"output_proj": Component.OUTPUT, "lm_head": Component.HEAD}
+        return ends.get(where.rpartition(".")[2], Component.FFN)
+
+    def _add(self, part: Component, where: str, tensors: list[object]) -> None:
+        layer = "".join(re.findall(r"layers\.\d+", where))
+        for tensor in tensors:
+            assert isinstance(tensor, Tensor)
+            self.tensors.setdefault((part, layer), {})[tensor.data_ptr()] = tensor
+
+    def of(self, wanted: Component) -> int:
+        found = (tensors.values() for (part, _), tensors in self.tensors.items() if part is wanted)
+        return sum(tensor.nbytes for tensors in found for tensor in tensors)
+
+
+@every_arch
+@every_shape
+@pytest.mark.parametrize("attention", [Attention.NAIVE, Attention.SDPA])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_least_bytes_are_those_of_the_tensors_that_products_read_and_write(arch, shape, attention, precision) -> None:
+    config = run_config(replace(shape, arch=arch, attention=attention), batch_size=3, precision=precision)
+    model = TransformerLM(config.model)
+    tracker = ModuleTracker()
+    with torch.no_grad(), autocast(precision), tracker, MovedBytes(tracker, shape.context_length) as moved:
+        model(torch.zeros(3, shape.context_length, dtype=torch.long))
+    work = {part.name: part for part in forward_work(config)}
+    for component in set(work) - {Component.EMBEDDING}:
+        assert work[component].moved_bytes == moved.of(component), component
+    positions = model.token_embeddings.positions
+    added_bytes = 0 if positions is None else positions.nbytes
+    assert work[Component.EMBEDDING].moved_bytes == moved.lookup_bytes + added_bytes
+    assert {name: part.flops for name, part in work.items()} == forward_flops(config.model, 3)
+
+
+class MovedByProducts(TorchDispatchMode):
+    """Bytes of the factors, biases and results of every product that is carried out, by sizes that tell the parts
+    apart; a product's scales are left out."""
+
+    PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._scaled_mm)
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if func.overloadpacket in self.PRODUCTS:
+            tensors = [t for t in (*args, *(kwargs or {}).values(), out) if isinstance(t, Tensor) and t.dim()]
+            sides = {side for tensor in tensors for side in tensor.shape}
+            self.by_name[self._name(func.overloadpacket, sides)] += sum(tensor.nbytes for tensor in tensors)
+        return out
+
+    def _name(self, product: object, sides: set[int]) -> str:
+        if product is aten.bmm:
+            return "attention"
+        if self.model.vocab_size in sides:
+            return "d_model vocabulary"
+        return "d_model d_ff" if {self.model.d_ff, 2 * self.model.d_ff} & sides else "d_model d_model"
+
+
+def moved_in_a_step(config: RunConfig) -> tuple[Counter[str], Counter[str]]:
+    """By the products of forward and of backward of a real step."""
+    step, clock = TrainingStep(config), make_clock(config)
+    step(clock)
+    batch = step.batches()
+    with MovedByProducts(config.model) as forward:
+        loss = step.forward(batch)
+    with MovedByProducts(config.model) as backward:
+        step.backward(loss)
+    return forward.by_name, backward.by_name
+
+
+OF_16 = ModelConfig(vocab_size=112, context_length=16, d_model=32, d_ff=80, num_layers=3, num_heads=2)
+"""Sizes that fp8 can have, and that tell the parts apart."""
+
+
+@every_arch
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_bytes_and_flops_again_are_those_of_the_products_of_a_step(arch, blocks, fp8, fp8_products_of_a_gpu) -> None:
+    """Of weights kept in bf16, whose layers that share an input have one product, so that nothing is read twice."""
+    model = replace(OF_16, arch=arch, attention=Attention.SDPA)
+    config = run_config(
+        model, batch_size=1, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fp8=fp8,
+        checkpoint_blocks=blocks,
+    )  # fmt: skip
+    forward, backward = moved_in_a_step(config)
+    parts = {part.component: part for part in component_bytes(config)}
+    for name in (name for name in GROUPS if name != "attention"):
+        assert sum(parts[c].forward for c in GROUPS[name]) == forward[name], name
+        assert sum(parts[c].backward + parts[c].recomputed for c in GROUPS[name]) == backward[name], name
+    flops = {part.component: part for part in component_flops(config)}[Component.FFN]
+    spared = 0 if fp8 or not blocks else -(-3 // blocks)
+    last = 2 * 16 * 80 * 32  # a block's last product
+    assert flops.recomputed == (flops.forward - spared * last if blocks else 0)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_bytes_of_attention_written_out_are_those_of_its_products(blocks) -> None:
+    config = run_config(replace(OF_16, attention=Attention.NAIVE), batch_size=3, checkpoint_blocks=blocks)
+    forward, backward = moved_in_a_step(config)
+    parts = [part for part in component_bytes(config) if part.component in ATTENTION]
+    assert sum(part.forward for part in parts) == forward["attention"]
+    assert sum(part.backward + part.recomputed for part in parts) == backward["attention"]
+
+
+@every_arch
+@pytest.mark.parametrize("attention", [Attention.NAIVE, Attention.SDPA])
+@pytest.mark.parametrize("mode", Mode)
+def test_bytes_of_forward_are_those_of_its_work(arch, attention, mode) -> None:
+    """And backward, where there is one, has two products for each of forward, of the same matrices without biases."""
+    model = replace(UNEQUAL[1], arch=arch, attention=attention)
+    config = run_config(model, precision=Precision.BF16, mode=mode)
+    work = {part.name: part.moved_bytes for part in forward_work(config)}
+    passes = 2 if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) else 0
+    d_model, biases = 12, 2 * 3 if arch is Arch.GPT2 else 0  # of 2 bytes, in 3 layers
+    of = {Component.QKV: 3 * d_model, Component.OUTPUT: d_model, Component.FFN: 7 + d_model}
+    for part in component_bytes(config):
+        assert part.forward == work[part.component], part
+        assert part.backward == passes * (part.forward - biases * of.get(part.component, 0)), part
+        assert part.recomputed == 0
+
+
+def test_bytes_of_the_users_own_model_are_not_known() -> None:
+    with pytest.raises(ValueError, match=r"package\.module:factory"):
+        component_bytes(run_config(UNEQUAL[0], model_factory="package.module:factory"))
+
+
+def test_intensity_of_a_large_product_is_a_sixth_of_its_size() -> None:
+    """n^3 multiply-adds over three matrices of n^2 elements of 4 bytes: 2 n / 12."""
+    n = 4096
+    model = ModelConfig(vocab_size=n, context_length=n, d_model=n, d_ff=n, num_layers=1, num_heads=1)
+    work = {part.name: part for part in forward_work(run_config(model, batch_size=1))}
+    for component in (Component.OUTPUT, Component.HEAD, Component.SCORES, Component.VALUES):
+        assert work[component].intensity == n / 6, component
+
+
+def test_adamw_counts_each_operation_of_its_definition() -> None:
+    """One parameter, as the algorithm has it, and the number is torch's."""
+    lr, (beta1, beta2), eps, decay = 0.01, (0.9, 0.95), 1e-8, 0.1
+    start, gradient = 0.7, -0.3
+    parameter = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
+    parameter.grad = torch.tensor([gradient], dtype=torch.float64)
+    torch.optim.AdamW([parameter], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay).step()
+
+    # of all parameters alike, so no operations of one
+    size, scale, keep, rest1, rest2 = lr / (1 - beta1), (1 - beta2) ** -0.5, 1 - lr * decay, 1 - beta1, 1 - beta2
+    size, eps = size / scale, eps / scale
+    p, g, m, v = Counted(start), Counted(gradient), Counted(0), Counted(0)
+    Counted.count = 0
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    p = p * keep - m / (v.sqrt() + eps) * size
+    assert Counted.count == ADAMW_FLOPS
+    assert float(p) == pytest.approx(parameter.item(), rel=1e-12)
+
+
+def test_adamw_moves_what_it_needs_and_what_it_changes() -> None:
+    parameter = torch.nn.Parameter(torch.full((64,), 0.5))
+    optimizer = make_optimizer(OptimizerKind.FUSED, [parameter])
+    for _ in range(2):
+        parameter.grad = torch.full((64,), 0.25)
+        state = optimizer.state[parameter]
+        tensors = [parameter, parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)]
+        before = [tensor.detach().clone() for tensor in tensors]
+        optimizer.step()
+    assert len(tensors) == 4
+    changed = [tensor for tensor, was in zip(tensors, before, strict=True) if not torch.equal(tensor, was)]
+    moved = sum(tensor.nbytes for tensor in [*tensors, *changed])
+    assert moved == ADAMW_BYTES * parameter.numel()
+
+
+def test_the_optimizer_works_on_every_parameter_in_fp32() -> None:
+    work, parameters = optimizer_work(SIZES["gpt2"]), 124_439_808
+    assert (work.flops, work.moved_bytes) == (ADAMW_FLOPS * parameters, ADAMW_BYTES * parameters)
+    assert work.precision is Precision.FP32
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "ridge"),
+    [("A100-SXM4-80GB", Precision.BF16, 312 / 2.039), ("H200", Precision.BF16, 989.5 / 4.8), ("B200", "fp32", None)],
+)
+def test_the_ridge_point_is_peak_over_bandwidth(name, precision, ridge) -> None:
+    device = find_device(name)
+    assert ridge_point(device, Precision(precision)) == (ridge and pytest.approx(ridge))
+
+
+def test_below_the_ridge_memory_sets_the_time_and_above_it_arithmetic() -> None:
+    device = find_device("H200")
+    ridge = ridge_point(device, Precision.BF16)
+    for intensity in (0, ridge / 7, ridge, ridge * 7):
+        work = Work(name="", flops=round(intensity * 10**12), moved_bytes=10**12, precision=Precision.BF16)
+        by_memory, by_arithmetic = 1e12 / 4.8e12, intensity * 1e12 / 989.5e12
+        expected = by_memory if intensity <= ridge else by_arithmetic
+        assert least_time_s(work, device) == pytest.approx(expected)
+    assert least_time_s(optimizer_work(SIZES["tiny"]), find_device("B200")) is None

@@ -1,0 +1,388 @@
+"""Oracles: peaks measured on an H200, live tensors of real steps on the CPU, and what autograd really saves."""
+
+import re
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Phase,
+    Precision,
+    Profiler,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.costs.accounting import count_parameters
+from cs336_systems.costs.forecast.step import StepTape
+from cs336_systems.costs.forecast.tape import Category
+from cs336_systems.costs.memory import (
+    CUDA_CONTEXT_BYTES,
+    fits,
+    largest_batch,
+    largest_context,
+    predict_memory,
+    predicted_peak_bytes,
+    residual_stream_bytes,
+    saved_by_block,
+)
+from cs336_systems.measure.precision import autocast
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.record import RunRecord, Status, read_record
+
+MEASURED = Path(__file__).parents[2] / "data" / "e2e_benchmark"
+MATH = {"attention": Attention.SDPA, "sdpa_backend": SdpaBackend.MATH}
+UNEQUAL = ModelConfig(vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3)
+
+
+def records(*names: str) -> list[RunRecord]:
+    return [read_record(path) for name in names for path in sorted((MEASURED / name / "runs").glob("*.json"))]
+
+
+H200 = records("train_fp32", "train_bf16", "inference", "sdpa")
+
+
+def run_config(model: ModelConfig, **changes) -> RunConfig:
+    return RunConfig(size="custom", model=model, **changes)
+
+
+def test_there_are_measured_peaks_to_compare_with() -> None:
+    assert len(H200) == 120, "naive and sdpa: five sizes, three contexts, two precisions, inference and train"
+
+
+@pytest.mark.parametrize("record", H200, ids=lambda record: record.config.label)
+def test_peaks_are_those_measured(record) -> None:
+    prediction = predict_memory(record.config)
+    for predicted, measured in (
+        (prediction.peak.allocated_bytes, record.memory.peak_allocated_bytes),
+        (prediction.first_step_peak.allocated_bytes, record.memory.first_step_peak_allocated_bytes),
+    ):
+        assert abs(predicted - measured) <= max(0.03 * measured, 64 * 2**20)
+    # segments are 20 MiB: a few more or less of them, as free blocks happen to be taken
+    reserved = record.memory.peak_reserved_bytes
+    assert abs(prediction.reserved_bytes - reserved) <= max(0.03 * reserved, 4 * 20 * 2**20)
+
+
+def test_most_peaks_are_met_to_the_byte() -> None:
+    """The rest differ in which of several free blocks the real allocator took."""
+    errors = [predict_memory(r.config).peak.allocated_bytes - r.memory.peak_allocated_bytes for r in H200]
+    assert errors.count(0) > len(H200) / 2
+    assert max(abs(error) / r.memory.peak_allocated_bytes for error, r in zip(errors, H200, strict=True)) < 0.01
+
+
+def grid_of_memory() -> list[RunRecord]:
+    """xl and 2.7B at contexts 128 to 2048, every mode, fp32 and bf16, without a profiler."""
+    runs = MEASURED.parent / "memory_profiles" / "h200" / "runs"
+    found = [read_record(path) for path in sorted(runs.glob("*.json"))]
+    return [record for record in found if record.config.profiler is Profiler.NONE]
+
+
+@pytest.mark.parametrize("record", grid_of_memory(), ids=lambda record: record.config.label)
+def test_what_fits_and_how_much_it_takes_at_long_contexts(record) -> None:
+    """PyTorch's message says how much memory CUDA has to give, which is less than NVML's total."""
+    messages = [r.failure.message for r in grid_of_memory() if r.status is Status.OOM]
+    (capacity_gib,) = {float(re.search(r"total capacity of ([\d.]+) GiB", message)[1]) for message in messages}
+    assert len(messages) == 8
+    assert fits(record.config, int(capacity_gib * 2**30)) == (record.status is Status.OK)
+    if record.status is Status.OK:
+        measured = record.memory.peak_allocated_bytes
+        assert abs(predicted_peak_bytes(record.config) - measured) <= max(0.03 * measured, 64 * 2**20)
+
+
+def test_the_peak_of_a_first_step_alone_is_its_own() -> None:
+    first, later = (run_config(SIZES["small"], device=Device.CUDA, warmup_steps=0, measured_steps=n) for n in (1, 2))
+    prediction = predict_memory(first)
+    assert predicted_peak_bytes(first) == prediction.first_step_peak.allocated_bytes
+    assert predicted_peak_bytes(later) == prediction.peak.allocated_bytes > prediction.first_step_peak.allocated_bytes
+
+
+@pytest.mark.parametrize("record", [*records("out_of_memory"), *H200[::7]], ids=lambda record: record.config.label)
+def test_runs_that_ran_out_of_memory_are_foretold_and_no_others(record) -> None:
+    assert fits(record.config, record.environment.device_memory_bytes) == (record.status is Status.OK)
+
+
+@pytest.mark.parametrize("record", H200[::7], ids=lambda record: record.config.label)
+def test_no_run_fits_in_less_than_its_measured_peak(record) -> None:
+    assert not fits(record.config, CUDA_CONTEXT_BYTES + int(0.97 * record.memory.peak_allocated_bytes))
+
+
+@pytest.mark.parametrize("size", ["small", "xl"])
+@pytest.mark.parametrize(("optimizer", "workspace_bytes"), [(OptimizerKind.ADAMW, 0), (OptimizerKind.FOREACH, 4)])
+def test_training_holds_16_bytes_a_parameter(size, optimizer, workspace_bytes) -> None:
+    """A short context puts the peak where all gradients are there, in the optimizer; foreach copies one whole list."""
+    model = replace(SIZES[size], context_length=16)
+    peak = predict_memory(run_config(model, batch_size=1, optimizer=optimizer)).peak
+    parameters = count_parameters(model)
+    tensors = sum(part.count for part in peak.parts if part.category is Category.PARAMETERS)
+    assert peak.phase is Phase.OPTIMIZER
+    for category, per_parameter in (
+        (Category.PARAMETERS, 4),
+        (Category.GRADIENTS, 4),
+        (Category.OPTIMIZER_STATE, 8),
+        *([(Category.OPTIMIZER_WORKSPACE, workspace_bytes)] if workspace_bytes else []),
+    ):
+        assert 0 <= peak.bytes_of(category) - per_parameter * parameters < 512 * 2 * tensors
+
+
+def test_fused_adamw_has_its_step_counts_on_the_device() -> None:
+    model = replace(SIZES["small"], context_length=16)
+    peak = predict_memory(run_config(model, optimizer=OptimizerKind.FUSED)).peak
+    tensors = 2 + 12 * 9 + 1
+    rest = peak.bytes_of(Category.OPTIMIZER_STATE) - 8 * count_parameters(model)
+    assert 512 * tensors <= rest < 512 * 3 * tensors
+    assert peak.bytes_of(Category.OPTIMIZER_WORKSPACE) == 0
+
+
+@pytest.mark.parametrize("checkpoint_blocks", [0, 4])
+def test_largest_batch_and_context_are_the_last_that_fit(checkpoint_blocks) -> None:
+    config = run_config(SIZES["small"], precision=Precision.BF16, checkpoint_blocks=checkpoint_blocks)
+    memory_bytes = 16 * 2**30
+    batch_size, context_length = largest_batch(config, memory_bytes), largest_context(config, memory_bytes)
+    for least, name in ((batch_size, "batch_size"), (context_length, "context_length")):
+        for value, fit in ((least, True), (least + 1, False)):
+            changed = (
+                replace(config, batch_size=value)
+                if name == "batch_size"
+                else replace(config, model=replace(config.model, context_length=value))
+            )
+            assert fits(changed, memory_bytes) is fit
+    assert largest_batch(config, CUDA_CONTEXT_BYTES + 2**30) == 0
+    assert largest_context(config, CUDA_CONTEXT_BYTES + 2**30) == 0
+
+
+def test_each_block_more_in_a_checkpoint_costs_what_a_block_saves() -> None:
+    """At this length the peak is in the backward of the first block, when all of its checkpoint is there again."""
+    config = run_config(replace(SIZES["xl"], context_length=2048), precision=Precision.BF16)
+    block_bytes = sum(part.size_bytes for part in saved_by_block(config) if part.category is Category.ACTIVATIONS)
+    peaks = {blocks: predict_memory(replace(config, checkpoint_blocks=blocks)).peak for blocks in (0, 1, 2, 4, 48)}
+    kept = {blocks: peak.bytes_of(Category.ACTIVATIONS) for blocks, peak in peaks.items()}
+    assert kept[2] - kept[1] == block_bytes
+    assert kept[4] - kept[1] == 3 * block_bytes
+    assert kept[48] == kept[0]
+    assert peaks[1].allocated_bytes < 0.25 * peaks[0].allocated_bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_factory": "package.module:factory"},
+        {"compile": CompileMode.DEFAULT},
+        {"model": replace(UNEQUAL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH)},
+        {"model": replace(UNEQUAL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.CUDNN)},
+    ],
+)
+def test_what_is_not_predicted_has_no_number(changes) -> None:
+    config = replace(run_config(UNEQUAL), **changes)
+    assert predict_memory(config) is None
+    assert saved_by_block(config) is None
+    assert fits(config, 2**40) is None
+    assert largest_batch(config, 2**40) is None
+    assert largest_context(config, 2**40) is None
+
+
+def test_residual_stream_of_xl_at_context_256() -> None:
+    assert residual_stream_bytes(run_config(replace(SIZES["xl"], context_length=256))) == 6.25 * 2**20
+
+
+def test_largest_tensor_that_a_block_of_xl_keeps_is_the_softmax() -> None:
+    largest = saved_by_block(run_config(SIZES["xl"]))[0]
+    assert (largest.label, largest.formula) == ("softmax output", "batch x heads x T x T x 4")
+    assert (largest.size_bytes, largest.count) == (104_857_600, 1)
+
+
+VARIANTS = [
+    pytest.param(replace(SIZES["small"], arch=arch, context_length=64, num_layers=2, **attention), precision, mode, k)
+    for arch, attention, precision, mode, k in product(
+        Arch,
+        ({}, {"attention": Attention.SDPA}, MATH),
+        (Precision.FP32, Precision.FP16),
+        Mode,
+        (0, 2),
+    )
+]
+
+
+@pytest.mark.parametrize(("model", "precision", "mode", "checkpoint_blocks"), VARIANTS)
+def test_parts_add_up_to_the_peak(model, precision, mode, checkpoint_blocks) -> None:
+    config = run_config(model, precision=precision, mode=mode, checkpoint_blocks=checkpoint_blocks)
+    prediction = predict_memory(config)
+    for peak in (prediction.peak, prediction.first_step_peak):
+        assert sum(part.size_bytes for part in peak.parts) == peak.allocated_bytes
+        assert all(part.size_bytes >= 0 and part.count > 0 for part in peak.parts[:-1])
+    assert list(prediction.after_bytes) == list(config.phases)
+    assert max(prediction.start_bytes, *prediction.after_bytes.values()) <= prediction.peak.allocated_bytes
+    assert prediction.peak.phase in config.phases
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """The tensors of PyTorch's CUDA kernel, which the CPU has not: what it keeps, and what it makes."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        scale = torch.zeros(*x.shape[:-1], 1)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch) -> None:
+    """The same tensors on a CPU: RMSNorm in one kernel; autocast runs softmax and likelihood in fp32."""
+    monkeypatch.setattr(F, "rms_norm", lambda x, _shape, weight, _eps: FusedRMSNorm.apply(x, weight))
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, dim: softmax(self.float(), dim))
+    monkeypatch.setattr(F, "cross_entropy", lambda x, y: F.nll_loss(F.log_softmax(x, 1, dtype=x.dtype).float(), y))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators have made and nobody has let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor.untyped_storage())
+        return out
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) not in self._known:
+            self._known.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, size_bytes: int) -> None:
+        self._known.remove(key)
+        self.now -= size_bytes
+
+
+def tape_bytes(config: RunConfig) -> tuple[list[int], int]:
+    """Bytes on the tape after each phase of the second step, and its peak, both over what it began with."""
+    step = StepTape(config)
+    step.set_up()
+    step.run()
+    begin = len(step.tape.events)
+    step.run()
+    now, peak, after = 0, 0, []
+    for event in step.tape.events[begin + 1 :]:
+        if isinstance(event, Phase):
+            after.append(now)
+            if event is Phase.STEP:
+                return after, peak
+            continue
+        spec = step.tape.specs[max(event, ~event)]
+        if spec.category is not Category.LIBRARY_WORKSPACE:
+            now += spec.size_bytes if event >= 0 else -spec.size_bytes
+        peak = max(peak, now)
+    raise AssertionError("the tape has no end")
+
+
+def real_bytes(config: RunConfig) -> tuple[list[int], int]:
+    """The same of real tensors on the CPU."""
+    with LiveBytes() as live:
+        step = TrainingStep(config)
+        for _ in range(2):
+            start, after, live.peak = live.now, [], live.now
+            loss = step.forward(step.batches())
+            after.append(live.now - start)
+            if Phase.BACKWARD in config.phases:
+                step.backward(loss)
+                after.append(live.now - start)
+            if Phase.OPTIMIZER in config.phases:
+                step.update()
+                after.append(live.now - start)
+            peak = live.peak - start
+            step.model.zero_grad(set_to_none=True)
+            kept = loss.detach()  # noqa: F841 (as the caller of a step keeps it during the next)
+            del loss
+        return after, peak
+
+
+def really_saved(config: RunConfig) -> Counter[int]:
+    """Bytes, rounded up to 512, of what autograd keeps of one block, without parameters and shared tables."""
+    model = TransformerLM(config.model)
+    shared = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage  # held, so that no other takes its address
+        return tensor
+
+    x = torch.zeros(config.batch_size, config.model.context_length, config.model.d_model, requires_grad=True)
+    math = config.model.sdpa_backend is SdpaBackend.MATH
+    with (
+        sdpa_kernel(SDPBackend.MATH) if math else nullcontext(),
+        autocast(config.precision, config.device),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept),
+    ):
+        out = model.layers[0](x, model.rotations, model.future)
+    assert out.grad_fn is not None
+    sizes = (-(-storage.nbytes() // 512) * 512 for address, storage in storages.items() if address not in shared)
+    return Counter(sizes)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("attention", [{}, {"attention": Attention.SDPA}, MATH], ids=["naive", "fused", "math"])
+@pytest.mark.parametrize("arch", Arch)
+def test_a_block_saves_what_autograd_saves(arch, attention, precision) -> None:
+    """The CPU's fused attention keeps what the GPU's does: inputs, output and the logarithms of the sums."""
+    config = run_config(replace(SIZES["tiny"], arch=arch, **attention), batch_size=3, precision=precision)
+    predicted: Counter[int] = Counter()
+    parts = saved_by_block(config)
+    assert list(parts) == sorted(parts, key=lambda part: part.size_bytes, reverse=True)
+    for part in parts:
+        predicted[part.size_bytes // part.count] += part.count
+    assert predicted == really_saved(config)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("mode", "optimizer"),
+    [*((mode, OptimizerKind.ADAMW) for mode in Mode), (Mode.TRAIN, OptimizerKind.FOREACH)],
+)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("attention", [{}, MATH], ids=["naive", "math"])
+@pytest.mark.parametrize("arch", Arch)
+def test_each_phase_holds_what_a_real_step_holds(arch, attention, precision, mode, optimizer) -> None:
+    config = run_config(
+        replace(UNEQUAL, arch=arch, **attention), batch_size=3, precision=precision, mode=mode, optimizer=optimizer
+    )
+    assert tape_bytes(config) == real_bytes(config)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("arch", Arch)
+def test_checkpoints_hold_what_a_real_step_with_them_holds(arch, precision, blocks) -> None:
+    config = run_config(replace(UNEQUAL, arch=arch), batch_size=3, precision=precision, checkpoint_blocks=blocks)
+    assert tape_bytes(config) == real_bytes(config)

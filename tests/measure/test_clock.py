@@ -1,0 +1,169 @@
+"""A delay is found in the phase it was put into, on a CPU, on a device that lags behind, and on a GPU."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cs336_systems.config import SIZES, Device, Phase, RunConfig
+from cs336_systems.measure.clock import Clock, EventClock, HostClock, StepTimes, make_clock
+from tests.conftest import HostTime
+
+DELAY_S = 0.05
+PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+def timed(clock: Clock, slow: Phase | None, delay: Callable[[], None]) -> StepTimes:
+    """One step whose phases do nothing, but for the slow one."""
+    clock.start()
+    for phase in PHASES:
+        if phase is slow:
+            delay()
+        clock.lap(phase)
+    return clock.stop()
+
+
+@pytest.mark.parametrize("slow", PHASES)
+def test_a_sleep_is_found_in_its_phase(slow: Phase, host_time: HostTime) -> None:
+    times = timed(HostClock(), slow, lambda: host_time.sleep(DELAY_S))
+    assert times.phases_s == {phase: DELAY_S if phase is slow else 0.0 for phase in PHASES}
+    assert times.step_s == times.host_s == DELAY_S
+
+
+def test_phases_are_no_longer_than_their_step() -> None:
+    times = timed(HostClock(), Phase.BACKWARD, lambda: time.sleep(DELAY_S))
+    assert times.phases_s[Phase.BACKWARD] >= DELAY_S
+    assert times.step_s >= times.host_s >= sum(times.phases_s.values()) - 1e-9
+
+
+def test_the_step_is_as_long_as_another_clock_says() -> None:
+    clock = HostClock()
+    clock.start()
+    start = time.monotonic()
+    time.sleep(DELAY_S)
+    elapsed = time.monotonic() - start
+    assert clock.stop().step_s >= elapsed
+    start = time.monotonic()
+    times = timed(clock, Phase.FORWARD, lambda: time.sleep(DELAY_S))
+    assert times.step_s <= time.monotonic() - start
+
+
+def test_a_clock_forgets_the_step_before(host_time: HostTime) -> None:
+    clock = HostClock()
+    timed(clock, Phase.DATA, lambda: host_time.sleep(DELAY_S))
+    clock.start()
+    clock.lap(Phase.FORWARD)
+    times = clock.stop()
+    assert set(times.phases_s) == {Phase.FORWARD}
+    assert times.step_s == 0
+
+
+class LaggingDevice:
+    """Takes work at once and does it later, like a GPU: `synchronize` waits for the end of it."""
+
+    def __init__(self, host_time: HostTime) -> None:
+        self.host_time = host_time
+        self.free_at_ns = 0
+
+    def launch(self, work_s: float) -> None:
+        self.free_at_ns = max(self.free_at_ns, self.host_time.now_ns) + round(work_s * 1e9)
+
+    def synchronize(self) -> None:
+        self.host_time.now_ns = max(self.host_time.now_ns, self.free_at_ns)
+
+
+@pytest.mark.parametrize("slow", PHASES)
+def test_with_synchronisation_work_that_was_only_launched_is_found_in_its_phase(
+    slow: Phase, host_time: HostTime
+) -> None:
+    device = LaggingDevice(host_time)
+    times = timed(HostClock(device.synchronize), slow, lambda: device.launch(DELAY_S))
+    assert times.phases_s == {phase: DELAY_S if phase is slow else 0.0 for phase in PHASES}
+
+
+def test_without_synchronisation_it_would_be_missed(host_time: HostTime) -> None:
+    device = LaggingDevice(host_time)
+    times = timed(HostClock(), Phase.FORWARD, lambda: device.launch(DELAY_S))
+    assert times.step_s == 0, "so that the test above can fail"
+
+
+def test_a_step_starts_when_earlier_work_is_done(host_time: HostTime) -> None:
+    device = LaggingDevice(host_time)
+    device.launch(DELAY_S)
+    assert timed(HostClock(device.synchronize), None, lambda: None).step_s == 0
+    assert host_time.now_ns == round(DELAY_S * 1e9)
+
+
+def config(device: Device, sync_phases: bool = False) -> RunConfig:
+    return RunConfig(size="tiny", model=SIZES["tiny"], device=device, sync_phases=sync_phases)
+
+
+def test_the_clock_fits_the_device() -> None:
+    assert isinstance(make_clock(config(Device.CPU)), HostClock)
+    assert isinstance(make_clock(config(Device.CPU, sync_phases=True)), HostClock)
+    assert isinstance(make_clock(config(Device.CUDA)), EventClock)
+    assert isinstance(make_clock(config(Device.CUDA, sync_phases=True)), HostClock)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("slow", PHASES)
+@pytest.mark.parametrize("sync_phases", [False, True])
+def test_both_gpu_clocks_find_a_sleeping_kernel(slow: Phase, sync_phases: bool) -> None:
+    import torch
+
+    def sleep() -> None:
+        torch.cuda._sleep(100_000_000)
+
+    def alone() -> float:
+        """The kernel by itself, by the host's clock around it."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        sleep()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    clock = make_clock(config(Device.CUDA, sync_phases))
+    timed(clock, slow, sleep)
+    delay_s = min(alone() for _ in range(3))
+    times = timed(clock, slow, sleep)
+    assert times.phases_s[slow] == pytest.approx(delay_s, rel=0.02)
+    assert times.step_s == pytest.approx(delay_s, rel=0.02)
+    assert all(times.phases_s[other] < 0.02 * delay_s for other in set(PHASES) - {slow})
+    if sync_phases:
+        assert times.host_s > 0.98 * delay_s, "the host waits inside the step"
+    else:
+        assert times.host_s < 0.02 * delay_s, "the host does not wait"
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_events_on_the_stream_do_not_slow_a_step() -> None:
+    """Of a step that the device bounds, events time the phases without making it longer; synchronising does so."""
+    import torch
+
+    def step(clock: Clock) -> float:
+        clock.start()
+        for phase in PHASES:
+            for _ in range(50):
+                torch.cuda._sleep(20_000)
+            clock.lap(phase)
+        return clock.stop().step_s
+
+    with_events, synchronised = (
+        min(step(clock) for _ in range(20)) for clock in (EventClock(), HostClock(torch.cuda.synchronize))
+    )
+    bare = min(_bare_step() for _ in range(20))
+    assert with_events == pytest.approx(bare, rel=0.02)
+    assert synchronised > with_events
+
+
+def _bare_step() -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(50 * len(PHASES)):
+        torch.cuda._sleep(20_000)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start

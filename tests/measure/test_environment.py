@@ -1,0 +1,166 @@
+"""What is said of the machine is what other programs say of it, and the identity changes exactly when it should."""
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.config import Device, Precision
+from cs336_systems.measure import environment as module
+from cs336_systems.measure.environment import (
+    PACKAGE,
+    code_digest,
+    cpu_name,
+    environment,
+    git_state,
+    identity,
+    measuring_files,
+)
+from cs336_systems.measure.nvml import Gpu
+from cs336_systems.measure.precision import apply_math_mode
+
+GPU = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the package, and this module made to believe that it runs from there."""
+    copy = tmp_path / "checkout" / "cs336_systems"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(module, "PACKAGE", copy)
+    for name in ("GIT_DIR", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    yield copy
+    code_digest.cache_clear()
+    git_state.cache_clear()
+
+
+def digest() -> str:
+    code_digest.cache_clear()
+    return code_digest()
+
+
+@pytest.mark.skipif(shutil.which("lscpu") is None, reason="needs lscpu")
+def test_the_cpu_has_the_name_that_lscpu_gives_it() -> None:
+    lines = subprocess.check_output(["lscpu"], text=True, env=os.environ | {"LC_ALL": "C"}).splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name")]
+    assert [cpu_name()] == names[:1] or not names
+
+
+def test_the_identity_of_a_gpu_run_is_the_gpu_s_and_of_a_cpu_run_the_cpu_s() -> None:
+    on_gpu, on_cpu = identity(Device.CUDA, GPU), identity(Device.CPU)
+    assert (on_gpu.device_name, on_gpu.driver) == ("NVIDIA H100 80GB HBM3", "580.1")
+    assert (on_cpu.device_name, on_cpu.driver) == (cpu_name(), None)
+    assert on_gpu.torch == on_cpu.torch
+    assert torch.__version__.startswith(on_cpu.torch), "which may add what it was built for"
+    assert identity(Device.CPU, GPU) == on_cpu, "a GPU that is there but not used plays no part"
+
+
+def test_without_being_told_the_first_visible_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_gpus", lambda: (GPU, None))
+    assert identity(Device.CUDA) == identity(Device.CUDA, GPU)
+
+
+def test_a_change_of_what_measures_changes_the_identity_and_no_other_change_does(elsewhere: Path) -> None:
+    digests = [digest()]
+    assert digests[0] == digest()
+    for name in measuring_files():
+        with (elsewhere / name).open("a") as file:
+            file.write("# changed\n")
+        digests.append(digest())
+    assert len(set(digests)) == 1 + len(measuring_files())
+    for path in elsewhere.rglob("*.py"):
+        if path.relative_to(elsewhere).as_posix() not in measuring_files():
+            path.write_text(path.read_text() + "# changed\n")
+    assert digest() == digests[-1]
+
+
+def git(directory: Path, *arguments: str) -> str:
+    author = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(directory), *author, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def state() -> tuple[str | None, bool | None]:
+    git_state.cache_clear()
+    return git_state()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_git_s_and_changes_of_the_package_alone_make_it_dirty(elsewhere: Path) -> None:
+    checkout = elsewhere.parent
+    assert state() == (None, None), "no repository yet"
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "first")
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert state() == (commit, False)
+    (checkout / "notes.txt").write_text("not part of the package")
+    assert state() == (commit, False)
+    index = (checkout / ".git" / "index").read_bytes()
+    (elsewhere / "cli.py").touch()
+    assert state() == (commit, False)
+    assert (checkout / ".git" / "index").read_bytes() == index, "a commit at the same moment is not disturbed"
+    (elsewhere / "config.py").write_text("# changed\n")
+    assert state() == (commit, True)
+    git(checkout, "commit", "-qam", "second")
+    assert state() == (git(checkout, "rev-parse", "HEAD"), False)
+    assert git(checkout, "rev-parse", "HEAD") != commit
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_of_somebody_else_s_repository_is_not_ours(elsewhere: Path) -> None:
+    """Installed into a virtual environment inside a checkout of something else, as virtual environments are."""
+    checkout = elsewhere.parent
+    (checkout / "README").write_text("another project")
+    git(checkout, "init", "-q")
+    git(checkout, "add", "README")
+    git(checkout, "commit", "-qm", "theirs")
+    assert state() == (None, None)
+
+
+def test_without_git_the_commit_is_unknown(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(elsewhere))
+    assert state() == (None, None)
+
+
+def test_the_environment_is_that_of_this_process() -> None:
+    apply_math_mode(Precision.FP32)
+    found = environment(Device.CPU, None)
+    assert found.identity == identity(Device.CPU)
+    assert found.python == ".".join(map(str, sys.version_info[:3]))
+    assert found.host == socket.gethostname()
+    assert found.platform.startswith(platform.system())
+    assert found.cpu == cpu_name()
+    assert found.torch_threads == torch.get_num_threads()
+    assert found.float32_matmul_precision == "highest"
+    assert found.allow_tf32_matmul is False
+    assert found.allow_tf32_cudnn is False
+    assert (found.device_uuid, found.device_memory_bytes, found.cudnn) == (None, None, None)
+    if hasattr(os, "sched_getaffinity"):
+        allowed = int(subprocess.check_output(["nproc"], env={"PATH": os.environ["PATH"]}))
+        assert found.cpu_count == allowed
+
+
+def test_the_environment_of_a_gpu_run_names_the_gpu() -> None:
+    found = environment(Device.CUDA, GPU)
+    assert (found.identity.device_name, found.device_uuid, found.device_memory_bytes) == (GPU.name, "GPU-1", 2**36)
+
+
+def test_the_math_mode_in_force_is_recorded() -> None:
+    apply_math_mode(Precision.TF32)
+    try:
+        found = environment(Device.CPU, None)
+    finally:
+        apply_math_mode(Precision.FP32)
+    assert (found.float32_matmul_precision, found.allow_tf32_matmul) == ("high", True)

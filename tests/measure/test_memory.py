@@ -1,0 +1,208 @@
+"""The recorder's hooks on real steps of a CPU, where the allocator's counters are the only thing that is made up."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.analysis.memory.names import block_of_ranges, short_name
+from cs336_systems.analysis.memory.notes import Kind, MemoryNotes, Sighting, notes_path, read_notes
+from cs336_systems.config import Arch, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.costs.accounting import count_parameters
+from cs336_systems.measure import memory as memory_recording
+from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.memory import CHECKPOINT, MemoryRecorder
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.annotate import Annotator, set_annotator
+
+LAYERS, BATCH, CONTEXT, D_MODEL = 5, 3, 10, 24
+
+
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a GPU, whose allocator counts something at every look."""
+    count = itertools.count(1)
+
+    def counters() -> dict[str, Any]:
+        num = next(count)
+        by_bytes = {"all": {"current": num, "peak": num}}
+        return {"allocation": {"all": {"allocated": num, "freed": 0}}} | dict.fromkeys(
+            ("allocated_bytes", "requested_bytes", "reserved_bytes"), by_bytes
+        )
+
+    monkeypatch.setattr(memory_recording, "_counters", counters)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b""))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 3))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    set_annotator(Annotator.PATH)
+    yield
+    set_annotator(Annotator.NONE)
+
+
+def make_step(arch: Arch = Arch.CS336, **options: Any) -> TrainingStep:
+    model = ModelConfig(
+        vocab_size=37, context_length=CONTEXT, d_model=D_MODEL, d_ff=28, num_layers=LAYERS, num_heads=3, arch=arch
+    )
+    torch.manual_seed(0)
+    return TrainingStep(RunConfig(size="custom", model=model, batch_size=BATCH, device=Device.CPU, **options))
+
+
+def record(step: TrainingStep, folder: Path, num_steps: int = 1) -> MemoryNotes:
+    """The notes on the steps."""
+    recorder = MemoryRecorder(step)
+    with recorder.watching():
+        for _ in range(num_steps):
+            step(recorder.clock(HostClock()))
+    recorder.dump(folder / "snapshot.pickle")
+    return read_notes(notes_path(folder / "snapshot.pickle"))
+
+
+def is_input(sighting: Sighting) -> bool:
+    return sighting.name.endswith(CHECKPOINT)
+
+
+def in_blocks(notes: MemoryNotes) -> Counter[tuple[object, ...]]:
+    """What the blocks save, without where it lies and when."""
+    saved = (s for s in notes.sightings if s.kind in (Kind.SAVED, Kind.AUTOCAST_COPY) and not is_input(s))
+    return Counter(
+        (short_name(s), s.kind, s.shape, s.dtype, s.num_bytes)
+        for s in saved
+        if s.kind is Kind.AUTOCAST_COPY or block_of_ranges(s.name) is not None
+    )
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerKind.ADAMW, OptimizerKind.FOREACH])
+@pytest.mark.parametrize("arch", Arch)
+def test_parameters_gradients_and_moments_have_the_bytes_of_the_closed_form(
+    arch: Arch, optimizer: OptimizerKind, tmp_path: Path
+) -> None:
+    step = make_step(arch, optimizer=optimizer)
+    notes = record(step, tmp_path)
+    sizes: dict[tuple[Kind, int], int] = {(s.kind, s.address): s.num_bytes for s in notes.sightings}
+    sums = Counter[Kind]()
+    for (kind, _), num_bytes in sizes.items():
+        sums[kind] += num_bytes
+    params = count_parameters(step.config.model)
+    counts = 4 * len(list(step.model.parameters())) if optimizer is OptimizerKind.FOREACH else 0  # steps done, in fp32
+    assert (sums[Kind.PARAMETER], sums[Kind.OPTIMIZER_STATE]) == (4 * params, 8 * params + counts)
+    gradients = [s for s in notes.sightings if s.kind is Kind.GRADIENT]
+    assert sum(s.num_bytes for s in gradients) == 4 * params
+    assert Counter(s.name for s in gradients) == Counter(name for name, _ in step.model.named_parameters())
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, LAYERS])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("arch", Arch)
+def test_a_checkpoint_keeps_its_input_and_backward_saves_what_forward_would(
+    arch: Arch, precision: Precision, blocks: int, tmp_path: Path
+) -> None:
+    plain = record(make_step(arch, precision=precision), tmp_path)
+    assert not any(is_input(s) for s in plain.sightings)
+
+    step = make_step(arch, precision=precision, checkpoint_blocks=blocks)
+    given: list[int] = []
+    for block in step.model.layers[::blocks]:
+
+        def keep(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if step.phase is Phase.FORWARD:
+                given.append(inputs[0].untyped_storage().data_ptr())
+
+        block.register_forward_pre_hook(keep)
+    notes = record(step, tmp_path)
+    inputs = [s for s in notes.sightings if is_input(s)]
+    assert [short_name(s) for s in inputs] == [f"block.{first} > {CHECKPOINT}" for first in range(0, LAYERS, blocks)]
+    assert [s.address for s in inputs] == given
+    assert {(s.kind, s.shape, s.dtype) for s in inputs} == {(Kind.SAVED, (BATCH, CONTEXT, D_MODEL), "float32")}
+    assert in_blocks(notes) == in_blocks(plain)
+
+    ends = {mark.name: mark.position.allocations for mark in notes.marks}
+    again = [
+        s for s in notes.sightings if s.kind is Kind.SAVED and not is_input(s) and block_of_ranges(s.name) is not None
+    ]
+    assert all(ends["forward"] < s.position.allocations < ends["backward"] for s in again)
+    assert all(s.position.allocations < ends["forward"] for s in inputs)
+    unnamed = [s for s in notes.sightings if s.kind is Kind.SAVED and not short_name(s)]
+    assert unnamed == [], "a checkpoint's inputs are sighted once, with the block that they are of"
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_a_checkpoint_of_fused_blocks_keeps_stream_and_branch(arch: Arch, tmp_path: Path) -> None:
+    """The first block of GPT-2 also zeros in place of a bias; those of later ones are weights, and not kept by it."""
+    step = make_step(
+        arch, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True,
+        checkpoint_blocks=2,
+    )  # fmt: skip
+    inputs = [s for s in record(step, tmp_path).sightings if is_input(s)]
+    kept = [((BATCH, CONTEXT, D_MODEL), "float32"), ((BATCH, CONTEXT, D_MODEL), "bfloat16")]
+    expected = [(f"block.{first} > {CHECKPOINT}", *each) for first in range(0, LAYERS, 2) for each in kept]
+    if arch is Arch.GPT2:
+        expected.insert(2, (f"block.0 > {CHECKPOINT}", (D_MODEL,), "bfloat16"))
+    assert [(short_name(s), s.shape, s.dtype) for s in inputs] == expected
+
+
+def test_a_second_step_is_seen_like_the_first(tmp_path: Path) -> None:
+    """What computes again ends by an exception; a hook that stayed would be in the way of the next forward."""
+    one, two = (record(make_step(checkpoint_blocks=2), tmp_path, num_steps) for num_steps in (1, 2))
+    twice = Counter({key: 2 * count for key, count in in_blocks(one).items()})
+    assert in_blocks(two) == twice
+    assert sum(map(is_input, two.sightings)) == 2 * sum(map(is_input, one.sightings))
+    heads = [sum(short_name(s) == "lm_head" for s in notes.sightings) for notes in (one, two)]
+    assert heads[1] == 2 * heads[0] > 0
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_a_recorded_step_computes_the_same_and_leaves_no_hook_behind(blocks: int, tmp_path: Path) -> None:
+    alone, watched = make_step(checkpoint_blocks=blocks), make_step(checkpoint_blocks=blocks)
+    alone(HostClock())
+    record(watched, tmp_path)
+    assert alone.model.state_dict().keys() == watched.model.state_dict().keys()
+    for mine, other in zip(alone.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(mine, other), "updated once"
+    step = watched
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in step.model.layers)
+
+
+def test_inference_keeps_no_input_of_a_checkpoint(tmp_path: Path) -> None:
+    notes = record(make_step(mode=Mode.INFERENCE, checkpoint_blocks=2), tmp_path)
+    assert {s.kind for s in notes.sightings} == {Kind.PARAMETER, Kind.BUFFER}
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_block_that_fails_when_computed_again_leaves_no_hook_behind(index: int, tmp_path: Path) -> None:
+    step = make_step(checkpoint_blocks=4)
+
+    def fail(_module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+        if step.phase is Phase.BACKWARD:
+            raise torch.cuda.OutOfMemoryError("no memory left")
+
+    step.model.layers[index].ffn.register_forward_pre_hook(fail)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="no memory left"):
+        record(step, tmp_path)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_low_precision_copies_of_weights_are_no_parameters(arch: Arch, tmp_path: Path) -> None:
+    step = make_step(arch, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True)
+    notes = record(step, tmp_path)
+    found: Counter[tuple[Kind, str]] = Counter()
+    for sighting in notes.sightings:
+        if sighting.kind is not Kind.SAVED:
+            found[sighting.kind, sighting.dtype] += sighting.num_bytes
+    parameters = count_parameters(step.config.model)
+    copied = sum(weight.master.numel() for weight in step.weights if weight.source is not None)
+    embeddings = step.model.token_embeddings.weight.numel() if arch is Arch.GPT2 else 0
+    assert found[Kind.PARAMETER, "float32"] == 4 * parameters
+    assert found[Kind.AUTOCAST_COPY, "bfloat16"] == found[Kind.GRADIENT, "bfloat16"] == 2 * copied
+    # the tied weight has a gradient of each of its uses
+    assert found[Kind.GRADIENT, "float32"] == 4 * (parameters - copied + embeddings)
+    assert found[Kind.OPTIMIZER_STATE, "float32"] == 8 * parameters
+    joint = " + ".join(f"layers.0.attn.{name}_proj.weight" for name in "qkv")
+    assert joint in {s.name for s in notes.sightings if s.kind is Kind.AUTOCAST_COPY}

@@ -1,0 +1,280 @@
+"""What the driver says, in our units; which GPUs are meant; machines that say little or nothing."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.measure import nvml
+from cs336_systems.measure.nvml import (
+    Gpu,
+    GpuMonitor,
+    alike,
+    select,
+    usable_gpu_bytes,
+    visible_gpus,
+    wants_slice,
+    why_none_visible,
+)
+from tests.fake_nvml import WHOLE_BYTES, Slice, fake_driver, unsupported
+
+GPUS = [
+    Gpu(index=i, uuid=uuid, name="NVIDIA H100", memory_bytes=2**36, driver="580.1")
+    for i, uuid in enumerate(["GPU-11aa", "GPU-11bb", "GPU-22cc", "GPU-33dd"])
+]
+# What CUDA makes of CUDA_VISIBLE_DEVICES on a machine with the GPUs above.
+VISIBLE = {
+    "": [], "-1": [], "no": [], "4": [], "0": [0], "2,0": [2, 0], " 1 , 0 ": [1, 0], "0,1,2,3": [0, 1, 2, 3],
+    "0,-1,1": [0], "0,9,1": [0], "0,,1": [0], "0,0": [], "1,0,1": [], "GPU-22cc": [2], "GPU-22": [2], "GPU-11": [],
+    "GPU-33dd,GPU-11aa": [3, 0], "GPU-33dd,GPU-99": [3], "GPU-33dd,GPU-33": [], "MIG-11aa": [], "0,GPU-22cc": [0],
+    "GPU-22cc,0": [2], "0,GPU-11aa": [0],
+}  # fmt: skip
+
+
+def parsed_by_torch(visible: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """PyTorch's own reading, made to count devices without a context."""
+    import torch
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    entries = torch.cuda._parse_visible_devices()
+    if entries and isinstance(entries[0], str):
+        return torch.cuda._transform_uuid_to_ordinals(entries, [gpu.uuid for gpu in GPUS])
+    return [entry for i, entry in enumerate(entries) if all(earlier < len(GPUS) for earlier in entries[: i + 1])]
+
+
+@pytest.mark.parametrize("visible", VISIBLE)
+def test_the_gpus_meant_are_those_that_torch_would_see(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed_by_torch(visible, monkeypatch) == VISIBLE[visible]
+    assert [gpu.index for gpu in select(GPUS, visible)] == VISIBLE[visible]
+
+
+# Run in a process of its own, where CUDA has not looked at the environment yet.
+COUNT_DEVICES = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+count = ctypes.c_int(0)
+print(0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "visible", ["", "-1", "0", " 0 ", "0,0", "0,-1", "9,0", "GPU", "PREFIX", "UUID,UUID", "0,UUID", "UUID,0"]
+)
+def test_the_gpus_meant_are_those_that_cuda_sees(visible: str) -> None:
+    uuid = visible_gpus()[0].uuid
+    visible = visible.replace("PREFIX", uuid[:12]).replace("UUID", uuid)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+    counted = subprocess.check_output([sys.executable, "-c", COUNT_DEVICES], env=environment)
+    assert len(visible_gpus(visible)) == int(counted)
+
+
+@pytest.fixture
+def forget_driver() -> Iterator[None]:
+    nvml._initialised.cache_clear()
+    yield
+    nvml._initialised.cache_clear()
+
+
+@pytest.mark.usefixtures("forget_driver")
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_without_a_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    assert visible_gpus() == ()
+    assert visible_gpus("0") == ()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, forget_driver: None) -> SimpleNamespace:
+    """A driver with two GPUs whose answers a test may change."""
+    return fake_driver(monkeypatch)
+
+
+def test_gpus_are_those_of_the_environment_unless_told(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [gpu.uuid for gpu in visible_gpus()] == ["GPU-0", "GPU-1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.uuid for gpu in visible_gpus()] == ["GPU-1"]
+    assert [gpu.uuid for gpu in visible_gpus("0")] == ["GPU-0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == ()
+
+
+def test_a_driver_that_answers_in_bytes_is_understood(driver: SimpleNamespace) -> None:
+    driver.nvmlDeviceGetName = lambda handle: b"Tesla V100"
+    assert visible_gpus()[0].name == "Tesla V100"
+
+
+def test_a_gpu_that_shares_the_host_s_memory_has_no_size_of_its_own(driver: SimpleNamespace) -> None:
+    driver.nvmlDeviceGetMemoryInfo = unsupported
+    assert [(gpu.name, gpu.memory_bytes) for gpu in visible_gpus()] == [("NVIDIA H100 80GB HBM3", None)] * 2
+
+
+def test_what_programs_can_have_is_without_what_the_driver_keeps(driver: SimpleNamespace) -> None:
+    assert visible_gpus()[0].usable_bytes == 85_520_809_984 - 680_000_000 == usable_gpu_bytes()
+    driver.nvmlDeviceGetMemoryInfo = unsupported
+    assert usable_gpu_bytes() is None
+
+
+A, B = Slice("MIG-aa01", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * 2**30), Slice("MIG-bb02", "?", 40 * 2**30)
+
+
+@pytest.fixture
+def sliced(driver: SimpleNamespace) -> SimpleNamespace:
+    """The first of the two GPUs is in MIG mode, with two slices and room for more."""
+    driver.slices["GPU-0"] = [A, None, B]
+    return driver
+
+
+# What CUDA makes of CUDA_VISIBLE_DEVICES there: one slice, and no GPU beside a slice (NVIDIA's MIG user guide).
+SLICED = {
+    None: ["MIG-aa01"], "0": ["MIG-aa01"], "1": ["GPU-1"], "0,1": ["MIG-aa01"], "1,0": ["MIG-aa01"], "2": [],
+    "MIG-aa01": ["MIG-aa01"], "MIG-bb02": ["MIG-bb02"], "MIG-b": ["MIG-bb02"], "MIG-bb02,MIG-aa01": ["MIG-bb02"],
+    "MIG-": [], "MIG-cc": [], "MIG-aa01,MIG-aa01": [], "GPU-0": ["MIG-aa01"], "GPU-1": ["GPU-1"], "": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("visible", SLICED)
+def test_a_slice_is_a_device_and_the_gpu_it_is_of_is_none(
+    sliced: SimpleNamespace, visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.uuid for gpu in visible_gpus()] == SLICED[visible]
+
+
+@pytest.mark.parametrize("told", [A, B, replace(B, name="NVIDIA H100 80GB HBM3")])
+def test_a_slice_has_its_own_memory_and_no_peak_of_the_whole(sliced: SimpleNamespace, told: Slice) -> None:
+    """Whatever name the driver gives it, the whole GPU's among them."""
+    sliced.slices["GPU-0"] = [told]
+    (gpu,) = visible_gpus()
+    assert gpu.memory_bytes == told.memory_bytes < WHOLE_BYTES
+    assert usable_gpu_bytes() == told.memory_bytes - 2**20
+    assert gpu.slice_of == "GPU-0"
+    assert find_device("NVIDIA H100 80GB HBM3") is not None
+    assert find_device(gpu.name) is None
+    assert "NVIDIA H100 80GB HBM3 MIG " in gpu.name
+    assert gpu.name == told.name or gpu.name.endswith(" 40gb")
+
+
+def test_the_mode_without_a_slice_leaves_nothing_to_compute_on(sliced: SimpleNamespace) -> None:
+    sliced.slices["GPU-0"] = [None]
+    assert [gpu.uuid for gpu in visible_gpus()] == ["GPU-1"]
+    assert why_none_visible() is None
+    sliced.slices["GPU-1"] = []
+    assert visible_gpus() == ()
+    assert "MIG mode" in why_none_visible()
+    assert wants_slice()
+    sliced.nvmlDeviceGetMaxMigDeviceCount = unsupported
+    assert visible_gpus() == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "told", "slice_wanted"),
+    [
+        ("7", "=7 names none of the GPUs here: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)", False),
+        ("GPU-9", "=GPU-9 names none of", False),
+        ("MIG-cc", "=MIG-cc names none of", True),
+        ("0", None, False),
+        ("", None, False),
+        ("-1", None, False),
+        (None, None, False),
+    ],
+)
+def test_why_no_gpu_is_visible_is_said_unless_it_is_meant(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str | None, slice_wanted: bool
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    why = why_none_visible()
+    assert why is None if told is None else told in why
+    assert wants_slice() == slice_wanted
+
+
+def test_without_a_gpu_there_is_nothing_to_explain(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    driver.nvmlDeviceGetCount = lambda: 0
+    assert why_none_visible() is None
+
+
+def test_gpus_are_alike_by_the_name_of_the_first(driver: SimpleNamespace) -> None:
+    driver.nvmlDeviceGetCount = lambda: 3
+    driver.nvmlDeviceGetName = lambda handle: "NVIDIA A100" if handle == "GPU-1" else "NVIDIA H100"
+    small = SimpleNamespace(total=2**30, reserved=0)
+    large = SimpleNamespace(total=2**36, reserved=0)
+    driver.nvmlDeviceGetMemoryInfo = lambda handle, version=1: small if handle == "GPU-1" else large
+    assert [gpu.index for gpu in alike(visible_gpus())] == [0, 2]
+    assert alike(()) == ()
+    assert usable_gpu_bytes() == 2**36, "what is left out sets no limit"
+
+
+def test_units_are_si(driver: SimpleNamespace) -> None:
+    state = GpuMonitor("GPU-0").state()
+    assert state.sm_clock_hz == 1_755_000_000
+    assert state.max_sm_clock_hz == 1_980_000_000
+    assert state.memory_clock_hz == 2_619_000_000
+    assert state.power_w == 698.25
+    assert state.temperature_c == 61
+    assert GpuMonitor("GPU-0").energy_j() == 1234.567
+
+
+@pytest.mark.parametrize(
+    ("constant", "reasons"),
+    [
+        ("nvmlClocksThrottleReasonSwPowerCap", ("power cap",)),
+        ("nvmlClocksThrottleReasonHwSlowdown", ("hardware slowdown",)),
+        ("nvmlClocksThrottleReasonSwThermalSlowdown", ("software thermal",)),
+        ("nvmlClocksThrottleReasonHwThermalSlowdown", ("hardware thermal",)),
+        ("nvmlClocksThrottleReasonHwPowerBrakeSlowdown", ("power brake",)),
+        # These mean an idle GPU or a clock that somebody asked for.
+        ("nvmlClocksThrottleReasonGpuIdle", ()),
+        ("nvmlClocksThrottleReasonApplicationsClocksSetting", ()),
+        ("nvmlClocksThrottleReasonSyncBoost", ()),
+        ("nvmlClocksEventReasonDisplayClockSetting", ()),
+        ("nvmlClocksThrottleReasonNone", ()),
+    ],
+)
+def test_throttling_has_the_names_of_nvml_s_own_bits(
+    driver: SimpleNamespace, constant: str, reasons: tuple[str, ...]
+) -> None:
+    bits = getattr(pynvml, constant)
+    driver.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: bits
+    assert GpuMonitor("GPU-0").state().throttle_reasons == reasons
+    driver.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: bits | pynvml.nvmlClocksThrottleReasonSwPowerCap
+    assert GpuMonitor("GPU-0").state().throttle_reasons == tuple(dict.fromkeys(("power cap", *reasons)))
+
+
+@pytest.mark.parametrize(("running", "own", "others"), [(1, 1, 0), (3, 1, 2), (0, 1, 0), (2, 0, 2)])
+def test_company_is_counted_without_this_process(driver: SimpleNamespace, running: int, own: int, others: int) -> None:
+    driver.nvmlDeviceGetComputeRunningProcesses = lambda handle: list(range(running))
+    assert GpuMonitor("GPU-0").processes() == running
+    assert GpuMonitor("GPU-0").state(own).other_processes == others
+
+
+def test_energy_that_is_not_counted_is_unknown(driver: SimpleNamespace) -> None:
+    driver.nvmlDeviceGetTotalEnergyConsumption = unsupported
+    assert GpuMonitor("GPU-0").energy_j() is None
+
+
+@pytest.mark.gpu
+def test_the_driver_says_what_cuda_says() -> None:
+    import torch
+
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    gpus = visible_gpus()
+    assert [gpu.name for gpu in gpus] == [p.name for p in properties]
+    assert [gpu.uuid for gpu in gpus] == [f"GPU-{p.uuid}" for p in properties]
+    for gpu, p in zip(gpus, properties, strict=True):
+        assert gpu.memory_bytes == pytest.approx(p.total_memory, rel=0.02), "the driver keeps some for itself"
+    torch.zeros(1, device="cuda")
+    assert GpuMonitor(gpus[0].uuid).processes() >= 1

@@ -1,0 +1,110 @@
+"""Modes are set and read back whatever was set before; autocast and loss scaling follow the precision."""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from cs336_systems.config import Device, Precision
+from cs336_systems.measure.precision import apply_math_mode, autocast, make_grad_scaler, math_modes
+
+EARLIER_SETTINGS = [
+    "pass",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.fp32_precision = 'ieee'",
+    "torch.backends.cudnn.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+]
+
+READ_BACK = """
+import torch
+from cs336_systems.config import Precision
+from cs336_systems.measure.precision import apply_math_mode, math_modes
+for earlier in {earlier!r}:
+    for precision in Precision:
+        exec(earlier)
+        math_modes()
+        apply_math_mode(precision)
+        expected = precision is Precision.TF32
+        modes = math_modes()
+        assert modes == dict(
+            float32_matmul_precision="high" if expected else "highest",
+            allow_tf32_matmul=expected,
+            allow_tf32_cudnn=expected,
+        ), (earlier, precision, modes)
+        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is expected, (earlier, precision)
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is expected, (earlier, precision)
+        assert (torch.backends.cudnn.rnn.fp32_precision == "tf32") is expected, (earlier, precision)
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_modes_are_in_force_whatever_was_set_before_and_cuda_stays_untouched() -> None:
+    # A process of its own: the modes are global, and some can never be unset.
+    script = READ_BACK.format(earlier=EARLIER_SETTINGS)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.TF32])
+def test_no_autocast_and_no_scaler_without_mixed_precision(precision: Precision) -> None:
+    assert isinstance(autocast(precision, Device.CPU), nullcontext)
+    assert make_grad_scaler(precision, Device.CPU) is None
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(Precision.BF16, torch.bfloat16), (Precision.FP16, torch.float16)])
+def test_autocast_is_in_force_inside_the_context_only(precision: Precision, dtype: torch.dtype) -> None:
+    weight = torch.ones(3, 5, requires_grad=True)
+    with autocast(precision, Device.CPU):
+        inside = torch.ones(2, 3) @ weight
+    assert inside.dtype is dtype
+    assert weight.dtype is (torch.ones(2, 3) @ weight).dtype is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_every_context_sees_the_parameters_as_they_are_now() -> None:
+    weight = torch.ones(1, 1, requires_grad=True)
+    products = []
+    for _ in range(2):
+        with autocast(Precision.BF16, Device.CPU):
+            products.append((torch.ones(1, 1) @ weight).item())
+        weight.data += 1
+    assert products == [1.0, 2.0]
+
+
+def test_scaler_is_for_fp16_and_skips_a_step_whose_gradients_overflow() -> None:
+    assert make_grad_scaler(Precision.BF16, Device.CPU) is None
+    scaler = make_grad_scaler(Precision.FP16, Device.CPU)
+    assert scaler is not None
+    parameter = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    before = scaler.get_scale()
+    scaler.scale(parameter * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.item() == 1.0
+    assert scaler.get_scale() < before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "least", "most"), [(Precision.FP32, 0.0, 2e-6), (Precision.TF32, 5e-5, 5e-3)])
+def test_the_mode_changes_the_rounding_of_fp32_products_on_a_gpu(
+    precision: Precision, least: float, most: float
+) -> None:
+    # TF32 keeps 10 bits of mantissa, fp32 23: against fp64, the error says which of them computed the product.
+    a, b = torch.randn(2, 512, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact = a @ b
+    before = math_modes()
+    try:
+        apply_math_mode(precision)
+        product = (a.float().cuda() @ b.float().cuda()).double().cpu()
+    finally:
+        apply_math_mode(Precision.TF32 if before["allow_tf32_matmul"] else Precision.FP32)
+    error = ((product - exact).norm() / exact.norm()).item()
+    assert least <= error <= most

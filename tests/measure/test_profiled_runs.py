@@ -1,0 +1,214 @@
+"""Runs under torch.profiler on a CPU: what the trace holds, what is kept, and that no published time is theirs."""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile
+from cs336_systems.config import SIZES, CompileMode, Mode, Phase, Profiler, RunConfig
+from cs336_systems.measure.run import measure
+from cs336_systems.model.annotate import Annotator, annotate, set_annotator
+from cs336_systems.record import Status, load_records
+from cs336_systems.sweep.plan import Plan
+from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
+from cs336_systems.sweep.worker import run_here
+
+ROOT = Path(__file__).parents[2]
+MODEL = replace(SIZES["tiny"], context_length=32, d_model=32, d_ff=48, vocab_size=50)
+CONFIG = RunConfig(size="custom", model=MODEL, warmup_steps=2, measured_steps=3, profiler=Profiler.KINETO)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_told_afterwards() -> Iterator[None]:
+    """Who is told of the ranges holds for a process, which is that of other tests too."""
+    yield
+    set_annotator(Annotator.NONE)
+
+
+def events(trace: Path) -> list[dict]:
+    return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+def ranges(trace: Path) -> Counter[str]:
+    return Counter(event["name"] for event in events(trace) if event.get("cat") == "user_annotation")
+
+
+def test_the_trace_holds_the_measured_steps_and_one_of_warm_up(tmp_path: Path) -> None:
+    record = measure(CONFIG, profile=tmp_path / "t.json.gz")
+    assert record.status is Status.OK
+    assert len(record.warmup_times_s) == CONFIG.warmup_steps + 1
+    assert len(record.measurements[-1].times_s) == CONFIG.measured_steps
+    found = ranges(tmp_path / "t.json.gz")
+    assert (found["measure"], found["warmup"], found["step"]) == (1, 1, CONFIG.measured_steps + 1)
+    # each of two layers' attention, forward and backward, in four steps
+    assert found["attention"] == 2 * 2 * 4
+    assert not list(tmp_path.glob(".*"))
+
+
+class Annotated(nn.Module):
+    """A model in one range, without the shape checks of our own, which do not compile."""
+
+    range = "attention"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(MODEL.vocab_size, MODEL.vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with annotate(self.range):
+            return self.table(tokens).sin()
+
+
+@pytest.mark.parametrize(("compiled", "num_ranges"), [(CompileMode.NONE, 2 * 4), (CompileMode.DEFAULT, 0)])
+def test_ranges_of_modules_vanish_where_they_are_compiled_and_phases_stay(
+    compiled: CompileMode, num_ranges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: real(model, backend="aot_eager"))
+    record = measure(replace(CONFIG, compile=compiled), Annotated(), profile=tmp_path / "t.json.gz")
+    assert record.status is Status.OK, record.failure
+    found = ranges(tmp_path / "t.json.gz")
+    assert found["backward"] == found["step"] == 4
+    assert found["attention"] == num_ranges
+
+
+def test_without_ranges_nothing_is_annotated(tmp_path: Path) -> None:
+    assert measure(replace(CONFIG, ranges=False), profile=tmp_path / "t.json.gz").status is Status.OK
+    ours = {"step", "forward", "backward", "attention", "measure"}
+    assert not ours & set(ranges(tmp_path / "t.json.gz"))
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_profiled_run_is_explained(mode: Mode, tmp_path: Path) -> None:
+    config, runs = replace(CONFIG, mode=mode), tmp_path / "runs"
+    runs.mkdir()
+    record = run_here(config, runs)
+    assert record.status is Status.OK, record.failure
+    assert load_records(runs)[0] == [record]
+    assert raw_profile_path(config, runs).is_file()
+    profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
+    assert profile.work is Work.OPERATORS
+    assert profile.num_steps == config.measured_steps
+    assert not profile.is_warmup
+    busy = {phase.phase: sum(phase.kernel_s) for phase in profile.phases if sum(phase.kernel_s)}
+    assert {LaunchPhase(phase.value) for phase in config.phases} <= set(busy)
+    # by the host's clock the phases of the same steps: operators are part of them
+    for phase in config.phases:
+        clock = sum(record.measurement(phase).times_s)
+        assert 0 < busy[LaunchPhase(phase.value)] < clock
+    products = {count.phase: count for count in profile.products}
+    forward = products[LaunchPhase.FORWARD]
+    assert (forward.linear, forward.attention) == (3 * (7 * 2 + 1), 3 * 2 * 2)
+    if mode in (Mode.TRAIN, Mode.FORWARD_BACKWARD):
+        backward = products[LaunchPhase.BACKWARD]
+        assert (backward.linear, backward.attention) == (2 * forward.linear, 2 * forward.attention)
+
+
+def test_what_a_checkpoint_computes_again_has_its_own_name(tmp_path: Path) -> None:
+    config, runs = replace(CONFIG, checkpoint_blocks=1), tmp_path / "runs"
+    runs.mkdir()
+    record = run_here(config, runs)
+    assert record.status is Status.OK, record.failure
+    profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
+    layers, steps = config.model.num_layers, config.measured_steps
+    forward, backward = (
+        next(products for products in profile.products if products.phase == phase) for phase in ("forward", "backward")
+    )
+    assert (forward.linear, forward.attention) == (steps * (7 * layers + 1), steps * 2 * layers)
+    # two gradients each, and the products of the blocks once more
+    assert (backward.linear, backward.attention) == (steps * (14 * layers + 2 + 7 * layers), steps * 3 * 2 * layers)
+    paths = {module.path for module in profile.modules if module.phase is LaunchPhase.BACKWARD}
+    again = {path[1:] for path in paths if path[:1] == ("forward",)}
+    assert {path for path in again if len(path) > 1 and path[1] == "attention"} == {
+        (f"block.{index}", "attention", *part)
+        for index in range(layers)
+        for part in [(), *((f"attention.{name}",) for name in ("scores", "softmax", "values"))]
+    }
+    assert {path for path in paths if len(path) > 1} - {("forward", *path) for path in again} == {
+        (f"block.{index}", module) for index in range(layers) for module in ("norm", "attention", "ffn")
+    }
+    told = {phase.phase: sum(phase.recomputed_s) for phase in profile.phases if any(phase.recomputed_s)}
+    by_module = sum(module.total_s for module in profile.modules
+                    if module.phase is LaunchPhase.BACKWARD and module.path[:1] == ("forward",))  # fmt: skip
+    assert told == {LaunchPhase.BACKWARD: pytest.approx(by_module)}
+
+
+def test_a_trace_that_cannot_be_explained_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(path).write_text("[]"))
+    (tmp_path / "runs").mkdir()
+    record = run_here(CONFIG, tmp_path / "runs")
+    assert record.status is Status.CRASHED
+    assert record.failure
+    assert record.failure.where == "profiling"
+    assert ".json.gz" in record.failure.message
+
+
+def run(tmp_path: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    shape = ["--d-model", "32", "--d-ff", "48", "--vocab-size", "50", "--warmup-steps", "2", "--measured-steps", "2"]
+    command = [sys.executable, str(ROOT / script), *shape, "--device", "cpu", *flags]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+
+
+def test_benchmark_says_where_the_time_of_its_steps_went(tmp_path: Path) -> None:
+    done = run(tmp_path, "benchmark.py", "--context-length", "32", "--profile")
+    assert done.returncode == 0, done.stderr
+    for words in ("forward", "backward", "optimizer", "matrix product", "aten::"):
+        assert words in done.stdout
+    folder = tmp_path / "data" / "kineto_profiles" / "single"
+    assert len(list((folder / "traces").glob("*.json.gz"))) == len(list((folder / "runs").glob("*.json"))) == 1
+
+
+def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, "benchmark_sweep.py", "--context-lengths", "16", "32", "--profile", "--name", "p")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "data" / "kineto_profiles" / "p"
+    records, _ = load_records(folder / "runs")
+    assert Counter(record.config.profiler for record in records) == {Profiler.NONE: 2, Profiler.KINETO: 2}
+    published = (folder / "results.csv").read_text().splitlines()
+    assert len(published) == 1 + 2
+    plain = {r.config.model.context_length: r for r in records if r.config.profiler is Profiler.NONE}
+    header = published[0].split(",")
+    for line in published[1:]:
+        row = dict(zip(header, line.split(","), strict=True))
+        step = plain[int(row["context_length"])].measurement(Phase.STEP)
+        assert float(row["step_mean_ms"]) == pytest.approx(step.mean_s * 1e3, rel=1e-6)
+    profiles: list[StepProfile] = [decode_profile(p.read_bytes()) for p in sorted((folder / "kernels").glob("*.json"))]
+    assert len(profiles) == 2
+    tables = {path.name: path.read_text().count("\n") for path in folder.glob("*.csv")}
+    min((folder / "kernels").glob("*.json")).unlink()
+    mended = run(tmp_path, "benchmark_sweep.py", "--context-lengths", "16", "32", "--profile", "--name", "p")
+    assert mended.returncode == 0, mended.stderr
+    assert "3 records kept, 1 run to go" in mended.stderr, "a run whose profile was lost is made again"
+    assert len(list((folder / "kernels").glob("*.json"))) == 2
+    assert {name: tables[name] for name in ("phases.csv", "slowdown.csv", "attention.csv")} == {
+        path.name: path.read_text().count("\n")
+        for path in folder.glob("*.csv") if path.name in ("phases.csv", "slowdown.csv", "attention.csv")
+    }  # fmt: skip
+
+
+def test_without_nsys_the_times_are_kept_and_what_to_install_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cs336_systems.commands import sweep as command
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asked: list[RunConfig] = []
+    monkeypatch.setattr(command, "measure_all", lambda configs, *_, **__: asked.extend(configs) or 0)
+    plan = Plan(configs=(CONFIG.unprofiled, CONFIG), too_large=())
+    monkeypatch.setattr(command.SweepArguments, "plan", lambda self: plan)
+    assert command.run(command.SweepArguments(nsys=True, name="p", output=tmp_path)) == 1
+    assert asked == [CONFIG.unprofiled]
+    said = capsys.readouterr().err
+    assert "nsys" in said
+    assert "install" in said
+    assert len(said.splitlines()) == 1

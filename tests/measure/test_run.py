@@ -1,0 +1,752 @@
+"""A record holds what was measured, says what puts it in doubt, and is made whatever a run dies of."""
+
+import contextlib
+import copy
+import datetime
+import errno
+import gc
+import itertools
+import os
+import shutil
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pynvml
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from cs336_systems.config import (
+    SIZES,
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Phase,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.measure import run as measurement
+from cs336_systems.measure.failure import classify, requested_bytes
+from cs336_systems.measure.nvml import Gpu
+from cs336_systems.measure.progress import Progress
+from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, measure
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.measure.watchers import Watch
+from cs336_systems.model.batches import FileBatches
+from cs336_systems.record import GpuState, RunRecord, Status, WarningCode, encode_record, read_record, write_record
+from tests.conftest import HostTime
+from tests.own_models import PrefersTf32
+
+MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
+CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3, warmup_steps=2, measured_steps=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more, and lose much of it where other programs are at work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Table(nn.Module):
+    """The smallest model, which does `act` in every forward pass, told the number of the step."""
+
+    def __init__(self, act: Callable[[int], object] = lambda step: None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.act = act
+        self.step = -1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.step += 1
+        made = self.act(self.step)
+        logits = self.table(tokens)
+        return logits * made if isinstance(made, float) else logits
+
+
+def codes(record: RunRecord) -> set[WarningCode]:
+    """Warnings, less those on the times, which a busy machine may call forth."""
+    assert record.status is Status.OK, record.failure
+    noise = {WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT}
+    return {warning.code for warning in record.warnings} - noise
+
+
+def message(record: RunRecord, code: WarningCode) -> str:
+    return next(warning.message for warning in record.warnings if warning.code is code)
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
+def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precision, tmp_path: Path) -> None:
+    config = replace(CONFIG, mode=mode, precision=precision)
+    before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    start = perf_counter()
+    record = measure(config)
+    elapsed = perf_counter() - start
+    assert record.status is Status.OK
+    assert record.failure is None
+    assert record.config == config
+    assert before <= datetime.datetime.fromisoformat(record.started_at) <= datetime.datetime.now(datetime.UTC)
+    assert [m.phase for m in record.measurements] == [*config.phases, Phase.STEP]
+    assert all(len(m.times_s) == 3 for m in record.measurements)
+    for i, step_s in enumerate(record.measurement(Phase.STEP).times_s):
+        phases_s = [record.measurement(phase).times_s[i] for phase in config.phases]
+        assert all(time_s > 0 for time_s in phases_s)
+        assert sum(phases_s) <= record.host_times_s[i] + 1e-9 <= step_s + 2e-9
+    assert len(record.warmup_times_s) == 2
+    assert len(record.losses) == 5
+    assert record.skipped_steps == 0
+    assert record.memory is None, "there is no allocator to ask on a CPU"
+    assert record.telemetry is None
+    durations = record.durations
+    assert durations.warmup_s == pytest.approx(sum(record.warmup_times_s))
+    assert durations.measured_s == pytest.approx(sum(record.measurement(Phase.STEP).times_s))
+    assert durations.setup_s + durations.warmup_s + durations.measured_s < durations.total_s < elapsed
+    assert torch.__version__.startswith(record.environment.identity.torch)
+    assert read_record(write_record(record, tmp_path)) == record
+
+
+def test_the_number_of_parameters_is_the_formula_s() -> None:
+    """Embedding and head; per block q, k, v, output, w1, w2, w3 and two norms; the final norm."""
+    by_hand = 2 * 11 * 8 + 2 * (4 * 8 * 8 + 3 * 8 * 12 + 2 * 8) + 8
+    assert measure(CONFIG).num_parameters == by_hand
+
+
+def test_losses_follow_the_seed() -> None:
+    first, again, other = measure(CONFIG), measure(CONFIG), measure(replace(CONFIG, seed=1))
+    assert first.losses == again.losses
+    assert set(first.losses).isdisjoint(other.losses)
+    assert first.losses[0] == pytest.approx(np.log(11), rel=0.5), "near that of a guess"
+
+
+def test_losses_do_not_depend_on_what_ran_before_in_the_process() -> None:
+    expected = measure(CONFIG).losses
+    torch.rand(1000)
+    measure(replace(CONFIG, precision=Precision.BF16, optimizer=OptimizerKind.FUSED))
+    assert measure(CONFIG).losses == expected
+
+
+def test_a_loss_that_is_not_finite_is_a_warning_and_no_number(tmp_path: Path) -> None:
+    record = measure(CONFIG, Table(lambda step: float("nan") if step == 3 else 1.0))
+    assert [loss is None for loss in record.losses] == [False, False, False, True, True], "NaN gradients spread"
+    assert codes(record) == {WarningCode.NOT_FINITE}
+    assert message(record, WarningCode.NOT_FINITE) == "the loss was not finite in 2 step(s)"
+    assert read_record(write_record(record, tmp_path)).losses == record.losses
+
+
+@pytest.mark.parametrize(("mode", "warmup_steps", "warned"), [
+    (Mode.TRAIN, 0, True), (Mode.TRAIN, 1, True), (Mode.TRAIN, 2, False), (Mode.FORWARD_BACKWARD, 0, False),
+])  # fmt: skip
+def test_training_needs_two_warm_up_steps(mode: Mode, warmup_steps: int, warned: bool) -> None:
+    record = measure(replace(CONFIG, mode=mode, warmup_steps=warmup_steps), Table())
+    assert codes(record) == ({WarningCode.FEW_WARMUP_STEPS} if warned else set())
+    assert len(record.warmup_times_s) == warmup_steps
+    assert len(record.measurement(Phase.STEP).times_s) == 3
+
+
+def test_too_little_warm_up_says_what_the_measured_steps_hold() -> None:
+    """The optimizer's state is made at the end of the first step of all, measured or not."""
+    states: list[int] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: states.append(len(optimizer.state)))
+    try:
+        records = [measure(replace(CONFIG, warmup_steps=steps, measured_steps=2), Table()) for steps in (0, 1)]
+    finally:
+        hook.remove()
+    assert states == [0, 1, 0, 1, 1]
+    said = [message(record, WarningCode.FEW_WARMUP_STEPS) for record in records]
+    assert "include the making of the optimizer's state" in said[0]
+    assert "include the first with the optimizer's state" in said[1]
+
+
+@pytest.mark.parametrize("slow", ["warm-up", "measured"])
+def test_a_slow_step_is_in_the_list_it_belongs_to(slow: str, host_time: HostTime) -> None:
+    slow_step = {"warm-up": 1, "measured": 3}[slow]
+    delays_s = tuple(0.05 if step == slow_step else 0.001 for step in range(5))
+    record = measure(CONFIG, Table(lambda step: host_time.sleep(delays_s[step])))
+    assert (*record.warmup_times_s, *record.measurement(Phase.FORWARD).times_s) == delays_s
+
+
+# The garbage collector
+
+
+def test_the_collector_is_off_while_timing_and_on_afterwards() -> None:
+    seen: list[bool] = []
+    record = measure(CONFIG, Table(lambda step: seen.append(gc.isenabled())))
+    assert seen == [False] * 5
+    assert record.collector_on is False, "and the record says so"
+    assert gc.isenabled()
+    assert measure(CONFIG, Table(lambda step: 1 / 0)).status is Status.CRASHED
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 3])
+def test_what_is_said_meanwhile_is_said_before_the_last_warm_up_step(
+    warmup_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever shows it may take a moment, and the step after a pause is a slower one."""
+    steps, said = [], []
+    monkeypatch.setattr(TrainingStep, "__call__", lambda *of, call=TrainingStep.__call__: steps.append(of) or call(*of))
+    record = measure(replace(CONFIG, warmup_steps=warmup_steps), say=lambda doing: said.append((doing, len(steps))))
+    assert record.status is Status.OK
+    assert len(steps) == warmup_steps + CONFIG.measured_steps
+    assert [number for _, number in said] == [0, 0, max(0, warmup_steps - 1)]
+    assert len({doing for doing, _ in said}) == 3
+
+
+def test_garbage_is_collected_before_the_measured_steps() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    references: list[weakref.ref[Cycle]] = []
+    alive: list[bool] = []
+
+    def act(step: int) -> None:
+        if step == 0:
+            references.append(weakref.ref(Cycle()))
+        alive.append(references[0]() is not None)
+
+    measure(replace(CONFIG, warmup_steps=3), Table(act))
+    assert alive[:2] == [True, True], "nothing collects it earlier"
+    assert not any(alive[3:])
+
+
+# Loss scaling
+
+
+def with_infinite_gradients(steps: Callable[[int], bool]) -> Table:
+    model = Table()
+    model.table.weight.register_hook(lambda gradient: gradient * torch.inf if steps(model.step) else gradient)
+    return model
+
+
+def test_a_skipped_step_is_counted_and_not_timed() -> None:
+    model = with_infinite_gradients(lambda step: step in (3, 4))
+    weights: list[Tensor] = []
+    model.act = lambda step: weights.append(model.table.weight.detach().clone())
+    record = measure(replace(CONFIG, precision=Precision.FP16), model)
+    assert record.skipped_steps == 2
+    assert codes(record) == {WarningCode.SKIPPED_STEPS}
+    assert message(record, WarningCode.SKIPPED_STEPS) == "GradScaler skipped 2 step(s); they are not timed"
+    assert all(len(m.times_s) == 3 for m in record.measurements)
+    assert len(record.host_times_s) == 3
+    assert len(record.losses) == 2 + 3 + 2
+    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(weights)]
+    assert changed == [True, True, True, False, False, True], "which steps changed the weights"
+
+
+def test_skipped_steps_are_no_warm_up() -> None:
+    """The optimizer's state is made in the first step that it takes, whichever that is."""
+    model = with_infinite_gradients(lambda step: step < 4)
+    states: list[int] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: states.append(len(optimizer.state)))
+    try:
+        record = measure(replace(CONFIG, precision=Precision.FP16, warmup_steps=2, measured_steps=3), model)
+    finally:
+        hook.remove()
+    assert len(record.warmup_times_s) == 4 + 2
+    assert states == [0, 1, 1, 1, 1], "two steps of warm-up are taken, and the second has what the first has made"
+    assert (record.skipped_steps, codes(record)) == (0, set())
+
+
+@pytest.mark.parametrize(("first", "skipped"), [(0, 2 + 21), (2, 3 + 21)])
+def test_a_run_that_skips_every_step_ends(first: int, skipped: int) -> None:
+    record = measure(replace(CONFIG, precision=Precision.FP16), with_infinite_gradients(lambda step: step >= first))
+    assert record.status is Status.CRASHED
+    assert f"GradScaler skipped {skipped} steps" in record.failure.message
+
+
+def test_without_loss_scaling_nothing_is_skipped() -> None:
+    record = measure(replace(CONFIG, precision=Precision.BF16), with_infinite_gradients(lambda step: step == 3))
+    assert record.skipped_steps == 0
+    assert codes(record) == {WarningCode.NOT_FINITE}
+
+
+# Compilation
+
+
+class Specialised(nn.Module):
+    """Compiled anew whenever `kind` has another value."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.kind, self.last = 0, last
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.kind = min(self.kind + 1, self.last)
+        return self.table(tokens) * self.kind
+
+
+@pytest.fixture
+def compiled_eagerly(monkeypatch: pytest.MonkeyPatch):
+    """torch.compile without its slow last stage: what is compiled, and when, stays the same."""
+    compile_model = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compile_model(model, backend="eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+COMPILED = replace(CONFIG, compile=CompileMode.DEFAULT)
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_the_warm_up_goes_on_while_anything_is_still_compiled() -> None:
+    """Compiled in steps 0 to 4: the warm-up of 2 goes on until a step has compiled nothing."""
+    record = measure(COMPILED, Specialised(last=4))
+    assert len(record.warmup_times_s) == 6
+    assert len(record.measurement(Phase.STEP).times_s) == 3
+    assert not codes(record)
+    assert (record.compilation.graphs, record.compilation.recompiles) == (5, 4)
+
+
+class TalksInBetween(nn.Sequential):
+    """Says something after its first layer, where a graph has to end."""
+
+    def forward(self, tokens):
+        x = self[0](tokens)
+        print("half way", file=sys.stderr)
+        return self[1](x)
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_where_a_graph_breaks_is_counted() -> None:
+    record = measure(COMPILED, TalksInBetween(nn.Embedding(11, 8), nn.Linear(8, 11)))
+    assert record.status is Status.OK
+    assert record.compilation.graph_breaks >= 1
+    assert record.compilation.graphs >= 2
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_a_warm_up_that_is_long_enough_is_not_extended() -> None:
+    assert len(measure(replace(COMPILED, warmup_steps=4), Specialised(last=2)).warmup_times_s) == 4
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_what_is_compiled_while_timing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "MAX_EXTRA_WARMUP_STEPS", 1)
+    record = measure(COMPILED, Specialised(last=5))
+    assert len(record.warmup_times_s) == 3
+    assert codes(record) == {WarningCode.RECOMPILED}
+    assert message(record, WarningCode.RECOMPILED).startswith("torch.compile made 3 graph(s) while timing")
+    assert MAX_EXTRA_WARMUP_STEPS == 20
+
+
+@pytest.mark.usefixtures("compiled_eagerly")
+def test_eager_runs_take_no_notice_of_the_compiler() -> None:
+    assert not codes(measure(CONFIG, Specialised(last=9)))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_a_step_is_compiled_for_real() -> None:
+    """With the C++ compiler, the losses are those of the eager step."""
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
+    twin = copy.deepcopy(model)
+    compiled, eager = measure(replace(COMPILED, seed=7), model), measure(replace(CONFIG, seed=7), twin)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert not codes(compiled)
+    assert (compiled.compilation.graphs, compiled.compilation.graph_breaks, compiled.compilation.recompiles) == (
+        1,
+        0,
+        0,
+    )
+    assert 0.1 * compiled.warmup_times_s[0] < compiled.compilation.seconds < compiled.warmup_times_s[0]
+    assert eager.compilation is None
+
+
+# Tokens from a file
+
+
+def test_reading_batches_is_a_phase_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_time: HostTime
+) -> None:
+    np.save(tmp_path / "x.npy", np.arange(10_000, dtype=np.uint16) % 11)
+    config = replace(CONFIG, tokens=str(tmp_path / "x.npy"))
+    next_batch = FileBatches.__call__
+    monkeypatch.setattr(FileBatches, "__call__", lambda self: (host_time.sleep(0.05), next_batch(self))[1])
+    record = measure(config, Table(lambda step: host_time.sleep(0.01)))
+    times_s = {m.phase: m.times_s for m in record.measurements}
+    assert list(times_s) == [Phase.DATA, *CONFIG.phases, Phase.STEP]
+    assert times_s[Phase.DATA] == (0.05,) * 3
+    assert times_s[Phase.FORWARD] == (0.01,) * 3
+
+
+def test_a_token_outside_the_vocabulary_ends_the_run_with_a_word_on_why(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.full(100, 11, dtype=np.uint16))
+    record = measure(replace(CONFIG, tokens=str(tmp_path / "x.npy")))
+    assert record.status is Status.CRASHED
+    assert record.failure.message.startswith(f"ValueError: {tmp_path / 'x.npy'}: tokens must be from 0 to")
+    assert record.failure.where == "data of warm-up step 0"
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("step", "where"), [(0, "warm-up step 0"), (1, "warm-up step 1"), (2, "measured step 0"), (4, "measured step 2")]
+)
+def test_an_exception_of_the_model_is_a_crash_with_its_place(step: int, where: str, tmp_path: Path) -> None:
+    def explode(now: int) -> None:
+        if now == step:
+            raise RuntimeError("boom\nmore")
+
+    record = measure(CONFIG, Table(explode))
+    assert record.status is Status.CRASHED
+    assert record.failure.message == "RuntimeError: boom"
+    assert record.failure.where == f"forward of {where}"
+    assert record.failure.requested_bytes is None
+    assert "in explode" in record.failure.traceback
+    own = Path("tests", "measure", "test_run.py")
+    assert f'File "{own}"' in record.failure.traceback, "as it is imported from here"
+    assert f'File "torch{os.sep}' in record.failure.traceback, "and this from where libraries lie"
+    assert str(Path.home()) not in record.failure.traceback
+    assert sys.prefix not in record.failure.traceback
+    assert "more" in record.failure.traceback
+    assert record.measurements == ()
+    assert len(record.losses) == step
+    assert len(record.warmup_times_s) == min(step, 2)
+    assert record.environment is not None
+    assert record.num_parameters == 121
+    assert read_record(write_record(record, tmp_path)) == record
+
+
+def test_running_out_of_memory_is_a_result_that_says_how_much_was_asked_for() -> None:
+    record = measure(CONFIG, Table(lambda step: torch.empty(2**50, dtype=torch.uint8) if step == 3 else None))
+    assert record.status is Status.OOM
+    assert record.failure.requested_bytes == 2**50
+    assert record.failure.where == "forward of measured step 1"
+    assert "allocate memory" in record.failure.message
+    assert record.measurements == ()
+
+
+def test_python_s_own_lack_of_memory_is_one_too() -> None:
+    record = measure(CONFIG, Table(lambda step: bytearray(2**60)))
+    assert record.status is Status.OOM
+    assert record.failure.message == "MemoryError"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "nul \0", "bytes \udcff of a file name", "x" * 10**6, "\x1b[2J"])
+def test_any_message_makes_a_record_that_can_be_kept(text: str, tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        raise KeyError(text) if step % 2 else OSError(text)
+
+    record = measure(CONFIG, Table(fail))
+    assert record.status is Status.CRASHED
+    assert "\n" not in record.failure.message
+    assert len(record.failure.message) < 600, "it is for one line of a table"
+    assert read_record(write_record(record, tmp_path)).failure.message.startswith("OSError: ")
+
+
+def test_a_long_failure_is_kept_with_its_beginning_and_its_end(tmp_path: Path) -> None:
+    """Of 20 MB there was a record of 40 MB; one of 100 MB could not be read again, and the run was called invalid."""
+
+    def fail(step: int) -> None:
+        try:
+            raise KeyError("the first cause" + "y" * 20_000_000)
+        except KeyError as error:
+            error.add_note("\n".join(["a note"] * 100_000))
+            raise ValueError(f"begins here {'x' * 20_000_000} ends here\nand a second line") from error
+
+    record = measure(CONFIG, Table(fail))
+    path = write_record(record, tmp_path)
+    assert path.stat().st_size < 100_000
+    failure = read_record(path).failure
+    assert failure.message.startswith("ValueError: begins here xxx")
+    assert failure.message.endswith("xxx ends here")
+    assert "the first cause" in failure.traceback
+    assert failure.traceback.endswith("xxx ends here\nand a second line\n")
+
+
+def test_a_model_s_own_code_that_raises_an_interrupt_is_a_crash() -> None:
+    """In a worker, which Ctrl-C ends at once by its default, so that no interrupt is the user's."""
+    by_python = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        record = measure(replace(CONFIG, model_factory="tests.own_models:interrupted"))
+    finally:
+        signal.signal(signal.SIGINT, by_python)
+    assert record.status is Status.CRASHED
+    assert "KeyboardInterrupt" in record.failure.message
+    assert record.failure.where == "set-up"
+    assert "in interrupted" in record.failure.traceback
+
+
+def test_a_model_that_ends_the_process_does_not_end_it() -> None:
+    record = measure(replace(CONFIG, model_factory="tests.own_models:ends_the_process"))
+    assert record.status is Status.CRASHED
+    assert "status 0" in record.failure.message
+    assert record.failure.where == "set-up"
+
+
+def test_an_interrupt_is_no_failure_of_the_run(ctrl_c_is_heard: None) -> None:
+    def interrupt(step: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(CONFIG, Table(interrupt))
+    assert gc.isenabled()
+
+
+CUDA_OOM = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is free."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "asked"),
+    [
+        (torch.OutOfMemoryError(CUDA_OOM), Status.OOM, 1.5 * 2**30),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), Status.OOM, 20 * 2**20),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 bytes."), Status.OOM, 512),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), Status.OOM, None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Status.OOM, None),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), Status.OOM, None),
+        (MemoryError(), Status.OOM, None),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
+        (RuntimeError("CUDA error: device-side assert triggered"), Status.CUDA_ERROR, None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), Status.CUDA_ERROR, None),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), Status.CUDA_ERROR, None),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
+        (torch.AcceleratorError("unspecified launch failure"), Status.CUDA_ERROR, None),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), Status.CRASHED, None),
+        (ValueError("out of memory of what I came for"), Status.CRASHED, None),
+    ],
+)
+def test_what_a_run_died_of_is_read_from_its_exception(error: Exception, status: Status, asked: float | None) -> None:
+    assert classify(error) is status
+    assert requested_bytes(str(error)) == asked
+
+
+# A user's own model
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("factory", ["BasicsTransformerLM", "bigram"])
+def test_a_model_of_the_user_s_own_is_measured_like_ours(mode: Mode, factory: str) -> None:
+    record = measure(replace(CONFIG, mode=mode, model_factory=f"tests.own_models:{factory}"))
+    assert not codes(record)
+    assert [m.phase for m in record.measurements] == [*record.config.phases, Phase.STEP]
+    block = 4 * (8 * 8 + 8) + (8 * 12 + 12) + (12 * 8 + 8) + 4 * 8  # attention, two linear layers, two norms; biases
+    assert record.num_parameters == {"bigram": 11 * 11, "BasicsTransformerLM": 2 * 11 * 8 + 2 * block}[factory]
+    if mode is Mode.TRAIN:
+        assert record.losses[-1] < record.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("absent", "has no attribute 'absent'"),
+        ("needs_dropout", "the model factory needs dropout, experts"),
+        ("not_a_module", "must return a torch.nn.Module, got list"),
+        ("one_logit_too_many", "must return logits of shape (3, 8, 11), got (3, 8, 12)"),
+        ("ReturnsATuple", "must return logits of shape (3, 8, 11), got tuple"),
+        ("not_callable", "needed a callable"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_a_crash_that_says_what_was_needed(factory: str, problem: str) -> None:
+    record = measure(replace(CONFIG, model_factory=f"tests.own_models:{factory}"))
+    assert record.status is Status.CRASHED
+    assert record.failure.message.startswith("ValueError: ")
+    assert problem in record.failure.message
+
+
+def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() -> None:
+    record = measure(replace(CONFIG, model_factory="tests.own_models:PrefersTf32"))
+    assert not codes(record)
+    assert PrefersTf32.in_force == {"highest"}
+    assert record.environment.float32_matmul_precision == "highest"
+
+
+@pytest.mark.parametrize(
+    ("factory", "precision", "found"),
+    [
+        ("in_float64_by_default", Precision.FP32, "float64"),
+        ("in_float64_by_default", Precision.BF16, "float64"),
+        ("leaves_float64_as_default", Precision.FP32, "float64"),
+        ("one_parameter_in_bf16", Precision.FP32, "bfloat16"),
+        ("one_parameter_in_bf16", Precision.FP16, "bfloat16"),
+        ("logits_in_bf16", Precision.FP32, "bfloat16"),
+        ("logits_in_float64", Precision.BF16, "float64"),
+        ("one_parameter_in_bf16", Precision.BF16, None),
+        ("logits_in_bf16", Precision.BF16, None),
+    ],
+)
+def test_a_run_is_of_the_precision_that_it_says(factory: str, precision: Precision, found: str | None) -> None:
+    """A factory that made float64 the default had a good row in fp32, at a fraction of its speed."""
+    try:
+        record = measure(replace(CONFIG, precision=precision, model_factory=f"tests.own_models:{factory}"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (record.status is Status.OK) is (found is None), record.failure
+    assert found is None or f"precision {precision}" in record.failure.message
+    assert found is None or f" {found}" in record.failure.message
+
+
+def test_gpt2_of_transformers_is_measured() -> None:
+    """Its number of parameters is the formula's for GPT-2, from another hand."""
+    pytest.importorskip("transformers")
+    record = measure(replace(CONFIG, model_factory="tests.own_models:gpt2"))
+    assert not codes(record)
+    block = (3 * 8 * 8 + 3 * 8) + (8 * 8 + 8) + (8 * 12 + 12) + (12 * 8 + 8) + 4 * 8
+    assert record.num_parameters == 11 * 8 + 8 * 8 + 2 * block + 2 * 8
+    assert record.losses[-1] < record.losses[0]
+
+
+@pytest.mark.gpu
+def test_gpt2_of_transformers_and_ours_take_the_same_memory() -> None:
+    pytest.importorskip("transformers")
+    config = RunConfig(size="gpt2", model=replace(SIZES["gpt2"], context_length=256), device=Device.CUDA)
+    ours, theirs = measure(config), measure(replace(config, model_factory="tests.own_models:gpt2"))
+    assert theirs.num_parameters == ours.num_parameters
+    assert theirs.memory.peak_allocated_bytes == pytest.approx(ours.memory.peak_allocated_bytes, rel=0.5)
+    assert theirs.losses[0] == pytest.approx(ours.losses[0], rel=0.05), "both start near a guess"
+
+
+# The GPU's own word
+
+
+GPU = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100", memory_bytes=2**36, driver="580.1")
+
+
+class Monitor:
+    """A GPU on which some others compute and that answers only some questions."""
+
+    others, unsupported = 0, False
+
+    def __init__(self, uuid: str) -> None:
+        assert uuid == GPU.uuid
+
+    def processes(self) -> int:
+        return self.others
+
+    def state(self) -> None:
+        if self.unsupported:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "others", "unsupported", "code"),
+    [
+        ((), 0, False, WarningCode.NO_TELEMETRY),
+        ((GPU,), 0, True, WarningCode.NO_TELEMETRY),
+        ((GPU,), 2, False, WarningCode.GPU_SHARED),
+        ((GPU,), 0, False, None),
+    ],
+)
+def test_a_gpu_that_says_little_is_measured_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...], others: int, unsupported: bool, code: WarningCode | None
+) -> None:
+    monkeypatch.setattr(measurement, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(measurement, "GpuMonitor", Monitor)
+    monkeypatch.setattr(Monitor, "others", others)
+    monkeypatch.setattr(Monitor, "unsupported", unsupported)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    progress = Progress(config=replace(CONFIG, device=Device.CUDA), started_at="", started=0.0)
+    monitor = measurement._find_gpu(progress)
+    assert [warning.code for warning in progress.warnings] == ([code] if code else [])
+    assert (monitor is None) == (code is WarningCode.NO_TELEMETRY)
+    if others:
+        assert "2 other process(es)" in progress.warnings[0].message
+
+
+class PoweredMonitor:
+    """A GPU that takes 1000 W, and says as its power when it was asked."""
+
+    def __init__(self, host_time: HostTime) -> None:
+        self.host_time = host_time
+
+    def energy_j(self) -> float:
+        return 1000 * self.host_time.now_ns / 1e9
+
+    def state(self) -> GpuState:
+        return GpuState(
+            sm_clock_hz=1, max_sm_clock_hz=1, memory_clock_hz=1, power_w=self.host_time.now_ns / 1e9, temperature_c=1.0,
+            throttle_reasons=(), other_processes=0,
+        )  # fmt: skip
+
+
+def test_what_a_profiler_does_after_the_steps_is_not_in_their_energy(
+    monkeypatch: pytest.MonkeyPatch, host_time: HostTime
+) -> None:
+    class SlowToWrite(Watch):
+        began: float
+
+        @contextlib.contextmanager
+        def measured_steps(self, one_step: Callable[[], None]) -> Iterator[None]:
+            yield
+            self.began = host_time.now_ns / 1e9
+            host_time.sleep(0.6)
+
+    watch = SlowToWrite()
+    monkeypatch.setattr(measurement, "_find_gpu", lambda progress: PoweredMonitor(host_time))
+    monkeypatch.setattr(measurement, "make_watch", lambda step, path: watch)
+    record = measure(CONFIG, Table(lambda step: host_time.sleep(0.1)))
+    assert record.telemetry.energy_per_step_j == pytest.approx(100), "steps of 0.1 s; with the writing 300 J"
+    assert record.telemetry.after.power_w == watch.began
+
+
+def test_a_history_that_cannot_be_kept_leaves_the_failure_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnAFullDisk(Watch):
+        def failed(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run_out(step: int) -> None:
+        if step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(measurement, "make_watch", lambda step, path: OnAFullDisk())
+    record = measure(CONFIG, Table(run_out))
+    assert record.status is Status.OOM
+    assert "No space left on device" in message(record, WarningCode.NO_SNAPSHOT)
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_a_power_reading_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", unsupported)
+    record = measure(replace(CONFIG, device=Device.CUDA))
+    assert WarningCode.NO_TELEMETRY in codes(record)
+    assert record.telemetry is None
+    assert record.memory is not None
+
+
+@pytest.mark.gpu
+def test_what_the_allocator_does_while_timing_is_a_warning() -> None:
+    kept: list[Tensor] = []
+    model = Table(lambda step: kept.append(torch.empty(64 * 2**20, device="cuda")) if step >= 2 else None).cuda()
+    record = measure(replace(CONFIG, device=Device.CUDA), model)
+    assert WarningCode.ALLOCATOR_GREW in codes(record)
+    assert record.memory.segments_allocated == 3
+    assert record.memory.peak_allocated_bytes >= 3 * 256 * 2**20
+    assert len(encode_record(record)) < 20_000
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_the_phase_that_fails_is_named(phase: str) -> None:
+    def boom(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    model = Table(boom if phase == "forward" else lambda step: None)
+    if phase == "backward":
+        model.table.weight.register_hook(boom)
+    hook = register_optimizer_step_pre_hook(lambda *_: boom() if phase == "optimizer" else None)
+    try:
+        record = measure(CONFIG, model)
+    finally:
+        hook.remove()
+    assert record.status is Status.CRASHED
+    assert record.failure.where == f"{phase} of warm-up step 0"

@@ -1,0 +1,373 @@
+"""A step does what its mode says, and training is the same training as PyTorch's own."""
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.step import TrainingStep, call_factory, check_logits, compile_loss, load_factory, make_model
+from cs336_systems.model.transformer import TransformerLM
+from tests.conftest import HostTime
+
+MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
+CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more, and lose much of it where other programs are at work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(config: RunConfig, model: nn.Module | None = None, steps: int = 1) -> tuple[TrainingStep, list[float]]:
+    torch.manual_seed(config.seed)
+    step, clock = TrainingStep(config, model), HostClock()
+    return step, [step(clock)[1].item() for _ in range(steps)]
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Seen(nn.Module):
+    """A model that remembers in what state each of its forward passes found the world."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.states: list[tuple[bool, bool, bool]] = []
+        self.has_gradients: list[bool] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.states.append((torch.is_grad_enabled(), self.training, torch.is_autocast_enabled("cpu")))
+        self.has_gradients.append(any(parameter.grad is not None for parameter in self.model.parameters()))
+        return self.model(tokens)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_mode_is_what_its_name_says(mode: Mode) -> None:
+    config = replace(CONFIG, mode=mode)
+    model = Seen(TransformerLM(MODEL))
+    before = parameters(model)
+    step = TrainingStep(config, model)
+    losses: list[Tensor] = []
+    forward = step.forward
+    step.forward = lambda batch: losses.append(forward(batch)) or losses[-1]  # type: ignore[method-assign]
+    for _ in range(3):
+        times, _ = step(HostClock())
+        assert tuple(times.phases_s) == config.phases
+    with_graph = mode is not Mode.INFERENCE
+    assert [loss.requires_grad for loss in losses] == [with_graph] * 3
+    assert model.states == [(with_graph, with_graph, False)] * 3
+    assert model.has_gradients == [False] * 3, "every step starts without gradients"
+    assert all(parameter.grad is None for parameter in model.parameters()), "and leaves none"
+    assert same(before, parameters(model)) == (mode is not Mode.TRAIN)
+    assert (step.optimizer is not None) == (mode is Mode.TRAIN)
+
+
+def test_forward_backward_makes_gradients_that_the_next_step_does_not_find() -> None:
+    seen: list[bool] = []
+    model = TransformerLM(MODEL)
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(bool(weight.grad.any())))
+    run(replace(CONFIG, mode=Mode.FORWARD_BACKWARD), model, steps=2)
+    assert seen == [True, True]
+    assert model.lm_head.weight.grad is None
+
+
+def hand_written_training(
+    model: nn.Module, batch: tuple[Tensor, Tensor], precision: Precision, steps: int
+) -> list[float]:
+    """The loop of a textbook: PyTorch's AdamW, autocast around the model and the loss."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, foreach=False, fused=False
+    )
+    losses = []
+    for _ in range(steps):
+        low = precision is Precision.BF16
+        with torch.autocast("cpu", dtype=torch.bfloat16) if low else nullcontext():
+            logits = model(batch[0])
+            loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[1].reshape(-1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("optimizer", OptimizerKind)
+def test_training_is_the_textbook_s_loop_with_pytorch_s_adamw(optimizer: OptimizerKind, precision: Precision) -> None:
+    config = replace(CONFIG, optimizer=optimizer, precision=precision)
+    torch.manual_seed(1)
+    model = TransformerLM(MODEL)
+    twin, start = copy.deepcopy(model), parameters(model)
+    step, losses = run(config, model, steps=3)
+    expected = hand_written_training(twin, step.batches(), precision, steps=3)
+    # bf16 has 8 significant bits, and the order of a fused update may round otherwise
+    tolerance = 1e-5 if precision is Precision.FP32 else 2e-3
+    assert losses == pytest.approx(expected, rel=tolerance)
+    for mine, theirs, first in zip(parameters(model), parameters(twin), start, strict=True):
+        assert (mine - first).abs().max() > 1e-3, "three steps of lr 1e-3 each"
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 10)
+    assert losses[2] < losses[0], "on one batch over and over, the loss falls"
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(Precision.BF16, torch.bfloat16), (Precision.FP16, torch.float16)])
+def test_autocast_spans_the_model_and_the_loss_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, dtype: torch.dtype
+) -> None:
+    where: dict[str, bool] = {}
+    logits_types: list[torch.dtype] = []
+    cross_entropy = F.cross_entropy
+
+    def watch(name: str) -> None:
+        where[name] = torch.is_autocast_enabled("cpu")
+
+    def watched_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        watch("loss")
+        logits_types.append(logits.dtype)
+        return cross_entropy(logits, targets)
+
+    model = TransformerLM(MODEL)
+    model.register_forward_hook(lambda *_: watch("model"))
+    model.ln_final.weight.register_hook(lambda _: watch("backward"))
+    hook = register_optimizer_step_pre_hook(lambda *_: watch("optimizer"))
+    monkeypatch.setattr(F, "cross_entropy", watched_loss)
+    try:
+        run(replace(CONFIG, precision=precision), model)
+    finally:
+        hook.remove()
+    assert where == {"model": True, "loss": True, "backward": False, "optimizer": False}
+    assert logits_types == [dtype]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+def test_mixed_precision_runs_on_a_cpu_and_comes_close(mode: Mode, precision: Precision) -> None:
+    _, full = run(replace(CONFIG, mode=mode), steps=2)
+    _, mixed = run(replace(CONFIG, mode=mode, precision=precision), steps=2)
+    assert mixed == pytest.approx(full, rel=0.05)
+    assert mixed != full
+
+
+def test_fp16_scales_the_loss_and_undoes_it() -> None:
+    """Without unscaling, AdamW (whose updates do not depend on the scale) would still differ through its eps."""
+    gradients: list[float] = []
+    model = TransformerLM(MODEL)
+    model.lm_head.weight.register_hook(lambda gradient: gradients.append(gradient.abs().max().item()))
+    step, _ = run(replace(CONFIG, precision=Precision.FP16), model)
+    step.scaler = None
+    step(HostClock())
+    scaled, plain = gradients
+    assert scaled / plain == pytest.approx(65536, rel=0.5)
+    assert TrainingStep(CONFIG).loss_scale() is None
+
+
+def test_a_sleep_is_found_in_the_phase_it_was_put_into(host_time: HostTime) -> None:
+    delay_s = 0.05
+
+    def sleep(*_: object) -> None:
+        host_time.sleep(delay_s)
+
+    def timed(put: Callable[[TrainingStep], object]) -> dict[Phase, float]:
+        """Times of a step's phases, where nothing takes time but a sleep."""
+        step = TrainingStep(CONFIG)
+        step(HostClock())
+        put(step)
+        return step(HostClock())[0].phases_s
+
+    found = {
+        Phase.FORWARD: timed(lambda step: step.model.register_forward_hook(sleep)),
+        Phase.BACKWARD: timed(lambda step: next(step.model.parameters()).register_hook(sleep)),
+        Phase.OPTIMIZER: timed(lambda step: step.optimizer.register_step_post_hook(sleep)),
+    }
+    for phase, times in found.items():
+        assert times == {other: delay_s if other is phase else 0.0 for other in CONFIG.phases}
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_the_end_of_the_graph_is_a_part_of_backward(host_time: HostTime, precision: Precision) -> None:
+    """On a GPU it takes milliseconds of the host, which would be in the step and in none of its phases."""
+
+    class SlowToEnd:
+        def __del__(self) -> None:
+            host_time.sleep(0.05)
+
+    step = TrainingStep(replace(CONFIG, precision=precision))
+    step(HostClock())
+    slow = lambda _module, _inputs, output: output.grad_fn.metadata.update(slow=SlowToEnd())  # noqa: E731
+    step.model.register_forward_hook(slow)
+    times, _ = step(HostClock())
+    assert times.phases_s[Phase.BACKWARD] == times.step_s == 0.05
+
+
+# A user's own model
+
+
+def test_a_factory_is_called_with_what_its_signature_names() -> None:
+    seen = {}
+
+    def named(vocab_size: int, rope_theta: float, width: int = 3) -> nn.Module:
+        seen.update(vocab_size=vocab_size, rope_theta=rope_theta, width=width)
+        return nn.Identity()
+
+    call_factory(named, replace(MODEL, rope_theta=7.0))
+    assert seen == {"vocab_size": 11, "rope_theta": 7.0, "width": 3}
+
+    def everything(**others: object) -> nn.Module:
+        assert not others
+        return nn.Identity()
+
+    call_factory(everything, MODEL)
+    call_factory(lambda *nothing: nn.Identity(), MODEL)
+
+
+def test_the_course_s_signature_gets_all_it_names() -> None:
+    factory = load_factory("tests.own_models:BasicsTransformerLM")
+    model = call_factory(factory, MODEL)
+    assert type(model).__name__ == "BasicsTransformerLM"
+    assert model.token_embeddings.weight.shape == (11, 8)
+    assert model.positions.shape == (8, 8)
+    assert len(model.layers.layers) == 2
+    logits = model(torch.zeros(3, 5, dtype=torch.long))
+    assert logits.shape == (3, 5, 11)
+
+
+def test_what_a_factory_needs_and_there_is_not_is_named() -> None:
+    factory = load_factory("tests.own_models:needs_dropout")
+    with pytest.raises(ValueError, match="the model factory needs dropout, experts; what there is: ") as caught:
+        call_factory(factory, MODEL)
+    assert all(field.name in str(caught.value) for field in fields(ModelConfig))
+
+
+def test_a_factory_that_makes_no_module_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must return a torch\.nn\.Module, got list"):
+        call_factory(load_factory("tests.own_models:not_a_module"), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tests.no_such_module:model", "No module named 'tests.no_such_module'"),
+        ("no_such_package.at_all:model", "No module named 'no_such_package'"),
+        ("tests.own_models:no_such_factory", "no_such_factory"),
+        ("tests.own_models:bigram.no_such_attribute", "no_such_attribute"),
+        ("tests.own_models:not_callable", "needed a callable that makes a model, got int"),
+    ],
+)
+def test_a_factory_that_is_not_there_is_an_error_that_names_it(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"^--model {name}: .*{re.escape(problem)}"):
+        load_factory(name)
+
+
+def test_a_factory_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model_of_mine.py").write_text("class Outer:\n    @staticmethod\n    def make():\n        return 5\n")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    assert load_factory("model_of_mine:Outer.make")() == 5
+
+
+@pytest.mark.parametrize(
+    ("logits", "found"),
+    [
+        (torch.zeros(3, 8, 12), "(3, 8, 12)"),
+        (torch.zeros(3, 11, 8), "(3, 11, 8)"),
+        (torch.zeros(24, 11), "(24, 11)"),
+        (None, "NoneType"),
+        ((torch.zeros(3, 8, 11),), "tuple"),
+    ],
+)
+def test_logits_of_another_shape_are_refused(logits: object, found: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"must return logits of shape (3, 8, 11), got {found}")):
+        check_logits(logits, torch.zeros(3, 8, dtype=torch.long), 11)
+
+
+def test_a_model_is_made_on_its_device_with_the_weights_of_the_seed() -> None:
+    torch.manual_seed(5)
+    first = make_model(CONFIG)
+    torch.manual_seed(5)
+    assert same(parameters(first), parameters(make_model(CONFIG)))
+    assert not same(parameters(first), parameters(make_model(CONFIG)))
+
+
+# Compiled
+
+
+@pytest.fixture
+def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """torch.compile without its slow last stage: what is compiled, and when, stays the same."""
+    modes: list[object] = []
+    compile_model = torch.compile
+
+    def compile_without_inductor(model: nn.Module, *, mode: str | None) -> object:
+        modes.append(mode)
+        return compile_model(model, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile_without_inductor)
+    return modes
+
+
+@pytest.mark.parametrize(
+    ("mode", "passed"),
+    [
+        (CompileMode.DEFAULT, None),
+        (CompileMode.REDUCE_OVERHEAD, "reduce-overhead"),
+        (CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, "max-autotune-no-cudagraphs"),
+    ],
+)
+def test_a_compiled_step_trains_the_same(compiled_eagerly: list[object], mode: CompileMode, passed: str | None) -> None:
+    # This project's own model is checked for shapes here, which the compiler cannot trace.
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11))
+    twin = copy.deepcopy(model)
+    _, losses = run(replace(CONFIG, compile=mode), model, steps=3)
+    _, expected = run(CONFIG, twin, steps=3)
+    assert compiled_eagerly == [passed]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for mine, theirs in zip(parameters(model), parameters(twin), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_eager_is_not_compiled(compiled_eagerly: list[object]) -> None:
+    model = TransformerLM(MODEL)
+    step = TrainingStep(CONFIG, model)
+    assert compile_loss(step.forward, model, CONFIG) == step.forward
+    assert compiled_eagerly == []
+
+
+def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[nn.Module, object]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: calls.append((self, mode)))
+    model = TransformerLM(MODEL)
+    config = replace(CONFIG, compile=CompileMode.DEFAULT, compile_blocks=True)
+    TrainingStep(config, model)
+    assert calls == [(block, None) for block in model.layers]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", Precision)
+def test_training_on_a_gpu_is_training_on_a_cpu(precision: Precision) -> None:
+    torch.manual_seed(1)
+    model = TransformerLM(MODEL)
+    twin = copy.deepcopy(model).cuda()
+    _, expected = run(CONFIG, model, steps=3)
+    _, losses = run(replace(CONFIG, device=Device.CUDA, precision=precision), twin, steps=3)
+    assert losses == pytest.approx(expected, rel=1e-5 if precision is Precision.FP32 else 0.02)

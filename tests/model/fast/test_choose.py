@@ -1,0 +1,183 @@
+"""`fastest` makes a valid step of every other one, changes nothing that was asked for, and follows its rule."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    Profiler,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.costs.hardware import DEVICES
+from cs336_systems.model.fast.choose import best_sdpa_backend, describe_fast, fastest, has_bf16
+
+H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
+FIXED = (
+    "size", "batch_size", "mode", "checkpoint_blocks", "learning_rate", "device", "warmup_steps", "measured_steps",
+    "seed", "sync_phases", "ranges", "tokens", "model_factory", "profiler", "repeat", "fp8",
+)  # fmt: skip
+CHOSEN = (
+    "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "fused_loss",
+    "fused_blocks", "cuda_graph",
+)  # fmt: skip
+SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in ("attention", "sdpa_backend"))
+
+
+def make(size="small", device=Device.CUDA, **changes):
+    return RunConfig(size=size, model=SIZES[size], device=device, **changes)
+
+
+def model_with(**changes):
+    return replace(SIZES["small"], **changes)
+
+
+@pytest.mark.parametrize("device_name", [None, H200, A100, V100, NEW, "AMD EPYC"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_step_has_a_valid_fast_one_with_all_that_was_asked_for(size, device_name):
+    asked = {"seed": 3, "batch_size": 2, "warmup_steps": 1, "measured_steps": 7, "tokens": "x.npy", "repeat": 2,
+             "learning_rate": 1e-5, "ranges": False, "checkpoint_blocks": 2}  # fmt: skip
+    for device in Device:
+        for mode in Mode:
+            for changes in (
+                {}, asked, {"sync_phases": True}, {"profiler": Profiler.KINETO}, {"model_factory": "a:b"},
+                {"precision": Precision.FP16}, {"compile": CompileMode.REDUCE_OVERHEAD},
+                {"pad_vocabulary": 64}, {"optimizer": OptimizerKind.FOREACH},
+                *([{"profiler": Profiler.MEMORY}] if device is Device.CUDA else []),
+            ):  # fmt: skip
+                config = make(size, device, mode=mode, **changes)
+                fast = fastest(config, device_name)  # a RunConfig checks itself
+                assert {name: getattr(fast, name) for name in FIXED} == {n: getattr(config, n) for n in FIXED}
+                assert {name: getattr(fast.model, name) for name in SHAPE} == {
+                    name: getattr(config.model, name) for name in SHAPE
+                }
+                assert fastest(fast, device_name) == fast, "there is nothing left to make faster"
+
+
+def test_no_field_is_forgotten():
+    assert {*FIXED, *CHOSEN, "model"} == {field.name for field in fields(RunConfig)}
+
+
+def test_the_rule_on_an_h200():
+    fast = fastest(make("gpt2"), H200)
+    assert {name: getattr(fast, name) for name in CHOSEN} == {
+        "precision": "bf16", "optimizer": "fused", "compile": "default", "compile_blocks": True, "pad_vocabulary": 128,
+        "cast_once": True, "fused_loss": True, "fused_blocks": True, "cuda_graph": True,
+    }  # fmt: skip
+    assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
+
+
+@pytest.mark.parametrize(("vocab_size", "multiple"), [(50_257, 128), (10_001, 128), (10_000, 1), (50_304, 1)])
+def test_only_an_awkward_vocabulary_is_padded(vocab_size, multiple):
+    config = replace(make(), model=model_with(vocab_size=vocab_size))
+    assert fastest(config, H200).pad_vocabulary == multiple
+    assert fastest(replace(config, pad_vocabulary=64), H200).pad_vocabulary == 64
+
+
+@pytest.mark.parametrize(
+    ("device_name", "changes", "backend"),
+    [
+        (H200, {}, SdpaBackend.CUDNN),
+        ("NVIDIA H100 80GB HBM3", {}, SdpaBackend.CUDNN),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", {}, SdpaBackend.CUDNN),
+        ("NVIDIA GH200 480GB", {}, SdpaBackend.CUDNN),
+        ("NVIDIA B200", {}, SdpaBackend.CUDNN),
+        (H200, {"context_length": 2048}, SdpaBackend.CUDNN),
+        (H200, {"context_length": 2049}, SdpaBackend.FLASH),
+        (H200, {"d_model": 768, "num_heads": 6}, SdpaBackend.CUDNN),
+        (H200, {"d_model": 768, "num_heads": 4}, SdpaBackend.FLASH),
+        (H200, {"d_model": 768, "num_heads": 64}, SdpaBackend.FLASH),
+        (H200, {"d_model": 774, "num_heads": 3}, SdpaBackend.AUTO),
+        (A100, {}, SdpaBackend.FLASH),
+        (V100, {}, SdpaBackend.AUTO),
+        (NEW, {}, SdpaBackend.AUTO),
+        (None, {}, SdpaBackend.AUTO),
+    ],
+)
+def test_attention_by_device_and_shape(device_name, changes, backend):
+    """Head widths: 768 / 6 = 128, 768 / 4 = 192, 768 / 64 = 12 (no multiple of 8), 774 / 3 = 258."""
+    assert best_sdpa_backend(model_with(**changes), Device.CUDA, device_name) is backend
+
+
+def test_a_backend_that_was_asked_for_stays():
+    asked = model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.EFFICIENT)
+    assert fastest(replace(make(), model=asked), H200).model.sdpa_backend is SdpaBackend.EFFICIENT
+
+
+def test_a_cpu_keeps_precision_and_compilation_as_asked():
+    plain = make("tiny", Device.CPU)
+    fast = fastest(plain, "AMD EPYC")
+    assert fast == replace(
+        plain, optimizer=OptimizerKind.FUSED, model=replace(plain.model, attention=Attention.SDPA)
+    )  # fmt: skip
+    asked = replace(plain, precision=Precision.BF16, compile=CompileMode.DEFAULT)
+    assert (fastest(asked, None).precision, fastest(asked, None).compile) == (Precision.BF16, CompileMode.DEFAULT)
+
+
+def test_a_gpu_without_bf16_keeps_its_precision():
+    fast = fastest(make(precision=Precision.FP16), V100)
+    assert (fast.precision, fast.cast_once, fast.cuda_graph) == (Precision.FP16, False, False)
+    assert fastest(make(), V100).precision is Precision.FP32
+    assert fastest(make(precision=Precision.FP16), NEW).precision is Precision.BF16
+
+
+def test_bf16_is_known_from_the_data_sheets():
+    """Volta and Turing have none."""
+    without = {name for device in DEVICES for name in device.names if not has_bf16(f"NVIDIA {name}")}
+    assert without == {name for device in DEVICES for name in device.names if name.startswith(("V100", "T4"))}
+
+
+def test_a_users_own_model_gets_what_needs_no_knowledge_of_it():
+    own = make(model_factory="package:factory")
+    assert fastest(own, H200) == replace(
+        own, precision=Precision.BF16, compile=CompileMode.DEFAULT, optimizer=OptimizerKind.FUSED
+    )
+
+
+def test_what_sees_no_graph_gets_none():
+    assert not fastest(make(profiler=Profiler.MEMORY), H200).cuda_graph
+    assert fastest(make(), H200).cuda_graph
+    assert [fastest(make(warmup_steps=steps), H200).cuda_graph for steps in (0, 3, 4)] == [False, False, True]
+
+
+@pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.FORWARD, Mode.FORWARD_BACKWARD])
+def test_without_training_the_optimizer_stays(mode):
+    assert fastest(make(mode=mode, optimizer=OptimizerKind.FOREACH), H200).optimizer is OptimizerKind.FOREACH
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"),
+    [
+        (CompileMode.NONE, CompileMode.DEFAULT),
+        (CompileMode.REDUCE_OVERHEAD, CompileMode.DEFAULT),
+        (CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS),
+    ],
+)
+def test_autotuning_stays_and_graphs_of_the_compiler_go(asked, mode):
+    assert fastest(make(compile=asked), H200).compile is mode
+
+
+def test_what_is_chosen_is_said_in_one_line():
+    assert describe_fast(fastest(make("gpt2"), H200)) == (
+        "bf16, weights cast once, sdpa attention (cudnn), compile default by block, fused AdamW, "
+        "vocabulary padded to a multiple of 128, fused loss, fused blocks, each phase a CUDA graph"
+    )
+    assert describe_fast(fastest(make(mode=Mode.INFERENCE), None)) == (
+        "bf16, weights cast once, sdpa attention, compile default by block, fused loss, fused blocks, "
+        "each phase a CUDA graph"
+    )
+    assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused AdamW"
+    assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, compile default, fused AdamW"
+
+
+def test_both_architectures_are_among_the_sizes():
+    assert {model.arch for model in SIZES.values()} == set(Arch)

@@ -1,0 +1,138 @@
+"""The loss that turns logits into their own gradient, against PyTorch's on the real columns alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from cs336_systems.config import Arch, CompileMode, Device, ModelConfig, Precision, RunConfig
+from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.fast.cross_entropy import fused_cross_entropy
+
+SHAPES = [(37, 37), (37, 40), (4096, 4096), (5000, 5120), (50_257, 50_304)]
+"""Vocabularies, and with their padding: less than a block of the kernel, one, several, with and without a rest."""
+
+
+def both(device: str, dtype: torch.dtype, vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses and gradients with respect to the logits: of the fused one, then PyTorch's in fp32, as autocast has it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(2, 7, padded, generator=generator)).to(device, dtype)
+    targets = torch.randint(vocab, (2, 7), generator=generator).to(device)
+    targets[0, 0], targets[0, 1] = 0, vocab - 1
+    theirs = logits[..., :vocab].clone().requires_grad_()
+    expected = F.cross_entropy(theirs.float().flatten(0, 1), targets.flatten())
+    (3 * expected).backward()
+    mine = logits.clone().requires_grad_()
+    # whose gradient is not its own: only what another operation has made is overwritten
+    loss = fused_cross_entropy(mine * 1, targets, vocab)
+    (3 * loss).backward()
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    return loss.detach(), mine.grad, expected.detach(), theirs.grad
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab", "padded"), SHAPES)
+def test_loss_and_gradient_are_pytorch_s_and_padding_has_none(
+    device: str, dtype: torch.dtype, vocab: int, padded: int
+) -> None:
+    loss, gradient, expected, expected_gradient = both(device, dtype, vocab, padded)
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert gradient.dtype is dtype
+    # rounded once, which may go either way: one place of the mantissa
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(gradient[..., :vocab], expected_gradient, rtol=tolerance, atol=1e-6)
+    assert not gradient[..., vocab:].any()
+
+
+@pytest.mark.gpu
+def test_more_rows_than_programs() -> None:
+    """Of a short and of a long vocabulary; the programs are 6 and 3 to a processor."""
+    rows = 6 * torch.cuda.get_device_properties(0).multi_processor_count + 5
+    for vocab in (1000, 20_000):
+        logits = torch.randn(1, rows, vocab, device="cuda", requires_grad=True)
+        targets = torch.randint(vocab, (1, rows), device="cuda")
+        loss, expected = fused_cross_entropy(logits * 1, targets, vocab), F.cross_entropy(logits[0], targets[0])
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        found, wanted = (torch.autograd.grad(each, logits)[0] for each in (loss, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_a_target_of_no_vocabulary_has_no_loss_and_writes_nothing_beside_its_row() -> None:
+    logits = torch.randn(1, 3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1
+    before = logits.detach().clone()
+    loss = fused_cross_entropy(logits[:, 1:2], torch.tensor([[-100]], device="cuda"), 60)
+    assert loss.isnan()
+    assert torch.equal(logits.detach()[:, [0, 2]], before[:, [0, 2]])
+
+
+def test_logits_that_overflow_exponentials_have_a_finite_loss() -> None:
+    logits = torch.tensor([[[1e4, -1e4, 0.0, 7.0]]])
+    loss = fused_cross_entropy(logits, torch.tensor([[1]]), 3)
+    assert loss.item() == 2e4
+
+
+def test_the_gradient_takes_the_place_of_the_logits() -> None:
+    logits = torch.randn(1, 2, 5, requires_grad=True) * 1
+    address = logits.data_ptr()
+    seen: list[Tensor] = []
+    logits.register_hook(seen.append)
+    fused_cross_entropy(logits, torch.tensor([[1, 2]]), 5).backward()
+    assert [gradient.data_ptr() for gradient in seen] == [address]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_who_reads_the_logits_or_goes_backward_again_is_refused(device: str) -> None:
+    """Rather than given a gradient for logits, or a gradient that was scaled twice."""
+    targets, logits = torch.tensor([[1, 2]], device=device), torch.randn(1, 2, 5, device=device, requires_grad=True)
+    loss = 3 * fused_cross_entropy(logits * 1, targets, 5)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    read_twice = logits * 1
+    squares = (read_twice**2).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (fused_cross_entropy(read_twice, targets, 5) + squares).backward()
+
+
+@pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("arch", list(Arch))
+@pytest.mark.parametrize("settings", [{}, {"cast_once": True}, {"cast_once": True, "fused_blocks": True}], ids=str)
+def test_a_step_trains_as_with_pytorch_s_loss(device: Device, arch: Arch, settings: dict[str, object]) -> None:
+    """Six steps of both, of a vocabulary that is padded."""
+    model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4, arch=arch)
+    config = RunConfig(
+        size="custom", model=model, batch_size=3, precision=Precision.BF16, optimizer="fused", pad_vocabulary=8,
+        device=device, learning_rate=2e-4, **settings,
+    )  # type: ignore[arg-type]  # fmt: skip
+    losses = []
+    for is_fused in (True, False):
+        torch.manual_seed(0)
+        step = TrainingStep(replace(config, fused_loss=is_fused))
+        losses.append([step(HostClock())[1].item() for _ in range(6)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_the_head_s_range_is_there_in_backward_too() -> None:
+    """The hooks that name it run when the head is called as a module."""
+    model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=1, num_heads=4)
+    config = RunConfig(size="custom", model=model, pad_vocabulary=8, fused_loss=True)
+    step, shapes = TrainingStep(config), list[torch.Size]()
+    step.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: shapes.append(logits.shape))
+    step(HostClock())
+    assert shapes == [(4, 16, 40)]
+
+
+def test_what_it_does_not_go_with_is_said() -> None:
+    model = ModelConfig(d_model=8, d_ff=8, num_layers=1, num_heads=1)
+    with pytest.raises(ValueError, match=r"--fused-loss needs --compile-blocks, .* got --compile default"):
+        RunConfig(size="custom", model=model, compile=CompileMode.DEFAULT, fused_loss=True)
+    with pytest.raises(ValueError, match="--fused-loss needs a precision whose loss is not scaled"):
+        RunConfig(size="custom", model=model, precision=Precision.FP16, fused_loss=True)

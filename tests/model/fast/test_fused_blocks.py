@@ -1,0 +1,261 @@
+"""Residual addition with norm, and bias with GELU, against PyTorch's operators, differentiated by autograd."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.fast import fused_blocks
+from cs336_systems.model.layers import Norm
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WIDTHS = [37, 768, 2560, 4608, 8200]
+EPS = 1e-5
+TYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+"""Of the stream and of the branch."""
+MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4)
+BASE = RunConfig(
+    size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+    cast_once=True, learning_rate=2e-4,
+)  # fmt: skip
+
+
+def made(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+
+def is_close(found: Tensor | None, expected: Tensor | None) -> bool:
+    """To the rounding of the type of `found`: the oracle is in fp64. Sums over rows gather more of it."""
+    assert found is not None
+    assert expected is not None
+    tolerance = 2e-5 if found.dtype is torch.float32 else 2**-7
+    return torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+def add_norm_of_parts(
+    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    total = stream + branch if branch_bias is None else stream + (branch + branch_bias)
+    if bias is None:
+        return total, F.rms_norm(total, gain.shape, gain, EPS)
+    return total, F.layer_norm(total, gain.shape, gain, bias, EPS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reads_sum", [True, False])
+@pytest.mark.parametrize("has_biases", [False, True], ids=["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_add_norm(
+    types: tuple[torch.dtype, torch.dtype], width: int, has_biases: bool, reads_sum: bool, device: str
+) -> None:
+    stream_type, branch_type = types
+    vectors = [(branch_type, True), (torch.float32, False), (torch.float32, True)]
+    given = [made(2, 5, width, seed=n, dtype=dtype, device=device) for n, dtype in enumerate(types)]
+    given += [made(width, seed=2 + n, dtype=d, device=device) for n, (d, is_bias) in enumerate(vectors)
+              if has_biases or not is_bias]  # fmt: skip
+    wide = [each.detach().double().requires_grad_() for each in given]
+    of_stream = made(2, 5, width, seed=7, dtype=stream_type, device=device).detach()
+    of_norm = made(2, 5, width, seed=8, dtype=branch_type, device=device).detach()
+
+    def with_gaps(each: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+        return tuple(each) if has_biases else (each[0], each[1], None, each[2], None)  # type: ignore[return-value]
+
+    total, normed = fused_blocks.add_norm(*with_gaps(given), EPS)
+    expected_total, expected_normed = add_norm_of_parts(*with_gaps(wide))
+    assert (total.dtype, normed.dtype) == types
+    assert is_close(total, expected_total)
+    if stream_type is torch.float32:
+        assert is_close(normed, expected_normed)
+    outputs, gradients = ([total, normed], [of_stream, of_norm]) if reads_sum else ([normed], [of_norm])
+    torch.autograd.backward(outputs, gradients)
+    # where the sum was rounded, what follows is of the rounded one
+    rounded = total.detach().double().requires_grad_()
+    again = add_norm_of_parts(rounded, torch.zeros_like(rounded), None, *with_gaps(wide)[3:])[1]
+    torch.autograd.backward([rounded * 1, again] if reads_sum else [again], [g.double() for g in gradients])
+    assert is_close(normed, again)
+    assert is_close(given[0].grad, rounded.grad)
+    assert is_close(given[1].grad, rounded.grad)
+    assert rounded.grad is not None
+    if has_biases:
+        assert is_close(given[2].grad, rounded.grad.sum((0, 1)))
+        assert is_close(given[4].grad, wide[4].grad)
+    assert is_close(given[3 if has_biases else 2].grad, wide[3 if has_biases else 2].grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [8, 1024, 3072, 6400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
+    x, gradient = (made(3, 7, width, seed=n, dtype=dtype, device=device) for n in range(2))
+    bias = made(width, seed=2, dtype=dtype, device=device)
+    wide, wide_bias = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
+    found = fused_blocks.bias_gelu(x, bias)
+    expected = F.gelu(wide + wide_bias, approximate="tanh")
+    found.backward(gradient.detach())
+    expected.backward(gradient.detach().double())
+    assert is_close(found, expected)
+    assert is_close(x.grad, wide.grad)
+    assert is_close(bias.grad, wide_bias.grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 2047, 16_384])
+def test_sums_over_many_rows(rows: int, device: str) -> None:
+    """More rows than programs, and fewer: none is left out, none counted twice. Of ones, so that sums are exact."""
+    stream = torch.tensor([1.0, -1.0] * 12, device=device).repeat(rows, 1).requires_grad_()  # which is its own norm
+    branch = torch.zeros(rows, 24, device=device, requires_grad=True)
+    vectors = [torch.zeros(24, device=device, requires_grad=True) for _ in range(3)]
+    total, normed = fused_blocks.add_norm(stream, branch, vectors[0], vectors[1], vectors[2], 0.0)
+    (total.sum() + normed.sum()).backward()
+    hidden, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((rows, 24), (24,)))
+    fused_blocks.bias_gelu(hidden, bias).sum().backward()
+    expected = {"branch bias": [1.0, 1.0], "gain": [1.0, -1.0], "bias": [1.0, 1.0], "GELU's bias": [0.5, 0.5]}
+    for each, shares in zip((*vectors, bias), expected.values(), strict=True):
+        assert each.grad is not None
+        assert each.grad.tolist() == [share * rows for share in shares] * 12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pytorch_finds_the_operators_well_made(device: str) -> None:
+    """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
+    stream, branch = (made(2, 4, 24, seed=n, dtype=torch.float32, device=device) for n in range(2))
+    vectors = [made(24, seed=n, dtype=torch.float32, device=device) for n in range(3)]
+    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS))
+    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, None, vectors[0], None, EPS))
+    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_does_not_lie_row_after_row(device: str) -> None:
+    """A kernel would take it for what does."""
+    stream, branch = (made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2))
+    vectors = [made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_() for n in range(3)]
+    stream, branch = (each.detach().requires_grad_() for each in (stream, branch))
+    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS))
+    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0]))
+    total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
+    gradient = torch.ones_like(total)
+    given = (None, gradient, total, statistics, vectors[1].detach(), True, None)
+    dense = (None, gradient.contiguous(), total.contiguous(), statistics, vectors[1].detach().contiguous(), True, None)
+    for found, expected in zip(fused_blocks._add_norm_backward(*given), fused_blocks._add_norm_backward(*dense),
+                               strict=True):  # fmt: skip
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """A kernel would read beside it."""
+    x, vector = torch.zeros(2, 4, 8), torch.zeros(8)
+    with pytest.raises(ValueError, match=r"needed a branch of the stream's shape \(2, 4, 8\), got \(2, 3, 8\)"):
+        fused_blocks.add_norm(x, x[:, :3], None, vector, None, EPS)
+    with pytest.raises(ValueError, match=r"needed vectors of 8 elements, got \(7,\)"):
+        fused_blocks.add_norm(x, x, None, vector, vector[:7], EPS)
+    with pytest.raises(ValueError, match=r"needed a bias of 8 elements, got \(1,\)"):
+        fused_blocks.bias_gelu(x, vector[:1])
+    with pytest.raises(ValueError, match="--fused-blocks needs --cast-once, got none"):
+        replace(BASE, cast_once=False, fused_blocks=True)
+
+
+@pytest.mark.parametrize("d_model", [6, 50])
+def test_gradients_begin_where_adamw_s_kernel_can_read(d_model: int) -> None:
+    """16 bytes at a time."""
+    model = replace(MODEL, arch=Arch.GPT2, d_model=d_model, num_heads=2)
+    step, _, _ = first_gradients(replace(BASE, model=model, fused_blocks=True))
+    norms = [module for module in step.model.modules() if isinstance(module, Norm)]
+    found = [parameter.grad for norm in norms for parameter in (norm.weight, norm.bias) if parameter is not None]
+    assert len(found) == 2 * (2 * model.num_layers + 1)
+    assert all(gradient is not None and gradient.data_ptr() % 16 == 0 for gradient in found)
+
+
+def first_gradients(config: RunConfig) -> tuple[TrainingStep, float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    step = TrainingStep(config)
+    loss = step.forward(step.batches())
+    step.backward(loss)
+    names = [name for name, _ in step.model.named_parameters()]
+    found = {name: torch.stack([g.float() for g in weight.gradients()]).sum(0)
+             for name, weight in zip(names, step.weights, strict=True)}  # fmt: skip
+    return step, loss.item(), found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("changes", [{}, {"checkpoint_blocks": 2}], ids=str)
+@pytest.mark.parametrize("arch", list(Arch))
+def test_the_model_s_gradients_are_the_same(arch: Arch, changes: dict[str, int], device: str) -> None:
+    """To the rounding of bf16; what keys get from their biases is nothing but rounding."""
+    config = replace(BASE, model=replace(MODEL, arch=arch), device=device, **changes)  # type: ignore[arg-type]
+    _, expected_loss, expected = first_gradients(config)
+    _, loss, found = first_gradients(replace(config, fused_blocks=True))
+    assert loss == pytest.approx(expected_loss, rel=1e-3)
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        if not name.endswith("k_proj.bias"):
+            assert (found[name] - gradient).norm() < 0.03 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_a_forgotten_bias_would_be_seen(arch: Arch) -> None:
+    """Logits with all parameters drawn anew, biases among them, which begin at 0."""
+    found = []
+    for is_fused in (False, True):
+        step = TrainingStep(replace(BASE, model=replace(MODEL, arch=arch), fused_blocks=is_fused, mode=Mode.INFERENCE))
+        generator = torch.Generator().manual_seed(0)
+        state = step.model.state_dict()
+        drawn = {name: torch.randn(value.shape, generator=generator) * 0.2 for name, value in state.items()}
+        step.model.load_state_dict(drawn)
+        found.append(step.logits(step.batches()[0]).float())
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_training_goes_on_alike_by_an_operator_for_each_norm(arch: Arch) -> None:
+    losses = []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        step = TrainingStep(replace(BASE, model=replace(MODEL, arch=arch), fused_blocks=is_fused))
+        losses.append([step(HostClock())[1].item() for _ in range(6)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1][-1] < losses[1][0]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(HostClock())
+    events = profile.events()
+    assert events is not None
+    seen = Counter(event.name for event in events)
+    assert seen["cs336_systems::add_norm"] == seen["cs336_systems::add_norm_backward"] == 2 * MODEL.num_layers + 1
+    assert seen["cs336_systems::bias_gelu"] == (MODEL.num_layers if arch is Arch.GPT2 else 0)
+    assert seen["cs336_systems::lookup"] == seen["cs336_systems::lookup_backward"] == 1
+
+
+ONE_GRAPH = """
+import json, torch
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.measure.step import TrainingStep
+
+model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4, arch="gpt2")
+config = RunConfig(size="custom", model=model, precision="bf16", optimizer="fused", cast_once=True, fused_blocks=True)
+step = TrainingStep(config)
+with torch.autocast("cpu", torch.bfloat16):
+    explained = torch._dynamo.explain(step._loss_of)(*step.batches())
+print(json.dumps([explained.graph_count, explained.graph_break_count]))
+"""
+
+
+def test_the_whole_model_is_one_graph() -> None:
+    """In a fresh process: the shape checks of tests do not compile."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ONE_GRAPH], cwd=Path(__file__).parents[3], capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1, 0]

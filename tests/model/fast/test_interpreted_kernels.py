@@ -1,0 +1,205 @@
+"""The Triton kernels themselves without a GPU: by Triton's interpreter, where Triton is installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)")
+
+ADAMW = """
+import json, torch
+torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
+from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
+
+torch.manual_seed(0)
+settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+found = {}
+for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    # less than a piece, a piece and a bit, a whole chunk, several and a bit
+    theirs = [torch.nn.Parameter(torch.randn(n)) for n in (1, 37, 130, CHUNK, 3 * CHUNK + 5)]
+    masters = [p.detach().clone() for p in theirs]
+    first, second = ([torch.zeros_like(m) for m in masters] for _ in range(2))
+    copies = [torch.zeros_like(m, dtype=torch.bfloat16) for m in masters] if dtype is torch.bfloat16 else []
+    oracle, kernel = torch.optim.AdamW(theirs, **settings), ChunkedAdamW(masters, first, second, copies)
+    for step in (1.0, 2.0, 3.0):
+        gradients = [torch.randn(len(m)).to(dtype) for m in masters]
+        for p, gradient in zip(theirs, gradients):
+            p.grad = gradient.float()
+        oracle.step()
+        kernel([[gradient] for gradient in gradients], torch.tensor(step), **settings)
+    found[name] = max((p - m).abs().max().item() for p, m in zip(theirs, masters))
+    # the interpreter cuts off what the device rounds
+    away = [((copy.float() - m) / m).abs().max().item() for copy, m in zip(copies, masters)]
+    found[name + " copies"] = max(away, default=0)
+print(json.dumps(found))
+"""
+
+LOSS = """
+import json, torch
+from cs336_systems.model.fast import cross_entropy_kernel as kernel
+
+torch.manual_seed(0)
+block, found = kernel.BLOCK, {"loss": [], "alone": [], "gradient": [], "padding": []}
+# 14 rows are more than there are programs
+for vocab, padded in ((37, 40), (block, block), (block - 1, 2 * block + 5), (5000, 5120), (kernel.LONG_ROW, 17_000)):
+    logits, targets = 5 * torch.randn(14, padded), torch.randint(vocab, (14,))
+    targets[:4] = torch.tensor([0, 1, vocab - 2, vocab - 1])
+    real = logits[:, :vocab].clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(real, targets, reduction="none")
+    (3 * expected.mean()).backward()
+    alone = kernel.losses(logits, targets, vocab, write_gradients=False)
+    losses = kernel.losses(logits, targets, vocab, write_gradients=True)
+    kernel.scale_rows(logits, torch.tensor(3.0))
+    kernel.scale_rows(logits, torch.tensor(1.0))
+    errors = {"loss": losses - expected, "alone": alone - expected, "gradient": logits[:, :vocab] - real.grad,
+              "padding": logits[:, vocab:]}
+    for name, error in errors.items():
+        found[name] += [error.abs().max().item()] if error.numel() else []
+logits = torch.randn(3, 40)
+before = logits.clone()
+losses = kernel.losses(logits[:2, :37], torch.tensor([-100, 37]), 30, write_gradients=True)
+beside = (logits - before).abs()
+found["unknown targets"] = [float(losses.isnan().all()), float(beside[:, 37:].sum() + beside[2].sum())]
+print(json.dumps(found))
+"""
+
+AGAIN = """
+import json, torch
+from cs336_systems.model.fast import cross_entropy
+
+cross_entropy._losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+targets, logits = torch.tensor([[1, 2]]), torch.randn(1, 2, 5, requires_grad=True)
+loss = 3 * cross_entropy.fused_cross_entropy(logits * 1, targets, 5)
+loss.backward(retain_graph=True)
+read_twice = logits * 1
+both = (read_twice**2).sum() + cross_entropy.fused_cross_entropy(read_twice, targets, 5)
+refused = {}
+for name, again in (("backward", loss), ("logits", both)):
+    try:
+        again.backward()
+    except RuntimeError as error:
+        refused[name] = "modified by an inplace operation" in str(error)
+print(json.dumps(refused))
+"""
+
+JOINT = """
+import json, torch
+from cs336_systems.model.rope import rope_rotations
+from cs336_systems.model.fast import joint, joint_kernel as kernel
+
+torch.manual_seed(0)
+found = {}
+def compare(name, found_here, expected):
+    found.setdefault(name, []).append((found_here - expected).abs().max().item())
+
+# a row shorter than a block, one that fills it, one with a bit left; heads of 64 and 80
+for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (2, 2, 16, 64), (2, 4, 8, 80)):
+    rotations = rope_rotations(seq, d_head, 10_000.0)
+    x = torch.randn(batch, seq, 3 * heads * d_head)
+    for part, expected in zip(kernel.rope_heads(x, rotations), joint._rope_heads(x, rotations)):
+        compare("heads", part, expected)
+    # as attention returns them: heads before tokens
+    parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
+    compare("heads back", kernel.rope_heads_backward(*parts, rotations), joint._rope_heads_backward(*parts, rotations))
+    back = *parts, torch.float32
+    for name, here, there in zip(("cut", "bias"), kernel.cut_heads_backward(*back), joint._cut_heads_backward(*back)):
+        compare(name, here, there)
+for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
+    x, gradient = torch.randn(3, 7, 2 * width), torch.randn(3, 7, width)
+    compare("swiglu", kernel.swiglu(x), joint._swiglu(x))
+    compare("swiglu back", kernel.swiglu_backward(x, gradient), joint._swiglu_backward(x, gradient))
+print(json.dumps(found))
+"""
+
+BLOCKS = """
+import json, torch
+from cs336_systems.model.fast import fused_blocks, fused_blocks_kernel as kernel, lookup, lookup_kernel, sums_kernel
+
+torch.manual_seed(0)
+found = {}
+def compare(name, found_here, expected):
+    found.setdefault(name, []).append(((found_here - expected).abs().max() / expected.abs().max()).item())
+
+# fewer rows than programs, as many as go round once and a bit; a row that fills its block, one that does not
+for rows, width in ((1, 8), (7, 37), (37, 256), (50, 768), (3, kernel.GELU_BLOCK + 576)):
+    stream, branch, gradient = torch.randn(3, rows, width).unbind()
+    gain, bias, branch_bias = torch.randn(3, width).unbind()
+    for is_centred, has_branch_bias in ((False, False), (True, False), (True, True), (False, True)):
+        given = stream, branch, branch_bias if has_branch_bias else None, gain, bias if is_centred else None, 1e-5
+        total, normed, statistics = fused_blocks._add_norm(*given)
+        for name, here, there in zip(("sum", "norm"), kernel.add_norm(*given), (total, normed)):
+            compare(name, here, there)
+        for stream_gradient in (None, torch.randn(rows, width)):
+            back = stream_gradient, gradient, total, statistics, gain
+            branch_bias_type = torch.float32 if has_branch_bias else None
+            expected = fused_blocks._add_norm_backward(*back, is_centred, branch_bias_type)
+            here = kernel.add_norm_backward(
+                *back[:3], kernel.add_norm(*given)[2], gain, is_centred=is_centred, branch_bias_type=branch_bias_type
+            )
+            assert here[3].shape == expected[3].shape == (width if has_branch_bias else 0,)
+            for name, one, other in zip(("stream back", "branch back", "sums", "branch bias"), here, expected):
+                if one.numel():
+                    compare(name, one, other)
+    partial = torch.randn(2, sums_kernel.ROWS + rows, width)
+    compare("sums of programs", sums_kernel.summed(partial, None)[0], partial.sum(1))
+    apart, last = sums_kernel.summed(partial, torch.bfloat16)
+    compare("sums apart", apart, partial.sum(1)[:1])
+    assert last.dtype is torch.bfloat16 and ((last - partial.sum(1)[1]).abs() <= 2**-7 * partial.sum(1)[1].abs()).all()
+    # tokens that come once, several times and not at all
+    tokens, table = torch.randint(0, 9, (rows,)), torch.randn(11, width)
+    here = table.clone()
+    lookup_kernel.add_rows(here, tokens, gradient)
+    compare("lookup", here, table + lookup._lookup_backward(gradient, tokens, 11))
+    compare("gelu", kernel.bias_gelu(stream, bias), fused_blocks._bias_gelu(stream, bias))
+    expected = fused_blocks._bias_gelu_backward(stream, bias, gradient)
+    for name, one, other in zip(("gelu back", "bias"), kernel.bias_gelu_backward(stream, bias, gradient), expected):
+        compare(name, one, other)
+print(json.dumps(found))
+"""
+
+
+def interpreted(script: str) -> dict[str, Any]:
+    """What the script prints, in a process of its own: whether to interpret is decided when a kernel is defined."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=environment, cwd=Path(__file__).parents[3],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_adamw_does_what_pytorch_s_does() -> None:
+    found = interpreted(ADAMW)
+    assert found.pop("bf16 copies") < 2**-7
+    assert all(error < 1e-6 for error in found.values()), found
+
+
+def test_the_loss_and_its_gradient_are_pytorch_s() -> None:
+    found = interpreted(LOSS)
+    assert found.pop("unknown targets") == [1, 0], "no loss, and nothing written beside the row"
+    assert set(found.pop("padding")) == {0}
+    assert all(error < 1e-5 for errors in found.values() for error in errors), found
+
+
+def test_what_follows_joint_products_is_what_pytorch_computes() -> None:
+    found = interpreted(JOINT)
+    assert len(found) == 6
+    assert all(error < 1e-5 for errors in found.values() for error in errors), found
+
+
+def test_what_is_between_products_is_what_pytorch_computes() -> None:
+    found = interpreted(BLOCKS)
+    assert len(found) == 12
+    assert all(error < 1e-5 for errors in found.values() for error in errors), found
+
+
+def test_what_the_kernels_overwrite_autograd_knows() -> None:
+    assert interpreted(AGAIN) == {"backward": True, "logits": True}

@@ -1,0 +1,135 @@
+"""A step in a graph on a device that is made up: what is captured does not run, and what is replayed does."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Mode, ModelConfig, Phase, RunConfig
+from cs336_systems.measure.clock import EventClock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.batches import Batch
+from cs336_systems.model.fast.step_graph import StepGraph
+
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+TOOK_S = {Phase.DATA: 0.5, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.OPTIMIZER: 4.0}
+"""By the device's clock, of each phase."""
+
+
+class Device:
+    """A GPU's clock, and what a graph that is being captured holds so far."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.captured: list[Callable[[], None]] | None = None
+
+    def run(self, operation: Callable[[], None]) -> None:
+        if self.captured is None:
+            operation()
+        else:
+            self.captured.append(operation)
+
+    def work(self, seconds: float) -> None:
+        def take() -> None:
+            self.now_s += seconds
+
+        self.run(take)
+
+
+class Stream:
+    def wait_stream(self, _other: "Stream") -> None: ...
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+
+    class Event:
+        def __init__(self, **_options: object) -> None:
+            self.time_s: float | None = None
+
+        def record(self) -> None:
+            def note() -> None:
+                self.time_s = device.now_s
+
+            device.run(note)
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert self.time_s is not None
+            assert end.time_s is not None
+            return (end.time_s - self.time_s) * 1e3
+
+    class Graph:
+        operations: list[Callable[[], None]]
+
+        def replay(self) -> None:
+            for operation in self.operations:
+                operation()
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, **_options: object) -> Iterator[None]:
+        device.captured = []
+        yield
+        graph.operations, device.captured = device.captured, None
+
+    fakes: dict[str, Any] = {
+        "Event": Event, "CUDAGraph": Graph, "graph": capture, "Stream": Stream, "current_stream": Stream,
+        "stream": lambda _stream: contextlib.nullcontext(), "synchronize": lambda: None,
+        "graph_pool_handle": lambda: (0, 1),
+        "reset_peak_memory_stats": lambda: None, "max_memory_allocated": lambda: 77,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return device
+
+
+@pytest.mark.parametrize("reads_data", [False, True], ids=["random tokens", "token file"])
+def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_data: bool) -> None:
+    """The first as they are, the one that captures, and replays alike."""
+    seen: list[tuple[int, float]] = []
+    loss, static = torch.zeros(()), torch.zeros(1)
+
+    def phases(batch: Batch) -> Iterator[Phase]:
+        def compute() -> None:
+            loss.copy_(batch[0][0])
+            seen.append((len(seen), loss.item()))
+
+        device.run(compute)
+        for phase in PHASES:
+            device.work(TOOK_S[phase])
+            yield phase
+
+    told: list[int] = []
+    graph, clock = StepGraph(phases, PHASES, lambda: told.append(len(seen))), EventClock()
+    for number in range(EAGER_STEPS_BEFORE_GRAPH + 3):
+        clock.start()
+        batch = (torch.full((1,), float(number)), static)
+        if reads_data:
+            device.work(TOOK_S[Phase.DATA])
+            clock.lap(Phase.DATA)
+        graph(batch, clock.lap)
+        wanted = ((Phase.DATA,) if reads_data else ()) + PHASES
+        assert clock.stop().phases_s == pytest.approx({phase: TOOK_S[phase] for phase in wanted})
+        assert loss.item() == number, "each step has its own batch, and the capture is one step too"
+    assert seen == [(number, float(number)) for number in range(EAGER_STEPS_BEFORE_GRAPH + 3)], "nothing runs twice"
+    assert told == [EAGER_STEPS_BEFORE_GRAPH], "after the capture, before its first replay"
+    assert graph.peak_bytes == 77
+
+
+def test_gradients_that_nobody_applies_are_not_added_up(device: Device) -> None:
+    """Neither by the first steps nor by the one that is captured, whose replays would go on adding."""
+    model = ModelConfig(vocab_size=7, context_length=4, d_model=8, d_ff=8, num_layers=1, num_heads=2)
+    step = TrainingStep(RunConfig(size="custom", model=model, mode=Mode.FORWARD_BACKWARD))
+    order, run = step.config.phases, step._phases
+    found: list[bool] = []
+
+    def phases(batch: Batch) -> Iterator[Phase]:
+        found.append(any(parameter.grad is not None for parameter in step.model.parameters()))
+        yield from run(batch)
+
+    step.graph, clock = StepGraph(phases, order, lambda: None), EventClock()
+    for _ in range(EAGER_STEPS_BEFORE_GRAPH + 2):
+        step(clock)
+    assert found == [False] * (EAGER_STEPS_BEFORE_GRAPH + 1)

@@ -1,0 +1,255 @@
+"""Weights kept twice: the same training as autocast's, and the same checkpoints as the plain model's."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from cs336_systems.config import Arch, Attention, Device, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.weights import Weight, cast_linear_weights
+from cs336_systems.model.transformer import TransformerLM
+
+MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4)
+MODELS = {"cs336": MODEL, "gpt2": replace(MODEL, arch=Arch.GPT2), "sdpa": replace(MODEL, attention=Attention.SDPA)}
+AUTOCAST = RunConfig(
+    size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+    learning_rate=2e-4,
+)  # fmt: skip
+
+
+def make(name: str, seed: int = 0) -> TransformerLM:
+    torch.manual_seed(seed)
+    return TransformerLM(MODELS[name])
+
+
+def trained(config: RunConfig, model: nn.Module, steps: int) -> tuple[TrainingStep, list[float]]:
+    step = TrainingStep(config, model)
+    return step, [step(HostClock())[1].item() for _ in range(steps)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
+    """The oracle casts every weight in every step, and its optimizer knows nothing of copies."""
+    config, model = replace(AUTOCAST, model=MODELS[name]), make(name)
+    oracle = copy.deepcopy(model)
+    step, losses = trained(replace(config, cast_once=True), model, 6)
+    _, expected = trained(config, oracle, 6)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert losses[-1] < losses[0]
+    mine, theirs = step.model.state_dict(), oracle.state_dict()
+    for key in theirs:
+        if key.endswith("k_proj.bias"):  # whose gradient is 0 but for rounding: it moves all scores of a row alike
+            continue
+        # a gradient that is nearly nothing may have either sign, and AdamW's step then is a whole one
+        away = (mine[key] - theirs[key]).abs() / config.learning_rate
+        assert away.max() < 7
+        assert (away > 0.1).float().mean() < 0.2, key
+
+
+def test_products_read_rounded_weights_and_all_else_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What F.linear and F.embedding are given, in a real forward pass."""
+    model = make("cs336")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = cast_linear_weights(model, torch.bfloat16)
+    read: list[Tensor] = []
+    linear, embedding = F.linear, F.embedding
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: read.append(weight) or linear(x, weight, bias))
+    monkeypatch.setattr(F, "embedding", lambda x, weight: read.append(weight) or embedding(x, weight))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.arange(16).view(1, 16))
+    expected = [before["token_embeddings.weight"]]
+    for layer in ("layers.0", "layers.1"):
+        joint = (
+            ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+            ("attn.output_proj",),
+            ("ffn.w1", "ffn.w3"),
+            ("ffn.w2",),
+        )
+        expected += [torch.cat([before[f"{layer}.{name}.weight"] for name in names]).bfloat16() for names in joint]
+    expected.append(before["lm_head.weight"].bfloat16())
+    assert [tensor.dtype for tensor in read] == [tensor.dtype for tensor in expected]
+    assert all(torch.equal(found, wanted) for found, wanted in zip(read, expected, strict=True))
+    assert len(weights) == len(before)
+    assert all(torch.equal(weight.copy, weight.master.bfloat16()) for weight in weights if weight.copy is not None)
+
+
+def test_what_a_joint_product_could_not_read_aligned_stays_apart() -> None:
+    torch.manual_seed(0)
+    odd = ModelConfig(vocab_size=37, context_length=16, d_model=6, d_ff=9, num_layers=1, num_heads=1)
+    model = TransformerLM(odd)
+    reference = copy.deepcopy(model)
+    cast_linear_weights(model, torch.bfloat16)
+    (block,) = model.layers
+    assert block.attn.joint is block.ffn.joint is None
+    tokens = torch.arange(16).view(1, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model(tokens), reference(tokens))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_are_those_of_the_plain_model(name: str) -> None:
+    plain, other = make(name, seed=1), make(name, seed=2)
+    expected = {key: value.clone() for key, value in plain.state_dict().items()}
+    weights = cast_linear_weights(other, torch.bfloat16)
+    other.load_state_dict(plain.state_dict())
+    assert all(torch.equal(weight.copy, weight.master.bfloat16()) for weight in weights if weight.copy is not None)
+    saved = other.state_dict()
+    assert list(saved) == list(expected)
+    assert all(torch.equal(saved[key], expected[key]) for key in expected)
+    make(name, seed=3).load_state_dict(saved)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_as_always() -> None:
+    model = make("cs336")
+    cast_linear_weights(model, torch.bfloat16)
+    wrong = {**model.state_dict(), "lm_head.weight": torch.zeros(3, 3)}
+    before = model.state_dict()["lm_head.weight"].clone()
+    with pytest.raises(RuntimeError, match=r"size mismatch for lm_head.weight"):
+        model.load_state_dict(wrong)
+    assert torch.equal(model.state_dict()["lm_head.weight"], before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loaded_checkpoint_gives_the_reference_s_logits(name: str) -> None:
+    reference = make(name, seed=4)
+    step = TrainingStep(replace(AUTOCAST, model=MODELS[name], cast_once=True, pad_vocabulary=64), make(name, seed=5))
+    step.model.load_state_dict(reference.state_dict())
+    tokens = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(1))
+    expected, found = reference(tokens), step.logits(tokens)
+    assert found.shape == expected.shape
+    assert (found - expected).norm() / expected.norm() < 0.02
+
+
+def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
+    """Gradients of the embedding and of the head add up: against autograd on one fp32 weight."""
+    model = make("gpt2")
+    oracle = copy.deepcopy(model)
+    weights = cast_linear_weights(model, torch.bfloat16)
+    tied = next(weight for weight in weights if weight.master is model.token_embeddings.weight)
+    assert model.lm_head.copies is not None
+    assert tied.source is model.lm_head.copies[0]
+    tokens = torch.arange(16).view(1, 16)
+    for each in (model, oracle):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            each(tokens).float().square().mean().backward()
+    assert len(tied.gradients()) == 2
+    total = sum(gradient.float() for gradient in tied.gradients())
+    torch.testing.assert_close(total, oracle.token_embeddings.weight.grad, rtol=0.02, atol=1e-4)
+
+
+def test_gradients_are_dropped_everywhere() -> None:
+    step = TrainingStep(replace(AUTOCAST, cast_once=True), make("cs336"))
+    step.backward(step.forward(step.batches()))
+    assert all(len(weight.gradients()) == 1 for weight in step.weights)
+    assert isinstance(step.optimizer, MasterAdamW)
+    step.optimizer.zero_grad()
+    assert not any(weight.gradients() for weight in step.weights)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in Mode if mode is not Mode.TRAIN])
+def test_other_modes_cast_once_too(mode: Mode) -> None:
+    config = replace(AUTOCAST, mode=mode, optimizer=OptimizerKind.ADAMW)
+    model = make("cs336")
+    _, expected = trained(config, copy.deepcopy(model), 2)
+    step, losses = trained(replace(config, cast_once=True), model, 2)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert step.model.lm_head.copies[0].dtype is torch.bfloat16
+    assert not any(weight.gradients() for weight in step.weights)
+
+
+def test_the_parameters_are_counted_once() -> None:
+    model = make("gpt2")
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert TrainingStep(replace(AUTOCAST, model=MODELS["gpt2"], cast_once=True), model).num_parameters == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("multiple", [37, 64, 100])
+def test_a_padded_vocabulary_is_the_same_function(name: str, multiple: int) -> None:
+    model = make(name)
+    padded = copy.deepcopy(model)
+    padded.lm_head.multiple = multiple
+    tokens = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(1))
+    gradients: list[Tensor] = []
+    for each in (model, padded):
+        logits = each(tokens)
+        logits.square().sum().backward()
+        assert each.lm_head.weight.grad is not None
+        gradients += [logits.detach(), each.lm_head.weight.grad]
+    torch.testing.assert_close(gradients[2:], gradients[:2])
+
+
+def test_a_state_is_refused_whose_count_of_steps_would_be_lost() -> None:
+    optimizer = MasterAdamW(cast_linear_weights(make("cs336"), torch.bfloat16))
+    with pytest.raises(RuntimeError, match="make it anew"):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> None:
+    """The same gradients to both: three steps, then every master, moment and copy."""
+    model = make(name)
+    twin = copy.deepcopy(model).cuda()
+    optimizers = []
+    for each in (model, twin):
+        weights = cast_linear_weights(each, torch.bfloat16)
+        optimizers.append((MasterAdamW(weights, lr=0.01, weight_decay=0.1), weights))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for one, other in zip(leaves(optimizers[0][1]), leaves(optimizers[1][1]), strict=True):
+            one.grad = torch.randn(one.shape, generator=generator).to(one.dtype)
+            other.grad = one.grad.cuda()
+        for optimizer, _ in optimizers:
+            optimizer.step()
+    (_, expected), (_, found) = optimizers
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other.master.detach().cpu(), one.master.detach(), rtol=1e-5, atol=1e-6)
+        if other.copy is not None:
+            assert torch.equal(other.copy, other.master.bfloat16())
+    for one, other in zip(optimizers[0][0].state.values(), optimizers[1][0].state.values(), strict=True):
+        for moment in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(other[moment].cpu(), one[moment], rtol=1e-5, atol=1e-7)
+
+
+def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
+    """All tensors that gather gradients, once each; a tied weight's master among them."""
+    found = [leaf for weight in weights for leaf in (weight.source, weight.master) if leaf is not None]
+    read_alone = {id(weight.master) for weight in weights if weight.source is None}
+    tied = {id(weight.master) for weight in weights if weight.source is not None and len(weight.master) == 37}
+    wanted = read_alone | tied | {id(weight.source) for weight in weights}
+    return [leaf for leaf in dict.fromkeys(found) if id(leaf) in wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "settings", [{}, {"cast_once": True}, {"mode": Mode.FORWARD_BACKWARD}, {"mode": Mode.INFERENCE}]
+)
+def test_a_replayed_graph_trains_as_the_step_itself_does(settings: dict[str, object]) -> None:
+    """Ten steps: three as they are, the fourth captured. Phases are timed inside of the graph."""
+    config = replace(AUTOCAST, device=Device.CUDA, **settings)  # type: ignore[arg-type]
+    model = make("cs336").cuda()
+    _, expected = trained_on_gpu(config, copy.deepcopy(model), 10)
+    step, losses = trained_on_gpu(replace(config, cuda_graph=True), model, 10)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert step.graph is not None
+    assert step.graph.peak_bytes
+
+
+def trained_on_gpu(config: RunConfig, model: nn.Module, steps: int) -> tuple[TrainingStep, list[float]]:
+    from cs336_systems.measure.clock import make_clock
+
+    step, clock, losses = TrainingStep(config, model), make_clock(config), []
+    for _ in range(steps):
+        times, loss = step(clock)
+        losses.append(loss.item())
+        assert tuple(times.phases_s) == config.phases
+        assert 0.5 * times.step_s < sum(times.phases_s.values()) <= 1.01 * times.step_s or times.step_s < 2e-3
+    return step, losses

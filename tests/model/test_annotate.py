@@ -1,0 +1,285 @@
+"""Ranges as torch.profiler sees them: which, in what order, nested how, and around which operators."""
+
+import gc
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from cs336_systems.config import Arch, ModelConfig
+from cs336_systems.model import annotate as profiling
+from cs336_systems.model.annotate import Annotator, annotate, backward_ranges, set_annotator
+from cs336_systems.model.fast.weights import cast_linear_weights
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.ranges import Range
+
+LAYERS = 2
+NAMES = {str(name) for name in Range} | {f"block.{i}" for i in range(LAYERS)}
+
+
+@dataclass
+class Span:
+    """One range of the trace, and what it directly holds."""
+
+    event: FunctionEvent
+    children: list["Span"] = field(default_factory=list)
+
+    def names(self) -> list[object]:
+        return [
+            item for child in self.children for item in (child.event.name, *([child.names()] if child.children else []))
+        ]
+
+
+def spans(events: list[FunctionEvent]) -> Span:
+    """Tree of the ranges among `events`; two that overlap without one holding the other are an error."""
+    root = Span(event=None)
+    stack = [root]
+    for event in sorted((e for e in events if e.name in NAMES), key=lambda e: (e.time_range.start, -e.time_range.end)):
+        while len(stack) > 1 and stack[-1].event.time_range.end <= event.time_range.start:
+            stack.pop()
+        assert len(stack) == 1 or event.time_range.end <= stack[-1].event.time_range.end, "ranges overlap"
+        stack[-1].children.append(span := Span(event))
+        stack.append(span)
+    return root
+
+
+def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
+    """Of each call of `operator`, the name of the shortest range around it."""
+
+    def around(call: FunctionEvent) -> str:
+        holding = [
+            e for e in events
+            if e.name in NAMES and e.thread == call.thread
+            and e.time_range.start <= call.time_range.start and call.time_range.end <= e.time_range.end
+        ]  # fmt: skip
+        return min(holding, key=lambda e: e.time_range.end - e.time_range.start).name if holding else ""
+
+    return Counter(around(event) for event in events if event.name == operator)
+
+
+def make(arch: Arch, device: str = "cpu") -> tuple[TransformerLM, torch.Tensor]:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        arch=arch, vocab_size=11, context_length=8, d_model=12, d_ff=20, num_layers=LAYERS, num_heads=2
+    )
+    with torch.device(device):
+        return TransformerLM(config), torch.randint(config.vocab_size, (3, 7))
+
+
+def loss_of(model: TransformerLM, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+@pytest.fixture
+def recording():
+    set_annotator(Annotator.RECORD_FUNCTION)
+    yield
+    set_annotator(Annotator.NONE)
+    assert not profiling._thread.records, "a range was left open"
+
+
+def test_nothing_is_recorded_without_an_annotator() -> None:
+    model, tokens = make(Arch.CS336)
+    with profile(activities=[ProfilerActivity.CPU]) as prof, backward_ranges(model):
+        loss_of(model, tokens).backward()
+    assert not spans(prof.events()).children
+
+
+def test_ranges_nest_and_close_on_error(recording) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        with pytest.raises(RuntimeError, match="boom"), annotate("step"), annotate("forward"), annotate("norm"):
+            raise RuntimeError("boom")
+        with annotate("forward"), annotate("ffn"), annotate("forward"):
+            pass
+    assert spans(prof.events()).names() == ["step", ["forward", ["norm"]], "forward", ["ffn", ["forward"]]]
+
+
+def test_annotations_are_made_once(recording) -> None:
+    assert annotate(Range.SCORES) is annotate("attention.scores")
+    assert not hasattr(annotate("x"), "__dict__")
+
+
+def test_nvtx_without_cuda_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="annotator nvtx needs"):
+        set_annotator(Annotator.NVTX)
+
+
+def test_nvtx_pushes_and_pops(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    set_annotator(Annotator.NVTX)
+    try:
+        with annotate(Range.ATTENTION), annotate(Range.SCORES):
+            pass
+    finally:
+        set_annotator(Annotator.NONE)
+    assert calls == ["attention", "attention.scores", "pop", "pop"]
+
+
+@pytest.mark.parametrize("annotator", [Annotator.NONE, Annotator.RECORD_FUNCTION])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_vanishes_while_compiling(backend, annotator) -> None:
+    @torch.compile(fullgraph=True, backend=backend)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        with annotate(Range.FFN), annotate(Range.NORM):
+            return x + x
+
+    set_annotator(annotator)
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            assert double(torch.ones(2)).tolist() == [2, 2]
+    finally:
+        set_annotator(Annotator.NONE)
+    assert not spans(prof.events()).children
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_forward_ranges(arch, recording) -> None:
+    model, tokens = make(arch)
+    with profile(activities=[ProfilerActivity.CPU]) as prof, torch.no_grad():
+        model(tokens)
+    block = ["norm", "attention", ["attention.scores", "attention.softmax", "attention.values"], "norm", "ffn"]
+    expected = ["embedding", "block.0", block, "block.1", block, "norm", "lm_head"]
+    assert spans(prof.events()).names() == expected
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_backward_ranges(arch, recording) -> None:
+    model, tokens = make(arch)
+    with backward_ranges(model):
+        loss = loss_of(model, tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            loss.backward()
+    block = ["ffn", "norm", "attention", "norm"]
+    expected = ["lm_head", "norm", "block.1", block, "block.0", block, "embedding"]
+    assert spans(prof.events()).names() == expected
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_fused_blocks_have_the_same_ranges(arch, recording) -> None:
+    """Though a block's branch is added by the norm that reads the sum, which is the next block's."""
+    model, tokens = make(arch)
+    cast_linear_weights(model, torch.bfloat16)
+    model.fuse_blocks()
+    with backward_ranges(model), torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            loss.backward()
+    block = ["ffn", "norm", "attention", "norm"]
+    expected = ["lm_head", "norm", "block.1", block, "block.0", block, "embedding"]
+    assert spans(prof.events()).names() == expected
+    assert innermost(prof.events(), "cs336_systems::add_norm_backward") == {"norm": 2 * LAYERS + 1}
+    assert innermost(prof.events(), "cs336_systems::lookup_backward") == {"embedding": 1}
+
+
+def check_operators(events: list[FunctionEvent]) -> None:
+    """Backward of a linear layer is two products, of attention's scores and values two batched ones each."""
+    assert innermost(events, "aten::mm") == {"lm_head": 2, "ffn": 6 * LAYERS, "attention": 8 * LAYERS}
+    assert innermost(events, "aten::bmm") == {"attention": 4 * LAYERS}
+    assert innermost(events, "aten::_softmax_backward_data") == {"attention": LAYERS}
+    assert innermost(events, "aten::silu_backward") == {"ffn": LAYERS}
+    assert innermost(events, "aten::embedding_dense_backward") == {"embedding": 1}
+    assert set(innermost(events, "torch::autograd::AccumulateGrad")) == {
+        "lm_head",
+        "norm",
+        "ffn",
+        "attention",
+        "embedding",
+    }
+
+
+def test_backward_operators_are_in_their_ranges(recording) -> None:
+    model, tokens = make(Arch.CS336)
+    with backward_ranges(model):
+        loss = loss_of(model, tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            loss.backward()
+    check_operators(prof.events())
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
+    gradients = []
+    for hooked in (False, True):
+        model, tokens = make(arch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if hooked:
+                with backward_ranges(model):
+                    loss_of(model, tokens).backward()
+            else:
+                loss_of(model, tokens).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> None:
+    model, tokens = make(Arch.GPT2)
+    with backward_ranges(model):
+        unused = loss_of(model, tokens)  # its graph shares the nodes that accumulate into the parameters
+        for _ in range(3):
+            loss = loss_of(model, tokens)
+            with profile(activities=[ProfilerActivity.CPU]) as prof:
+                loss.backward(retain_graph=True)
+                loss.backward()
+            assert [name for name in spans(prof.events()).names() if isinstance(name, str)] == [
+                "lm_head", "norm", "block.1", "block.0", "embedding",
+            ] * 2  # fmt: skip
+    del unused
+
+
+def test_backward_ranges_end_with_their_context(recording) -> None:
+    model, _ = make(Arch.CS336)
+    with backward_ranges(model):
+        pass
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_backward_ranges_leave_no_cycle(recording) -> None:
+    model, tokens = make(Arch.CS336)
+    gc.collect()
+    gc.disable()
+    try:
+        with backward_ranges(model):
+            loss = loss_of(model, tokens)
+            loss.backward()
+            del loss
+        assert not [o for o in gc.get_objects() if type(o) is profiling._CloseAfter], "a graph outlived its loss"
+    finally:
+        gc.enable()
+
+
+def test_inference_has_no_backward_ranges(recording) -> None:
+    model, tokens = make(Arch.CS336)
+    with backward_ranges(model), torch.no_grad():
+        assert model(tokens).grad_fn is None
+
+
+@pytest.mark.gpu
+def test_backward_ranges_on_the_autograd_thread(recording) -> None:
+    model, tokens = make(Arch.CS336, "cuda")
+    with backward_ranges(model):
+        loss = loss_of(model, tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            loss.backward()
+            torch.cuda.synchronize()
+    check_operators(prof.events())
+
+
+@pytest.mark.gpu
+def test_nvtx_is_accepted_by_the_driver() -> None:
+    set_annotator(Annotator.NVTX)
+    try:
+        model, tokens = make(Arch.GPT2, "cuda")
+        with backward_ranges(model):
+            loss_of(model, tokens).backward()
+        torch.cuda.synchronize()
+    finally:
+        set_annotator(Annotator.NONE)

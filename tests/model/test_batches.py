@@ -1,0 +1,259 @@
+"""Batches are what they are said to be, and a token file that is not one is a clear error that names it."""
+
+import os
+import pickle
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.model.batches import Batch, make_batches
+from cs336_systems.model.tokens import open_tokens
+
+MODEL = ModelConfig(vocab_size=50_000, context_length=8, d_model=8, d_ff=12, num_layers=1, num_heads=2)
+CONFIG = RunConfig(size="custom", model=MODEL, batch_size=5)
+
+
+def assert_well_formed(batch: Batch, vocab_size: int = MODEL.vocab_size) -> None:
+    for part in batch:
+        assert part.dtype == torch.int64
+        assert part.shape == (5, 8)
+        assert part.is_contiguous()
+        assert 0 <= part.min() <= part.max() < vocab_size
+    tokens, targets = batch
+    assert torch.equal(tokens[:, 1:], targets[:, :-1]), "the targets are the tokens, shifted by one"
+
+
+def test_random_batches_follow_the_seed_and_stay_the_same() -> None:
+    batches = make_batches(CONFIG)
+    batch = batches()
+    assert_well_formed(batch)
+    assert all(a is b for a, b in zip(batch, batches(), strict=True)), "nothing is made during a step"
+    again, other = make_batches(CONFIG)(), make_batches(replace(CONFIG, seed=1))()
+    assert all(torch.equal(a, b) for a, b in zip(batch, again, strict=True))
+    assert not torch.equal(batch[0], other[0])
+
+
+def test_random_batches_leave_other_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    make_batches(CONFIG)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_random_tokens_are_uniform_over_the_vocabulary() -> None:
+    config = replace(CONFIG, model=replace(MODEL, vocab_size=4, context_length=2000))
+    counts = torch.bincount(make_batches(config)()[0].flatten(), minlength=4)
+    # 10,000 draws: the standard deviation of each count is sqrt(10,000 * 1/4 * 3/4) = 43
+    assert counts.sum() == 10_000
+    assert all(abs(count - 2500) < 5 * 43 for count in counts.tolist())
+
+
+def token_file(path: Path, tokens: object, dtype: type = np.uint16) -> RunConfig:
+    np.save(path, np.asarray(tokens, dtype=dtype))
+    return replace(CONFIG, tokens=str(path))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_batches_of_a_file_are_its_slices(tmp_path: Path, dtype: type) -> None:
+    """Every token is its own position, beyond the range of int16."""
+    config = token_file(tmp_path / "tokens.npy", range(49_990), dtype)
+    batches = make_batches(config)
+    drawn = [batches() for _ in range(20)]
+    for tokens, targets in drawn:
+        assert_well_formed((tokens, targets))
+        assert torch.equal(targets, tokens + 1)
+        assert torch.equal(tokens, tokens[:, :1] + torch.arange(8))
+    starts = torch.cat([tokens[:, 0] for tokens, _ in drawn])
+    assert len(set(starts.tolist())) > 90, "slices start anywhere"
+    assert starts.max() > 2**15
+    again, other = make_batches(config), make_batches(replace(config, seed=1))
+    assert all(torch.equal(batch[0], again()[0]) for batch in drawn)
+    assert not torch.equal(drawn[0][0], other()[0])
+
+
+def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_path: Path) -> None:
+    tokens, targets = make_batches(token_file(tmp_path / "x.npy", range(9)))()
+    assert torch.equal(tokens, torch.arange(8).expand(5, 8))
+    assert torch.equal(targets, torch.arange(1, 9).expand(5, 8))
+    batches = make_batches(token_file(tmp_path / "y.npy", range(10)))
+    starts = {int(start) for _ in range(20) for start in batches()[0][:, 0]}
+    assert starts == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [(np.uint16, 50_000), (np.uint16, 65_535), (np.int32, 2**31 - 1), (np.int32, -1)]
+)
+def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(tmp_path: Path, dtype: type, bad: int) -> None:
+    config = token_file(tmp_path / "tokens.npy", [0, 1, 2, 3, 4, bad, 6, 7, 8], dtype)
+    with pytest.raises(
+        ValueError, match=rf"tokens\.npy: tokens must be from 0 to vocab_size - 1 = 49999, found .*{bad}"
+    ):
+        make_batches(config)()
+
+
+def test_the_last_token_of_the_vocabulary_is_inside(tmp_path: Path) -> None:
+    assert make_batches(token_file(tmp_path / "x.npy", [49_999] * 9))()[0].max() == 49_999
+
+
+def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
+    path, length = tmp_path / "large.npy", 2**29
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (length,)})
+        file.truncate(file.tell() + 2 * length)
+    before = psutil.Process().memory_info().rss
+    batches = make_batches(replace(CONFIG, tokens=str(path)))
+    assert_well_formed(batches())
+    assert psutil.Process().memory_info().rss - before < 100 * 2**20
+
+
+def npy(header: str, data: bytes = b"", version: bytes = b"\1\0") -> bytes:
+    text = header.encode("latin1")
+    return b"\x93NUMPY" + version + struct.pack("<H" if version == b"\1\0" else "<I", len(text)) + text + data
+
+
+def described(descr: str, shape: str) -> bytes:
+    return npy(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n", bytes(200))
+
+
+class Bomb:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def hostile(directory: Path) -> dict[str, bytes]:
+    bomb = pickle.dumps(Bomb(directory / "executed"))
+    objects = directory / "objects.npy"
+    np.save(objects, np.array([Bomb(directory / "executed")], dtype=object), allow_pickle=True)
+    whole = directory / "whole.npy"
+    np.save(whole, np.arange(100, dtype=np.uint16))
+    archive = directory / "archive.npz"
+    np.savez(archive, np.arange(100, dtype=np.uint16))
+    return {
+        "empty": b"",
+        "text": b"1 2 3 4 5 6 7 8 9\n",
+        "nul bytes": bytes(1000),
+        "pickle": bomb,
+        "objects": objects.read_bytes(),
+        "pickle behind a header of numbers": npy("{'descr': '<u2', 'fortran_order': False, 'shape': (999,)}\n") + bomb,
+        "header of nul bytes": npy("\0" * 9000),
+        "cut in the data": whole.read_bytes()[:-1],
+        "cut in the header": whole.read_bytes()[:40],
+        "cut in the magic": whole.read_bytes()[:4],
+        "archive": archive.read_bytes(),
+        "archive of nothing": b"PK\3\4" + bytes(100),
+        "code as a header": npy(f"__import__('os').mkdir({str(directory / 'executed')!r})\n"),
+        "header of another version": npy("{}", version=b"\7\0"),
+        "header longer than the file": b"\x93NUMPY\2\0" + struct.pack("<I", 2**31) + b"{}",
+        "huge header": npy(" " * 10**6, version=b"\2\0"),
+        "nested header": npy("(" * 9000),
+        "nested unary header": npy("-" * 9000 + "1\n"),
+        "unfinished header": npy("{'descr': '''<u2, 'shape': (5,\n"),
+        "unhashable header": npy("{{}: 1}\n"),
+        "no such type": described("'zzz'", "(100,)"),
+        "negative length": described("'<u2'", "(-100,)"),
+        "length beyond 64 bits": described("'<u2'", "(10000000000000000000000000,)"),
+        "length beyond the address space": described("'<u2'", "(4611686018427387904,)"),
+        "length beyond the file": described("'<u2'", "(101,)"),
+        "length of truth": described("'<u2'", "(True,)"),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, on its way to the error
+def test_no_hostile_file_is_taken_for_tokens_and_none_is_executed(tmp_path: Path) -> None:
+    for name, content in hostile(tmp_path).items():
+        path = tmp_path / f"{name}.npy"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=str(path)) as caught:
+            open_tokens(path, context_length=4)
+        assert len(str(caught.value)) < 300 + 3 * len(str(path)), name
+        assert "\n" not in str(caught.value), name
+    assert not (tmp_path / "executed").exists()
+    with (tmp_path / "pickle.npy").open("rb") as file:
+        pickle.load(file)
+    assert (tmp_path / "executed").exists(), "the bomb works"
+
+
+@pytest.mark.parametrize(
+    ("array", "found"),
+    [
+        (np.arange(100, dtype=np.float32), "1 axes of float32"),
+        (np.ones(100, bool), "1 axes of bool"),
+        (np.arange(100, dtype=np.uint16).reshape(10, 10), "2 axes of uint16"),
+        (np.zeros((), np.uint16), "0 axes of uint16"),
+        (np.zeros(100, "u2,u2"), "1 axes of"),
+    ],
+)
+def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
+    tmp_path: Path, array: np.ndarray, found: str
+) -> None:
+    path = tmp_path / "it's.npy"
+    np.save(path, array)
+    with pytest.raises(ValueError, match=f"{path}: needed one axis of integers, found {found}") as caught:
+        open_tokens(path, context_length=4)
+    if array.dtype.names is None and array.ndim:
+        exec(str(caught.value).partition("converted by ")[2], {"numpy": np})
+        [converted] = (other for other in tmp_path.iterdir() if other != path)
+        assert open_tokens(converted, context_length=4).tolist() == array.ravel().astype(int).tolist()
+
+
+def test_raw_tokens_come_with_the_line_that_converts_them(tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(ValueError, match=r"not a \.npy file") as caught:
+        open_tokens(tmp_path / "train.bin", context_length=4)
+    exec(str(caught.value).partition("made by ")[2], {"numpy": np})
+    assert open_tokens(tmp_path / "train.bin.npy", context_length=4).tolist() == list(range(100))
+
+
+@pytest.mark.parametrize("kind", ["int64", "uint16", "int32", "uint8", ">u2", "uint64"])
+def test_batches_of_all_types_of_integers_are_the_same(tmp_path: Path, kind: str) -> None:
+    values = np.random.default_rng(0).integers(100, size=1000)
+    config = token_file(tmp_path / "x.npy", values)
+    expected = make_batches(config)()
+    np.save(tmp_path / "x.npy", values.astype(kind))
+    found = make_batches(config)()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    np.save(tmp_path / "x.npy", np.full(1000, -1).astype(kind))  # of unsigned types, the largest
+    if kind != "uint8":
+        with pytest.raises(ValueError, match="tokens must be from 0 to vocab_size - 1"):
+            make_batches(config)()
+
+
+@pytest.mark.parametrize("length", [0, 1, 8])
+def test_a_file_too_short_for_one_sequence_says_how_long_it_is(tmp_path: Path, length: int) -> None:
+    config = token_file(tmp_path / "x.npy", range(length))
+    with pytest.raises(ValueError, match=rf"x\.npy: needed more than context_length = 8 tokens, found {length}"):
+        make_batches(config)
+
+
+def test_what_is_no_file_is_an_error_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.npy")
+    (tmp_path / "directory.npy").mkdir()
+    for name in ("fifo.npy", "directory.npy", "missing.npy", "nul\0.npy"):
+        with pytest.raises(ValueError, match=f"{name}: "):
+            open_tokens(tmp_path / name, context_length=4)
+    with pytest.raises(ValueError, match="/dev/zero: "):
+        open_tokens(Path("/dev/zero"), context_length=4)
+
+
+@pytest.mark.gpu
+def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    """Also when the host runs ahead of the copies."""
+    config = token_file(tmp_path / "x.npy", np.random.default_rng(0).integers(50_000, size=10**6))
+    on_cpu, on_gpu = make_batches(config), make_batches(replace(config, device=Device.CUDA))
+    torch.cuda._sleep(500_000_000)
+    pairs = [(on_cpu(), on_gpu()) for _ in range(50)]
+    for expected, found in pairs:
+        assert found[0].is_cuda
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, found, strict=True))

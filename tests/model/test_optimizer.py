@@ -1,0 +1,185 @@
+"""AdamW against torch's own, against scalar arithmetic, and under GradScaler."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.config import OptimizerKind
+from cs336_systems.model.optimizer import AdamW, make_optimizer
+
+SHAPES = ((5, 3), (7,), (2, 1, 3))
+SETTINGS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}  # each large enough to show
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
+
+
+def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+def run(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_every_kind_follows_torch(kind, dtype, rtol, weight_decay) -> None:
+    settings = SETTINGS | {"weight_decay": weight_decay}
+    ours, theirs = parameters(dtype), parameters(dtype)
+    run(make_optimizer(kind, ours, **settings), ours, range(20))
+    run(torch.optim.AdamW(theirs, **settings, foreach=False), theirs, range(20))
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 10)
+
+
+def test_follows_scalar_arithmetic() -> None:
+    lr, (beta1, beta2), eps, decay = 0.1, (0.7, 0.9), 0.01, 0.3
+    gradients = [0.5, -2.0, 1.5, 0.0, 3.0]
+    x, m, v = 2.0, 0.0, 0.0
+    for t, g in enumerate(gradients, start=1):
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        x = x - lr * decay * x - lr * m_hat / (math.sqrt(v_hat) + eps)
+    p = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    optimizer = AdamW([p], lr, (beta1, beta2), eps, decay)
+    for g in gradients:
+        p.grad = torch.tensor(g, dtype=torch.float64)
+        optimizer.step()
+    assert p.item() == pytest.approx(x, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_hyperparameters_reach_the_optimizer(kind) -> None:
+    (group,) = make_optimizer(kind, parameters(), **SETTINGS).param_groups
+    assert {name: group[name] for name in SETTINGS} == SETTINGS
+    (defaults,) = make_optimizer(kind, parameters()).param_groups
+    expected = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    assert {name: defaults[name] for name in expected} == expected
+    assert bool(group.get("foreach")) is (kind is OptimizerKind.FOREACH)
+    assert bool(group.get("fused")) is (kind is OptimizerKind.FUSED)
+
+
+def test_steps_on_the_host_alone() -> None:
+    p = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
+    optimizer = AdamW([p])
+    for _ in range(2):
+        p.grad = torch.empty(3, 2, device="meta")
+        optimizer.step()  # a meta tensor has no value to wait for: reading one raises
+    assert type(optimizer.state[p]["step"]) is int
+    assert optimizer.state[p]["step"] == 2
+
+
+@pytest.mark.parametrize(("weight_decay", "kernels"), [(0.0, 6), (0.1, 7)])
+def test_kernels_per_parameter(weight_decay, kernels) -> None:
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += func.namespace == "aten"
+            return func(*args, **(kwargs or {}))
+
+    params = parameters()
+    optimizer = AdamW(params, weight_decay=weight_decay)
+    run(optimizer, params, range(1))  # makes the state
+    set_gradients(params, 1)
+    with Count() as count:
+        optimizer.step()
+    assert count.calls == kernels * len(params)
+
+
+def test_parameters_without_gradient_stay() -> None:
+    params = parameters()
+    before = params[1].detach().clone()
+    set_gradients(params, 0)
+    params[1].grad = None
+    optimizer = AdamW(params, weight_decay=0.5)
+    optimizer.step()
+    assert torch.equal(params[1], before)
+    assert params[1] not in optimizer.state
+
+
+def test_closure_is_run_with_gradients() -> None:
+    p = torch.nn.Parameter(torch.tensor([3.0]))
+    optimizer = AdamW([p])
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 9.0
+    assert p.item() < 3.0
+
+
+def test_resumes_from_a_state_dict() -> None:
+    straight, resumed = parameters(), parameters()
+    run(AdamW(straight, **SETTINGS), straight, range(6))
+    first = AdamW(resumed, **SETTINGS)
+    run(first, resumed, range(3))
+    second = AdamW(resumed)
+    second.load_state_dict(first.state_dict())
+    run(second, resumed, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_grad_scaler_scales_and_skips(kind) -> None:
+    scaled, plain = parameters(), parameters()
+    optimizer = make_optimizer(kind, scaled, **SETTINGS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale(sum((p * factor).sum() for p in scaled)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(0.25)
+    before = [p.detach().clone() for p in scaled]
+    step(math.inf)
+    assert all(torch.equal(p, b) for p, b in zip(scaled, before, strict=True))
+    assert scaler.get_scale() == 2.0**9
+    step(0.5)
+
+    reference = torch.optim.AdamW(plain, **SETTINGS, foreach=False)
+    for factor in (0.25, 0.5):
+        for p in plain:
+            p.grad = torch.full_like(p, factor)
+        reference.step()
+    torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr must be finite and at least 0, got -1.0"),
+        ({"lr": math.nan}, "lr must be"),
+        ({"lr": math.inf}, "lr must be"),
+        ({"eps": -1e-8}, "eps must be"),
+        ({"weight_decay": -0.1}, "weight_decay must be"),
+        ({"betas": (1.0, 0.9)}, "betas must be two numbers"),
+        ({"betas": (0.9, -0.1)}, "betas must be two numbers"),
+        ({"betas": (0.9, math.nan)}, "betas must be two numbers"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_refused(kind, settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(kind, parameters(), **settings)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="dense gradients"):
+        AdamW(embedding.parameters()).step()

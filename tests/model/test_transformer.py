@@ -1,0 +1,647 @@
+"""The model against torch's own layers, a reference in fp64, properties, closed forms and published figures."""
+
+import cmath
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, SdpaBackend
+from cs336_systems.model.layers import Embedding, LayerNorm, RMSNorm
+from cs336_systems.model.rope import rope_rotations, rotate_pairs
+from cs336_systems.model.transformer import (
+    GeluMLP,
+    SwiGLU,
+    TransformerLM,
+    naive_attention,
+    num_parameters,
+)
+from tests.plain import plain_model
+
+# unequal on purpose: batch 5, tokens 7, context 8, width 12, feed-forward 20, layers 3, heads 2 of 6, vocabulary 11
+CONFIG = ModelConfig(vocab_size=11, context_length=8, d_model=12, d_ff=20, num_layers=3, num_heads=2)
+GPT2 = replace(CONFIG, arch=Arch.GPT2)
+BATCH, SEQ = 5, 7
+VARIANTS = [
+    pytest.param(replace(CONFIG, arch=arch, attention=attention), id=f"{arch}-{attention}")
+    for arch in Arch
+    for attention in Attention
+]
+
+
+def make(config: ModelConfig) -> TransformerLM:
+    """A model whose every parameter matters: norms and biases are given values too."""
+    torch.manual_seed(0)
+    model = TransformerLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) / 4)
+    return model
+
+
+def tokens_for(config: ModelConfig, seq: int = SEQ) -> Tensor:
+    return torch.randint(config.vocab_size, (BATCH, seq), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
+
+
+# layers
+
+
+def rotated_by_hand(x: Tensor, theta: float) -> Tensor:
+    """RoPE pair by pair, with Python's complex numbers; x is (batch, seq, heads, d_head)."""
+    result = x.double().clone()
+    for b, t, h, i in torch.cartesian_prod(*(torch.arange(n) for n in (*x.shape[:3], x.shape[3] // 2))).tolist():
+        pair = complex(x[b, t, h, 2 * i], x[b, t, h, 2 * i + 1])
+        turned = pair * cmath.exp(1j * t * theta ** (-2 * i / x.shape[3]))
+        result[b, t, h, 2 * i], result[b, t, h, 2 * i + 1] = turned.real, turned.imag
+    return result
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "as-compiled"])
+def both_ways(request, monkeypatch) -> None:
+    """RoPE is written once with complex numbers, for eager's sake, and once with real ones, for the compiler's."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param)
+
+
+@pytest.mark.parametrize("theta", [100.0, 10_000.0])
+def test_rope_turns_pairs_like_complex_numbers(both_ways, theta) -> None:
+    x = torch.randn(2, 5, 3, 6)
+    rotated = rotate_pairs(x, rope_rotations(5, 6, theta))
+    torch.testing.assert_close(rotated.double(), rotated_by_hand(x, theta), rtol=1e-5, atol=1e-6)
+
+
+def test_rope_gradient_turns_back(both_ways) -> None:
+    rotations, gradient = rope_rotations(5, 6, 100.0), torch.randn(2, 5, 3, 6)
+    x = torch.randn(2, 5, 3, 6, requires_grad=True)
+    rotate_pairs(x, rotations).backward(gradient)
+    torch.testing.assert_close(rotate_pairs(x.grad, rotations), gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_rope_scores_depend_on_the_distance_alone(both_ways) -> None:
+    rotations = rope_rotations(50, 6, 100.0)
+    q, k = torch.randn(6), torch.randn(6)
+    at_every_position = [rotate_pairs(vector.expand(1, 50, 1, 6), rotations)[0, :, 0] for vector in (q, k)]
+    scores = at_every_position[0] @ at_every_position[1].T
+    for distance in range(-40, 41, 8):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+    assert scores.diagonal(8)[0] != pytest.approx(scores.diagonal(16)[0].item(), abs=1e-3)
+
+
+def test_rope_keeps_norms(both_ways) -> None:
+    x = torch.randn(2, 50, 3, 6)
+    torch.testing.assert_close(rotate_pairs(x, rope_rotations(50, 6, 10_000.0)).norm(dim=-1), x.norm(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rope_computes_in_fp32(both_ways, dtype) -> None:
+    x, rotations = torch.randn(2, 50, 3, 6).to(dtype), rope_rotations(50, 6, 10_000.0)
+    with torch.autocast("cpu", dtype):
+        rotated = rotate_pairs(x, rotations)
+    assert rotated.dtype is dtype
+    assert torch.equal(rotated, rotate_pairs(x.float(), rotations).to(dtype))
+
+
+def test_rope_is_exact_far_out() -> None:
+    cos, sin = rope_rotations(16_385, 4, 10_000.0)[16_384].unbind(-1)
+    assert cos.tolist() == pytest.approx([math.cos(16_384), math.cos(163.84)], abs=1e-7)
+    assert sin.tolist() == pytest.approx([math.sin(16_384), math.sin(163.84)], abs=1e-7)
+
+
+def test_naive_attention_is_torchs() -> None:
+    q, k, v = torch.randn(3, 2, 7, 6), torch.randn(3, 2, 7, 6), torch.randn(3, 2, 7, 10)
+    before = q.clone(), k.clone(), v.clone()
+    future = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(
+        naive_attention(q, k, v, future), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
+
+
+@pytest.mark.parametrize(("ours", "torchs"), [(RMSNorm, nn.RMSNorm), (LayerNorm, nn.LayerNorm)])
+def test_norms_are_torchs(ours, torchs) -> None:
+    norm, reference, x = ours(12), torchs(12, eps=1e-5), torch.randn(5, 7, 12) / 100  # small, so that eps shows
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    reference.load_state_dict(norm.state_dict())
+    torch.testing.assert_close(norm(x), reference(x))
+
+
+def test_swiglu_is_its_formula() -> None:
+    ffn, x = SwiGLU(12, 20), torch.randn(5, 7, 12)
+    w1, w2, w3 = (nn.init.normal_(linear.weight).detach().double() for linear in (ffn.w1, ffn.w2, ffn.w3))
+    gate = x.double() @ w1.T
+    expected = (gate / (1 + torch.exp(-gate)) * (x.double() @ w3.T)) @ w2.T
+    torch.testing.assert_close(ffn(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gelu_mlp_is_torchs() -> None:
+    ffn, x = GeluMLP(12, 20), torch.randn(5, 7, 12)
+    reference = nn.Sequential(nn.Linear(12, 20), nn.GELU("tanh"), nn.Linear(20, 12))
+    for ours, theirs in ((ffn.w1, reference[0]), (ffn.w2, reference[2])):
+        ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ffn(x), reference(x))
+
+
+def test_embedding_is_torchs() -> None:
+    tokens, plain, positioned = tokens_for(CONFIG), Embedding(11, 12), Embedding(11, 12, 8)
+    for parameter in (*plain.parameters(), *positioned.parameters()):
+        nn.init.normal_(parameter)
+    assert torch.equal(plain(tokens), nn.Embedding.from_pretrained(plain.weight)(tokens))
+    table = nn.Embedding.from_pretrained(positioned.positions)
+    expected = nn.Embedding.from_pretrained(positioned.weight)(tokens) + table(torch.arange(SEQ))
+    assert torch.equal(positioned(tokens), expected)
+
+
+# whole models
+
+
+def cs336_reference(state: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
+    """The course's model, token by token and head by head, straight from its formulas."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        d = config.d_head
+        angles = [[t * config.rope_theta ** (-2 * i / d) for i in range(d // 2)] for t in range(len(q))]
+        turn = torch.polar(torch.ones(len(q), d // 2, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
+        q, k = (torch.view_as_real(torch.view_as_complex(x.reshape(len(x), -1, 2)) * turn).flatten(1) for x in (q, k))
+        rows = [torch.softmax(k[: t + 1] @ q[t] / math.sqrt(d), 0) @ v[: t + 1] for t in range(len(q))]
+        return torch.stack(rows)
+
+    def logits(row: Tensor) -> Tensor:
+        x = state["token_embeddings.weight"][row]
+        for i in range(config.num_layers):
+            w = {name.removeprefix(f"layers.{i}."): value for name, value in state.items()}
+            y = norm(x, w["ln1.weight"])
+            q, k, v = (y @ w[f"attn.{name}_proj.weight"].T for name in "qkv")
+            heads = [attend(*parts) for parts in zip(*(z.split(config.d_head, 1) for z in (q, k, v)), strict=True)]
+            x = x + torch.cat(heads, 1) @ w["attn.output_proj.weight"].T
+            y = norm(x, w["ln2.weight"])
+            gate = y @ w["ffn.w1.weight"].T
+            x = x + (gate * torch.sigmoid(gate) * (y @ w["ffn.w3.weight"].T)) @ w["ffn.w2.weight"].T
+        return norm(x, state["ln_final.weight"]) @ state["lm_head.weight"].T
+
+    return torch.stack([logits(row) for row in tokens])
+
+
+@pytest.mark.parametrize("attention", list(Attention))
+def test_cs336_and_its_gradients_follow_a_reference(attention) -> None:
+    config = replace(CONFIG, attention=attention, rope_theta=50.0)
+    model, tokens = make(config), tokens_for(config)
+    state = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    expected = cs336_reference(state, config, tokens)
+    loss_of(expected.double(), tokens).backward()
+    logits = model(tokens)
+    loss_of(logits, tokens).backward()
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(
+            p.grad.double(), state[name].grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("attention", list(Attention))
+def test_gpt2_follows_torchs_encoder_layers(attention) -> None:
+    config = replace(GPT2, attention=attention)
+    model, tokens = make(config), tokens_for(config)
+    state = model.state_dict()
+    x = F.embedding(tokens, state["token_embeddings.weight"]) + state["token_embeddings.positions"][:SEQ]
+    for i in range(config.num_layers):
+        w = {name.removeprefix(f"layers.{i}."): value for name, value in state.items()}
+        layer = nn.TransformerEncoderLayer(
+            config.d_model, config.num_heads, config.d_ff, dropout=0.0, batch_first=True, norm_first=True,
+            activation=lambda y: F.gelu(y, approximate="tanh"),
+        )  # fmt: skip
+        layer.load_state_dict(
+            {f"self_attn.in_proj_{p}": torch.cat([w[f"attn.{n}_proj.{p}"] for n in "qkv"]) for p in ("weight", "bias")}
+            | {f"{theirs}.{p}": w[f"{ours}.{p}"] for theirs, ours in (
+                ("self_attn.out_proj", "attn.output_proj"), ("linear1", "ffn.w1"), ("linear2", "ffn.w2"),
+                ("norm1", "ln1"), ("norm2", "ln2"),
+            ) for p in ("weight", "bias")}
+        )  # fmt: skip
+        x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(SEQ), is_causal=True)
+    x = F.layer_norm(x, (config.d_model,), state["ln_final.weight"], state["ln_final.bias"])
+    torch.testing.assert_close(model(tokens), x @ state["token_embeddings.weight"].T, rtol=1e-4, atol=1e-5)
+
+
+def test_gpt2_follows_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=GPT2.vocab_size, n_positions=GPT2.context_length, n_embd=GPT2.d_model, n_inner=GPT2.d_ff,
+            n_layer=GPT2.num_layers, n_head=GPT2.num_heads, activation_function="gelu_new", layer_norm_epsilon=1e-5,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            attn_implementation="eager",
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases start at 0 and gains at 1
+            parameter.add_(torch.randn_like(parameter) / 10)
+    source = theirs.state_dict()
+    state = {
+        "token_embeddings.weight": source["transformer.wte.weight"],
+        "token_embeddings.positions": source["transformer.wpe.weight"],
+        "lm_head.weight": source["transformer.wte.weight"],
+        "ln_final.weight": source["transformer.ln_f.weight"],
+        "ln_final.bias": source["transformer.ln_f.bias"],
+    }
+    for i in range(GPT2.num_layers):
+        theirs_i, ours_i = f"transformer.h.{i}", f"layers.{i}"
+        weights = source[f"{theirs_i}.attn.c_attn.weight"].T.chunk(3)  # Conv1D keeps (d_in, d_out)
+        biases = source[f"{theirs_i}.attn.c_attn.bias"].chunk(3)
+        for name, weight, bias in zip("qkv", weights, biases, strict=True):
+            state[f"{ours_i}.attn.{name}_proj.weight"], state[f"{ours_i}.attn.{name}_proj.bias"] = weight, bias
+        for ours, their in (("attn.output_proj", "attn.c_proj"), ("ffn.w1", "mlp.c_fc"), ("ffn.w2", "mlp.c_proj")):
+            state[f"{ours_i}.{ours}.weight"] = source[f"{theirs_i}.{their}.weight"].T
+            state[f"{ours_i}.{ours}.bias"] = source[f"{theirs_i}.{their}.bias"]
+        for ours, their in (("ln1", "ln_1"), ("ln2", "ln_2")):
+            for part in ("weight", "bias"):
+                state[f"{ours_i}.{ours}.{part}"] = source[f"{theirs_i}.{their}.{part}"]
+    model = TransformerLM(GPT2)
+    model.load_state_dict(state)
+    tokens = tokens_for(GPT2)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_no_gradient_comes_from_the_future(config) -> None:
+    model = make(config)
+    inputs: list[Tensor] = []
+
+    def catch(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1]
+
+    model.token_embeddings.register_forward_hook(catch)
+    logits = model(tokens_for(config))
+    for t in range(SEQ):
+        (gradient,) = torch.autograd.grad(logits[2, t].square().sum(), inputs[0], retain_graph=True)
+        reached = gradient.abs().sum(-1) > 0
+        expected = torch.zeros(BATCH, SEQ, dtype=torch.bool)
+        expected[2, : t + 1] = True
+        assert torch.equal(reached, expected)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("seq", [1, 3, 8])
+def test_a_short_sequence_is_a_prefix(config, seq) -> None:
+    model, tokens = make(config), tokens_for(config, 8)
+    torch.testing.assert_close(model(tokens[:, :seq]), model(tokens)[:, :seq], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_a_long_sequence_is_refused(config) -> None:
+    with pytest.raises(ValueError, match="needed at most context_length = 8 a row, got 9"):
+        make(config)(tokens_for(config, 9))
+
+
+# parameters
+
+
+def cs336_parameters(c: ModelConfig) -> int:
+    per_layer = 4 * c.d_model**2 + 3 * c.d_model * c.d_ff + 2 * c.d_model
+    return 2 * c.vocab_size * c.d_model + c.num_layers * per_layer + c.d_model
+
+
+def gpt2_parameters(c: ModelConfig) -> int:
+    d, f = c.d_model, c.d_ff
+    per_layer = 4 * (d * d + d) + (d * f + f) + (f * d + d) + 2 * 2 * d
+    return (c.vocab_size + c.context_length) * d + c.num_layers * per_layer + 2 * d
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["cs336", "gpt2"])
+def test_parameters_follow_a_closed_form(config) -> None:
+    expected = cs336_parameters(config) if config.arch is Arch.CS336 else gpt2_parameters(config)
+    assert num_parameters(TransformerLM(config)) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "figure"),
+    [
+        ("small", "129M"), ("medium", "423M"), ("large", "969M"), ("xl", "2.00B"), ("2.7B", "3.41B"), ("10B", "12.8B"),
+        # as counted for the published checkpoints
+        ("gpt2", "124439808"), ("gpt2-medium", "354823168"), ("gpt2-large", "774030080"), ("gpt2-xl", "1557611200"),
+    ],
+)  # fmt: skip
+def test_presets_hold_the_published_figures(size, figure) -> None:
+    with torch.device("meta"):
+        model = TransformerLM(SIZES[size])
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    count, unit = num_parameters(model), figure[-1]
+    if unit in "MB":
+        decimals = len(figure.partition(".")[2][:-1])
+        assert f"{count / {'M': 1e6, 'B': 1e9}[unit]:.{decimals}f}{unit}" == figure
+    else:
+        assert count == int(figure)
+
+
+@pytest.mark.parametrize("attention", list(Attention))
+def test_state_dict_is_the_courses(attention) -> None:
+    d, f, v = CONFIG.d_model, CONFIG.d_ff, CONFIG.vocab_size
+    expected = {"token_embeddings.weight": (v, d), "ln_final.weight": (d,), "lm_head.weight": (v, d)}
+    for i in range(CONFIG.num_layers):
+        expected |= {f"layers.{i}.attn.{name}_proj.weight": (d, d) for name in ("q", "k", "v", "output")}
+        expected |= {f"layers.{i}.ffn.w1.weight": (f, d), f"layers.{i}.ffn.w2.weight": (d, f)}
+        expected |= {
+            f"layers.{i}.ffn.w3.weight": (f, d),
+            f"layers.{i}.ln1.weight": (d,),
+            f"layers.{i}.ln2.weight": (d,),
+        }
+    model = TransformerLM(replace(CONFIG, attention=attention))
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_a_state_dict_loads(config) -> None:
+    source, tokens = make(config), tokens_for(config)
+    target = TransformerLM(config)
+    assert not torch.equal(target(tokens), source(tokens))
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(target(tokens), source(tokens))
+
+
+def test_tables_are_shared_by_the_layers() -> None:
+    shapes = {name: tuple(buffer.shape) for name, buffer in TransformerLM(CONFIG).named_buffers()}
+    assert shapes == {"rotations": (8, 3, 2), "future": (8, 8)}
+    assert not list(TransformerLM(replace(GPT2, attention=Attention.SDPA)).buffers())
+
+
+def std_of_cut_normal(cut: float) -> float:
+    """Standard deviation of a unit normal cut at -cut and cut."""
+    density, inside = math.exp(-cut * cut / 2) / math.sqrt(2 * math.pi), math.erf(cut / math.sqrt(2))
+    return math.sqrt(1 - 2 * cut * density / inside)
+
+
+def test_cs336_is_initialised_as_in_the_course() -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=1000, context_length=8, d_model=96, d_ff=160, num_layers=2, num_heads=2)
+    for name, p in TransformerLM(config).named_parameters():
+        if p.dim() == 1:
+            assert torch.equal(p, torch.ones_like(p)), name
+            continue
+        std = 1.0 if "token_embeddings" in name else math.sqrt(2 / (p.shape[0] + p.shape[1]))
+        assert p.std().item() == pytest.approx(std * std_of_cut_normal(3), rel=0.03), name
+        assert 2.8 * std < p.abs().max().item() <= 3 * std * (1 + 1e-6), name
+        assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
+
+
+def test_gpt2_is_initialised_as_published() -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        arch=Arch.GPT2, vocab_size=1000, context_length=80, d_model=96, d_ff=160, num_layers=8, num_heads=2
+    )
+    for name, p in TransformerLM(config).named_parameters():
+        if p.dim() == 1:
+            assert torch.equal(p, torch.full_like(p, float("ln" in name and "weight" in name))), name
+            continue
+        std = 0.02 / 4 if "output_proj" in name or "w2" in name else 0.02
+        assert p.std().item() == pytest.approx(std, rel=0.03), name
+        assert p.abs().max().item() > 3.2 * std, name
+
+
+# cost
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that compute or move something; views cost no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returns = func._schema.returns
+        view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        if not view and func.namespace == "aten" and func._schema.name not in ("aten::_unsafe_view", "aten::detach"):
+            self.calls[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(config: ModelConfig, autocast: torch.dtype | None = None) -> tuple[Counter[str], Counter[str]]:
+    """Operators of one forward pass, and of its backward."""
+    model, tokens = make(config), tokens_for(config)
+    with Count() as forward, torch.autocast("cpu", autocast, enabled=autocast is not None):
+        logits = model(tokens)
+    gradient = torch.ones_like(logits)
+    with Count() as backward:
+        logits.backward(gradient)
+    return forward.calls, backward.calls
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("attention", list(Attention))
+def test_products_of_linear_layers(attention, num_layers) -> None:
+    forward, backward = calls(replace(CONFIG, attention=attention, num_layers=num_layers))
+    assert forward["mm"] == 7 * num_layers + 1
+    assert backward["mm"] == 14 * num_layers + 2
+    assert forward["addmm"] == backward["addmm"] == 0
+    if attention is Attention.NAIVE:
+        assert (forward["bmm"], backward["bmm"]) == (2 * num_layers, 4 * num_layers)
+
+
+@pytest.mark.parametrize(
+    ("config", "autocast", "forward_kernels", "backward_kernels"),
+    [
+        pytest.param(CONFIG, None, 24, 34, id="cs336-naive"),
+        pytest.param(CONFIG, torch.bfloat16, 35, 47, id="cs336-naive-bf16"),
+        pytest.param(replace(CONFIG, attention=Attention.SDPA), None, 16, 26, id="cs336-sdpa"),
+    ],
+)
+def test_kernels_per_layer(config, autocast, forward_kernels, backward_kernels) -> None:
+    """A guard: the host launches each of these. RMSNorm, which is fused on a GPU, is taken as one each way."""
+    fewer = calls(replace(config, num_layers=1), autocast)
+    more = calls(replace(config, num_layers=2), autocast)
+    norm = RMSNorm(12)
+    x = torch.randn(5, 7, 12, requires_grad=True)
+    with Count() as norm_forward:
+        y = norm(x)
+    with Count() as norm_backward:
+        y.backward(torch.ones_like(y))
+    per_layer = [(b - a).total() for a, b in zip(fewer, more, strict=True)]
+    per_layer[0] -= 2 * (norm_forward.calls.total() - 1)
+    per_layer[1] -= 2 * (norm_backward.calls.total() - 1)
+    assert per_layer == [forward_kernels, backward_kernels]
+
+
+# precision and compilation
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(config, dtype) -> None:
+    model, tokens = make(config), tokens_for(config)
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda m, a, out, n=name: dtypes.setdefault(n, set()).add(out.dtype))
+    with torch.autocast("cpu", dtype):
+        logits = model(tokens)
+        loss = loss_of(logits, tokens)
+    loss.backward()
+    for name in ("token_embeddings", "layers.0", "layers.2", "layers.1.ln1", "layers.1.ln2", "ln_final"):
+        assert dtypes[name] == {torch.float32}, name  # the residual stream and the norms
+    for name in ("layers.0.attn", "layers.0.attn.q_proj", "layers.2.ffn", "layers.2.ffn.w1", "lm_head", ""):
+        assert dtypes[name] == {dtype}, name
+    assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    tolerance = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(logits.float(), model(tokens), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return plain_model()
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("by_block", [False, True], ids=["whole", "by-block"])
+def test_compiles_without_a_break(plain, config, autocast, by_block) -> None:
+    if config.attention is Attention.SDPA:
+        config = replace(config, sdpa_backend=SdpaBackend.MATH)
+    torch.manual_seed(0)
+    model, tokens = plain.TransformerLM(config), tokens_for(config)
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            torch._dynamo.reset()
+            for module in model.layers if by_block else (model,):
+                module.compile(fullgraph=True, backend="aot_eager")
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            logits = model(tokens)
+        results.append((logits, *torch.autograd.grad(loss_of(logits, tokens), list(model.parameters()))))
+    tolerance = 1e-4 if autocast is None else 0.1
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+
+
+ATEN_OF_BACKEND = {
+    SdpaBackend.MATH: "bmm",
+    SdpaBackend.FLASH: "_scaled_dot_product_flash_attention_for_cpu",
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "whole", "by-block"])
+@pytest.mark.parametrize("backend", list(ATEN_OF_BACKEND))
+def test_the_sdpa_backend_is_in_force(plain, backend, how) -> None:
+    config = replace(CONFIG, attention=Attention.SDPA, sdpa_backend=backend)
+    model = plain.TransformerLM(config)
+    seen: Counter[str] = Counter()
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        seen.update(
+            node.target._schema.name.removeprefix("aten::")
+            for node in graph.graph.nodes
+            if node.op == "call_function" and hasattr(node.target, "_schema")
+        )
+        return graph
+
+    if how == "eager":
+        with Count() as counted:
+            model(tokens_for(config))
+        seen = counted.calls
+    else:
+        torch._dynamo.reset()
+        counting = aot_autograd(fw_compiler=count)
+        for module in model.layers if how == "by-block" else (model,):
+            module.compile(fullgraph=True, backend=counting)
+        model(tokens_for(config))
+    assert [name for name in ATEN_OF_BACKEND.values() if seen[name]] == [ATEN_OF_BACKEND[backend]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", VARIANTS)
+def test_is_born_on_the_gpu(config) -> None:
+    with torch.device("cuda"):
+        model = TransformerLM(config)
+    assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    tokens = tokens_for(config)
+    reference = TransformerLM(config)
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(tokens.cuda()).cpu(), reference(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", list(SdpaBackend))
+def test_every_sdpa_backend_runs_on_the_gpu(backend) -> None:
+    config = ModelConfig(
+        vocab_size=11, context_length=160, d_model=128, d_ff=192, num_layers=2, num_heads=2,
+        attention=Attention.SDPA, sdpa_backend=backend,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = TransformerLM(config)
+        naive = TransformerLM(replace(config, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO))
+        tokens = torch.randint(config.vocab_size, (3, 130))
+    naive.load_state_dict(model.state_dict())
+    losses = []
+    for either in (model, naive):
+        with torch.autocast("cuda", torch.bfloat16):
+            losses.append(loss_of(either(tokens), tokens))
+        losses[-1].backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.01)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_kernels_per_layer_on_the_gpu() -> None:
+    """As the guard above, but counted by CUPTI: kernels of one more layer in forward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kernels = []
+    for num_layers in (1, 2):
+        config = replace(CONFIG, d_model=128, d_ff=192, num_layers=num_layers)
+        with torch.device("cuda"):
+            model = TransformerLM(config)
+        tokens = tokens_for(config).cuda()
+        model(tokens)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+            model(tokens)
+            torch.cuda.synchronize()
+        events = [e for e in prof.events() if e.device_type.name == "CUDA"]
+        kernels.append(sum(not e.name.startswith("Mem") for e in events))
+    assert kernels[1] - kernels[0] <= 24 + 6  # cuBLAS may split a product in two
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
+    torch.manual_seed(0)
+    model = TransformerLM(
+        ModelConfig(arch=arch, vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=3, num_heads=2)
+    )
+    tokens = torch.randint(11, (2, 8))
+    gradients = []
+    for model.checkpoint_blocks in (0, blocks):
+        model.zero_grad()
+        model(tokens).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for kept, computed_again in zip(*gradients, strict=True):
+        assert torch.equal(kept, computed_again)
+
+
+def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
+    """PyTorch checks that what is computed again is what was there: by another kernel it would not be."""
+    config = ModelConfig(
+        vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4, attention=Attention.SDPA,
+        sdpa_backend=SdpaBackend.MATH,
+    )  # fmt: skip
+    model, gradients = TransformerLM(config), []
+    for model.checkpoint_blocks in (0, 1):
+        model(torch.arange(8).view(1, 8)).sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(gradients[1], gradients[0])

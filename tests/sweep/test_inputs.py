@@ -1,0 +1,221 @@
+"""The state of what is the user's own changes exactly when what a run would import or read does."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.sweep.inputs import all_inputs, check_factory, inputs_of, source_digest
+
+CONFIG = RunConfig(size="custom", model=ModelConfig(d_model=8, d_ff=16, num_layers=1, num_heads=2))
+FILES = {
+    "mine.py": "import torch, mylayers as layers  # both\nfrom mypackage.blocks import Block\nprint('mine')\n",
+    "mylayers.py": "def lazy():\n    import mykernels\n\n\nlazy()\n",
+    "mykernels.py": "import mine  # round in a circle\n",
+    "mypackage/__init__.py": "",
+    "mypackage/blocks.py": "from . import deep\n\n\nclass Block: ...\n",
+    "mypackage/deep/__init__.py": "",
+    "unrelated.py": "raise SystemExit\n",
+    "other/__init__.py": "",
+    "notes.txt": "not source\n",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    return tmp_path
+
+
+def write(directory: Path, files: dict[str, str] = FILES) -> None:
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def imported(module: str, directory: Path) -> set[str]:
+    """What Python itself loads from the directory when it imports the module."""
+    program = f"""
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+import {module}
+files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+print(*(file for file in files if file and file.startswith({str(directory)!r})), sep="\\n")
+"""
+    printed = subprocess.check_output([sys.executable, "-B", "-c", program], cwd=directory, text=True)
+    return {Path(line).relative_to(directory).as_posix() for line in printed.splitlines() if line.startswith("/")}
+
+
+@pytest.mark.parametrize("module", ["mine", "mykernels", "mypackage.blocks", "other"])
+def test_the_digest_changes_with_what_python_imports_and_with_nothing_else(here: Path, module: str) -> None:
+    first, changing = source_digest(module), set()
+    assert first is not None
+    assert source_digest(module) == first
+    for name, text in FILES.items():
+        (here / name).write_text(text + "# changed\n")
+        if source_digest(module) != first:
+            changing.add(name)
+        (here / name).write_text(text)
+    assert source_digest(module) == first
+    assert changing == imported(module, here)
+
+
+def test_of_a_package_every_file_counts(here: Path) -> None:
+    """Which of them a factory imports when it is called, the source does not tell."""
+    first = source_digest("mypackage.blocks")
+    (here / "mypackage" / "new.py").write_text("")
+    second = source_digest("mypackage.blocks")
+    (here / "mypackage" / "new.py").rename(here / "mypackage" / "newer.py")
+    assert len({first, second, source_digest("mypackage.blocks")}) == 3
+    assert source_digest("mypackage.blocks") == source_digest("mypackage")
+
+
+def test_a_folder_without_init_is_a_package_too(here: Path) -> None:
+    write(here, {"loose/model.py": "a = 1\n"})
+    first = source_digest("loose.model")
+    write(here, {"loose/model.py": "a = 2\n"})
+    assert None is not first != source_digest("loose.model") is not None
+
+
+def test_nothing_of_the_user_s_is_imported(here: Path) -> None:
+    write(here, {"fatal/__init__.py": "raise SystemExit('imported')\n", "fatal/model.py": "raise SystemExit\n"})
+    assert source_digest("fatal.model") is not None
+    assert not {"fatal", "fatal.model"} & set(sys.modules)
+    (here / "broken.py").write_text("def (:\n")
+    assert source_digest("broken") is not None
+
+
+def test_what_is_installed_beside_an_installed_model_does_not_count(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = here / "site-packages"
+    write(installed, {"theirs.py": "import engine\n", "engine.py": ""})
+    monkeypatch.syspath_prepend(installed)
+    first = source_digest("theirs")
+    write(installed, {"engine.py": "# changed\n"})
+    assert source_digest("theirs") == first
+    write(installed, {"theirs.py": "import engine  # changed\n"})
+    assert source_digest("theirs") != first
+
+
+def test_a_folder_that_an_installed_package_comes_before_does_not_count(here: Path) -> None:
+    """As loggers leave them beside the script, named after themselves and with copies of it inside."""
+    write(here, {"mine.py": "import numpy\n", "numpy/run-1/mine.py": "", "loose/a.py": ""})
+    first = source_digest("mine")
+    write(here, {"numpy/run-2/mine.py": ""})
+    assert source_digest("mine") == first
+    write(here, {"mine.py": "import loose.a\n"})
+    second = source_digest("mine")
+    write(here, {"loose/a.py": "# changed\n"})
+    assert source_digest("mine") not in (first, second)
+
+
+def test_this_package_has_a_digest_of_its_own(here: Path) -> None:
+    write(here, {"mine.py": "import cs336_systems.model.transformer\n", "cs336_systems/model.py": ""})
+    first = source_digest("mine")
+    write(here, {"cs336_systems/model.py": "# changed\n"})
+    assert source_digest("mine") == first
+
+
+@pytest.mark.parametrize("module", ["not_there", "not_there.model", "sys", "__main__x"])
+def test_without_source_there_is_no_digest(here: Path, module: str) -> None:
+    assert source_digest(module) is None
+
+
+FACTORIES = {
+    "plain.py": """
+import math as m
+from json import dumps
+if m.pi > 3:
+    def make(): ...
+else:
+    other = 1
+class Outer:
+    class Inner: ...
+for looped in "x": pass
+""",
+    "lazy.py": "def __getattr__(name):\n    return name\n",
+    "star.py": "from plain import *\n",
+    "late.py": "globals()['make'] = print\n",
+    "within.py": "def hidden():\n    inner = 1\n    return later\n",
+    "broken.py": "def make(:\n",
+    "package/__init__.py": "from .sub import make\nfrom . import other as renamed\n",
+    "package/sub.py": "def make(): ...\n",
+    "package/other.py": "def make(): ...\n",
+    "package/folder/deep.py": "def make(): ...\n",
+    "folder/sub.py": "def make(): ...\n",
+    "replaces.py": "import sys\nsys.modules['replaces.virtual'] = sys.modules['plain'] = sys\n__path__ = []\n",
+}
+NAMES = [
+    *(f"plain:{name}" for name in ("make", "m", "dumps", "other", "Outer.Inner", "looped", "Outer", "nothing", "pi")),
+    "lazy:anything", "star:make", "late:make", "within:hidden", "within:inner", "within:later", "broken:make",
+    "package:make", "package:sub.make", "package:renamed", "package:other", "package:nothing", "package.sub:make",
+    "package.sub:nothing", "package.nothing:make", "package.sub.nothing:make", "package.folder.deep:make",
+    "package.folder.nothing:make", "package.folder.deep:nothing", "folder.sub:make", "folder.nothing:make",
+    "folder:make", "replaces.virtual:path", "plain.py:make", "nothing:make", "nothing.at.all:make", "json:dumps",
+    "json:nothing", "math:sqrt", "sys:exit", "os.path:join", "xml.dom.minidom:parse", "xml.nothing:parse",
+]  # fmt: skip
+
+
+def test_a_factory_is_refused_only_where_python_does_not_find_it_either(here: Path) -> None:
+    write(here, FACTORIES)
+    program = f"""
+import importlib, operator, subprocess, sys
+sys.path.insert(0, ".")
+for name in {NAMES}:
+    for loaded in [m for m in sys.modules if m.split(".")[0] in ("plain", "package", "folder", "replaces")]:
+        del sys.modules[loaded]
+    module, _, attribute = name.partition(":")
+    try:
+        operator.attrgetter(attribute)(importlib.import_module(module))
+        print(name)
+    except (ImportError, AttributeError, SyntaxError):
+        pass
+"""
+    there = set(subprocess.check_output([sys.executable, "-B", "-c", program], cwd=here, text=True).split())
+    before = set(sys.modules)
+    refused = set()
+    for name in NAMES:
+        try:
+            check_factory(name)
+        except ValueError:
+            refused.add(name)
+    assert not refused & there
+    # what a module does when it runs, and a mistake in it, are seen when it is imported
+    assert set(NAMES) - there - refused == {"broken:make", "plain:other"}
+    assert set(sys.modules) == before
+
+
+def test_runs_name_what_they_depend_on(here: Path) -> None:
+    np.save("tokens.npy", np.zeros(100, np.uint16))
+    own, both = (
+        replace(CONFIG, model_factory="mine:make"),
+        replace(CONFIG, model_factory="mine:make", tokens="tokens.npy"),
+    )
+    assert inputs_of(CONFIG) == ()
+    assert [(found.name, found.state) for found in inputs_of(own)] == [("source of mine:make", source_digest("mine"))]
+    assert [found.name for found in inputs_of(both)] == ["source of mine:make", "token file tokens.npy"]
+    assert all_inputs([CONFIG, own, both, replace(both, repeat=1)]) == inputs_of(both)
+
+
+def test_a_token_file_is_told_by_its_size_and_the_time_of_its_last_change(here: Path) -> None:
+    def state() -> str | None:
+        (found,) = inputs_of(replace(CONFIG, tokens="tokens.npy"))
+        return found.state
+
+    path = here / "tokens.npy"
+    assert state() is None
+    path.write_bytes(bytes(10))
+    os.utime(path, ns=(0, 1_500_000_000_000_000_007))
+    assert state() == "10 bytes, written 2017-07-14T02:40:00.000000007Z"
+    path.write_bytes(bytes(11))
+    os.utime(path, ns=(0, 1_500_000_000_000_000_007))
+    assert state() == "11 bytes, written 2017-07-14T02:40:00.000000007Z"
+    os.utime(path, ns=(0, 1_500_000_000_000_000_008))
+    assert state() == "11 bytes, written 2017-07-14T02:40:00.000000008Z"

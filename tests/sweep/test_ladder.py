@@ -1,0 +1,473 @@
+"""The rungs differ by one change each, and the gate tells the same training from another one."""
+
+import itertools
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    Profiler,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.files import FileError
+from cs336_systems.measure.clock import make_clock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.fast import fp8
+from cs336_systems.sweep.ladder import (
+    BOUNDS,
+    FP8_BOUND,
+    GATE_STEPS,
+    chosen,
+    gate_learning_rate,
+    judge,
+    read_ladder,
+    reason_run,
+    reference,
+    rungs,
+    write_ladder,
+)
+
+H200 = "NVIDIA H200"
+GPT2 = RunConfig(size="gpt2", model=SIZES["gpt2"], batch_size=16, device=Device.CUDA, learning_rate=1e-5)
+XL = RunConfig(size="xl", model=SIZES["xl"], batch_size=4, device=Device.CUDA, learning_rate=1e-5)
+TINY = RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=128))
+
+
+def flat(config):
+    run = {field.name: getattr(config, field.name) for field in fields(RunConfig) if field.name != "model"}
+    return run | {f"model.{field.name}": getattr(config.model, field.name) for field in fields(ModelConfig)}
+
+
+def changed(before, after):
+    a, b = flat(before), flat(after)
+    return {name: b[name] for name in a if a[name] != b[name]}
+
+
+def names(ladder):
+    return [rung.name for rung in ladder]
+
+
+# The rungs
+
+
+def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
+    ladder = rungs(GPT2, H200)
+    steps = [changed(a.config, b.config) for a, b in itertools.pairwise(ladder)]
+    assert dict(zip(names(ladder)[1:], steps, strict=True)) == {
+        "tf32": {"precision": "tf32"},
+        "bf16": {"precision": "bf16"},
+        "compile": {"compile": "default"},
+        "attention": {"model.attention": "sdpa", "model.sdpa_backend": "flash"},
+        "vocabulary": {"pad_vocabulary": 128},
+        "fused": {"optimizer": "fused"},
+        "cudnn": {"model.sdpa_backend": "cudnn"},
+        "cast-once": {"cast_once": True},
+        "graph": {"cuda_graph": True},
+        "blocks": {"compile_blocks": True},
+        "fused-loss": {"fused_loss": True},
+        "fused-blocks": {"fused_blocks": True},
+    }
+    assert changed(GPT2, ladder[0].config) == {"optimizer": "foreach"}
+    assert all(rung.change for rung in ladder)
+
+
+@pytest.mark.parametrize(
+    ("base", "device_name", "has_rung"),
+    [
+        (XL, H200, True),
+        (XL, "NVIDIA H100 80GB HBM3", True),
+        (XL, "NVIDIA L40S", True),
+        (XL, "NVIDIA A100-SXM4-80GB", False),
+        (XL, "NVIDIA Q1000", False),
+        (XL, None, False),
+        (replace(XL, model_factory="a:b"), H200, False),
+        (replace(XL, device=Device.CPU), H200, False),
+        (replace(XL, model=SIZES["large"]), H200, False),
+        (replace(XL, model=replace(SIZES["large"], vocab_size=25_000)), H200, True),
+    ],
+    ids=[
+        "Hopper", "H100", "Ada", "Ampere", "new device", "unknown device", "own model", "CPU", "0.97B", "1.01B",
+    ],
+)  # fmt: skip
+def test_fp8_is_the_last_rung_of_large_models_on_devices_that_have_it(base, device_name, has_rung):
+    *_, before, last = rungs(base, device_name)
+    assert (last.name == "fp8") is has_rung
+    odd = replace(base, batch_size=1, model=replace(base.model, context_length=base.model.context_length + 4))
+    assert "fp8" not in names(rungs(odd, device_name)), "products would be in bf16 all the same"
+    if has_rung:
+        assert changed(before.config, last.config) == {"fp8": True}
+        assert last.config.cast_once
+
+
+@pytest.mark.parametrize(
+    ("base", "device_name", "left_out"),
+    [
+        (replace(GPT2, model=replace(GPT2.model, vocab_size=50_304)), H200, {"vocabulary"}),
+        (GPT2, "NVIDIA A100-SXM4-80GB", {"cudnn"}),
+        (replace(GPT2, model=replace(GPT2.model, context_length=4096)), H200, {"cudnn"}),
+        (GPT2, None, {"cudnn"}),
+        (replace(GPT2, model_factory="a:b"), H200,
+         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss", "fused-blocks"}),
+        (TINY, "AMD EPYC", {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks"}),
+    ],
+    ids=["nice already", "A100", "long context", "unknown device", "own model", "CPU"],
+)  # fmt: skip
+def test_what_does_not_apply_is_left_out(base, device_name, left_out):
+    every = names(rungs(GPT2, H200))
+    assert names(rungs(base, device_name)) == [name for name in every if name not in left_out]
+
+
+def test_where_flash_may_be_missing_pytorch_chooses():
+    for base, device_name in ((GPT2, None), (GPT2, "Tesla V100-SXM2-32GB"), (TINY, None)):
+        attention = next(rung for rung in rungs(base, device_name) if rung.name == "attention")
+        assert attention.config.model.attention is Attention.SDPA
+        assert attention.config.model.sdpa_backend is SdpaBackend.AUTO
+
+
+def test_shortcuts_of_the_base_are_taken_away_and_the_rest_stays():
+    fast = replace(
+        TINY, model=replace(TINY.model, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH), mode=Mode.TRAIN,
+        precision=Precision.BF16, compile=CompileMode.DEFAULT, compile_blocks=True, optimizer=OptimizerKind.FUSED,
+        pad_vocabulary=64, cast_once=True, fp8=True, seed=3, tokens="some.npy", warmup_steps=7, measured_steps=19,
+        batch_size=5,
+    )  # fmt: skip
+    first = rungs(fast)[0].config
+    assert changed(TINY, first) == {
+        "seed": 3, "tokens": "some.npy", "warmup_steps": 7, "measured_steps": 19, "batch_size": 5,
+        "optimizer": "foreach",
+    }  # fmt: skip
+
+
+def test_chosen_rungs_keep_all_changes_below_them():
+    ladder = rungs(GPT2, H200)
+    some = chosen(ladder, ["cast-once", "bf16"])
+    assert names(some) == ["fp32", "bf16", "cast-once"]
+    by_name = {rung.name: rung for rung in ladder}
+    assert [rung.config for rung in some] == [by_name[name].config for name in names(some)]
+    between = names(ladder)[names(ladder).index("bf16") + 1 : names(ladder).index("cast-once") + 1]
+    assert some[2].change == ", ".join(by_name[name].change for name in between)
+    assert chosen(ladder, names(ladder)) == ladder
+    with pytest.raises(ValueError, match=r"no rung 'fp8' here; there are: fp32, tf32, bf16, "):
+        chosen(ladder, ["bf16", "fp8"])
+
+
+def test_runs_beside_the_rungs():
+    first = rungs(GPT2, H200)[0]
+    assert changed(first.config, reference(first)) == {"checkpoint_blocks": 1}
+    assert changed(first.config, reason_run(first)) == {"profiler": Profiler.KINETO, "measured_steps": 3}
+    short = replace(first, config=replace(first.config, measured_steps=2))
+    assert changed(short.config, reason_run(short)) == {"profiler": Profiler.KINETO}
+
+
+def test_the_rate_falls_with_the_width():
+    assert gate_learning_rate(1000) == 5e-6
+    assert gate_learning_rate(500) == 2 * gate_learning_rate(1000)
+
+
+# The file
+
+
+def test_a_ladder_is_read_as_it_was_written(tmp_path):
+    ladder = rungs(GPT2, H200)
+    write_ladder(ladder, tmp_path / "ladder.json")
+    assert read_ladder(tmp_path / "ladder.json") == ladder
+
+
+def damage(text, **fields):
+    return json.dumps(json.loads(text) | fields)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "not the rungs of a ladder"),
+        (lambda text: "", "not the rungs of a ladder"),
+        (lambda text: damage(text, format_version=99), "newer"),
+        (lambda text: damage(text, rungs=[]), "at least one rung"),
+        (lambda text: text.replace('"batch_size": 16', '"batch_size": 0'), "batch_size must be at least 1"),
+        (lambda text: text.replace('"fp32"', '"fp31"'), "not the rungs of a ladder"),
+    ],
+    ids=["truncated", "empty", "newer", "no rungs", "batch of 0", "unknown precision"],
+)
+def test_a_damaged_file_is_refused_by_name(make, said, tmp_path):
+    path = tmp_path / "ladder.json"
+    write_ladder(rungs(GPT2, H200), path)
+    path.write_text(make(path.read_text()))
+    with pytest.raises(FileError, match=r"ladder\.json") as caught:
+        read_ladder(path)
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(FileError, match="needed the rungs of a ladder"):
+        read_ladder(tmp_path / "ladder.json")
+
+
+# The gate, by hand: the reference falls from 12 to 10, so that a distance of 0.01 is 0.005 of the fall
+
+FALLING = [12 - 2 * step / (GATE_STEPS - 1) for step in range(GATE_STEPS)]
+
+
+def off(*changes):
+    """FALLING with (step, difference) pairs added."""
+    losses = list(FALLING)
+    for step, difference in changes:
+        losses[step] += difference
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("precision", "losses", "last", "largest", "passed"),
+    [
+        (Precision.FP32, off(), 0, 0, True),
+        (Precision.FP32, off((7, 0.0018)), 0, 0.0009, True),
+        (Precision.FP32, off((7, -0.0022)), 0, 0.0011, False),
+        (Precision.TF32, off((-1, 0.0038)), 0.0019, 0.0019, True),
+        (Precision.TF32, off((-1, 0.0042)), 0.0021, 0.0021, False),
+        (Precision.BF16, off((0, 0.008), (-1, -0.002)), 0.001, 0.004, True),
+        (Precision.BF16, off((0, 0.012), (-1, -0.002)), 0.001, 0.006, False),
+    ],
+)
+def test_the_gate_by_hand(precision, losses, last, largest, passed):
+    gate = judge(precision, [losses], [FALLING])
+    assert (gate.last, gate.largest) == (pytest.approx(last), pytest.approx(largest))
+    assert gate.passed is passed
+    assert gate.loss == pytest.approx(losses[-1])
+    assert gate.bound == BOUNDS[precision]
+
+
+@pytest.mark.parametrize(("away", "passed"), [(0.049, True), (-0.049, True), (0.051, False), (-0.051, False)])
+def test_fp8_has_a_bound_of_its_own(away, passed):
+    gate = judge(Precision.BF16, [off((7, away))], [FALLING], fp8=True)
+    assert (gate.passed, gate.bound, gate.largest) == (passed, FP8_BOUND, pytest.approx(abs(away) / 2))
+    assert judge(Precision.BF16, [off((7, away))], [FALLING]).passed is False
+
+
+def test_every_precision_of_a_rung_has_a_bound():
+    assert {rung.config.precision for rung in rungs(GPT2, H200)} == set(BOUNDS)
+
+
+def test_losses_after_the_gate_do_not_count():
+    gate = judge(Precision.FP32, [[*FALLING, 99.0]], [[*FALLING, 1.0, None]])
+    assert (gate.passed, gate.largest, gate.loss) == (True, 0, 10)
+
+
+def test_of_several_processes_the_worst_counts_and_the_reference_is_a_mean():
+    gate = judge(Precision.BF16, [off(), off((-1, 0.02)), off((3, -0.03))], [off((3, 0.01)), off((3, -0.01))])
+    assert gate.last == pytest.approx(0.01)
+    assert gate.largest == pytest.approx(0.015)
+    assert gate.loss == pytest.approx(10 + 0.02 / 3)
+    assert gate.passed is False
+
+
+@pytest.mark.parametrize(
+    ("processes", "references", "said"),
+    [
+        ([FALLING], [], "the reference has no 20 finite losses"),
+        ([FALLING], [FALLING[:-1]], "the reference has no 20 finite losses"),
+        ([FALLING], [[*FALLING[:-1], None]], "the reference has no 20 finite losses"),
+        ([FALLING], [FALLING, FALLING[:5]], "the reference has no 20 finite losses"),
+        ([FALLING], [[12.0] * GATE_STEPS], "falls by less than 0.1%"),
+        ([FALLING], [FALLING[::-1]], "falls by less than 0.1%"),
+        ([], [FALLING], "there are no 20 losses"),
+        ([FALLING, FALLING[:19]], [FALLING], "there are no 20 losses"),
+    ],
+    ids=["none", "short", "not finite", "one short", "flat", "rising", "no process", "short process"],
+)
+def test_without_enough_losses_there_is_no_verdict(processes, references, said):
+    gate = judge(Precision.BF16, processes, references)
+    assert gate.passed is None
+    assert said in gate.missing
+
+
+def test_losses_that_are_not_finite_fail():
+    gate = judge(Precision.BF16, [FALLING, [*FALLING[:4], None, *FALLING[5:]]], [FALLING])
+    assert (gate.passed, gate.loss, gate.largest) == (False, None, None)
+
+
+# The gate on real training
+
+SHAPE = ModelConfig(vocab_size=503, context_length=64, d_model=64, d_ff=192, num_layers=3, num_heads=2)
+SMALL = RunConfig(
+    size="custom", model=SHAPE, batch_size=8, optimizer=OptimizerKind.FOREACH,
+    learning_rate=gate_learning_rate(SHAPE.d_model),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Several wait for each other for long where other processes are at work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def train(config, fault=None):
+    """Losses of the first steps, the step broken by `fault` before the first."""
+    torch.manual_seed(config.seed)
+    step = TrainingStep(config)
+    if fault is not None:
+        fault(step)
+    clock = make_clock(config)
+    return [step(clock)[1].item() for _ in range(GATE_STEPS)]
+
+
+def of(arch, seed):
+    return replace(SMALL, model=replace(SHAPE, arch=arch), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses of the first rung, made once for each architecture and seed."""
+    known = {}
+
+    def losses(arch, seed):
+        if (arch, seed) not in known:
+            known[arch, seed] = train(of(arch, seed))
+        return known[arch, seed]
+
+    return losses
+
+
+BF16 = {"precision": Precision.BF16}
+FUSED = {**BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128}
+HONEST = {
+    "bf16": BF16,
+    "fused attention": {**BF16, "attention": Attention.SDPA},
+    "padded, fused AdamW": FUSED,
+    "cast once": {**FUSED, "cast_once": True},
+    "AdamW written out": {"optimizer": OptimizerKind.ADAMW},
+}
+
+
+@pytest.mark.parametrize("honest", HONEST)
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
+def test_the_same_training_passes_well_within_the_bound(expected, arch, seed, honest):
+    changes = dict(HONEST[honest])
+    base = of(arch, seed)
+    model = replace(base.model, attention=changes.pop("attention", Attention.NAIVE))
+    config = replace(base, model=model, **changes)
+    gate = judge(config.precision, [train(config)], [expected(arch, seed)])
+    assert gate.passed
+    assert gate.largest < gate.bound / 2
+
+
+def see_the_future(step):
+    step.model.future.zero_()
+
+
+def shift_the_targets(step):
+    batches = step.batches
+    step.batches = lambda: (batches()[0], batches()[1].roll(1, dims=1))
+
+
+def never_update(step):
+    step.update = lambda: step.optimizer.zero_grad()
+
+
+def keep_old_gradients(step):
+    step.optimizer.zero_grad = lambda set_to_none=True: None
+
+
+def scale_gradients_down(step):
+    """As if a loss scale of 2^16 had been taken out of them twice."""
+    backward = step.backward
+    step.backward = lambda loss: backward(loss / 2**16)
+
+
+def lose_the_last_block(step):
+    for parameter in step.model.layers[-1].parameters():
+        parameter.requires_grad_(False)
+
+
+def double_the_rate(step):
+    for group in step.optimizer.param_groups:
+        group["lr"] *= 2
+
+
+def count_the_padding(step):
+    """Logits of 0 for the surplus of a padded vocabulary take part in the loss."""
+    step._criterion = lambda logits, targets, _vocab_size: torch.nn.functional.cross_entropy(
+        torch.nn.functional.pad(logits, (0, -logits.shape[-1] % 128)).flatten(0, 1), targets.flatten()
+    )
+
+
+FAULTS = (
+    see_the_future, shift_the_targets, never_update, keep_old_gradients, scale_gradients_down, lose_the_last_block,
+    double_the_rate, count_the_padding,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
+def test_another_training_fails_even_the_widest_bound(expected, arch, seed, fault):
+    gate = judge(Precision.BF16, [train(of(arch, seed), fault)], [expected(arch, seed)], fp8=True)
+    assert gate.bound == max(*BOUNDS.values(), FP8_BOUND)
+    assert gate.passed is False, gate
+
+
+IN_FP8 = {**HONEST["cast once"], "fp8": True}
+
+
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
+def test_training_in_fp8_passes_its_own_bound_alone(expected, arch, seed):
+    losses = train(replace(of(arch, seed), **IN_FP8))
+    assert judge(Precision.BF16, [losses], [expected(arch, seed)], fp8=True).passed
+    if arch is Arch.CS336:
+        assert not judge(Precision.BF16, [losses], [expected(arch, seed)]).passed
+
+
+def cast_without_a_unit(x):
+    return x.to(fp8.DTYPE).contiguous(), torch.ones(())
+
+
+def forget_a_tenth(x):
+    cast, unit = CAST(x)
+    return cast, 1.1 * unit
+
+
+def cut_off_the_largest(x):
+    unit = x.abs().float().mean() / 448
+    return (x.float() / unit).clamp(-448, 448).to(fp8.DTYPE).contiguous(), unit
+
+
+CAST = fp8._cast
+
+
+@pytest.mark.parametrize("fault", [cast_without_a_unit, forget_a_tenth, cut_off_the_largest], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.GPT2, 0)])
+def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch, arch, seed, fault):
+    monkeypatch.setattr(fp8, "_cast", fault)
+    gate = judge(Precision.BF16, [train(replace(of(arch, seed), **IN_FP8))], [expected(arch, seed)], fp8=True)
+    assert gate.passed is False, gate
+
+
+def test_copies_that_are_never_written_again_are_found(expected):
+    """Weights cast once, and then never more."""
+
+    def forget(step):
+        copies = [(w.copy, w.copy.detach().clone()) for w in step.optimizer._weights if w.copy is not None]
+        update = step.optimizer.step
+
+        def stale():
+            update()
+            for copy, old in copies:
+                copy.data.copy_(old)
+
+        step.optimizer.step = stale
+
+    config = replace(of(Arch.CS336, 0), **HONEST["cast once"])
+    assert judge(Precision.BF16, [train(config, forget)], [expected(Arch.CS336, 0)]).passed is False

@@ -1,0 +1,106 @@
+"""A run under nsys, played by tests/fake_nsys.py: what is kept when nsys does its work, and when it does not."""
+
+import multiprocessing.forkserver
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.analysis.kernels.nsys_export import HOW_TO_INSTALL, NsysError, find_nsys
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import decode_profile
+from cs336_systems.config import SIZES, Device, Profiler, RunConfig
+from cs336_systems.record import RunRecord, Status, load_records
+from cs336_systems.sweep.nsys import CAPTURE
+from cs336_systems.sweep.run import run_sweep
+from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
+from tests.faults.harness import Witness
+
+ROOT = Path(__file__).parents[2]
+PLAIN = RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=16), warmup_steps=1, measured_steps=2)
+UNDER_NSYS = replace(PLAIN, device=Device.CUDA, profiler=Profiler.NSYS)
+
+
+@pytest.fixture(scope="module")
+def nsys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A machine with an nsys: the file that says how it will end."""
+    folder = tmp_path_factory.mktemp("bin")
+    fate, script, fake = folder / "fate", folder / "nsys", ROOT / "tests" / "fake_nsys.py"
+    script.write_text(f'#!/bin/sh\nFAKE_NSYS=$(cat {fate}) PYTHONPATH={ROOT} exec {sys.executable} {fake} "$@"\n')
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(folder), prepend=":")
+        multiprocessing.forkserver._forkserver._stop()  # its children would look for nsys where it was before
+        yield fate
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.fixture
+def fate(nsys: Path) -> Path:
+    nsys.write_text("")
+    return nsys
+
+
+def record_of(directory: Path, config: RunConfig = UNDER_NSYS) -> RunRecord:
+    records, problems = load_records(directory / "runs")
+    assert not problems
+    return next(record for record in records if record.config == config)
+
+
+def test_a_run_under_nsys_leaves_its_record_its_report_and_the_explanation(fate: Path, tmp_path: Path) -> None:
+    run_sweep([UNDER_NSYS], tmp_path / "out", Witness(), timeout_s=60)
+    assert record_of(tmp_path / "out").status is Status.OK
+    runs = tmp_path / "out" / "runs"
+    assert raw_profile_path(UNDER_NSYS, runs).is_file()
+    profile = decode_profile(kernel_profile_path(UNDER_NSYS, runs).read_bytes())
+    launches = {phase.phase: phase.launches for phase in profile.phases if sum(phase.launches)}
+    assert launches == {LaunchPhase.FORWARD: (2,), LaunchPhase.BACKWARD: (3,), LaunchPhase.OPTIMIZER: (1,)}
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("no record", "status 3"),
+        ("no report", "left no"),
+        ("no export", "the importer is broken"),
+        ("garbage", "SQLite"),
+    ],
+)
+def test_without_a_profile_the_run_has_failed_the_time_of_the_plain_run_is_kept_and_the_next_try_is_made(
+    fate: Path, tmp_path: Path, end: str, said: str
+) -> None:
+    out = tmp_path / "out"
+    fate.write_text(end)
+    run_sweep([PLAIN, UNDER_NSYS], out, Witness(), timeout_s=60)
+    failed = record_of(out)
+    assert failed.status is Status.CRASHED
+    assert failed.failure
+    assert said in failed.failure.message
+    assert record_of(out, PLAIN).status is Status.OK
+    plain = (out / "runs" / f"{PLAIN.key}.json").read_bytes()
+    fate.write_text("")
+    witness = Witness()
+    run_sweep([PLAIN, UNDER_NSYS], out, witness, timeout_s=60, allow_mixed=True)
+    assert witness.todo == [UNDER_NSYS]
+    assert record_of(out).status is Status.OK
+    assert (out / "runs" / f"{PLAIN.key}.json").read_bytes() == plain
+
+
+def test_out_of_memory_under_nsys_is_a_result_without_a_profile(fate: Path, tmp_path: Path) -> None:
+    fate.write_text("oom")
+    run_sweep([UNDER_NSYS], tmp_path / "out", Witness(), timeout_s=60)
+    assert record_of(tmp_path / "out").status is Status.OOM
+    assert not kernel_profile_path(UNDER_NSYS, tmp_path / "out" / "runs").exists()
+
+
+def test_no_nsys_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NsysError, match="install") as caught:
+        find_nsys()
+    assert str(caught.value) == HOW_TO_INSTALL
+
+
+def test_only_the_measured_steps_are_captured_and_the_cpu_is_not_sampled() -> None:
+    assert {"--capture-range=nvtx", "--nvtx-capture=measure", "--sample=none"} <= set(CAPTURE)

@@ -1,0 +1,85 @@
+"""The order of a sweep's runs and what it says will not fit, against runs that were measured on an H200."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, Precision, RunConfig
+from cs336_systems.model.fast.choose import fastest
+from cs336_systems.record import Status, load_records
+from cs336_systems.sweep.plan import make_plan
+
+GIB = 2**30
+H200_BYTES = round(139.8 * GIB)
+"""What PyTorch said of the H200 in its message when the 10B model ran out of memory there."""
+ROOT = Path(__file__).parents[2]
+
+
+def config(size: str = "small", context_length: int = 128, device: Device = Device.CUDA, **fields: object) -> RunConfig:
+    return RunConfig(size=size, model=replace(SIZES[size], context_length=context_length), device=device, **fields)  # type: ignore[arg-type]
+
+
+def test_the_smallest_measured_peak_runs_first() -> None:
+    """The order of measured peaks is the oracle; runs whose peaks are within the 3 % of a prediction may change."""
+    measured = {
+        record.config: record.memory.peak_allocated_bytes
+        for name in ("train", "inference")
+        for record in load_records(ROOT / "data/e2e_benchmark" / name / "runs")[0]
+        if record.memory is not None
+    }
+    assert len(measured) >= 60
+    plan = make_plan(list(measured), H200_BYTES)
+    peaks = [measured[found] for found in plan.configs]
+    assert sorted(peaks) != list(measured.values())
+    assert all(later > 0.97 * max(peaks[: number + 1]) for number, later in enumerate(peaks))
+    assert plan.too_large == ()
+
+
+def test_what_ran_out_of_memory_is_foretold_and_comes_last() -> None:
+    records = [
+        record for path in sorted((ROOT / "data/e2e_benchmark").glob("*/runs")) for record in load_records(path)[0]
+    ]
+    cuda = {record.config: record.status for record in records if record.config.device is Device.CUDA}
+    plain = [found for found in cuda if found.compile is CompileMode.NONE and found.model_factory is None]
+    assert {Status.OOM, Status.OK} == {cuda[found] for found in plain}
+    plan = make_plan(plain, H200_BYTES)
+    assert set(plan.too_large) == {found for found in plain if cuda[found] is Status.OOM}
+    assert plan.configs[-len(plan.too_large) :] == plan.too_large
+
+
+@pytest.mark.parametrize("size", ["small", "gpt2"])
+def test_the_fastest_steps_are_planned_too(size: str) -> None:
+    """Ordered by what is like them and predictable: the same without what makes them fast."""
+    fast = [fastest(config(size, context), "NVIDIA H200") for context in (512, 128)]
+    assert make_plan(fast, H200_BYTES).configs == tuple(reversed(fast))
+
+
+def test_without_a_known_memory_nothing_is_said_not_to_fit() -> None:
+    huge = config("10B", 512)
+    assert make_plan([huge, config()], None) == make_plan([config(), huge], 10**15)
+    assert make_plan([huge], None).too_large == ()
+
+
+def test_a_compiled_model_is_ordered_as_if_eager_and_never_said_not_to_fit() -> None:
+    compiled = config("10B", 512, compile=CompileMode.DEFAULT)
+    large, small = config("2.7B"), config()
+    plan = make_plan([compiled, large, small], H200_BYTES)
+    assert (plan.configs, plan.too_large) == ((small, large, compiled), ())
+
+
+def test_where_nothing_is_predicted_the_order_stays() -> None:
+    cpu = [config("xl", device=Device.CPU), config("small", device=Device.CPU)]
+    own = [config("medium", model_factory="package.module:make"), config("small", model_factory="package.module:make")]
+    assert make_plan(cpu, H200_BYTES).configs == tuple(cpu)
+    assert make_plan([*own, config()], H200_BYTES).configs == (config(), *own)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_a_run_of_its_own_size_fits_exactly_to_the_limit(precision: Precision) -> None:
+    """From too little to enough: the answer changes once."""
+    one = config("small", 512, precision=precision, mode=Mode.TRAIN)
+    answers = [bool(make_plan([one], tenths * GIB // 10).too_large) for tenths in range(5, 100)]
+    assert answers == sorted(answers, reverse=True)
+    assert answers[0]
+    assert not answers[-1]
