@@ -94,6 +94,10 @@ def test_the_trace_s_phases_are_those_of_the_events(tmp_path: Path) -> None:
         assert mean_s(phase(profile, timed).kernel_s) < mean_s(seen)
 
 
+ACROSS_RUNS = 0.05
+"""Relative difference between runs of one step: the power limit gives a large model other clocks in each run."""
+
+
 @pytest.mark.alone
 def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
     """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not matter to the GPU."""
@@ -101,14 +105,15 @@ def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
     config = config_of("xl")
     nsys, kineto = replace(config, profiler=Profiler.NSYS), replace(config, profiler=Profiler.KINETO)
     outcome = run_sweep([config, nsys, kineto], tmp_path, Witness(), timeout_s=120)
-    plain = next(record for record in outcome.records if record.config == config)
+    plain, *watched = (next(record for record in outcome.records if record.config == c) for c in (config, nsys, kineto))
     seen = [decode_profile(kernel_profile_path(c, tmp_path / "runs").read_bytes()) for c in (nsys, kineto)]
     for timed in TIMED:
         by_nsys, by_kineto = (phase(profile, timed) for profile in seen)
         assert set(by_nsys.launches) == set(by_kineto.launches)
-        assert mean_s(by_nsys.kernel_s) == pytest.approx(mean_s(by_kineto.kernel_s), rel=0.02)
-        for times in (by_nsys, by_kineto):
-            assert mean_s(times.wall_s) == pytest.approx(plain.measurement(timed).mean_s, rel=0.02)
+        assert mean_s(by_nsys.kernel_s) == pytest.approx(mean_s(by_kineto.kernel_s), rel=ACROSS_RUNS)
+        for times, record in zip((by_nsys, by_kineto), watched, strict=True):
+            assert mean_s(times.wall_s) == pytest.approx(record.measurement(timed).mean_s, rel=0.02), "the same steps"
+            assert mean_s(times.wall_s) == pytest.approx(plain.measurement(timed).mean_s, rel=ACROSS_RUNS)
 
 
 class Pausing(nn.Module):
