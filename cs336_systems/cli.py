@@ -20,9 +20,10 @@ from cs336_systems.sweep.locks import LockedError
 from cs336_systems.text import inert_line
 
 COMMANDS = (
-    "kernels", "memory", "account", "napkin", "fusion", "attention", "ceilings", "ladder", "compare", "report",
+    "benchmark", "sweep", "kernels", "memory", "account", "napkin", "precision", "fusion", "attention", "ceilings",
+    "ladder", "compare", "report",
 )  # fmt: skip
-"""What follows `cs336`; each is a module of commands/, imported only when it is wanted."""
+"""The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 HOW_TO_ASK_VERSION = "cs336 --version prints the version of this program."
 

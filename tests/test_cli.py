@@ -226,15 +226,31 @@ def test_help_is_for_people(command: Callable[[Sequence[str]], int], capsys: pyt
 
 
 def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    """The modules of commands/ are the commands, but for those that have a script and those that serve the others."""
-    scripts, helpers = {"benchmark", "sweep", "precision"}, {"__init__", "device", "flags", "outcome", "outputs"}
+    """The modules of commands/ are the commands, but for those that serve the others."""
+    helpers = {"__init__", "device", "flags", "outcome", "outputs"}
     modules = {path.stem for path in (ROOT / "cs336_systems" / "commands").glob("*.py")}
     assert status_of(cli.main, ["--help"]) == 0
     (listed,) = re.findall(r"^usage: [^{]*\{([^}]*)\}", capsys.readouterr().out)
-    assert set(re.findall(r"\w+", listed)) == modules - scripts - helpers
+    assert set(re.findall(r"\w+", listed)) == modules - helpers
     for words in (["napkin"], ["account", "napkin"]):
         assert status_of(cli.main, [*words, "--memory-gb", "80"]) == 0
         assert "largest model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [("benchmark", ["--size", "tiny"]), ("sweep", ["--sizes", "tiny", "--dry-run"]), ("precision", ["--json"])],
+)
+@pytest.mark.parametrize("status", [cli.OK, cli.FAILED])
+def test_a_subcommand_does_what_the_script_of_its_name_does(
+    name: str, argv: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(cli._module(name), "run", lambda arguments: given.append(arguments) or status)
+    script = {"benchmark": cli.benchmark, "sweep": cli.sweep, "precision": cli.precision}[name]
+    assert [script(argv), cli.main([name, *argv])] == [status, status]
+    by_script, by_subcommand = given
+    assert by_script == by_subcommand
 
 
 @pytest.mark.parametrize("command", [cli.benchmark, cli.sweep, cli.precision, cli.main])
@@ -539,15 +555,14 @@ def test_a_file_that_is_missing_or_another_than_needed_is_wrong_usage(
         (empty_directory / file).write_text("1")  # JSON and Python, and nothing that is needed
     before = files_in(empty_directory)
     command, *argv = shlex.split(line)
-    main = {"benchmark": cli.benchmark, "sweep": cli.sweep}.get(command)
-    assert (main(argv) if main else cli.main([command, *argv])) == 2
+    assert cli.main([command, *argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"error: [^\n]*\bx\b[^\n]*\n", err), err
     assert files_in(empty_directory) == before
 
 
-@pytest.mark.parametrize("command", ["benchmark", "sweep", "precision", *cli.COMMANDS])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_no_file_that_a_command_reads_is_left_out_above(command: str) -> None:
     words = " ".join(line for _, line in READS.values() if line.startswith(command))
     for field in fields(cli._arguments(command)):
