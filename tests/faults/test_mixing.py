@@ -82,18 +82,20 @@ def test_a_failed_record_of_other_conditions_is_replaced_without_ado(place):
     assert len(outcome.measured) == 1
 
 
-def test_changed_code_is_refused_by_the_command(launch, place):
+@pytest.mark.parametrize(("module", "is_refused"), [("model/transformer.py", True), ("config.py", False)])
+def test_changed_code_is_refused_where_it_measures(launch, place, module, is_refused):
+    """A size or a help text that is added changes no time, so the sweep goes on with the records that it has."""
     sweep(results(place), config())
     earlier = contents(runs(place))
     changed = place / "changed"
     shutil.copytree(ROOT / "cs336_systems", changed / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
     script = shutil.copy(ROOT / "benchmark_sweep.py", changed)
-    with (changed / "cs336_systems" / "model.py").open("a") as file:
-        file.write("# faster\n")
-    refused = launch(command(script=script), env=os.environ | {"PYTHONPATH": str(ROOT)})  # where the model is
-    assert refused.wait() == 1
-    assert "code was " in refused.stderr
-    assert "Traceback" not in refused.stderr
+    with (changed / "cs336_systems" / module).open("a") as file:
+        file.write("# changed\n")
+    resumed = launch(command(contexts=(8,), script=script), env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert resumed.wait() == (1 if is_refused else 0)
+    assert ("code was " in resumed.stderr) == is_refused
+    assert "Traceback" not in resumed.stderr
     assert contents(runs(place)) == earlier
     assert len(load_records(runs(place))[0]) == 1
 
