@@ -48,7 +48,6 @@ def recording() -> Recording:
 
 
 def profile() -> int:
-    assert os.environ["NSYS_NVTX_PROFILER_REGISTER_ONLY"] == "0"
     config, runs = msgspec.json.decode(sys.argv[-3], type=RunConfig), Path(sys.argv[-2])
     print("a word from nsys", flush=True)
     if FATE == "no record":

@@ -1,4 +1,4 @@
-"""Ranges that name what a step is doing, for the profiler that happens to watch.
+"""Named ranges around the parts of a step, for whichever profiler is in use.
 
 `annotate` marks the forward pass, in place in the model. Backward runs on autograd's own thread, where no Python of the
 model is on the stack, so `backward_ranges` marks it through the nodes of autograd's graph.
@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 
 class Annotator(StrEnum):
-    """Who is told of the ranges: nobody, Nsight Systems, torch.profiler (on a CPU too), or `current_path`."""
+    """Where ranges are recorded: nowhere, by an NVTX tool such as Nsight Systems, torch.profiler, or `current_path`."""
 
     NONE = "none"
     NVTX = "nvtx"
@@ -72,12 +72,13 @@ def current_path() -> tuple[str, ...]:
     return tuple(_thread.path)
 
 
-def _push_nvtx(name: str) -> None:
-    torch.cuda.nvtx.range_push(name)
+def _nvtx_push_pop() -> "PushPop":
+    """Ranges of NVTX's default domain, with registered strings as their names, which is what nsys looks for."""
+    import nvtx  # which has no packages for macOS, and is needed for CUDA devices alone
 
-
-def _pop_nvtx() -> None:
-    torch.cuda.nvtx.range_pop()
+    domain = nvtx.get_domain()
+    attributes = functools.cache(lambda name: domain.get_event_attributes(message=name))
+    return lambda name: domain.push_range(attributes(name)), domain.pop_range
 
 
 class _Annotation:
@@ -107,9 +108,9 @@ class _Annotations(dict[str, _Annotation]):
         return made
 
 
+PushPop = tuple[Callable[[str], None], Callable[[], None]]
 _NOTHING = nullcontext()
-_PUSH_POP: dict[Annotator, tuple[Callable[[str], None], Callable[[], None]]] = {
-    Annotator.NVTX: (_push_nvtx, _pop_nvtx),
+_PUSH_POP: dict[Annotator, PushPop] = {
     Annotator.RECORD_FUNCTION: (_push_record, _pop_record),
     Annotator.PATH: (_push_path, _pop_path),
 }
@@ -117,20 +118,12 @@ _annotations: _Annotations | None = None
 
 
 def set_annotator(annotator: Annotator) -> None:
-    """Choose, for the whole process and while no range is open, who is told of the ranges from here on.
-
-    Raises ValueError for NVTX on a machine without a CUDA device.
-    """
+    """Choose where ranges are recorded from here on, for the whole process; no range may be open."""
     global _annotations
     if annotator is Annotator.NONE:
         _annotations = None
-        return
-    if annotator is Annotator.NVTX and not torch.cuda.is_available():
-        raise ValueError(
-            f"annotator nvtx needs PyTorch built for CUDA and a CUDA device, got torch {torch.__version__} without: "
-            f"use {Annotator.RECORD_FUNCTION} or {Annotator.NONE}"
-        )
-    _annotations = _Annotations(*_PUSH_POP[annotator])
+    else:
+        _annotations = _Annotations(*(_nvtx_push_pop() if annotator is Annotator.NVTX else _PUSH_POP[annotator]))
 
 
 def annotate(name: str) -> AbstractContextManager[None]:

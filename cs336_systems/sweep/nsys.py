@@ -23,8 +23,6 @@ CAPTURE = (
     "--capture-range-end=stop",
     "--force-overwrite=true",
 )
-_PLAIN_STRINGS = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
-"""torch.cuda.nvtx registers no strings, and nsys would wait for a registered `measure`."""
 
 
 def is_under_nsys() -> bool:
@@ -44,9 +42,7 @@ def run_under_nsys(config: RunConfig, report: Path, runs: Path) -> None:
         *(sys.executable, "-m", "cs336_systems.sweep.worker"),
         *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid())),
     ]
-    done = subprocess.run(
-        command, env={**child_environment(), **_PLAIN_STRINGS}, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
-    )
+    done = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     if not (runs / f"{config.key}.json").is_file():
         raise NsysError(f"nsys ended with status {done.returncode}, and the run left no record")
 

@@ -157,8 +157,7 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
         stacks.pop()
 
     monkeypatch.setattr(profiling._Annotation, "__exit__", checked)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", stacks.push)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", stacks.pop)
+    monkeypatch.setattr(profiling, "_nvtx_push_pop", lambda: (stacks.push, stacks.pop))
     monkeypatch.setattr(torch.profiler, "record_function", Record)
     monkeypatch.setitem(profiling._PUSH_POP, Annotator.PATH, (push_path, pop_path))
     assert enter is profiling._Annotation.__enter__
@@ -213,9 +212,7 @@ def test_each_range_that_opens_closes(
         step.graph = StepGraph(step._phases, config.phases, lambda: None)
     step.config = replace(config, device=Device.CUDA, profiler=profiler)
     watch = make_watch(step, tmp_path / "profile")
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        set_annotator(annotator_of(step.config))
+    set_annotator(annotator_of(step.config))
     step.config = config
     clock = watch.clock(StackClock(stacks))
     with watch.whole_run(), annotate("measure"):
