@@ -27,8 +27,11 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
-from cs336_systems.report.formats import Column, Heading, Table, make_table, significant, to_csv
+from cs336_systems.report.columns import Column
+from cs336_systems.report.formats import to_csv
 from cs336_systems.report.listing import Listing, percent
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.table import Table, make_table
 
 GIB, MIB = 2**30, 2**20
 TERA, GIGA = 10**12, 10**9
@@ -155,7 +158,7 @@ def _cost_table(config: RunConfig, whole: Numbers, prediction: MemoryPrediction 
     batch = f"batch {config.batch_size}"
     return Table(
         title=f"One step of {config.label}{'' if batch in config.label else f', {batch}'}",
-        headings=(Heading("quantity", numeric=False), Heading("value"), Heading("unit", numeric=False)),
+        headings=(Column("quantity", numeric=False), Column("value"), Column("unit", numeric=False)),
         rows=tuple(rows),
         notes=(
             "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's allocator counts "
@@ -177,10 +180,8 @@ def _tera(count: int | None) -> str:
 def _flops_table(parts: Mapping[str, Numbers]) -> Table:
     whole = parts[ALL]
     columns: list[Column[tuple[str, Numbers]]] = [
-        Column(Heading("part", numeric=False), lambda row: row[0]),
-        Column(
-            Heading("parameters", spare=3), lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""
-        ),
+        Column("part", numeric=False, says=lambda row: row[0]),
+        Column("parameters", spare=3, says=lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""),
         _flops_column("forward", "forward_flops", spare=1 if whole["backward_flops"] else 0),
     ]
     notes = ["A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after it count."]
@@ -194,8 +195,10 @@ def _flops_table(parts: Mapping[str, Numbers]) -> Table:
         )
     columns.append(
         Column(
-            Heading("share", "%", spare=1),
-            lambda row: percent(row[1]["step_flops"], whole["step_flops"]) if "step_flops" in row[1] else "",
+            "share",
+            "%",
+            spare=1,
+            says=lambda row: percent(row[1]["step_flops"], whole["step_flops"]) if "step_flops" in row[1] else "",
         )
     )
     columns.append(_flops_column("forward, causal", "forward_causal_flops", spare=6))
@@ -206,7 +209,7 @@ def _flops_table(parts: Mapping[str, Numbers]) -> Table:
 
 
 def _flops_column(name: str, key: str, spare: int = 0) -> Column[tuple[str, Numbers]]:
-    return Column(Heading(name, "TFLOP", spare=spare), lambda row: _tera(row[1].get(key)))
+    return Column(name, "TFLOP", spare=spare, says=lambda row: _tera(row[1].get(key)))
 
 
 def _state_table(config: RunConfig, whole: Numbers) -> Table:
@@ -219,13 +222,11 @@ def _state_table(config: RunConfig, whole: Numbers) -> Table:
         ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
     )
     columns: list[Column[tuple[str, Precision, int, str]]] = [
-        Column(Heading("what", numeric=False), lambda row: row[0]),
-        Column(Heading("dtype", numeric=False, spare=2), lambda row: row[1]),
-        Column(Heading("size", "GiB"), lambda row: significant(row[2] / GIB)),
-        Column(
-            Heading("for each parameter", "byte", spare=1), lambda row: significant(row[2] / whole["parameters"], 3)
-        ),
-        Column(Heading("held", numeric=False, spare=3), lambda row: row[3]),
+        Column("what", numeric=False, says=lambda row: row[0]),
+        Column("dtype", numeric=False, spare=2, says=lambda row: row[1]),
+        Column("size", "GiB", says=lambda row: significant(row[2] / GIB)),
+        Column("for each parameter", "byte", spare=1, says=lambda row: significant(row[2] / whole["parameters"], 3)),
+        Column("held", numeric=False, spare=3, says=lambda row: row[3]),
     ]
     return make_table("Memory for parameters, gradients and optimizer state", columns, [row for row in rows if row[2]])
 
@@ -233,18 +234,18 @@ def _state_table(config: RunConfig, whole: Numbers) -> Table:
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
     update = (optimizer_work(config.model),) if config.mode is Mode.TRAIN else ()
     columns: list[Column[Work]] = [
-        Column(Heading("part", numeric=False), lambda work: work.name),
-        Column(Heading("FLOPs", "GFLOP", spare=3), lambda work: significant(work.flops / GIGA) if work.flops else "0"),
-        Column(Heading("moves at least", "MiB", spare=2), lambda work: significant(work.moved_bytes / MIB)),
-        Column(Heading("intensity", "FLOP/byte"), lambda work: significant(work.intensity) if work.flops else "0"),
+        Column("part", numeric=False, says=lambda work: work.name),
+        Column("FLOPs", "GFLOP", spare=3, says=lambda work: significant(work.flops / GIGA) if work.flops else "0"),
+        Column("moves at least", "MiB", spare=2, says=lambda work: significant(work.moved_bytes / MIB)),
+        Column("intensity", "FLOP/byte", says=lambda work: significant(work.intensity) if work.flops else "0"),
     ]
     notes = [
         "Every factor and result of a product moves once; the scores of fused attention do not. Norms, softmax, casts "
         "and the loss come on top."
     ]
     if device is not None:
-        columns.append(Column(Heading("bound by", numeric=False, spare=1), lambda work: _bound(work, device)))
-        columns.append(Column(Heading("takes at least", "ms"), lambda work: _least_ms(work, device)))
+        columns.append(Column("bound by", numeric=False, spare=1, says=lambda work: _bound(work, device)))
+        columns.append(Column("takes at least", "ms", says=lambda work: _least_ms(work, device)))
         notes += _ridge_note(device, config.precision)
     title = "Arithmetic intensity of forward and of the optimizer" if update else "Arithmetic intensity of forward"
     return make_table(title, columns, [*forward_work(config), *update], notes)
@@ -285,13 +286,13 @@ def _rule_table(config: RunConfig, parts: Mapping[str, Numbers]) -> Table:
         for name, count in (("all parameters", whole["parameters"]), ("without the embedding", multiplying))
     ]
     columns: list[Column[tuple[str, str, int, float, str]]] = [
-        Column(Heading("rule of thumb", numeric=False), lambda row: f"{row[0]}, {row[4]}"),
-        Column(Heading("N counts", numeric=False, spare=5), lambda row: row[1]),
-        Column(Heading("N", spare=4), lambda row: f"{row[2]:,}"),
-        Column(Heading("rule", "TFLOP", spare=3), lambda row: significant(row[3] / TERA)),
-        Column(Heading("exact", "TFLOP", spare=2), lambda row: _tera(whole[f"{row[4]}_flops"])),
-        Column(Heading("exact / rule"), lambda row: f"{whole[f'{row[4]}_flops'] / row[3]:.4f}"),
-        Column(Heading("causal / rule", spare=1), lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
+        Column("rule of thumb", numeric=False, says=lambda row: f"{row[0]}, {row[4]}"),
+        Column("N counts", numeric=False, spare=5, says=lambda row: row[1]),
+        Column("N", spare=4, says=lambda row: f"{row[2]:,}"),
+        Column("rule", "TFLOP", spare=3, says=lambda row: significant(row[3] / TERA)),
+        Column("exact", "TFLOP", spare=2, says=lambda row: _tera(whole[f"{row[4]}_flops"])),
+        Column("exact / rule", says=lambda row: f"{whole[f'{row[4]}_flops'] / row[3]:.4f}"),
+        Column("causal / rule", spare=1, says=lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
     ]
     shared = "positions alone, as its table is the head's" if _is_tied(config) else "the table that tokens look up"
     note = f"T: the {_tokens(config):,} tokens of the batch. The embedding: {shared}. The rule knows no attention."
@@ -330,7 +331,7 @@ def _rates_table(
     meaning = "MFU: the model's FLOPs, attention in full, over the dense peak that the data sheet promises."
     return Table(
         title="What such a step achieves",
-        headings=(Heading("quantity", numeric=False), Heading("value"), Heading("unit", numeric=False)),
+        headings=(Column("quantity", numeric=False), Column("value"), Column("unit", numeric=False)),
         rows=tuple(rows),
         notes=(unknown if peak is None else meaning, *([UNMEASURED] if ceiling_flops_per_s is None else [])),
     )
@@ -351,12 +352,12 @@ def _parts(title: str, parts: tuple[Part, ...], top: int, notes: tuple[str, ...]
     shown = sorted(parts, key=lambda part: -part.size_bytes)[:top]
     rest = whole - sum(part.size_bytes for part in shown)
     columns: list[Column[Part]] = [
-        Column(Heading("category", numeric=False), lambda part: part.category),
-        Column(Heading("what", numeric=False), lambda part: part.label),
-        Column(Heading("count", spare=3), lambda part: f"{part.count:,}"),
-        Column(Heading("size", "MiB"), lambda part: significant(part.size_bytes / MIB)),
-        Column(Heading("share", "%", spare=1), lambda part: f"{100 * part.size_bytes / whole:.1f}"),
-        Column(Heading("bytes of each", numeric=False, spare=2), lambda part: part.formula),
+        Column("category", numeric=False, says=lambda part: part.category),
+        Column("what", numeric=False, says=lambda part: part.label),
+        Column("count", spare=3, says=lambda part: f"{part.count:,}"),
+        Column("size", "MiB", says=lambda part: significant(part.size_bytes / MIB)),
+        Column("share", "%", spare=1, says=lambda part: f"{100 * part.size_bytes / whole:.1f}"),
+        Column("bytes of each", numeric=False, spare=2, says=lambda part: part.formula),
     ]
     more = (f"{len(parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
     return make_table(title, columns, shown, notes=(*more, *notes))
@@ -389,7 +390,7 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
     )
     return Table(
         title=f"What fits {room}",
-        headings=(Heading("question", numeric=False), Heading("answer")),
+        headings=(Column("question", numeric=False), Column("answer")),
         rows=answers,
         notes=("On an otherwise empty GPU; the CUDA context and fragmentation are counted.",),
     )

@@ -10,9 +10,12 @@ from cs336_systems.config import Phase, Precision
 from cs336_systems.files import write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.attention_plots import PHASES, attention_pictures, settings
+from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
 from cs336_systems.report.drawing import to_png
-from cs336_systems.report.formats import WRITERS, Heading, Table, significant, to_csv
+from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.table import Table
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.attention_records import (
     AttentionCell,
@@ -86,11 +89,13 @@ def _table(
             shape = _naive(precision, d_head, context_length)
             texts.append(significant(naive_saved_bytes(study.grid, shape) / MIB))
         rows.append((str(d_head), str(context_length), *texts))
-    own = [Heading(name, spare=rank if closed_form else 0) for rank, name in enumerate(implementations)]
-    extra = [Heading("naive saves, in closed form", spare=len(own))] if closed_form else []
+    own: list[Column[object]] = [
+        Column(name, spare=rank if closed_form else 0) for rank, name in enumerate(implementations)
+    ]
+    extra: list[Column[object]] = [Column("naive saves, in closed form", spare=len(own))] if closed_form else []
     return Table(
         title=f"{title}, {precision}, {settings(study)}",
-        headings=(Heading("d_head"), Heading("context"), *own, *extra),
+        headings=(Column("d_head"), Column("context"), *own, *extra),
         rows=tuple(rows),
         notes=tuple(notes),
     )

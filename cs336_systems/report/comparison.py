@@ -3,22 +3,17 @@
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.compare import Comparison
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.analysis.warnings import STEPS, in_doubt
 from cs336_systems.files import write_atomically
-from cs336_systems.report.formats import (
-    STEP_INTERVAL,
-    WRITERS,
-    Column,
-    Heading,
-    Table,
-    interval_text,
-    make_table,
-    mean_and_std,
-)
+from cs336_systems.report.columns import STEP_INTERVAL, Column
+from cs336_systems.report.formats import WRITERS
+from cs336_systems.report.numbers import interval_text, mean_and_std
+from cs336_systems.report.table import Table, make_table
 
 Side = tuple[str, str, Sequence[float]]
 """A or B, its flags or its path, and the mean steps of its processes (seconds)."""
@@ -36,12 +31,12 @@ def comparison_table(
     """
     rows: list[Side] = list(zip("AB", names, means_s, strict=True))
     columns: list[Column[Side]] = [
-        Column(Heading("side", numeric=False), lambda row: row[0]),
-        Column(Heading("configuration", numeric=False), lambda row: row[1]),
-        Column(Heading("processes", spare=2), lambda row: str(len(row[2]))),
-        Column(Heading("step", "ms"), lambda row: _step(row[2])),
-        Column(STEP_INTERVAL, lambda row: _interval(row[2])),
-        Column(Heading("step of each process", "ms", numeric=False, spare=3), lambda row: _each(row[2])),
+        Column("side", numeric=False, says=lambda row: row[0]),
+        Column("configuration", numeric=False, says=lambda row: row[1]),
+        Column("processes", spare=2, says=lambda row: str(len(row[2]))),
+        Column("step", "ms", says=lambda row: _step(row[2])),
+        replace(STEP_INTERVAL, says=lambda row: _interval(row[2])),
+        Column("step of each process", "ms", numeric=False, spare=3, says=lambda row: _each(row[2])),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""

@@ -7,7 +7,7 @@ from typing import Protocol
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import Repeated, in_doubt
 from cs336_systems.record import RunWarning
-from cs336_systems.report.formats import DOUBT, derived_text, mean_and_std
+from cs336_systems.report.numbers import DOUBT, derived_text, mean_and_std
 
 Warnings = Sequence[RunWarning]
 

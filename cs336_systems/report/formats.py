@@ -1,6 +1,7 @@
-"""One table of text, written as Markdown, LaTeX, Typst or for the terminal; and any rows of values as CSV.
+"""A table written as Markdown, LaTeX, Typst or for the terminal; and any rows of values as CSV.
 
-Cells may hold any text, a kernel's name or an error message: every writer makes it inert in its own language.
+One writer for each format. Cells may hold any text, a kernel's name or an error message: every writer makes it inert
+in its own language.
 """
 
 import csv
@@ -9,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import rich.box
 import rich.table
@@ -17,19 +18,15 @@ from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Text
 
+from cs336_systems.report.columns import Column
+from cs336_systems.report.table import Table
 from cs336_systems.text import LONGEST_LINE, inert_line
-
-Row = TypeVar("Row")
 
 FORMULA_STARTS = frozenset("=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}"
                            "\N{FULLWIDTH HYPHEN-MINUS}\N{FULLWIDTH COMMERCIAL AT}")  # fmt: skip
 """What makes a spreadsheet take a text for a formula (OWASP, CSV injection)."""
 CSV_DIGITS = 9
 """Significant digits of a number in a CSV file: a nanosecond in a second."""
-MIN_DIGITS, MAX_DIGITS = 3, 5
-"""Significant digits of what has an interval."""
-DOUBT = "?"
-"""Ends a time that is in doubt, and what is computed from it."""
 MAX_WORD = 24
 """Characters of a word of text that a terminal breaks only where nothing else makes a table fit."""
 LONGEST_ON_TERMINAL = 1000
@@ -60,125 +57,6 @@ _LATEX = str.maketrans(
         "—": "---",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """What stands above a column, and on which side its cells stand."""
-
-    name: str
-    unit: str = ""
-    numeric: bool = True
-    """Numbers stand to the right."""
-    spare: int = 0
-    """Above 0, a terminal too narrow for the table leaves the column out, the highest number first."""
-
-    @property
-    def label(self) -> str:
-        """Name and unit on one line."""
-        return f"{self.name} ({self.unit})" if self.unit else self.name
-
-
-STEP_INTERVAL = Heading("95 % interval", "ms, over processes", spare=1)
-"""Of the mean step, over the means of fresh processes (Student's t)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column(Generic[Row]):
-    """A heading, and how to say a row's value below it; unknown is an empty text."""
-
-    heading: Heading
-    cell: Callable[[Row], str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table for people: every cell is text, rounded and scaled for reading."""
-
-    title: str
-    headings: tuple[Heading, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-    """Sentences below the table."""
-    failed: frozenset[int] = frozenset()
-    """Indices of rows that stand out on a terminal: runs without times."""
-
-    def __post_init__(self) -> None:
-        for index, row in enumerate(self.rows):
-            if len(row) != len(self.headings):
-                raise ValueError(f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}")
-
-
-def make_table(
-    title: str,
-    columns: Sequence[Column[Row]],
-    rows: Iterable[Row],
-    notes: Iterable[str] = (),
-    failed: Callable[[Row], bool] | None = None,
-) -> Table:
-    """Fill the columns from the rows, whatever a row is."""
-    kept = tuple(rows)
-    return Table(
-        title=title,
-        headings=tuple(column.heading for column in columns),
-        rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
-        notes=tuple(notes),
-        failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
-    )
-
-
-def significant(value: float, digits: int = 4) -> str:
-    """The value to so many significant digits, more where it is a larger whole number; no exponent, thousands apart."""
-    if not math.isfinite(value):
-        return str(value)
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
-
-
-def mean_and_std(mean: float, std: float | None) -> str:
-    """`66.31 ± 0.12`, `66.3 ± 0.4`: the deviation to one digit, two after a leading 1; the mean as far as these.
-
-    Where the deviation is the larger, `0.072 ± 33`: each to two digits.
-    """
-    if std is None or not math.isfinite(std):
-        return significant(mean)
-    if std == 0:
-        return f"{significant(mean)} ± 0"
-    if std > abs(mean):
-        return f"{significant(mean, 2)} ± {significant(std, 2)}"
-    first, _, exponent = f"{std:.1e}".partition("e")
-    decimals = min(9, max(0, (1 if first.startswith("1") else 0) - int(exponent)))
-    return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
-
-
-def derived_text(value: float | None, std: float | None, *, is_doubted: bool, digits: int) -> str:
-    """What is computed from times: `2.19`; where these are in doubt with its deviation and a mark, `2.2 ± 0.4 ?`.
-
-    Empty for None. With an unknown deviation, `2.19 ?`.
-    """
-    if value is None:
-        return ""
-    if not is_doubted:
-        return significant(value, digits)
-    return f"{significant(value, digits) if std is None else mean_and_std(value, std)} {DOUBT}"
-
-
-def interval_text(low: float | None, high: float | None) -> str:
-    """`2.426 to 2.433`: its width shows, unless that takes more than MAX_DIGITS; empty for none."""
-    if low is None or high is None:
-        return ""
-    digits = interval_digits(low, high)
-    return f"{significant(low, digits)} to {significant(high, digits)}"
-
-
-def interval_digits(low: float, high: float) -> int:
-    """Significant ones, as far as the first of the interval's width, from MIN_DIGITS to MAX_DIGITS."""
-    wanted = _exponent(high) - _exponent(high - low) + 1 if high > low else MAX_DIGITS
-    return min(MAX_DIGITS, max(MIN_DIGITS, wanted))
-
-
-def _exponent(value: float) -> int:
-    return int(f"{value:e}".partition("e")[2])
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -314,7 +192,7 @@ class _Layout:
     """Blanks between two columns."""
 
 
-def _fit(headings: Sequence[Heading], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
+def _fit(headings: Sequence[Column[Any]], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
     """All columns with each cell on one line; else headings and texts wrap and spare columns go; else numbers wrap too.
 
     `texts` are the cells of each column.
@@ -349,7 +227,7 @@ def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int]
     return list(widths.values())
 
 
-def _lines(heading: Heading) -> list[str]:
+def _lines(heading: Column[Any]) -> list[str]:
     return [inert_line(part) for part in (heading.name, heading.unit) if part]
 
 

@@ -13,8 +13,11 @@ from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.files import write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
+from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
-from cs336_systems.report.formats import DOUBT, WRITERS, Column, Heading, Table, make_table, significant, to_csv
+from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.numbers import DOUBT, significant
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.fusion_records import FusionRow, FusionStudy, Version, encode_study
 
@@ -55,20 +58,20 @@ def settings(study: FusionStudy) -> str:
 def _columns(study: FusionStudy) -> list[Column[FusionRow]]:
     spec = _spec(study)
     columns: list[Column[FusionRow]] = [
-        Column(Heading("op", numeric=False), lambda row: row.op),
-        Column(Heading("version", numeric=False), lambda row: row.version),
-        Column(Heading("kernels", spare=3), lambda row: str(len(row.kernels)) if row.status is Status.OK else ""),
-        Column(Heading("must move", "MiB", spare=6), lambda row: significant(row.must_move_bytes / 2**20)),
-        Column(Heading("moved", "MiB", spare=7), lambda row: _text(row.moved_bytes, 2**-20)),
-        Column(Heading("time", "ms"), lambda row: _time(row)),
-        Column(Heading("rate", "GB/s", spare=5), lambda row: _derived(row, row.must_move_bytes_per_s, 1e-9)),
+        Column("op", numeric=False, says=lambda row: row.op),
+        Column("version", numeric=False, says=lambda row: row.version),
+        Column("kernels", spare=3, says=lambda row: str(len(row.kernels)) if row.status is Status.OK else ""),
+        Column("must move", "MiB", spare=6, says=lambda row: significant(row.must_move_bytes / 2**20)),
+        Column("moved", "MiB", spare=7, says=lambda row: _text(row.moved_bytes, 2**-20)),
+        Column("time", "ms", says=lambda row: _time(row)),
+        Column("rate", "GB/s", spare=5, says=lambda row: _derived(row, row.must_move_bytes_per_s, 1e-9)),
     ]
     if spec is not None:
-        columns.append(Column(Heading("of bandwidth", "%", spare=4), lambda row: _derived(row, _share(row, spec), 100)))
+        columns.append(Column("of bandwidth", "%", spare=4, says=lambda row: _derived(row, _share(row, spec), 100)))
     return [
         *columns,
-        Column(Heading("speed-up", "vs eager", spare=1), lambda row: _speed_up(study, row)),
-        Column(Heading("max error", spare=8), _error),
+        Column("speed-up", "vs eager", spare=1, says=lambda row: _speed_up(study, row)),
+        Column("max error", spare=8, says=_error),
     ]
 
 

@@ -13,7 +13,8 @@ from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
 from cs336_systems.config import SIZES, Attention, CompileMode, RunConfig, SdpaBackend
-from cs336_systems.report.formats import Column, Heading, to_csv
+from cs336_systems.report.columns import Column
+from cs336_systems.report.formats import to_csv
 from cs336_systems.setting_words import in_words, text_of
 from cs336_systems.text import LONGEST_PART, inert_line
 
@@ -152,7 +153,7 @@ def identity_columns(
     def cell(name: str) -> Callable[[Row], str]:
         return lambda row: _cell(of(row)[name])
 
-    return [Column(Heading(heading(name), numeric=_is_numeric(rows, name)), cell(name)) for name in names]
+    return [Column(heading(name), numeric=_is_numeric(rows, name), says=cell(name)) for name in names]
 
 
 def heading(name: str) -> str:

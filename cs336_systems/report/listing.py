@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from cs336_systems.files import write_atomically
-from cs336_systems.report.formats import WRITERS, Table, to_csv
+from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.table import Table
 
 Row = TypeVar("Row")
 

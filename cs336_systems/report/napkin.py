@@ -8,13 +8,15 @@ from cs336_systems.costs.napkin import (
     rule_of_thumb_flops,
     training_days,
 )
-from cs336_systems.report.formats import Heading, Table, significant
+from cs336_systems.report.columns import Column
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.table import Table
 
-HEADINGS = (
-    Heading("quantity", numeric=False),
-    Heading("value"),
-    Heading("unit", numeric=False),
-    Heading("how", numeric=False, spare=1),
+HEADINGS: tuple[Column[object], ...] = (
+    Column("quantity", numeric=False),
+    Column("value"),
+    Column("unit", numeric=False),
+    Column("how", numeric=False, spare=1),
 )
 
 

@@ -15,9 +15,9 @@ from cs336_systems.config import Mode, Precision
 from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import significant
 from cs336_systems.report.frame import to_frame, warmup_frame
 from cs336_systems.report.identity import apart_from, file_name, identities, names_of, telling
+from cs336_systems.report.numbers import significant
 from cs336_systems.report.series import (
     AXES,
     PHASES,

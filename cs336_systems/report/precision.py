@@ -7,7 +7,9 @@ from pathlib import Path
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.report.formats import WRITERS, Column, Heading, Table, make_table, to_csv
+from cs336_systems.report.columns import Column
+from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.precision_records import (
     MIXED_PRECISIONS,
@@ -18,14 +20,14 @@ from cs336_systems.studies.precision_records import (
 )
 
 _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
-    Column(Heading("sum", numeric=False), lambda row: row.sum_dtype),
-    Column(Heading("addend", numeric=False), lambda row: row.addend_dtype),
-    Column(Heading("cast", numeric=False), lambda row: "explicit" if row.cast else ""),
-    Column(Heading("result"), lambda row: f"{row.total:.4f}"),
-    Column(Heading("error"), lambda row: f"{row.error:+z.4f}"),
-    Column(Heading("storing", spare=2), lambda row: f"{row.storage_error:+z.4f}"),
-    Column(Heading("rounding", spare=3), lambda row: f"{row.rounding_error:+z.4f}"),
-    Column(Heading("additions", spare=1), lambda row: f"{row.growing_additions}"),
+    Column("sum", numeric=False, says=lambda row: row.sum_dtype),
+    Column("addend", numeric=False, says=lambda row: row.addend_dtype),
+    Column("cast", numeric=False, says=lambda row: "explicit" if row.cast else ""),
+    Column("result", says=lambda row: f"{row.total:.4f}"),
+    Column("error", says=lambda row: f"{row.error:+z.4f}"),
+    Column("storing", spare=2, says=lambda row: f"{row.storage_error:+z.4f}"),
+    Column("rounding", spare=3, says=lambda row: f"{row.rounding_error:+z.4f}"),
+    Column("additions", spare=1, says=lambda row: f"{row.growing_additions}"),
 )
 
 
@@ -43,9 +45,9 @@ def dtype_table(rows: Sequence[ObservedDtype]) -> Table:
     return Table(
         title="Data types under autocast, as observed",
         headings=(
-            Heading("model", numeric=False),
-            Heading("quantity", numeric=False),
-            *(Heading(f"{precision} on {device}", numeric=False) for device, precision in settings),
+            Column("model", numeric=False),
+            Column("quantity", numeric=False),
+            *(Column(f"{precision} on {device}", numeric=False) for device, precision in settings),
         ),
         rows=tuple((*key, *(dtypes.get((*key, *setting), "") for setting in settings)) for key in quantities),
         notes=tuple(interpret_dtypes(rows)),

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from cs336_systems.report.formats import inert_markdown, significant
+from cs336_systems.report.formats import inert_markdown
+from cs336_systems.report.numbers import significant
 
 
 def percent_of(part: float, whole: float) -> str:

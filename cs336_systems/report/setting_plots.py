@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from cs336_systems.config import Precision
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import significant
+from cs336_systems.report.numbers import significant
 from cs336_systems.report.series import Line, SettingLines, WarmupLines
 
 SETTING_WORDS = {

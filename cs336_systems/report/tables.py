@@ -1,6 +1,7 @@
 """What of the results people read: one selection for every format, and the files of a results directory."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,20 +12,8 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.formats import (
-    DOUBT,
-    STEP_INTERVAL,
-    WRITERS,
-    Column,
-    Heading,
-    Table,
-    derived_text,
-    interval_text,
-    make_table,
-    mean_and_std,
-    significant,
-    to_csv,
-)
+from cs336_systems.report.columns import STEP_INTERVAL, Column
+from cs336_systems.report.formats import WRITERS, to_csv
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.identity import (
     SHAPE,
@@ -36,6 +25,8 @@ from cs336_systems.report.identity import (
     trailing,
 )
 from cs336_systems.report.listing import in_si
+from cs336_systems.report.numbers import DOUBT, derived_text, interval_text, mean_and_std, significant
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
 from cs336_systems.setting_words import text_of
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
@@ -150,7 +141,7 @@ def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
         "ceiling_share": _quantity("of ceiling", "ceiling_share", "%", 100, 3, spare=12),
         "peak_allocated_gib": _quantity("peak", "peak_allocated_gib", "GiB", 1, 3, spare=2),
         "predicted_peak_gib": _quantity("predicted", "predicted_peak_gib", "GiB", 1, 3, spare=11),
-        "speed_up": Column(Heading("speed-up", "vs fp32", spare=4), _speed_up),
+        "speed_up": Column("speed-up", "vs fp32", spare=4, says=_speed_up),
     }
     return [column for name, column in candidates.items() if _known(frame, name)]
 
@@ -158,7 +149,7 @@ def _derived(frame: pd.DataFrame) -> list[Column[RowDict]]:
 def _status(frame: pd.DataFrame) -> list[Column[RowDict]]:
     if (frame["status"] == Status.OK).all():
         return []
-    return [Column(Heading("status", numeric=False), lambda row: STATUS_WORDS[Status(row["status"])])]
+    return [Column("status", numeric=False, says=lambda row: STATUS_WORDS[Status(row["status"])])]
 
 
 def _times(name: str, spare: int = 0) -> Column[RowDict]:
@@ -167,12 +158,12 @@ def _times(name: str, spare: int = 0) -> Column[RowDict]:
     def cell(row: RowDict) -> str:
         return "" if row[mean] is None else mean_and_std(row[mean], row[std])
 
-    return Column(Heading(name, "ms", spare=spare), cell)
+    return Column(name, "ms", spare=spare, says=cell)
 
 
 def _steps(frame: pd.DataFrame) -> list[Column[RowDict]]:
     """The step's time, and its interval where any row has one."""
-    interval = [Column(STEP_INTERVAL, step_interval)] if _known(frame, "step_ci95_low_ms") else []
+    interval = [replace(STEP_INTERVAL, says=step_interval)] if _known(frame, "step_ci95_low_ms") else []
     return [_times("step"), *interval]
 
 
@@ -199,7 +190,7 @@ def _quantity(name: str, source: str, unit: str, scale: float, digits: int, spar
     def cell(row: RowDict) -> str:
         return "" if row[source] is None else significant(row[source] * scale, digits)
 
-    return Column(Heading(name, unit, spare=spare), cell)
+    return Column(name, unit, spare=spare, says=cell)
 
 
 def _speed_up(row: RowDict) -> str:

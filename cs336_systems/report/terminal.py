@@ -13,7 +13,8 @@ from rich.markup import escape
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.report.failures import own_place, own_traceback
-from cs336_systems.report.formats import Table, to_rich
+from cs336_systems.report.formats import to_rich
+from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line, shortened
 

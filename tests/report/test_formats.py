@@ -6,19 +6,10 @@ import re
 import pytest
 import rich.console
 
-from cs336_systems.report.formats import (
-    Column,
-    Heading,
-    Table,
-    make_table,
-    mean_and_std,
-    significant,
-    to_csv,
-    to_latex,
-    to_markdown,
-    to_rich,
-    to_typst,
-)
+from cs336_systems.report.columns import Column
+from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_rich, to_typst
+from cs336_systems.report.numbers import mean_and_std, significant
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import inert_line
 from tests.report.making import HOSTILE
 
@@ -26,7 +17,7 @@ PUNCTUATION = "".join(chr(code) for code in range(32, 127) if not chr(code).isal
 
 
 def one_cell(text):
-    return Table(title="title", headings=(Heading("a"), Heading("b", numeric=False)), rows=((text, "end"),))
+    return Table(title="title", headings=(Column("a"), Column("b", numeric=False)), rows=((text, "end"),))
 
 
 def rendered(table, width=100):
@@ -75,7 +66,7 @@ def markdown_cells(line):
 
 @pytest.mark.parametrize("text", [HOSTILE, PUNCTUATION, *PUNCTUATION])
 def test_markdown_cells_hold_any_text(text):
-    table = Table(title=text, headings=(Heading(text), Heading("b")), rows=((text, "end"),), notes=(text,))
+    table = Table(title=text, headings=(Column(text), Column("b")), rows=((text, "end"),), notes=(text,))
     title, _, header, rules, row, _, *_ = to_markdown(table).split("\n")
     assert [len(markdown_cells(line)) for line in (header, rules, row)] == [2, 2, 2]
     cell = markdown_cells(row)[0]
@@ -85,7 +76,7 @@ def test_markdown_cells_hold_any_text(text):
 
 
 def test_markdown_note_starts_no_list():
-    assert "\n\\- x\n" in to_markdown(Table(title="t", headings=(Heading("a"),), rows=(), notes=("- x",)))
+    assert "\n\\- x\n" in to_markdown(Table(title="t", headings=(Column("a"),), rows=(), notes=("- x",)))
 
 
 LATEX = {
@@ -103,7 +94,7 @@ def test_latex_writes_every_character_as_itself(character):
 
 
 def test_latex_of_hostile_text_has_no_command_in_it():
-    text = to_latex(Table(title=HOSTILE, headings=(Heading(HOSTILE),), rows=((HOSTILE,),), notes=(HOSTILE,)))
+    text = to_latex(Table(title=HOSTILE, headings=(Column(HOSTILE),), rows=((HOSTILE,),), notes=(HOSTILE,)))
     assert r"\input" not in text
     assert text.count("\n") == 12
     unescaped = re.sub(r"\\[{}&%$#_\\]", "", text)
@@ -119,15 +110,14 @@ def test_typst_texts_are_string_literals(character):
 
 def test_typst_has_nothing_of_a_hostile_text_outside_literals():
     quiet, loud = (
-        to_typst(Table(title=text, headings=(Heading(text),), rows=((text,),), notes=(text,)))
-        for text in ("x", HOSTILE)
+        to_typst(Table(title=text, headings=(Column(text),), rows=((text,),), notes=(text,))) for text in ("x", HOSTILE)
     )
     literal = re.compile(r'"(?:[^"\\\n]|\\.)*"')
     assert literal.sub("", quiet) == literal.sub("", loud)
 
 
 def test_numbers_stand_to_the_right_in_every_format():
-    table = Table(title="t", headings=(Heading("n", "ms"), Heading("s", numeric=False)), rows=(("1", "x"),))
+    table = Table(title="t", headings=(Column("n", "ms"), Column("s", numeric=False)), rows=(("1", "x"),))
     assert "| ---: | :--- |" in to_markdown(table)
     assert r"\begin{tabular}{rl}" in to_latex(table)
     assert "align: (right, left,)," in to_typst(table)
@@ -142,11 +132,11 @@ def test_rich_reads_no_markup_and_passes_no_control_characters():
 
 
 def test_failed_rows_stand_out_on_a_terminal():
-    table = make_table("t", [Column(Heading("n"), str)], [1, 2], failed=lambda row: row == 2)
+    table = make_table("t", [Column("n", says=str)], [1, 2], failed=lambda row: row == 2)
     assert table.failed == {1}
     assert [row.style for row in to_rich(table).renderables[1].rows] == [None, "dim red"]
 
 
 def test_a_row_of_the_wrong_length_is_an_error():
     with pytest.raises(ValueError, match="row 0 needs 2 cells, one per heading, got 1"):
-        Table(title="t", headings=(Heading("a"), Heading("b")), rows=(("1",),))
+        Table(title="t", headings=(Column("a"), Column("b")), rows=(("1",),))

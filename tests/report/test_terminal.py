@@ -20,8 +20,8 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.account import account_listing
 from cs336_systems.report.attention import attention_tables
 from cs336_systems.report.ceilings.summary import ceilings_tables
+from cs336_systems.report.columns import Column
 from cs336_systems.report.comparison import comparison_table
-from cs336_systems.report.formats import Heading, Table
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.fusion import fusion_tables
 from cs336_systems.report.kernels.entries import Profiled
@@ -34,6 +34,7 @@ from cs336_systems.report.memory.files import memory_tables
 from cs336_systems.report.memory.sweep import MemoryEntry, memory_sweep_tables
 from cs336_systems.report.napkin import days_table
 from cs336_systems.report.precision import accumulation_table
+from cs336_systems.report.table import Table
 from cs336_systems.report.tables import results_table, warmup_table
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.attention_records import Implementation
@@ -166,7 +167,7 @@ def on_a_terminal(columns, print_it, monkeypatch):
 def test_the_width_is_the_terminals_unless_columns_says_another(columns, capsys, monkeypatch):
     """The longest line of wrapped words is within a word of the width."""
     note = "word " * 100
-    table = Table(title="t", headings=(Heading("a"),), rows=(("1",),), notes=(note.strip(),))
+    table = Table(title="t", headings=(Column("a"),), rows=(("1",),), notes=(note.strip(),))
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     text = on_a_terminal(columns, lambda: print_table(table), monkeypatch)
@@ -180,13 +181,13 @@ def test_the_width_is_the_terminals_unless_columns_says_another(columns, capsys,
 @pytest.mark.parametrize("columns", ["", "0", "-5", "wide", "9" * 5000])
 def test_columns_that_are_no_width_are_none(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
-    print_table(Table(title="t", headings=(Heading("a"),), rows=(("1" * 300,),)))
+    print_table(Table(title="t", headings=(Column("a"),), rows=(("1" * 300,),)))
     assert "1" * 300 in capsys.readouterr().out
 
 
 def test_columns_go_in_the_declared_order(capsys, monkeypatch):
     spares = (0, 2, 1, 3)
-    headings = tuple(Heading(f"h{spare}", spare=spare) for spare in spares)
+    headings = tuple(Column(f"h{spare}", spare=spare) for spare in spares)
     table = Table(title="t", headings=headings, rows=(tuple("1" * 10 for _ in spares),))
     for width, left_out in ((46, []), (40, ["h3."]), (30, ["h2,", "h3."]), (20, ["h2,", "h1,", "h3."])):
         monkeypatch.setenv("COLUMNS", str(width))

@@ -25,8 +25,10 @@ from cs336_systems.costs.accounting import (
 )
 from cs336_systems.ranges import Range
 from cs336_systems.report.ceilings.tables import GIGA, MIB, TERA, Fields, percent, ratio, scaled
-from cs336_systems.report.formats import Column, Heading, make_table, significant
+from cs336_systems.report.columns import Column
 from cs336_systems.report.listing import Listing, csv_of
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.table import make_table
 from cs336_systems.studies.ceilings_records import FACTOR_BYTES, FP32_BYTES, CeilingsStudy, ProductPrecision
 
 LINEAR = (Component.QKV, Component.OUTPUT, Component.FFN, Component.HEAD)
@@ -222,16 +224,16 @@ def parts_listing(study: CeilingsStudy, parts: StepParts | None) -> Listing:
     """The parts beside the roof that the measured ceilings are for them; empty without parts."""
     rows = parts.parts if parts else ()
     columns: list[Column[StepPart]] = [
-        Column(Heading("part", numeric=False), lambda part: part.name),
-        Column(Heading("phase", numeric=False), lambda part: part.phase),
-        Column(Heading("work", "GFLOP", spare=6), lambda part: significant(part.flops / GIGA)),
-        Column(Heading("least", "MiB", spare=7), lambda part: significant(part.moved_bytes / MIB)),
-        Column(Heading("intensity", "FLOP/byte", spare=5), lambda part: significant(part.intensity, 3)),
-        Column(Heading("time", "ms"), lambda part: significant(part.time_s * 1e3)),
-        Column(Heading("rate", "TFLOP/s", spare=2), lambda part: scaled(part.flops_per_s, TERA)),
-        Column(Heading("roof", "TFLOP/s", spare=4), lambda part: scaled(roof(study, part), TERA)),
-        Column(Heading("of roof", "%", spare=1), lambda part: percent(part.flops_per_s, roof(study, part))),
-        Column(Heading("limit", numeric=False, spare=3), lambda part: limit(study, part)),
+        Column("part", numeric=False, says=lambda part: part.name),
+        Column("phase", numeric=False, says=lambda part: part.phase),
+        Column("work", "GFLOP", spare=6, says=lambda part: significant(part.flops / GIGA)),
+        Column("least", "MiB", spare=7, says=lambda part: significant(part.moved_bytes / MIB)),
+        Column("intensity", "FLOP/byte", spare=5, says=lambda part: significant(part.intensity, 3)),
+        Column("time", "ms", says=lambda part: significant(part.time_s * 1e3)),
+        Column("rate", "TFLOP/s", spare=2, says=lambda part: scaled(part.flops_per_s, TERA)),
+        Column("roof", "TFLOP/s", spare=4, says=lambda part: scaled(roof(study, part), TERA)),
+        Column("of roof", "%", spare=1, says=lambda part: percent(part.flops_per_s, roof(study, part))),
+        Column("limit", numeric=False, spare=3, says=lambda part: limit(study, part)),
     ]
     fields: Fields = {
         "run": lambda _: parts.label if parts else None,

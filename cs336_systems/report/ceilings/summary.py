@@ -26,10 +26,12 @@ from cs336_systems.report.ceilings.tables import (
     share_text,
     streams_listing,
 )
+from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, ratio_text, time_text
 from cs336_systems.report.drawing import to_png
-from cs336_systems.report.formats import DOUBT, Column, Heading, Table, make_table, significant
 from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
+from cs336_systems.report.numbers import DOUBT, significant
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.ceilings_files import FILE_NAME, encode_study
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream, Timing
 
@@ -138,16 +140,16 @@ def summary_listing(study: CeilingsStudy) -> Listing:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
     rows = ceilings_of(study)
     columns: list[Column[Ceiling]] = [
-        Column(Heading("ceiling", numeric=False), lambda row: row.name),
-        Column(Heading("measured"), _measured),
-        Column(Heading("unit", numeric=False), lambda row: row.unit),
+        Column("ceiling", numeric=False, says=lambda row: row.name),
+        Column("measured", says=_measured),
+        Column("unit", numeric=False, says=lambda row: row.unit),
     ]
     if any(row.promised for row in rows):
         columns += [
-            Column(Heading("data sheet", spare=2), lambda row: scaled(row.promised, row.unit_value)),
-            Column(Heading("of data sheet", "%", spare=1), lambda row: share_text(row.value, row.promised, row.timing)),
+            Column("data sheet", spare=2, says=lambda row: scaled(row.promised, row.unit_value)),
+            Column("of data sheet", "%", spare=1, says=lambda row: share_text(row.value, row.promised, row.timing)),
         ]
-    columns.append(Column(Heading("reached at", numeric=False, spare=3), lambda row: row.reached_at))
+    columns.append(Column("reached at", numeric=False, spare=3, says=lambda row: row.reached_at))
     fields: Fields = {
         "ceiling": lambda row: row.name,
         "device_name": lambda _: study.device_name,

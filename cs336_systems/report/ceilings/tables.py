@@ -7,9 +7,11 @@ from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
+from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
-from cs336_systems.report.formats import Column, Heading, make_table, significant
 from cs336_systems.report.listing import Listing, csv_of
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.table import make_table
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_records import (
@@ -86,16 +88,17 @@ def products_listing(study: CeilingsStudy) -> Listing:
 
 def _product_columns(study: CeilingsStudy, promised: float | None) -> list[Column[ProductCell]]:
     columns: list[Column[ProductCell]] = [
-        Column(Heading("product", numeric=False), lambda cell: cell.shape.name),
-        Column(Heading("rows x inner x columns"), lambda cell: cell.shape.label),
-        Column(Heading("intensity", "FLOP/byte", spare=3), lambda cell: significant(_intensity(cell), 3)),
-        Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
-        Column(Heading("rate", "TFLOP/s"), lambda cell: rate_text(cell.flops_per_s, TERA, cell.timing)),
+        Column("product", numeric=False, says=lambda cell: cell.shape.name),
+        Column("rows x inner x columns", says=lambda cell: cell.shape.label),
+        Column("intensity", "FLOP/byte", spare=3, says=lambda cell: significant(_intensity(cell), 3)),
+        Column("time", "ms", says=lambda cell: _time(cell.timing, 1e3)),
+        Column("rate", "TFLOP/s", says=lambda cell: rate_text(cell.flops_per_s, TERA, cell.timing)),
     ]
     if promised is not None:
-        heading = Heading("of data sheet", "%", spare=2)
-        columns.append(Column(heading, lambda cell: share_text(cell.flops_per_s, promised, cell.timing)))
-    return [*columns, Column(Heading("of best", "%", spare=1), lambda cell: _of_best(study, cell))]
+        columns.append(
+            Column("of data sheet", "%", spare=2, says=lambda cell: share_text(cell.flops_per_s, promised, cell.timing))
+        )
+    return [*columns, Column("of best", "%", spare=1, says=lambda cell: _of_best(study, cell))]
 
 
 def _of_best(study: CeilingsStudy, cell: ProductCell) -> str:
@@ -127,14 +130,15 @@ def streams_listing(study: CeilingsStudy) -> Listing:
     """One table for copies, sums and AdamW."""
     promised = promised_bandwidth(study)
     columns: list[Column[StreamCell]] = [
-        Column(Heading("pass", numeric=False), lambda cell: cell.stream),
-        Column(Heading("moved", "MiB"), lambda cell: significant(cell.moved_bytes / MIB)),
-        Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
-        Column(Heading("rate", "GB/s"), lambda cell: rate_text(cell.bytes_per_s, GIGA, cell.timing)),
+        Column("pass", numeric=False, says=lambda cell: cell.stream),
+        Column("moved", "MiB", says=lambda cell: significant(cell.moved_bytes / MIB)),
+        Column("time", "ms", says=lambda cell: _time(cell.timing, 1e3)),
+        Column("rate", "GB/s", says=lambda cell: rate_text(cell.bytes_per_s, GIGA, cell.timing)),
     ]
     if promised is not None:
-        heading = Heading("of data sheet", "%", spare=1)
-        columns.append(Column(heading, lambda cell: share_text(cell.bytes_per_s, promised, cell.timing)))
+        columns.append(
+            Column("of data sheet", "%", spare=1, says=lambda cell: share_text(cell.bytes_per_s, promised, cell.timing))
+        )
     fields: Fields = {
         "stream": lambda cell: cell.stream,
         "moved_mib": lambda cell: cell.moved_bytes / MIB,
@@ -156,8 +160,8 @@ def streams_listing(study: CeilingsStudy) -> Listing:
 def launches_listing(study: CeilingsStudy) -> Listing:
     """What a kernel costs that does next to nothing."""
     columns: list[Column[LaunchCell]] = [
-        Column(Heading("a kernel on one element", numeric=False), lambda cell: launch_words(study, cell.launch)),
-        Column(Heading("time", "µs"), lambda cell: _time(cell.timing, 1e6)),
+        Column("a kernel on one element", numeric=False, says=lambda cell: launch_words(study, cell.launch)),
+        Column("time", "µs", says=lambda cell: _time(cell.timing, 1e6)),
     ]
     fields: Fields = {
         "launch": lambda cell: cell.launch,
@@ -175,12 +179,12 @@ def launches_listing(study: CeilingsStudy) -> Listing:
 def reductions_listing(study: CeilingsStudy) -> Listing:
     """All-reduces; empty where there was one process."""
     columns: list[Column[ReduceCell]] = [
-        Column(Heading("tensor", "MiB"), lambda cell: significant(cell.num_bytes / MIB)),
-        Column(Heading("time", "ms"), lambda cell: _time(cell.timing, 1e3)),
+        Column("tensor", "MiB", says=lambda cell: significant(cell.num_bytes / MIB)),
+        Column("time", "ms", says=lambda cell: _time(cell.timing, 1e3)),
         Column(
-            Heading("algorithm", "GB/s", spare=1), lambda cell: rate_text(cell.algorithm_bytes_per_s, GIGA, cell.timing)
+            "algorithm", "GB/s", spare=1, says=lambda cell: rate_text(cell.algorithm_bytes_per_s, GIGA, cell.timing)
         ),
-        Column(Heading("bus", "GB/s"), lambda cell: rate_text(cell.bus_bytes_per_s, GIGA, cell.timing)),
+        Column("bus", "GB/s", says=lambda cell: rate_text(cell.bus_bytes_per_s, GIGA, cell.timing)),
     ]
     fields: Fields = {
         "tensor_mib": lambda cell: cell.num_bytes / MIB,

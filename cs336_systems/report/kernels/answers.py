@@ -13,7 +13,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     IdleCause,
     StepProfile,
 )
-from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.facts import (
     FORWARD_AND_BACKWARD,
     TopKernel,
@@ -26,6 +25,7 @@ from cs336_systems.report.kernels.facts import (
 from cs336_systems.report.kernels.terms import terms
 from cs336_systems.report.kernels.words import launches, ms
 from cs336_systems.report.listing import label
+from cs336_systems.report.numbers import significant
 from cs336_systems.report.sentences import percent_of
 
 NUM_CLASSES = 4

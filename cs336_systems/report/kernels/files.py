@@ -5,7 +5,8 @@ from pathlib import Path
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
 from cs336_systems.config import RunConfig
-from cs336_systems.report.formats import Heading, Table, to_markdown
+from cs336_systems.report.columns import Column
+from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.kernels.findings import findings
 from cs336_systems.report.kernels.places import (
     blocks_listing,
@@ -19,6 +20,7 @@ from cs336_systems.report.kernels.shares import attention_listing, classes_listi
 from cs336_systems.report.kernels.tables import kernels_listing, phases_listing
 from cs336_systems.report.kernels.terms import about
 from cs336_systems.report.listing import Listing, texts_of, write_files
+from cs336_systems.report.table import Table
 
 
 def listings(profile: StepProfile, top: int) -> list[Listing]:
@@ -40,7 +42,7 @@ def listings(profile: StepProfile, top: int) -> list[Listing]:
 def findings_table(profile: StepProfile, config: RunConfig | None = None) -> Table:
     """What stands out, the most important first; with the `config` of the run, no advice that it follows already."""
     rows = tuple((str(number), text) for number, text in enumerate(findings(profile, config), 1))
-    headings = (Heading("no."), Heading("finding", numeric=False))
+    headings: tuple[Column[object], ...] = (Column("no."), Column("finding", numeric=False))
     return Table(title="Findings", headings=headings, rows=rows, notes=() if rows else ("Nothing stands out.",))
 
 

@@ -10,9 +10,10 @@ from statistics import median
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, IdleTimes, ModuleTimes, StepProfile, Work
 from cs336_systems.ranges import Range
-from cs336_systems.report.formats import Column, Heading, Table, make_table
+from cs336_systems.report.columns import Column
 from cs336_systems.report.kernels.terms import WHOLE_STEP, count_per_step, microseconds, milliseconds, terms
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import inert_line
 
 MAX_MODULES = 20
@@ -71,10 +72,10 @@ def modules_listing(profile: StepProfile) -> Listing:
     rows = sums[:MAX_MODULES]
     words, steps, whole_s = terms(profile), profile.num_steps, sum(row.whole_s for row in sums)
     columns: list[Column[ModuleSum]] = [
-        Column(Heading("module", numeric=False), lambda row: path_text(row.path)),
+        Column("module", numeric=False, says=lambda row: path_text(row.path)),
         *(_module_time(phase, steps) for phase in _phases(profile)),
-        Column(Heading("share", "%"), lambda row: percent(row.whole_s, whole_s)),
-        Column(Heading(words.items, spare=4), lambda row: count_per_step(sum(row.count.values()), steps)),
+        Column("share", "%", says=lambda row: percent(row.whole_s, whole_s)),
+        Column(words.items, spare=4, says=lambda row: count_per_step(sum(row.count.values()), steps)),
     ]
     notes = [f"{words.time} per step, of a module without the modules in it; a star stands for all blocks."]
     if len(rows) < len(sums):
@@ -92,7 +93,7 @@ def _module_time(phase: LaunchPhase, steps: int) -> Column[ModuleSum]:
     def cell(row: ModuleSum) -> str:
         return milliseconds(row.total_s[phase] / steps) if phase in row.total_s else ""
 
-    return Column(Heading(phase, "ms"), cell)
+    return Column(phase, "ms", says=cell)
 
 
 def _modules_csv(profile: StepProfile, sums: Iterable[ModuleSum]) -> str:
@@ -116,12 +117,12 @@ def blocks_listing(profile: StepProfile) -> Listing:
     steps = profile.num_steps
     rows = [(phase, _of_phase(blocks.values(), phase)) for phase in _phases(profile)]
     columns: list[Column[tuple[LaunchPhase, list[ModuleSum]]]] = [
-        Column(Heading("phase", numeric=False), itemgetter(0)),
-        Column(Heading("blocks", spare=3), lambda row: str(len(row[1]))),
-        Column(Heading("min", "ms", spare=2), lambda row: milliseconds(row[1][0].total_s[row[0]] / steps)),
-        Column(Heading("median", "ms"), lambda row: milliseconds(median(b.total_s[row[0]] for b in row[1]) / steps)),
-        Column(Heading("max", "ms", spare=1), lambda row: milliseconds(row[1][-1].total_s[row[0]] / steps)),
-        Column(Heading("longest", numeric=False, spare=4), lambda row: path_text(row[1][-1].path)),
+        Column("phase", numeric=False, says=itemgetter(0)),
+        Column("blocks", spare=3, says=lambda row: str(len(row[1]))),
+        Column("min", "ms", spare=2, says=lambda row: milliseconds(row[1][0].total_s[row[0]] / steps)),
+        Column("median", "ms", says=lambda row: milliseconds(median(b.total_s[row[0]] for b in row[1]) / steps)),
+        Column("max", "ms", spare=1, says=lambda row: milliseconds(row[1][-1].total_s[row[0]] / steps)),
+        Column("longest", numeric=False, spare=4, says=lambda row: path_text(row[1][-1].path)),
     ]
     notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
     table = make_table("Blocks", columns, [row for row in rows if row[1]], notes)
@@ -149,12 +150,12 @@ def idle_listing(profile: StepProfile, top: int) -> Listing:
         *((row.phase, row.cause, row.count, row.total_s) for row in profile.idle), (WHOLE_STEP, "all", *whole)
     ]  # fmt: skip
     columns: list[Column[tuple[str, str, int, float]]] = [
-        Column(Heading("phase", numeric=False), itemgetter(0)),
-        Column(Heading("cause", numeric=False), itemgetter(1)),
-        Column(Heading("idle", "ms"), lambda row: milliseconds(row[3] / steps)),
-        Column(Heading("of wall", "%", spare=1), lambda row: percent(row[3], wall_s)),
-        Column(Heading("times", spare=2), lambda row: count_per_step(row[2], steps)),
-        Column(Heading("each", "µs", spare=3), lambda row: microseconds(share(row[3], row[2]))),
+        Column("phase", numeric=False, says=itemgetter(0)),
+        Column("cause", numeric=False, says=itemgetter(1)),
+        Column("idle", "ms", says=lambda row: milliseconds(row[3] / steps)),
+        Column("of wall", "%", spare=1, says=lambda row: percent(row[3], wall_s)),
+        Column("times", spare=2, says=lambda row: count_per_step(row[2], steps)),
+        Column("each", "µs", spare=3, says=lambda row: microseconds(share(row[3], row[2]))),
     ]
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", columns, rows, notes)
@@ -171,15 +172,15 @@ def idle_listing(profile: StepProfile, top: int) -> Listing:
 
 def _gaps_table(gaps: Iterable[Gap]) -> Table:
     columns: list[Column[Gap]] = [
-        Column(Heading("idle", "ms"), lambda gap: milliseconds(gap.duration_s)),
-        Column(Heading("step", spare=5), lambda gap: str(gap.step)),
-        Column(Heading("at", "ms", spare=6), lambda gap: milliseconds(gap.start_s)),
-        Column(Heading("phase", numeric=False), attrgetter("phase")),
-        Column(Heading("cause", numeric=False), attrgetter("cause")),
-        Column(Heading("before it", numeric=False, spare=8), lambda gap: label(gap.before) or "start of the step"),
-        Column(Heading("after it", numeric=False, spare=4), lambda gap: label(gap.after) or "end of the step"),
-        Column(Heading("module", numeric=False, spare=7), lambda gap: path_text(gap.module)),
-        Column(Heading("host was in", numeric=False, spare=3), lambda gap: label(gap.host_call) or "no CUDA call"),
+        Column("idle", "ms", says=lambda gap: milliseconds(gap.duration_s)),
+        Column("step", spare=5, says=lambda gap: str(gap.step)),
+        Column("at", "ms", spare=6, says=lambda gap: milliseconds(gap.start_s)),
+        Column("phase", numeric=False, says=attrgetter("phase")),
+        Column("cause", numeric=False, says=attrgetter("cause")),
+        Column("before it", numeric=False, spare=8, says=lambda gap: label(gap.before) or "start of the step"),
+        Column("after it", numeric=False, spare=4, says=lambda gap: label(gap.after) or "end of the step"),
+        Column("module", numeric=False, spare=7, says=lambda gap: path_text(gap.module)),
+        Column("host was in", numeric=False, spare=3, says=lambda gap: label(gap.host_call) or "no CUDA call"),
     ]
     notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
     return make_table("Longest idle times", columns, gaps, notes)
@@ -207,7 +208,7 @@ def host_calls_listing(profile: StepProfile) -> Listing:
     phases = list(dict.fromkeys(row.phase for row in profile.host_calls if row.is_launch or row.is_wait))
     rows = [phase for phase in LaunchPhase if phase in phases]
     columns: list[Column[LaunchPhase]] = [
-        Column(Heading("phase", numeric=False), str),
+        Column("phase", numeric=False, says=str),
         *(
             column
             for name, chosen in (
@@ -244,7 +245,7 @@ def _call_columns(name: str, calls: list[HostCalls], steps: int) -> list[Column[
         return microseconds(share(total_s, count))
 
     return [
-        Column(Heading(name, spare=1), lambda phase: count_per_step(sums(phase)[0], steps)),
-        Column(Heading("time", "ms"), lambda phase: milliseconds(sums(phase)[1] / steps)),
-        Column(Heading("each", "µs", spare=2), mean),
+        Column(name, spare=1, says=lambda phase: count_per_step(sums(phase)[0], steps)),
+        Column("time", "ms", says=lambda phase: milliseconds(sums(phase)[1] / steps)),
+        Column("each", "µs", spare=2, says=mean),
     ]

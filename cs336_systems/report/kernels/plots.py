@@ -13,7 +13,6 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.files import write_atomically
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.series import (
     TimeBar,
     describe_devices,
@@ -23,6 +22,7 @@ from cs336_systems.report.kernels.series import (
     step_bar,
 )
 from cs336_systems.report.kernels.timeline import draw_timeline
+from cs336_systems.report.numbers import significant
 
 COPIES = "copy by the driver"
 IDLE = "idle"

@@ -7,9 +7,11 @@ from operator import attrgetter
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import AttentionPart, AttentionTimes, ProductCounts, StepProfile
-from cs336_systems.report.formats import Column, Heading, Table, make_table, significant
+from cs336_systems.report.columns import Column
 from cs336_systems.report.kernels.terms import WHOLE_STEP, count_per_step, milliseconds, terms
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.table import Table, make_table
 
 MAX_OTHERS = 10
 """Kernels of class `other` to name below the table of classes."""
@@ -33,11 +35,10 @@ def classes_listing(profile: StepProfile) -> Listing:
     rows: list[KernelClass | None] = [*kinds, None]
     where: list[LaunchPhase | None] = [*phases, None]
     columns: list[Column[KernelClass | None]] = [
-        Column(Heading("class", numeric=False), lambda kind: kind or "sum"),
+        Column("class", numeric=False, says=lambda kind: kind or "sum"),
         *(column for phase in where for column in _class_columns(profile, phase)),
         Column(
-            Heading(words.items, spare=3),
-            lambda kind: count_per_step(_sum(profile, kind, None).count, profile.num_steps),
+            words.items, spare=3, says=lambda kind: count_per_step(_sum(profile, kind, None).count, profile.num_steps)
         ),
     ]
     notes = [f"{words.time} per step; % of the phase, and of the step.", *_others(profile)]
@@ -67,8 +68,8 @@ def _class_columns(profile: StepProfile, phase: LaunchPhase | None) -> list[Colu
 
     time_spare, part_spare = (0, 0) if phase is None else (1, 2)
     return [
-        Column(Heading(phase or WHOLE_STEP, "ms", spare=time_spare), time),
-        Column(Heading("", "%", spare=part_spare), part),
+        Column(phase or WHOLE_STEP, "ms", spare=time_spare, says=time),
+        Column("", "%", spare=part_spare, says=part),
     ]
 
 
@@ -104,7 +105,7 @@ def products_listing(profile: StepProfile) -> Listing:
     kinds = ("linear", "attention", "unknown")
     found = [kind for kind in kinds if any(getattr(row, kind) for row in profile.products)]
     columns: list[Column[ProductCounts]] = [
-        Column(Heading("phase", numeric=False), attrgetter("phase")),
+        Column("phase", numeric=False, says=attrgetter("phase")),
         *(column for kind in found for column in _product_columns(kind, steps)),
     ]
     csv_columns: dict[str, Callable[[ProductCounts], object]] = {"phase": attrgetter("phase")}
@@ -124,8 +125,8 @@ def _per_step(field: str, steps: int, scale: float = 1) -> Callable[[ProductCoun
 
 def _product_columns(kind: str, steps: int) -> list[Column[ProductCounts]]:
     return [
-        Column(Heading(kind), lambda row: count_per_step(getattr(row, kind), steps)),
-        Column(Heading(f"{kind} time", "ms"), lambda row: milliseconds(getattr(row, f"{kind}_s") / steps)),
+        Column(kind, says=lambda row: count_per_step(getattr(row, kind), steps)),
+        Column(f"{kind} time", "ms", says=lambda row: milliseconds(getattr(row, f"{kind}_s") / steps)),
     ]
 
 
@@ -163,14 +164,13 @@ def _attention_table(profile: StepProfile, phase: LaunchPhase, phase_s: float) -
     rows = [row for row in profile.attention if row.phase is phase]
     steps, whole_s = profile.num_steps, _attention_s(profile, phase)
     columns: list[Column[AttentionTimes]] = [
-        Column(Heading("part", numeric=False), attrgetter("part")),
-        Column(Heading(terms(profile).items, spare=5), lambda row: count_per_step(row.count, steps)),
-        Column(Heading("time", "ms"), lambda row: milliseconds(row.total_s / steps)),
-        Column(Heading("share", "%", spare=1), lambda row: percent(row.total_s, whole_s)),
-        Column(Heading(f"of {phase}", "%", spare=4), lambda row: percent(row.total_s, phase_s)),
+        Column("part", numeric=False, says=attrgetter("part")),
+        Column(terms(profile).items, spare=5, says=lambda row: count_per_step(row.count, steps)),
+        Column("time", "ms", says=lambda row: milliseconds(row.total_s / steps)),
+        Column("share", "%", spare=1, says=lambda row: percent(row.total_s, whole_s)),
+        Column(f"of {phase}", "%", spare=4, says=lambda row: percent(row.total_s, phase_s)),
         Column(
-            Heading("products", "ms", spare=6),
-            lambda row: milliseconds(row.product_s / steps) if row.product_count else "",
+            "products", "ms", spare=6, says=lambda row: milliseconds(row.product_s / steps) if row.product_count else ""
         ),
         *(_flops_columns(steps) if any(row.flops for row in rows) else ()),
     ]
@@ -185,7 +185,7 @@ def _flops_columns(steps: int) -> list[Column[AttentionTimes]]:
     def rate(row: AttentionTimes) -> str:
         return "" if (rate := _flops_per_s(row)) is None else significant(rate / 1e12, 3)
 
-    return [Column(Heading("FLOPs", "G", spare=7), flops), Column(Heading("rate", "TFLOP/s", spare=3), rate)]
+    return [Column("FLOPs", "G", spare=7, says=flops), Column("rate", "TFLOP/s", spare=3, says=rate)]
 
 
 def _softmax_sentence(rows: list[AttentionTimes]) -> Iterator[str]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import Table
 from cs336_systems.report.kernels.entries import Profiled, labels, load_profiled
 from cs336_systems.report.kernels.plots import draw_configurations
 from cs336_systems.report.kernels.sweep_answers import sweep_answers
@@ -16,6 +15,7 @@ from cs336_systems.report.kernels.sweep_shares import (
 )
 from cs336_systems.report.kernels.sweep_tables import phases_listing, slowdown_listing
 from cs336_systems.report.listing import Listing, texts_of, write_files
+from cs336_systems.report.table import Table
 
 __all__ = ["Profiled", "load_profiled", "sweep_tables", "write_kernel_sweep"]
 

@@ -7,7 +7,6 @@ from typing import TypeAlias
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Phase
-from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.answers import SAME_TIME, Question, answers
 from cs336_systems.report.kernels.entries import Profiled, labels
 from cs336_systems.report.kernels.facts import (
@@ -17,6 +16,7 @@ from cs336_systems.report.kernels.facts import (
     softmax_cost,
     top_kernel,
 )
+from cs336_systems.report.numbers import significant
 from cs336_systems.report.sentences import answers_markdown, percent_of
 from cs336_systems.text import counted
 

@@ -9,7 +9,7 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ProductCounts
 from cs336_systems.config import Arch, CompileMode, RunConfig
-from cs336_systems.report.formats import Column, Heading
+from cs336_systems.report.columns import Column
 from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.kernels.facts import SoftmaxCost, TopKernel, class_shares, softmax_cost, top_kernel
 from cs336_systems.report.kernels.sweep_tables import Row, make_listing, rows_of_entries, text
@@ -49,8 +49,8 @@ def classes_listing(entries: Sequence[Profiled]) -> Listing:
     rows = rows_of_entries(entries, _class_rows)
     kinds = [kind for kind in KernelClass if any(kind in row.part.shares for row in rows)]
     columns: list[Column[Row[ClassRow]]] = [
-        Column(Heading("phase", numeric=False), attrgetter("part.where")),
-        *(Column(Heading(kind, "%", spare=rank), _class_cell(kind)) for rank, kind in enumerate(kinds)),
+        Column("phase", numeric=False, says=attrgetter("part.where")),
+        *(Column(kind, "%", spare=rank, says=_class_cell(kind)) for rank, kind in enumerate(kinds)),
     ]
     csv: dict[str, Callable[[Row[ClassRow]], object]] = {"phase": attrgetter("part.where")}
     csv |= {f"{kind.lower().replace(' ', '_').replace('-', '_')}_share": _class_share(kind) for kind in KernelClass}
@@ -88,14 +88,14 @@ def expected_linear(config: RunConfig, phase: LaunchPhase) -> int | None:
 def products_listing(entries: Sequence[Profiled]) -> Listing:
     """How many matrix products were launched, beside how many of linear layers there should be."""
     columns: list[Column[Row[ProductCounts]]] = [
-        Column(Heading("phase", numeric=False), attrgetter("part.phase")),
-        Column(Heading("linear"), lambda row: count_per_step(row.part.linear, row.steps)),
-        Column(Heading("expected", spare=2), lambda row: "" if (count := _expected(row)) is None else f"{count:,}"),
-        Column(Heading("as expected", numeric=False, spare=1), _verdict),
-        Column(Heading("attention", spare=4), lambda row: count_per_step(row.part.attention, row.steps)),
-        Column(Heading("unknown", spare=6), lambda row: count_per_step(row.part.unknown, row.steps)),
-        Column(Heading("linear time", "ms", spare=3), lambda row: milliseconds(row.part.linear_s / row.steps)),
-        Column(Heading("attention time", "ms", spare=5), lambda row: milliseconds(row.part.attention_s / row.steps)),
+        Column("phase", numeric=False, says=attrgetter("part.phase")),
+        Column("linear", says=lambda row: count_per_step(row.part.linear, row.steps)),
+        Column("expected", spare=2, says=lambda row: "" if (count := _expected(row)) is None else f"{count:,}"),
+        Column("as expected", numeric=False, spare=1, says=_verdict),
+        Column("attention", spare=4, says=lambda row: count_per_step(row.part.attention, row.steps)),
+        Column("unknown", spare=6, says=lambda row: count_per_step(row.part.unknown, row.steps)),
+        Column("linear time", "ms", spare=3, says=lambda row: milliseconds(row.part.linear_s / row.steps)),
+        Column("attention time", "ms", spare=5, says=lambda row: milliseconds(row.part.attention_s / row.steps)),
     ]
     csv: dict[str, Callable[[Row[ProductCounts]], object]] = {"phase": attrgetter("part.phase")}
     for kind in ("linear", "attention", "unknown"):
@@ -128,12 +128,9 @@ def attention_listing(entries: Sequence[Profiled]) -> Listing:
     times = {"softmax": "softmax", "products": "products", "all of attention": "whole"}
     ratios = {"time ratio": "time_ratio", "FLOP ratio": "flops_ratio", "time per FLOP": "time_per_flop_ratio"}
     columns: list[Column[Row[CostRow]]] = [
-        Column(Heading("phase", numeric=False), attrgetter("part.phase")),
-        *(
-            Column(Heading(name, "ms", spare=rank), _time_cell(field))
-            for rank, (name, field) in enumerate(times.items())
-        ),
-        *(Column(Heading(name, spare=3), _ratio_cell(field)) for name, field in ratios.items()),
+        Column("phase", numeric=False, says=attrgetter("part.phase")),
+        *(Column(name, "ms", spare=rank, says=_time_cell(field)) for rank, (name, field) in enumerate(times.items())),
+        *(Column(name, spare=3, says=_ratio_cell(field)) for name, field in ratios.items()),
     ]
     csv: dict[str, Callable[[Row[CostRow]], object]] = {"phase": attrgetter("part.phase")}
     csv |= {f"{field}_ms_per_step": _per_step(f"part.cost.{field}_s", 1e3) for field in times.values()}
@@ -160,12 +157,12 @@ def top_kernels_listing(entries: Sequence[Profiled]) -> Listing:
     """The longest kernel of forward, and of the whole step."""
     words = terms(entries[0].profile)
     columns: list[Column[Row[TopRow]]] = [
-        Column(Heading("of", numeric=False), attrgetter("part.where")),
-        Column(Heading("share", "%"), lambda row: percent(row.part.kernel.total_s, row.part.whole_s)),
-        Column(Heading("time", "ms"), lambda row: milliseconds(row.part.kernel.total_s / row.steps)),
-        Column(Heading("launches"), lambda row: count_per_step(row.part.kernel.count, row.steps)),
-        Column(Heading("class", numeric=False), attrgetter("part.kernel.kind")),
-        Column(Heading(words.item, numeric=False), lambda row: label(row.part.kernel.short_name)),
+        Column("of", numeric=False, says=attrgetter("part.where")),
+        Column("share", "%", says=lambda row: percent(row.part.kernel.total_s, row.part.whole_s)),
+        Column("time", "ms", says=lambda row: milliseconds(row.part.kernel.total_s / row.steps)),
+        Column("launches", says=lambda row: count_per_step(row.part.kernel.count, row.steps)),
+        Column("class", numeric=False, says=attrgetter("part.kernel.kind")),
+        Column(words.item, numeric=False, says=lambda row: label(row.part.kernel.short_name)),
     ]
     csv: dict[str, Callable[[Row[TopRow]], object]] = {
         "of": attrgetter("part.where"),

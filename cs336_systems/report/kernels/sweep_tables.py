@@ -9,12 +9,14 @@ from typing import Generic, TypeVar
 
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.config import Phase
-from cs336_systems.report.formats import Column, Heading, make_table, significant
+from cs336_systems.report.columns import Column
 from cs336_systems.report.identity import Identity, csv_with_identities, identity_columns, telling
 from cs336_systems.report.kernels.entries import Profiled, identities_of
 from cs336_systems.report.kernels.tables import PhaseRow, phase_rows
 from cs336_systems.report.kernels.terms import count_per_step, milliseconds, terms
 from cs336_systems.report.listing import Listing, percent, share
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.table import make_table
 from cs336_systems.report.words import shared_settings
 
 Part = TypeVar("Part")
@@ -87,13 +89,13 @@ def phases_listing(entries: Sequence[Profiled]) -> Listing:
         return percent(sum(row.part.busy_s), sum(row.part.wall_s))
 
     columns: list[Column[Row[PhaseRow]]] = [
-        Column(Heading("phase", numeric=False), lambda row: row.part.name),
-        Column(Heading(words.items, spare=4), lambda row: count_per_step(sum(row.part.launches), row.steps)),
-        Column(Heading(words.time, "ms"), lambda row: milliseconds(mean("kernel_s")(row))),
-        Column(Heading("wall", "ms", spare=1), lambda row: milliseconds(mean("wall_s")(row))),
-        *([Column(Heading("GPU busy", "%", spare=2), busy)] if on_device else []),
-        Column(Heading("clock", "ms", spare=3), lambda row: text(in_ms(_clock_s(row)))),
-        Column(Heading("wall vs clock", "%", spare=5), lambda row: _change(_over_clock(row))),
+        Column("phase", numeric=False, says=lambda row: row.part.name),
+        Column(words.items, spare=4, says=lambda row: count_per_step(sum(row.part.launches), row.steps)),
+        Column(words.time, "ms", says=lambda row: milliseconds(mean("kernel_s")(row))),
+        Column("wall", "ms", spare=1, says=lambda row: milliseconds(mean("wall_s")(row))),
+        *([Column("GPU busy", "%", spare=2, says=busy)] if on_device else []),
+        Column("clock", "ms", spare=3, says=lambda row: text(in_ms(_clock_s(row)))),
+        Column("wall vs clock", "%", spare=5, says=lambda row: _change(_over_clock(row))),
     ]
     csv: dict[str, Callable[[Row[PhaseRow]], object]] = {
         "phase": lambda row: row.part.name,
@@ -141,10 +143,10 @@ def slowdown_listing(entries: Sequence[Profiled]) -> Listing:
         return sum(sum(phase.launches) for phase in row.entry.profile.phases)
 
     columns: list[Column[Row[None]]] = [
-        Column(Heading("step", "ms"), lambda row: text(in_ms(row.entry.clock_s(Phase.STEP)))),
-        Column(Heading("with profiler", "ms", spare=1), lambda row: text(in_ms(watched_s(row)))),
-        Column(Heading("slowdown", "times"), lambda row: text(factor(row), 3)),
-        Column(Heading(f"{items} per step", spare=2), lambda row: count_per_step(launches(row), row.steps)),
+        Column("step", "ms", says=lambda row: text(in_ms(row.entry.clock_s(Phase.STEP)))),
+        Column("with profiler", "ms", spare=1, says=lambda row: text(in_ms(watched_s(row)))),
+        Column("slowdown", "times", says=lambda row: text(factor(row), 3)),
+        Column(f"{items} per step", spare=2, says=lambda row: count_per_step(launches(row), row.steps)),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
         "plain_step_mean_ms": lambda row: in_ms(row.entry.clock_s(Phase.STEP)),

@@ -10,9 +10,11 @@ from operator import attrgetter
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import KernelTimes, PhaseTimes, StepProfile, Work
-from cs336_systems.report.formats import Column, Heading, Table, make_table, mean_and_std
+from cs336_systems.report.columns import Column
 from cs336_systems.report.kernels.terms import WHOLE_STEP, Terms, count_per_step, microseconds, milliseconds, terms
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
+from cs336_systems.report.numbers import mean_and_std
+from cs336_systems.report.table import Table, make_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +64,11 @@ def phases_listing(profile: StepProfile) -> Listing:
     rows, words = phase_rows(profile), terms(profile)
     total_s = sum(rows[-1].kernel_s)
     columns: list[Column[PhaseRow]] = [
-        Column(Heading("phase", numeric=False), attrgetter("name")),
-        Column(Heading(words.items, spare=3), lambda row: _count(row.launches)),
-        Column(Heading(words.time, "ms"), lambda row: _times(row.kernel_s)),
-        Column(Heading("share", "%", spare=1), lambda row: percent(sum(row.kernel_s), total_s)),
-        Column(Heading("wall", "ms", spare=2), lambda row: _times(row.wall_s)),
+        Column("phase", numeric=False, says=attrgetter("name")),
+        Column(words.items, spare=3, says=lambda row: _count(row.launches)),
+        Column(words.time, "ms", says=lambda row: _times(row.kernel_s)),
+        Column("share", "%", spare=1, says=lambda row: percent(sum(row.kernel_s), total_s)),
+        Column("wall", "ms", spare=2, says=lambda row: _times(row.wall_s)),
         *(_device_columns() if profile.work is Work.KERNELS else ()),
         *_optional_columns(rows[-1]),
     ]
@@ -77,16 +79,16 @@ def phases_listing(profile: StepProfile) -> Listing:
 
 def _device_columns() -> list[Column[PhaseRow]]:
     return [
-        Column(Heading("GPU busy", "%", spare=4), lambda row: percent(sum(row.busy_s), sum(row.wall_s))),
-        Column(Heading("CPU", "ms", spare=5), lambda row: _times(row.host_s)),
-        Column(Heading("CPU per launch", "µs", spare=6), lambda row: microseconds(row.host_per_launch_s)),
+        Column("GPU busy", "%", spare=4, says=lambda row: percent(sum(row.busy_s), sum(row.wall_s))),
+        Column("CPU", "ms", spare=5, says=lambda row: _times(row.host_s)),
+        Column("CPU per launch", "µs", spare=6, says=lambda row: microseconds(row.host_per_launch_s)),
     ]
 
 
 def _optional_columns(whole: PhaseRow) -> list[Column[PhaseRow]]:
     """Columns of what few steps have."""
-    copies: Column[PhaseRow] = Column(Heading("copies", spare=8), lambda row: _count(row.copies))
-    recomputed: Column[PhaseRow] = Column(Heading("recomputed", "ms", spare=7), lambda row: _times(row.recomputed_s))
+    copies: Column[PhaseRow] = Column("copies", spare=8, says=lambda row: _count(row.copies))
+    recomputed: Column[PhaseRow] = Column("recomputed", "ms", spare=7, says=lambda row: _times(row.recomputed_s))
     return [*([copies] if any(whole.copies) else []), *([recomputed] if any(whole.recomputed_s) else [])]
 
 
@@ -193,16 +195,16 @@ def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, top: int) ->
     rows = [kernel for kernel in profile.kernels if kernel.phase is phase]
     total_s = sum(row.total_s for row in rows)
     columns: list[Column[KernelTimes]] = [
-        Column(Heading("share", "%", spare=1), lambda row: percent(row.total_s, total_s)),
-        Column(Heading("total", "ms"), lambda row: milliseconds(row.total_s / profile.num_steps)),
-        Column(Heading("count", spare=2), lambda row: count_per_step(row.count, profile.num_steps)),
+        Column("share", "%", spare=1, says=lambda row: percent(row.total_s, total_s)),
+        Column("total", "ms", says=lambda row: milliseconds(row.total_s / profile.num_steps)),
+        Column("count", spare=2, says=lambda row: count_per_step(row.count, profile.num_steps)),
         *(
-            Column(Heading(name, "µs", spare=spare), _microseconds_of(field))
+            Column(name, "µs", spare=spare, says=_microseconds_of(field))
             for name, field, spare in (("mean", "mean_s", 4), ("median", "median_s", 6), ("min", "min_s", 8),
                                        ("max", "max_s", 7), ("std", "stdev_s", 5))
         ),
-        Column(Heading("class", numeric=False, spare=3), attrgetter("kind")),
-        Column(Heading(words.item, numeric=False), lambda row: label(row.short_name)),
+        Column("class", numeric=False, spare=3, says=attrgetter("kind")),
+        Column(words.item, numeric=False, says=lambda row: label(row.short_name)),
     ]  # fmt: skip
     where = "a whole step" if phase is None else phase
     shown = rows[:top]

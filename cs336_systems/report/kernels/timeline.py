@@ -12,8 +12,8 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, PicturedStep, Piece, StepProfile, Window, Work
 from cs336_systems.report import drawing
 from cs336_systems.report.drawing import shorten
-from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.series import describe_source, utilisation
+from cs336_systems.report.numbers import significant
 from cs336_systems.text import inert_line
 
 CELLS = 260

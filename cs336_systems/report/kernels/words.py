@@ -2,8 +2,8 @@
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
-from cs336_systems.report.formats import significant
 from cs336_systems.report.kernels.terms import terms
+from cs336_systems.report.numbers import significant
 
 WHERE = {
     LaunchPhase.DATA: "the making of the batch",

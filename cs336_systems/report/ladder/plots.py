@@ -8,8 +8,8 @@ from matplotlib.patches import Patch
 
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import DOUBT, significant
 from cs336_systems.report.ladder.rows import LadderRow, SpeedUp
+from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.words import STATUS_WORDS
 
 COLOUR, UNCREDITED_COLOUR = "#0072B2", "#BBBBBB"

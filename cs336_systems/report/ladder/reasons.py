@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import Work
-from cs336_systems.report.formats import significant
 from cs336_systems.report.ladder.rows import LadderRow, Reason
+from cs336_systems.report.numbers import significant
 
 MIN_CHANGE = 0.01
 """Relative, of a count, of bytes, of the peak, and of a class over the busy time, to be told."""

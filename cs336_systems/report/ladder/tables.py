@@ -1,12 +1,13 @@
 """A ladder for people: a table of the speed, one of what it is compared by, one of the reasons; a picture; CSV."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import STEP_INTERVAL, Column, Heading, Table, make_table, mean_and_std, significant
+from cs336_systems.report.columns import STEP_INTERVAL, Column
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.ladder.plots import draw_ladder
@@ -14,6 +15,8 @@ from cs336_systems.report.ladder.reasons import GIGA, reasons
 from cs336_systems.report.ladder.rows import LadderRow
 from cs336_systems.report.ladder.words import interval_text, ratio_text
 from cs336_systems.report.listing import Listing, csv_of, in_si, texts_of, write_files
+from cs336_systems.report.numbers import mean_and_std, significant
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.tables import step_interval
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.sweep.ladder import GATE_STEPS
@@ -59,18 +62,18 @@ def settings(rows: Rows) -> str:
 def _speed_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(Heading("change", numeric=False, spare=9), lambda row: row.rung.change),
-        Column(Heading("step", "ms"), _step),
-        Column(STEP_INTERVAL, lambda row: step_interval(row.row)),
+        Column("change", numeric=False, spare=9, says=lambda row: row.rung.change),
+        Column("step", "ms", says=_step),
+        replace(STEP_INTERVAL, says=lambda row: step_interval(row.row)),
         _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=5),
         _quantity("MFU", "%", "mfu", 100, 3, spare=6),
         _quantity("of ceiling", "%", "ceiling_share", 100, 3, spare=10),
-        Column(Heading("over last", spare=2), lambda row: ratio_text(row.over_last)),
-        Column(Heading("interval", numeric=False, spare=8), lambda row: interval_text(row.over_last)),
-        Column(Heading("over first", spare=3), lambda row: ratio_text(row.over_first)),
-        Column(Heading("interval", numeric=False, spare=7), lambda row: interval_text(row.over_first)),
+        Column("over last", spare=2, says=lambda row: ratio_text(row.over_last)),
+        Column("interval", numeric=False, spare=8, says=lambda row: interval_text(row.over_last)),
+        Column("over first", spare=3, says=lambda row: ratio_text(row.over_first)),
+        Column("interval", numeric=False, spare=7, says=lambda row: interval_text(row.over_first)),
         _quantity("peak", "GiB", "peak_allocated_gib", 1, 3, spare=4),
-        Column(Heading("gate", numeric=False), _verdict),
+        Column("gate", numeric=False, says=_verdict),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     notes = [f"{settings(rows)}.", *speed_notes(rows)]
@@ -80,15 +83,15 @@ def _speed_table(rows: Rows) -> Table:
 def _gate_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(Heading(f"loss {GATE_STEPS}", spare=5), lambda row: _text(row.gate.loss, 6)),
-        Column(Heading("distance", "% of the fall", spare=1), lambda row: _distance(row.gate.last)),
-        Column(Heading("largest", "% of the fall", spare=3), lambda row: _distance(row.gate.largest)),
-        Column(Heading("bound", "% of the fall", spare=4), lambda row: f"{100 * row.gate.bound:g}"),
-        Column(Heading("gate", numeric=False), _verdict),
-        Column(Heading("compiling", "s", spare=2), lambda row: _text(row.compile_s, 3)),
-        Column(Heading("graphs", spare=6), _compiled("graphs")),
-        Column(Heading("graph breaks", spare=7), _compiled("graph_breaks")),
-        Column(Heading("recompiles", spare=8), _compiled("recompiles")),
+        Column(f"loss {GATE_STEPS}", spare=5, says=lambda row: _text(row.gate.loss, 6)),
+        Column("distance", "% of the fall", spare=1, says=lambda row: _distance(row.gate.last)),
+        Column("largest", "% of the fall", spare=3, says=lambda row: _distance(row.gate.largest)),
+        Column("bound", "% of the fall", spare=4, says=lambda row: f"{100 * row.gate.bound:g}"),
+        Column("gate", numeric=False, says=_verdict),
+        Column("compiling", "s", spare=2, says=lambda row: _text(row.compile_s, 3)),
+        Column("graphs", spare=6, says=_compiled("graphs")),
+        Column("graph breaks", spare=7, says=_compiled("graph_breaks")),
+        Column("recompiles", spare=8, says=_compiled("recompiles")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     return make_table("The same training, and what compiling takes", known, rows, gate_notes(rows), _stands_out)
@@ -98,13 +101,13 @@ def _count_table(rows: Rows) -> Table:
     on_cpu = rows[0].rung.config.device is Device.CPU
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(Heading("operators" if on_cpu else "kernels"), lambda row: _text(_launches(row), 3)),
-        Column(Heading("GPU busy", "%", spare=2), lambda row: _text(row.busy_share, 3, 100)),
-        Column(Heading("busy", "ms", spare=1), lambda row: "" if on_cpu else _text(_busy_ms(row), 4)),
-        Column(Heading("weights", "GB", spare=5), _moved("weights")),
-        Column(Heading("casts", "GB", spare=4), _moved("casts")),
-        Column(Heading("AdamW", "GB", spare=3), _moved("optimizer")),
-        Column(Heading("activations", "GB", spare=6), _moved("activations")),
+        Column("operators" if on_cpu else "kernels", says=lambda row: _text(_launches(row), 3)),
+        Column("GPU busy", "%", spare=2, says=lambda row: _text(row.busy_share, 3, 100)),
+        Column("busy", "ms", spare=1, says=lambda row: "" if on_cpu else _text(_busy_ms(row), 4)),
+        Column("weights", "GB", spare=5, says=_moved("weights")),
+        Column("casts", "GB", spare=4, says=_moved("casts")),
+        Column("AdamW", "GB", spare=3, says=_moved("optimizer")),
+        Column("activations", "GB", spare=6, says=_moved("activations")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     return make_table("Counts of a step, and the least bytes that it must move", known, rows, count_notes(rows))
@@ -114,18 +117,18 @@ def _reason_table(rows: Rows) -> Table:
     by_name = {row.rung.name: row for row in rows}
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(Heading("over", numeric=False, spare=1), lambda row: row.last),
-        Column(Heading("what changes", numeric=False), lambda row: reasons(row, by_name.get(row.last))),
+        Column("over", numeric=False, spare=1, says=lambda row: row.last),
+        Column("what changes", numeric=False, says=lambda row: reasons(row, by_name.get(row.last))),
     ]
     return make_table("Why", columns, [row for row in rows if row.num_processes], reason_notes(rows))
 
 
 def _name() -> Column[LadderRow]:
-    return Column(Heading("rung", numeric=False), lambda row: row.rung.name)
+    return Column("rung", numeric=False, says=lambda row: row.rung.name)
 
 
 def _quantity(name: str, unit: str, source: str, scale: float, digits: int, spare: int) -> Column[LadderRow]:
-    return Column(Heading(name, unit, spare=spare), lambda row: _text(row.row[source], digits, scale))
+    return Column(name, unit, spare=spare, says=lambda row: _text(row.row[source], digits, scale))
 
 
 def _text(value: float | None, digits: int, scale: float = 1) -> str:

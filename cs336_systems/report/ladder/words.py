@@ -1,8 +1,8 @@
 """How a speed-up is written: to three digits, and to more where its interval is so narrow that it asks for them."""
 
-from cs336_systems.report import formats
-from cs336_systems.report.formats import DOUBT, MIN_DIGITS, derived_text, interval_digits, significant
+from cs336_systems.report import numbers
 from cs336_systems.report.ladder.rows import SpeedUp
+from cs336_systems.report.numbers import DOUBT, MIN_DIGITS, derived_text, interval_digits, significant
 
 
 def ratio_text(found: SpeedUp | None) -> str:
@@ -20,4 +20,4 @@ def ratio_text(found: SpeedUp | None) -> str:
 
 def interval_text(found: SpeedUp | None) -> str:
     """`2.426 to 2.433`; empty for none."""
-    return "" if found is None else formats.interval_text(found.low, found.high)
+    return "" if found is None else numbers.interval_text(found.low, found.high)

@@ -6,9 +6,10 @@ from operator import attrgetter
 from statistics import median
 
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
-from cs336_systems.report.formats import Column, Heading, Table, make_table
+from cs336_systems.report.columns import Column
 from cs336_systems.report.listing import Listing, csv_of, label, percent, share
 from cs336_systems.report.memory.words import MIB, Unit, innermost, shape_text, size, unit_for
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
 
 NUM_CONTRIBUTORS = 5
@@ -20,10 +21,10 @@ def largest_listing(profile: MemoryProfile, top: int) -> Listing:
     """The `top` largest allocations with the code that they come from; as CSV all that the profile keeps."""
     rows = profile.largest
     columns: list[Column[LikeAllocations]] = [
-        Column(Heading("asked for", "bytes", spare=4), lambda row: f"{row.requested_bytes:,}"),
-        Column(Heading("asked for", "MiB"), lambda row: _MIB.cell(row.requested_bytes)),
-        Column(Heading("block", "MiB", spare=8), lambda row: _MIB.cell(row.num_bytes)),
-        Column(Heading("count", spare=2), lambda row: f"{row.count:,}"),
+        Column("asked for", "bytes", spare=4, says=lambda row: f"{row.requested_bytes:,}"),
+        Column("asked for", "MiB", says=lambda row: _MIB.cell(row.requested_bytes)),
+        Column("block", "MiB", spare=8, says=lambda row: _MIB.cell(row.num_bytes)),
+        Column("count", spare=2, says=lambda row: f"{row.count:,}"),
         *_what_columns(),
     ]
     table = make_table("Largest allocations", columns, rows[:top], _shown(len(rows[:top]), len(rows)))
@@ -35,10 +36,10 @@ def at_peak_listing(profile: MemoryProfile, top: int) -> Listing:
     rows, whole_bytes = profile.at_peak, profile.peak.allocated_bytes
     unit = unit_for(whole_bytes)
     columns: list[Column[LikeAllocations]] = [
-        Column(Heading("together", unit.name), lambda row: unit.cell(row.bytes_at_peak)),
-        Column(Heading("share", "%", spare=1), lambda row: percent(row.bytes_at_peak, whole_bytes)),
-        Column(Heading("count", spare=2), lambda row: f"{row.count_at_peak:,}"),
-        Column(Heading("each", "MiB", spare=4), lambda row: _MIB.cell(row.requested_bytes)),
+        Column("together", unit.name, says=lambda row: unit.cell(row.bytes_at_peak)),
+        Column("share", "%", spare=1, says=lambda row: percent(row.bytes_at_peak, whole_bytes)),
+        Column("count", spare=2, says=lambda row: f"{row.count_at_peak:,}"),
+        Column("each", "MiB", spare=4, says=lambda row: _MIB.cell(row.requested_bytes)),
         *_what_columns(),
     ]
     shown_bytes = sum(row.bytes_at_peak for row in rows[:top])
@@ -55,12 +56,12 @@ def at_peak_listing(profile: MemoryProfile, top: int) -> Listing:
 
 def _what_columns() -> list[Column[LikeAllocations]]:
     return [
-        Column(Heading("category", numeric=False, spare=3), attrgetter("category")),
-        Column(Heading("phase", numeric=False, spare=9), lambda row: label(row.phase)),
-        Column(Heading("name", numeric=False), lambda row: label(row.name)),
-        Column(Heading("shape", numeric=False, spare=7), lambda row: shape_text(row.shape, row.dtype)),
-        Column(Heading("formula", numeric=False, spare=5), attrgetter("explanation")),
-        Column(Heading("place", numeric=False, spare=6), lambda row: innermost(row.places)),
+        Column("category", numeric=False, spare=3, says=attrgetter("category")),
+        Column("phase", numeric=False, spare=9, says=lambda row: label(row.phase)),
+        Column("name", numeric=False, says=lambda row: label(row.name)),
+        Column("shape", numeric=False, spare=7, says=lambda row: shape_text(row.shape, row.dtype)),
+        Column("formula", numeric=False, spare=5, says=attrgetter("explanation")),
+        Column("place", numeric=False, spare=6, says=lambda row: innermost(row.places)),
     ]
 
 
@@ -112,11 +113,11 @@ def blocks_listing(profile: MemoryProfile) -> Listing:
                             ("gradients", "gradient_bytes"))
     ]  # fmt: skip
     columns: list[Column[OverBlocks]] = [
-        Column(Heading("of a block", numeric=False), attrgetter("name")),
-        Column(Heading("min", "MiB", spare=2), lambda row: _MIB.cell(min(row.num_bytes))),
-        Column(Heading("median", "MiB"), lambda row: _MIB.cell(round(median(row.num_bytes)))),
-        Column(Heading("max", "MiB", spare=1), lambda row: _MIB.cell(max(row.num_bytes))),
-        Column(Heading("all blocks", "MiB"), lambda row: _MIB.cell(sum(row.num_bytes))),
+        Column("of a block", numeric=False, says=attrgetter("name")),
+        Column("min", "MiB", spare=2, says=lambda row: _MIB.cell(min(row.num_bytes))),
+        Column("median", "MiB", says=lambda row: _MIB.cell(round(median(row.num_bytes)))),
+        Column("max", "MiB", spare=1, says=lambda row: _MIB.cell(max(row.num_bytes))),
+        Column("all blocks", "MiB", says=lambda row: _MIB.cell(sum(row.num_bytes))),
     ]
     csv: dict[str, Callable[[BlockMemory], object]] = {
         "block": attrgetter("name"),
@@ -136,11 +137,11 @@ def blocks_listing(profile: MemoryProfile) -> Listing:
 def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
     block = typical(blocks)
     columns: list[Column[SavedTensor]] = [
-        Column(Heading("size", "MiB"), lambda row: _MIB.cell(row.num_bytes)),
-        Column(Heading("share", "%", spare=1), lambda row: percent(row.num_bytes, block.saved_bytes)),
-        Column(Heading("within the block", numeric=False), lambda row: label(row.name)),
-        Column(Heading("shape", numeric=False, spare=3), lambda row: shape_text(row.shape, row.dtype)),
-        Column(Heading("formula", numeric=False, spare=2), attrgetter("explanation")),
+        Column("size", "MiB", says=lambda row: _MIB.cell(row.num_bytes)),
+        Column("share", "%", spare=1, says=lambda row: percent(row.num_bytes, block.saved_bytes)),
+        Column("within the block", numeric=False, says=lambda row: label(row.name)),
+        Column("shape", numeric=False, spare=3, says=lambda row: shape_text(row.shape, row.dtype)),
+        Column("formula", numeric=False, spare=2, says=attrgetter("explanation")),
     ]
     alike = sum(_tensors(other) == _tensors(block) for other in blocks)
     notes = [

@@ -1,14 +1,15 @@
 """Two memory profiles beside each other: what grew, by category and by place."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
 from cs336_systems.analysis.memory.profile import Category, LikeAllocations, MemoryProfile
-from cs336_systems.report.formats import Column, Heading, Table, make_table
+from cs336_systems.report.columns import Column
 from cs336_systems.report.listing import label
 from cs336_systems.report.memory.tables import WHOLE, bytes_of
 from cs336_systems.report.memory.words import Unit, innermost, size, unit_for
+from cs336_systems.report.table import Table, make_table
 
 MAX_CHANGES = 20
 """Names and places to list."""
@@ -55,7 +56,7 @@ def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
 
 def _categories_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
     rows = _category_changes(a, b)
-    columns: list[Column[Change]] = [Column(Heading("category", numeric=False), attrgetter("name")), *_values(unit)]
+    columns: list[Column[Change]] = [Column("category", numeric=False, says=attrgetter("name")), *_values(unit)]
     return make_table("Memory at the peak, before and after", columns, rows, [_sides(a, b), _verdict(a, b)])
 
 
@@ -74,9 +75,9 @@ def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
 def _places_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
     changed = _place_changes(a, b)
     columns: list[Column[Change]] = [
-        Column(Heading("what", numeric=False), attrgetter("name")),
+        Column("what", numeric=False, says=attrgetter("name")),
         *_values(unit),
-        Column(Heading("place", numeric=False, spare=4), attrgetter("place")),
+        Column("place", numeric=False, spare=4, says=attrgetter("place")),
     ]
     notes = [_coverage(a, b)]
     if len(changed) > MAX_CHANGES:
@@ -104,13 +105,12 @@ def _values(unit: Unit) -> list[Column[Change]]:
             return "0"
         return f"{100 * row.grown_bytes / row.before_bytes:+.1f}" if row.before_bytes else "new"
 
-    cells: tuple[tuple[Heading, Callable[[Change], str]], ...] = (
-        (Heading("before", unit.name, spare=1), lambda row: unit.cell(row.before_bytes)),
-        (Heading("after", unit.name, spare=2), lambda row: unit.cell(row.after_bytes)),
-        (Heading("grown by", unit.name), signed),
-        (Heading("grown by", "%", spare=3), relative),
-    )
-    return [Column(heading, cell) for heading, cell in cells]
+    return [
+        Column("before", unit.name, spare=1, says=lambda row: unit.cell(row.before_bytes)),
+        Column("after", unit.name, spare=2, says=lambda row: unit.cell(row.after_bytes)),
+        Column("grown by", unit.name, says=signed),
+        Column("grown by", "%", spare=3, says=relative),
+    ]
 
 
 def _sides(a: MemoryProfile, b: MemoryProfile) -> str:

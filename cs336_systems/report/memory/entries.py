@@ -8,10 +8,11 @@ from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.config import RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
-from cs336_systems.report.formats import Column, make_table
+from cs336_systems.report.columns import Column
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import Identity, csv_with_identities, identities, identity_columns, names_of, telling
 from cs336_systems.report.listing import Listing
+from cs336_systems.report.table import make_table
 from cs336_systems.report.words import shared_settings
 
 Part = TypeVar("Part")

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import MemoryProfile, write_memory_profile
-from cs336_systems.report.formats import Heading, Table, to_markdown
+from cs336_systems.report.columns import Column
+from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.listing import Listing, texts_of, write_files
 from cs336_systems.report.memory.allocations import at_peak_listing, blocks_listing, largest_listing, saved_listing
 from cs336_systems.report.memory.answers import answers
@@ -14,6 +15,7 @@ from cs336_systems.report.memory.plots import write_pictures
 from cs336_systems.report.memory.tables import allocator_listing, categories_listing, peak_listing
 from cs336_systems.report.memory.words import about
 from cs336_systems.report.sentences import answers_markdown
+from cs336_systems.report.table import Table
 
 
 def listings(profile: MemoryProfile, top: int) -> list[Listing]:
@@ -34,7 +36,7 @@ def listings(profile: MemoryProfile, top: int) -> list[Listing]:
 def findings_table(profile: MemoryProfile) -> Table:
     """What stands out, the most important first."""
     rows = tuple((str(number), text) for number, text in enumerate(findings(profile), 1))
-    return Table(title="Findings", headings=(Heading("no."), Heading("finding", numeric=False)), rows=rows)
+    return Table(title="Findings", headings=(Column("no."), Column("finding", numeric=False)), rows=rows)
 
 
 def memory_tables(profile: MemoryProfile, top: int = 10) -> list[Table]:

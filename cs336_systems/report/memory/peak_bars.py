@@ -10,9 +10,9 @@ from matplotlib.patches import Patch
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import significant
 from cs336_systems.report.memory.tables import bytes_of
 from cs336_systems.report.memory.words import GIB, size
+from cs336_systems.report.numbers import significant
 
 VISIBLE = 1 / 500
 """Of a peak: a category that never has more has no colour in the legend."""

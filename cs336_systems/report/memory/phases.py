@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment, PhaseMemory
-from cs336_systems.report.formats import Column, Heading, Table, make_table
+from cs336_systems.report.columns import Column
 from cs336_systems.report.listing import Listing, csv_of, label
 from cs336_systems.report.memory.tables import bytes_of, name_of, requested_of, rounding_words
 from cs336_systems.report.memory.words import Unit, milliseconds, unit_for
+from cs336_systems.report.table import Table, make_table
 
 SMALL = 0.01
 """Of the peak: a category that never has more can be left out on a narrow terminal."""
@@ -35,9 +36,9 @@ def boundaries_listing(profile: MemoryProfile) -> Listing:
     blocks: list[Column[Row]] = [
         *_name_columns(rows),
         *_category_columns(rows, unit, bytes_of, SMALL * profile.peak.allocated_bytes),
-        Column(Heading("allocated", unit.name), lambda row: unit.cell(row[1].allocated_bytes)),
+        Column("allocated", unit.name, says=lambda row: unit.cell(row[1].allocated_bytes)),
         *_count_columns(rows, unit, attrgetter("counted_bytes")),
-        Column(Heading("reserved", unit.name, spare=3), lambda row: unit.cell(row[1].reserved_bytes)),
+        Column("reserved", unit.name, spare=3, says=lambda row: unit.cell(row[1].reserved_bytes)),
     ]
     csv: dict[str, Callable[[Row], object]] = {
         "step": lambda row: None if row[1].step < 0 else row[1].step,
@@ -86,7 +87,7 @@ def _requested_table(profile: MemoryProfile, rows: Sequence[Row], unit: Unit) ->
     columns: list[Column[Row]] = [
         *_name_columns(rows),
         *_category_columns(rows, unit, requested_of, SMALL * profile.peak.requested_bytes),
-        Column(Heading("together", unit.name), lambda row: unit.cell(row[1].requested_bytes)),
+        Column("together", unit.name, says=lambda row: unit.cell(row[1].requested_bytes)),
         *_count_columns(rows, unit, attrgetter("counted_requested_bytes")),
     ]
     notes = ["What the program asked for: the sizes of its tensors.", *_check_requested(profile)]
@@ -95,9 +96,9 @@ def _requested_table(profile: MemoryProfile, rows: Sequence[Row], unit: Unit) ->
 
 def _name_columns(rows: Sequence[Row]) -> Iterator[Column[Row]]:
     if any(moment.step >= 0 for _, moment in rows):
-        yield Column(Heading("step"), lambda row: "" if row[1].step < 0 else str(row[1].step))
-    yield Column(Heading("moment", numeric=False), itemgetter(0))
-    yield Column(Heading("at", "ms", spare=4), lambda row: milliseconds(row[1].time_s))
+        yield Column("step", says=lambda row: "" if row[1].step < 0 else str(row[1].step))
+    yield Column("moment", numeric=False, says=itemgetter(0))
+    yield Column("at", "ms", spare=4, says=lambda row: milliseconds(row[1].time_s))
 
 
 def _category_columns(
@@ -107,8 +108,8 @@ def _category_columns(
     for category in Category:
         get = _getter(value, category)
         if most := max(map(get, rows)):
-            heading = Heading(category, unit.name, spare=5 if most < small_bytes else 1)
-            yield Column(heading, _cell(get, unit))
+            spare = 5 if most < small_bytes else 1
+            yield Column(category, unit.name, spare=spare, says=_cell(get, unit))
 
 
 def _getter(value: Callable[[Moment, Category], int], category: Category) -> Callable[[Row], int]:
@@ -139,7 +140,7 @@ def _count_columns(rows: Sequence[Row], unit: Unit, counted: Callable[[Moment], 
         return "" if num_bytes is None else unit.cell(num_bytes)
 
     if any(map(cell, rows)):
-        yield Column(Heading("PyTorch's count", unit.name, spare=2), cell)
+        yield Column("PyTorch's count", unit.name, spare=2, says=cell)
 
 
 def _check(profile: MemoryProfile) -> str:
@@ -172,14 +173,14 @@ def phases_listing(profile: MemoryProfile) -> Listing:
     rows = profile.phases
     unit = unit_for(max((row.peak_bytes for row in rows), default=0))
     columns: list[Column[PhaseMemory]] = [
-        Column(Heading("step"), lambda row: str(row.step)),
-        Column(Heading("phase", numeric=False), lambda row: label(row.phase)),
-        Column(Heading("begins", "ms", spare=3), lambda row: milliseconds(row.begin_s)),
-        Column(Heading("takes", "ms", spare=3), lambda row: milliseconds(row.end_s - row.begin_s)),
-        Column(Heading("at its start", unit.name, spare=2), lambda row: unit.cell(row.begin_bytes)),
-        Column(Heading("peak", unit.name), lambda row: unit.cell(row.peak_bytes)),
-        Column(Heading("peak at", "ms", spare=4), lambda row: milliseconds(row.peak_s)),
-        Column(Heading("at its end", unit.name, spare=1), lambda row: unit.cell(row.end_bytes)),
+        Column("step", says=lambda row: str(row.step)),
+        Column("phase", numeric=False, says=lambda row: label(row.phase)),
+        Column("begins", "ms", spare=3, says=lambda row: milliseconds(row.begin_s)),
+        Column("takes", "ms", spare=3, says=lambda row: milliseconds(row.end_s - row.begin_s)),
+        Column("at its start", unit.name, spare=2, says=lambda row: unit.cell(row.begin_bytes)),
+        Column("peak", unit.name, says=lambda row: unit.cell(row.peak_bytes)),
+        Column("peak at", "ms", spare=4, says=lambda row: milliseconds(row.peak_s)),
+        Column("at its end", unit.name, spare=1, says=lambda row: unit.cell(row.end_bytes)),
     ]
     csv: dict[str, Callable[[PhaseMemory], object]] = {
         "step": attrgetter("step"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from cs336_systems.analysis.memory.profile import Category, LikeAllocations
 from cs336_systems.config import Mode
 from cs336_systems.report import drawing
-from cs336_systems.report.formats import Column, Heading, Table
+from cs336_systems.report.columns import Column
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.listing import Listing, share, texts_of, write_files
 from cs336_systems.report.memory.allocations import typical
@@ -27,6 +27,7 @@ from cs336_systems.report.memory.sweep_answers import sweep_answers, twins
 from cs336_systems.report.memory.sweep_phases import boundaries_listing
 from cs336_systems.report.memory.tables import bytes_of, fragmentation_bytes, name_of
 from cs336_systems.report.memory.words import GIB, MIB, Unit, innermost, size
+from cs336_systems.report.table import Table
 
 __all__ = ["MemoryEntry", "memory_sweep_tables", "write_memory_sweep"]
 
@@ -100,18 +101,17 @@ def peaks_listing(entries: Sequence[MemoryEntry]) -> Listing:
     """A table of peaks with a column for each mode, then every peak with what else is known of it."""
     rows = rows_of_entries(entries, lambda _: [None])
     columns: list[Column[Row[None]]] = [
-        Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
-        Column(Heading("in", numeric=False, spare=3), lambda row: row.entry.profile.peak.phase),
-        Column(Heading("without recording", "GiB", spare=7), lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
-        Column(Heading("predicted", "GiB", spare=1), lambda row: _known(row.entry.predicted_peak_bytes, _GIB)),
-        Column(Heading("reserved", "GiB", spare=5), lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
-        Column(Heading("residual", "MiB", spare=6), lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
-        Column(Heading("saved per block", "MiB", spare=2), lambda row: _known(_block(row.entry, "saved_bytes"), _MIB)),
+        Column("peak", "GiB", says=lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
+        Column("in", numeric=False, spare=3, says=lambda row: row.entry.profile.peak.phase),
+        Column("without recording", "GiB", spare=7, says=lambda row: _known(row.entry.plain_peak_bytes, _GIB)),
+        Column("predicted", "GiB", spare=1, says=lambda row: _known(row.entry.predicted_peak_bytes, _GIB)),
+        Column("reserved", "GiB", spare=5, says=lambda row: _GIB.cell(row.entry.profile.peak_reserved_bytes)),
+        Column("residual", "MiB", spare=6, says=lambda row: _known(row.entry.profile.residual_stream_bytes, _MIB)),
+        Column("saved per block", "MiB", spare=2, says=lambda row: _known(_block(row.entry, "saved_bytes"), _MIB)),
         Column(
-            Heading("gradients per block", "MiB", spare=4),
-            lambda row: _known(_block(row.entry, "gradient_bytes"), _MIB),
+            "gradients per block", "MiB", spare=4, says=lambda row: _known(_block(row.entry, "gradient_bytes"), _MIB)
         ),
-        Column(Heading("status", numeric=False), _status),
+        Column("status", numeric=False, says=_status),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
         "status": _csv_status,
@@ -171,7 +171,7 @@ def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
     groups = twins(entries, "mode")
     rows = rows_of_entries([group[0] for group in groups], lambda _: [None])
     of = {id(group[0]): {entry.config.mode: entry for entry in group} for group in groups}
-    columns: list[Column[Row[None]]] = [Column(Heading(mode, "GiB"), _mode_cell(of, mode)) for mode in modes]
+    columns: list[Column[Row[None]]] = [Column(mode, "GiB", says=_mode_cell(of, mode)) for mode in modes]
     note = "Allocated at most. Above: memory ran out after that much."
     listing = make_listing("", "Peak of memory by mode", rows, columns, {}, [note], ("mode",), entries)
     return listing.tables
@@ -194,12 +194,12 @@ def categories_listing(entries: Sequence[MemoryEntry]) -> Listing:
     rows = rows_of_entries(entries, lambda _: [None])
     columns: list[Column[Row[None]]] = [
         *(
-            Column(Heading(name, "GiB", spare=1 if _is_seen(name, entries) else 3), _category_cell(name))
+            Column(name, "GiB", spare=1 if _is_seen(name, entries) else 3, says=_category_cell(name))
             for name in present
         ),
-        Column(Heading("peak", "GiB"), lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
-        Column(Heading("in", numeric=False, spare=2), lambda row: row.entry.profile.peak.phase),
-        Column(Heading("status", numeric=False), _status),
+        Column("peak", "GiB", says=lambda row: _GIB.cell(row.entry.profile.peak.allocated_bytes)),
+        Column("in", numeric=False, spare=2, says=lambda row: row.entry.profile.peak.phase),
+        Column("status", numeric=False, says=_status),
     ]
     csv: dict[str, Callable[[Row[None]], object]] = {
         "status": _csv_status,
@@ -235,12 +235,12 @@ def largest_listing(entries: Sequence[MemoryEntry]) -> Listing:
     """The largest allocations of every configuration, and where they come from."""
     rows = rows_of_entries(entries, lambda entry: entry.profile.largest[:NUM_LARGEST])
     columns: list[Column[Row[LikeAllocations]]] = [
-        Column(Heading("asked for", "bytes", spare=3), lambda row: f"{row.part.requested_bytes:,}"),
-        Column(Heading("size"), lambda row: size(row.part.requested_bytes)),
-        Column(Heading("count", spare=1), lambda row: f"{row.part.count:,}"),
-        Column(Heading("category", numeric=False, spare=2), lambda row: row.part.category),
-        Column(Heading("formula", numeric=False, spare=4), lambda row: row.part.explanation),
-        Column(Heading("place", numeric=False, spare=5), lambda row: innermost(row.part.places)),
+        Column("asked for", "bytes", spare=3, says=lambda row: f"{row.part.requested_bytes:,}"),
+        Column("size", says=lambda row: size(row.part.requested_bytes)),
+        Column("count", spare=1, says=lambda row: f"{row.part.count:,}"),
+        Column("category", numeric=False, spare=2, says=lambda row: row.part.category),
+        Column("formula", numeric=False, spare=4, says=lambda row: row.part.explanation),
+        Column("place", numeric=False, spare=5, says=lambda row: innermost(row.part.places)),
     ]
     csv: dict[str, Callable[[Row[LikeAllocations]], object]] = {
         "requested_bytes": lambda row: row.part.requested_bytes,

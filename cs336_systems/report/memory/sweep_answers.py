@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision
-from cs336_systems.report.formats import significant
 from cs336_systems.report.memory.allocations import typical
 from cs336_systems.report.memory.answers import Question, answers
 from cs336_systems.report.memory.entries import MemoryEntry, identities_of, labels
@@ -13,6 +12,7 @@ from cs336_systems.report.memory.facts import unnamed_copies_bytes
 from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.tables import bytes_of
 from cs336_systems.report.memory.words import size
+from cs336_systems.report.numbers import significant
 from cs336_systems.report.sentences import answers_markdown
 
 MIXED = (Precision.BF16, Precision.FP16)

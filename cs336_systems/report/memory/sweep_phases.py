@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from cs336_systems.analysis.memory.profile import Moment, PhaseMemory
 from cs336_systems.config import Phase
-from cs336_systems.report.formats import Column, Heading
+from cs336_systems.report.columns import Column
 from cs336_systems.report.listing import Listing
 from cs336_systems.report.memory.entries import MemoryEntry, Row, make_listing, rows_of_entries
 from cs336_systems.report.memory.phases import difference_bytes, moment_name, moment_values
@@ -21,10 +21,10 @@ def boundaries_listing(entries: Sequence[MemoryEntry]) -> Listing:
     """A row for the last step of each configuration; in the CSV every boundary of every recorded step."""
     rows = rows_of_entries(entries, lambda entry: [_last_step(entry)])
     present = [phase for phase in Phase if any(phase in row.part for row in rows)]
-    columns: list[Column[Row[LastStep]]] = [Column(Heading("at its start", "GiB", spare=1), _at_start)]
+    columns: list[Column[Row[LastStep]]] = [Column("at its start", "GiB", spare=1, says=_at_start)]
     for phase in present:
-        columns.append(Column(Heading(f"{phase}: peak", "GiB"), _peak_of(phase)))
-        columns.append(Column(Heading(f"{phase}: at its end", "GiB", spare=2), _end_of(phase)))
+        columns.append(Column(f"{phase}: peak", "GiB", says=_peak_of(phase)))
+        columns.append(Column(f"{phase}: at its end", "GiB", spare=2, says=_end_of(phase)))
     table = (
         make_listing("", "Memory from phase to phase", rows, columns, {}, [_check(entries)]).tables if present else ()
     )

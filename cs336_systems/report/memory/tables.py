@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
 from cs336_systems.analysis.memory.profile import Category, CategoryBytes, MemoryProfile, Moment
-from cs336_systems.report.formats import Column, Heading, make_table
+from cs336_systems.report.columns import Column
 from cs336_systems.report.listing import Listing, csv_of, percent, share
 from cs336_systems.report.memory.words import GIB, MIB, innermost, size, unit_for, when
+from cs336_systems.report.table import make_table
 
 WHOLE = "allocated"
 """What stands in the place of a category for all of them together."""
@@ -118,13 +119,12 @@ def _quantities(
     profile: MemoryProfile, name: str, title: str, rows: Sequence[Quantity], notes: Iterable[str] = ()
 ) -> Listing:
     columns: list[Column[Quantity]] = [
-        Column(Heading("quantity", numeric=False), attrgetter("name")),
-        Column(Heading("value"), attrgetter("cell")),
+        Column("quantity", numeric=False, says=attrgetter("name")),
+        Column("value", says=attrgetter("cell")),
         Column(
-            Heading("exact", spare=1),
-            lambda row: f"{row.value:,}" if row.value is not None and row.unit == "bytes" else "",
+            "exact", spare=1, says=lambda row: f"{row.value:,}" if row.value is not None and row.unit == "bytes" else ""
         ),
-        Column(Heading("what it is", numeric=False, spare=2), attrgetter("about")),
+        Column("what it is", numeric=False, spare=2, says=attrgetter("about")),
     ]
     if not any(row.unit == "bytes" for row in rows):
         del columns[2]
@@ -172,11 +172,11 @@ def categories_listing(profile: MemoryProfile) -> Listing:
         (WHOLE, peak.allocated_bytes, peak.requested_bytes, sum(row.count for row in kept)),
     ]
     columns: list[Column[tuple[str, int, int, int]]] = [
-        Column(Heading("category", numeric=False), itemgetter(0)),
-        Column(Heading("size", unit.name), lambda row: unit.cell(row[1])),
-        Column(Heading("share", "%", spare=1), lambda row: percent(row[1], peak.allocated_bytes)),
-        Column(Heading("asked for", unit.name, spare=3), lambda row: unit.cell(row[2])),
-        Column(Heading("blocks", spare=2), lambda row: f"{row[3]:,}"),
+        Column("category", numeric=False, says=itemgetter(0)),
+        Column("size", unit.name, says=lambda row: unit.cell(row[1])),
+        Column("share", "%", spare=1, says=lambda row: percent(row[1], peak.allocated_bytes)),
+        Column("asked for", unit.name, spare=3, says=lambda row: unit.cell(row[2])),
+        Column("blocks", spare=2, says=lambda row: f"{row[3]:,}"),
     ]
     csv: dict[str, Callable[[tuple[str, int, int, int]], object]] = {
         "category": itemgetter(0),

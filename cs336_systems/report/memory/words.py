@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cs336_systems.analysis.memory.profile import CategoryBytes, FailedRequest, MemoryProfile, Moment, Place
-from cs336_systems.report.formats import significant
 from cs336_systems.report.listing import label
+from cs336_systems.report.numbers import significant
 from cs336_systems.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

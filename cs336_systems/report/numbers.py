@@ -1,0 +1,62 @@
+"""How a number is said in a cell or a sentence."""
+
+import math
+
+MIN_DIGITS, MAX_DIGITS = 3, 5
+"""Significant digits of what has an interval."""
+DOUBT = "?"
+"""Ends a time that is in doubt, and what is computed from it."""
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """The value to so many significant digits, more where it is a larger whole number; no exponent, thousands apart."""
+    if not math.isfinite(value):
+        return str(value)
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def mean_and_std(mean: float, std: float | None) -> str:
+    """`66.31 ± 0.12`, `66.3 ± 0.4`: the deviation to one digit, two after a leading 1; the mean as far as these.
+
+    Where the deviation is the larger, `0.072 ± 33`: each to two digits.
+    """
+    if std is None or not math.isfinite(std):
+        return significant(mean)
+    if std == 0:
+        return f"{significant(mean)} ± 0"
+    if std > abs(mean):
+        return f"{significant(mean, 2)} ± {significant(std, 2)}"
+    first, _, exponent = f"{std:.1e}".partition("e")
+    decimals = min(9, max(0, (1 if first.startswith("1") else 0) - int(exponent)))
+    return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
+
+
+def derived_text(value: float | None, std: float | None, *, is_doubted: bool, digits: int) -> str:
+    """What is computed from times: `2.19`; where these are in doubt with its deviation and a mark, `2.2 ± 0.4 ?`.
+
+    Empty for None. With an unknown deviation, `2.19 ?`.
+    """
+    if value is None:
+        return ""
+    if not is_doubted:
+        return significant(value, digits)
+    return f"{significant(value, digits) if std is None else mean_and_std(value, std)} {DOUBT}"
+
+
+def interval_text(low: float | None, high: float | None) -> str:
+    """`2.426 to 2.433`: its width shows, unless that takes more than MAX_DIGITS; empty for none."""
+    if low is None or high is None:
+        return ""
+    digits = interval_digits(low, high)
+    return f"{significant(low, digits)} to {significant(high, digits)}"
+
+
+def interval_digits(low: float, high: float) -> int:
+    """Significant ones, as far as the first of the interval's width, from MIN_DIGITS to MAX_DIGITS."""
+    wanted = _exponent(high) - _exponent(high - low) + 1 if high > low else MAX_DIGITS
+    return min(MAX_DIGITS, max(MIN_DIGITS, wanted))
+
+
+def _exponent(value: float) -> int:
+    return int(f"{value:e}".partition("e")[2])

@@ -1,0 +1,57 @@
+"""One table for people: rows of values below known columns, a title, and notes."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.report.columns import Column, Row
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table for people: every cell is text, rounded and scaled for reading; `frame` has the values."""
+
+    title: str
+    headings: tuple[Column[Any], ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    """Sentences below the table."""
+    failed: frozenset[int] = frozenset()
+    """Indices of rows that stand out on a terminal: runs without times."""
+    values: tuple[Mapping[str, Any], ...] = ()
+    """The rows by key, unrounded, in the units of CSV files; empty where the rows were no mappings."""
+
+    def __post_init__(self) -> None:
+        for index, row in enumerate(self.rows):
+            if len(row) != len(self.headings):
+                raise ValueError(f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}")
+
+    @property
+    def frame(self) -> "pd.DataFrame":
+        """The values below the headings that have a key, with None for unknown."""
+        import pandas as pd  # takes half a second, which a printed table can spare
+
+        keys = [key for column in self.headings for key in (column.key, column.std) if key]
+        return pd.DataFrame([{key: row[key] for key in keys} for row in self.values], columns=keys, dtype=object)
+
+
+def make_table(
+    title: str,
+    columns: Sequence[Column[Row]],
+    rows: Iterable[Row],
+    notes: Iterable[str] = (),
+    failed: Callable[[Row], bool] | None = None,
+) -> Table:
+    """Fill the columns from the rows, whatever a row is."""
+    kept = tuple(rows)
+    return Table(
+        title=title,
+        headings=tuple(columns),
+        rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
+        notes=tuple(notes),
+        failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
+        values=tuple(row for row in kept if isinstance(row, Mapping)),
+    )
