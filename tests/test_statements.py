@@ -1,19 +1,29 @@
-"""What README.md and data/README.md say in numbers is what the records and tables in data/ say."""
+"""What the documents say in numbers is what the records and tables in data/ say, and what README shows is printed."""
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from tests.statements import data, readme
-from tests.statements.documents import CLAIMS, Claim, TableClaim, markdown_table, read, unclaimed
+from cs336_systems import cli
+from cs336_systems.commands.flags import parse
+from cs336_systems.record import load_records
+from cs336_systems.report.terminal import print_run
+from cs336_systems.studies.ceilings_files import load_ceilings
+from tests.statements import data, method
+from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, linked, read, unclaimed
+from tests.statements.results import README, RESULTS
 
-DOCUMENTS = (readme.README, data.DATA)
+DOCUMENTS = (README, method.METHOD, RESULTS, data.DATA)
 
 SETTINGS = (
     r"Python 3\.\d+ or newer",
     r"\b(?:batch|context) \d+",
     r"between two synchronisations",
-    r"of anybody's; two to compare",
+    r"assignment 2",
+    r"a multiply-add counts as two",
+    r"et al\. \d{4}",
 )
 """Numbers that were chosen, not found; all others have a claim in tests/statements/."""
 
@@ -43,6 +53,66 @@ def test_any_figure_that_is_changed_or_added_is_found(document: str) -> None:
 
 
 def test_the_table_said_to_have_the_predicted_peak_has_it() -> None:
-    (path,) = re.findall(r"predicted peak beside the measured one, as\s+\[[^]]*\]\(data/([^)]*)\)", read(readme.README))
-    for row in markdown_table(path):
-        assert float(row["predicted (GiB)"]) == pytest.approx(float(row["peak (GiB)"]), rel=0.01)
+    (path,) = re.findall(r"\[Checkpoints\]\(\.\./data/([^)]*)\.md\) have the\s+predicted peak", read(RESULTS))
+    for row in linked(RESULTS, f"{path}.csv"):
+        assert float(row["predicted_peak_gib"]) == pytest.approx(float(row["peak_allocated_gib"]), rel=0.01)
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md"])
+def test_what_is_linked_is_there(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert ((ROOT / document).parent / target).exists(), target
+
+
+SCRIPTS = {"python benchmark.py": "benchmark", "python benchmark_sweep.py": "sweep", "sweep": "sweep"}
+COMMAND = re.compile(rf"(?m)(?:^|`|\$ )((?:{'|'.join(map(re.escape, SCRIPTS))}|cs336 [a-z]+) [^`#\n]*)")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_are_spelt_as_the_program_takes_them(document: str) -> None:
+    text = (ROOT / document).read_text()
+    commands = COMMAND.findall(text)
+    assert commands
+    for command in commands:
+        script = next((script for script in SCRIPTS if command.startswith(f"{script} ")), None)
+        name, words = (SCRIPTS[script], command[len(script) :]) if script else command.split(" ", 2)[1:]
+        argv = shlex.split(words)
+        if argv and argv != ["--help"] and "..." not in command:
+            argv = [f" {word}" if name == "compare" and word.startswith("--size ") else word for word in argv]
+            parse(cli._arguments(name), command, argv)  # prints what is wrong, and exits
+
+
+SHOWN = re.findall(r"```console\n\$ ([^\n]*)\n(.*?)```", (ROOT / README).read_text(), re.DOTALL)
+"""Commands of README with what they print."""
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_a_command_prints_what_readme_shows(
+    command: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(ROOT)
+    if command.startswith("python benchmark.py"):
+        print_committed_run(command)
+    else:
+        program, *argv = shlex.split(command)
+        assert (program, cli.main(argv)) == ("cs336", 0)
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    parts = shown.rstrip("\n").split("\n…\n")
+    assert re.search(r"\n(?:.*\n)*?".join(map(re.escape, parts)), printed), printed
+
+
+def print_committed_run(command: str) -> None:
+    """What `benchmark.py` printed of the run of this command, which README links to."""
+    directory = Path("data/e2e_benchmark/train")
+    assert f"]({directory}/)" in read(README)
+    (record,) = (
+        record
+        for record in load_records(directory / "runs")[0]
+        if command
+        == f"python benchmark.py --size {record.config.size} --context-length "
+        f"{record.config.model.context_length} --mixed-precision"
+        and record.config.precision == "bf16"
+    )
+    print_run(record, directory / "runs" / f"{record.key}.json", load_ceilings(Path("data/ceilings")))

@@ -20,7 +20,7 @@ from tests.statements.documents import (
     table,
     table_claim,
 )
-from tests.statements.readme import (
+from tests.statements.results import (
     DATA,
     GIB,
     MIB,

@@ -1,6 +1,7 @@
 """Figures in documents: each is claimed by a function that computes it from a committed file, or is a setting."""
 
 import csv
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,7 +175,7 @@ def table(path: str) -> tuple[dict[str, str], ...]:
 
 def linked(document: str, path: str) -> tuple[dict[str, str], ...]:
     """The rows of a CSV below data/, to whose directory the document has a link."""
-    where = (ROOT / "data" / path).parent.relative_to((ROOT / document).parent)
+    where = os.path.relpath((ROOT / "data" / path).parent, (ROOT / document).parent)
     assert f"]({where}/" in read(document), f"{document} needs a link into {where}"
     return table(path)
 

@@ -1,18 +1,15 @@
-"""The figures of README.md, each computed from a committed file; some are in data/README.md too."""
+"""The figures of docs/RESULTS.md, each computed from a committed file; some are in the other documents too."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 from cs336_systems.analysis.kernels.step_profile import IdleCause, read_profile
-from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import CompileMode, Precision, RunConfig
 from cs336_systems.costs.accounting import component_flops
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.sweep.ladder import GATE_STEPS
 from cs336_systems.sweep.plan import make_plan
 from tests.statements.documents import (
     ROOT,
@@ -20,14 +17,13 @@ from tests.statements.documents import (
     Value,
     claim,
     linked,
-    markdown_table,
     one,
     some,
     table,
     table_claim,
 )
 
-README, DATA = "README.md", "data/README.md"
+README, METHOD, RESULTS, DATA = "README.md", "docs/METHOD.md", "docs/RESULTS.md", "data/README.md"
 GIB, MIB = 2**30, 2**20
 
 
@@ -54,7 +50,41 @@ def percents(rows: Iterable[Mapping[str, str]], name: str) -> list[float]:
 
 
 def train() -> tuple[dict[str, str], ...]:
-    return linked(README, "e2e_benchmark/train/results.csv")
+    return linked(RESULTS, "e2e_benchmark/train/results.csv")
+
+
+@claim(RESULTS, r"\[all (\d+) rows\]")
+def rows_of_the_grid() -> Sequence[Value]:
+    return (len(train()),)
+
+
+@table_claim(README, "| size | context | precision | forward (ms)")
+def steps_of_two_sizes() -> Sequence[Row]:
+    return [row | {"context": "512"} for row in steps_of_all_sizes() if row["size"] in ("small", "2.7B")]
+
+
+@table_claim(RESULTS, "| size | precision | forward (ms)")
+def steps_of_all_sizes() -> Sequence[dict[str, Value]]:
+    found: list[dict[str, Value]] = []
+    for row in some(train(), context_length=512):
+        full = one(train(), size=row["size"], context_length=512, precision="fp32")
+        times_as_fast = number(full, "step_mean_ms") / number(row, "step_mean_ms")
+        found.append({
+            "size": row["size"],
+            "precision": row["precision"],
+            **{f"{phase} (ms)": mean_ms(row, phase) for phase in ("forward", "backward", "optimizer", "step")},
+            "std/mean (%)": 100 * number(row, "step_cv"),
+            "tokens/s": number(row, "tokens_per_s"),
+            "MFU (%)": 100 * number(row, "mfu"),
+            "peak (GiB)": number(row, "peak_allocated_gib"),
+            "speed-up": "" if row is full else times_as_fast,
+        })  # fmt: skip
+    return found
+
+
+def mean_ms(row: Mapping[str, str], phase: str) -> tuple[float, float]:
+    """Mean and standard deviation of a phase."""
+    return number(row, f"{phase}_mean_ms"), number(row, f"{phase}_std_ms")
 
 
 @claim(README, r"on a GPU machine it is (\w+) sizes at (\w+) context lengths")
@@ -63,47 +93,72 @@ def sizes_and_contexts() -> Sequence[Value]:
     return count(train(), "size"), count(train(), "context_length")
 
 
-@claim(README, r"\[all (\d+) rows\]")
-def rows_of_the_grid() -> Sequence[Value]:
-    return (len(train()),)
+@claim(RESULTS, r"A training step of (\w+) sizes")
+@claim(RESULTS, r"The fastest step of (\w+) sizes")
+def sizes() -> Sequence[Value]:
+    assert count(train(), "size") == len(linked(RESULTS, "e2e_benchmark/train_fast/results.csv"))
+    return (count(train(), "size"),)
 
 
-@table_claim(README, "| size | context | precision | forward (ms)")
-def first_table() -> Sequence[Row]:
-    return [row for row in markdown_table("e2e_benchmark/train/results.md") if row["context"] == "512"]
+@claim(README, r"standard deviation over the (\w+) measured steps of one process")
+def measured_steps() -> Sequence[Value]:
+    (steps,) = {row["measured_steps"] for row in train()}
+    return (float(steps),)
 
 
 @claim(
     README,
     r"precision: ([\d.]+) TFLOP/s in bf16, ([\d.]+) times the (\d+) of true fp32.* MFU of small falls from ([\d.]+) to "
-    r"([\d.]+) % while its step gets ([\d.]+) times as fast; in bf16 small and medium also wait for the CPU "
+    r"([\d.]+) % while its step gets ([\d.]+) times as fast; in bf16 small also waits for the CPU "
     r"\(`launch-bound`\), and a (\w+) of the step of 2\.7B goes to an AdamW",
 )
 def why_mfu_falls() -> Sequence[Value]:
+    full, low = peaks_tflops()
+    fp32, bf16 = some(train(), size="small", context_length=512)
+    assert "launch-bound" in bf16["warnings"]
+    times_as_fast = number(fp32, "step_mean_ms") / number(bf16, "step_mean_ms")
+    return low, low / full, full, *percents((fp32, bf16), "mfu"), times_as_fast, share_of_adamw()
+
+
+@claim(
+    RESULTS,
+    r"its peak is ([\d.]+) times as high, while the step gets ([\d.]+) to ([\d.]+) times as fast\. Small and medium "
+    r"also wait for the CPU there \(`launch-bound`\), and a (\w+) of the step of 2\.7B goes to an AdamW",
+)
+def why_mfu_falls_in_short() -> Sequence[Value]:
+    full, low = peaks_tflops()
+    for size in ("small", "medium"):
+        assert "launch-bound" in one(train(), size=size, context_length=512, precision="bf16")["warnings"]
+    gains = [row["speed-up"] for row in steps_of_all_sizes() if isinstance(row["speed-up"], float)]
+    return low / full, min(gains), max(gains), share_of_adamw()
+
+
+def peaks_tflops() -> tuple[float, float]:
+    """What the data sheet of the GPU promises in fp32 and in bf16."""
     (name,) = {row["device_name"] for row in train()}
     device = find_device(name)
     assert device is not None
     full, low = (device.peak_flops_per_s[precision] / 1e12 for precision in (Precision.FP32, Precision.BF16))
-    fp32, bf16 = some(train(), size="small", context_length=512)
-    for size in ("small", "medium"):
-        assert "launch-bound" in one(train(), size=size, context_length=512, precision="bf16")["warnings"]
+    return full, low
+
+
+def share_of_adamw() -> float:
+    """The optimizer's share of the step of 2.7B in bf16."""
     largest = one(train(), size="2.7B", context_length=512, precision="bf16")
-    times_as_fast = number(fp32, "step_mean_ms") / number(bf16, "step_mean_ms")
-    of_adamw = number(largest, "optimizer_mean_ms") / number(largest, "step_mean_ms")
-    return low, low / full, full, *percents((fp32, bf16), "mfu"), times_as_fast, of_adamw
+    return number(largest, "optimizer_mean_ms") / number(largest, "step_mean_ms")
 
 
 # Where the time goes
 
 
-@claim(README, r"each class of kernel in the step, (\w+) configurations")
+@claim(RESULTS, r"each class of kernel in the step, (\w+) configurations")
 def profiled_configurations() -> Sequence[Value]:
-    return (len(linked(README, "nsys_profiles/train/slowdown.csv")),)
+    return (len(linked(RESULTS, "nsys_profiles/train/slowdown.csv")),)
 
 
-@claim(README, r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms, and idle ([\d.]+) %")
+@claim(RESULTS, r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms, and idle ([\d.]+) %")
 def idle_in_small() -> Sequence[Value]:
-    step = one(linked(README, "nsys_profiles/train/phases.csv"), size="small", context_length=128, phase="step")
+    step = one(linked(RESULTS, "nsys_profiles/train/phases.csv"), size="small", context_length=128, phase="step")
     (path,) = (ROOT / "data/nsys_profiles/train/kernels").glob("small_ctx128_*.json")
     profile = read_profile(path)
     assert profile is not None
@@ -112,40 +167,8 @@ def idle_in_small() -> Sequence[Value]:
     return *percents([step], "busy_share"), wall_ms, 100 * late_s * 1e3 / profile.num_steps / wall_ms
 
 
-@claim(README, r"One nsys report, (\w+) steps of small at context 512")
-def steps_of_the_report() -> Sequence[Value]:
-    return (number(one(table("nsys_profiles/train/results.csv"), size="small", context_length=512), "measured_steps"),)
-
-
-@table_claim(README, "| range | nsys stats: kernels |")
-def kernels_by_range() -> Sequence[Row]:
-    report = linked(README, "nsys_profiles/train/nvtx_kern_sum_small_ctx512.csv")
-    ours = some(linked(README, "nsys_profiles/train/phases.csv"), size="small", context_length=512)
-    (steps,) = steps_of_the_report()
-    assert isinstance(steps, float)
-    found: list[Row] = []
-    for name in ("forward", "backward", "optimizer", "measure"):
-        theirs = some(report, **{"NVTX Range": f":{name}"})
-        row = one(ours, phase="step" if name == "measure" else name)
-        found.append({
-            "range": "all of `measure`" if name == "measure" else name,
-            "nsys stats: kernels": sum(number(part, "Kern Inst") for part in theirs),
-            "GPU time (ms)": sum(number(part, "Total Time (ns)") for part in theirs) / 1e6,
-            "cs336 kernels: kernels": steps * number(row, "kernels_per_step"),
-            "GPU time (ms) 2": steps * number(row, "kernel_mean_ms"),
-        })  # fmt: skip
-    return found
-
-
-@claim(README, r"([\d.]+) times for small at context 128, less than (\d+) % for xl")
-def cost_of_the_profiler() -> Sequence[Value]:
-    rows = linked(README, "nsys_profiles/train/slowdown.csv")
-    most = max(number(row, "slowdown") for row in some(rows, size="xl"))
-    return number(one(rows, size="small", context_length=128), "slowdown"), math.ceil(100 * (most - 1))
-
-
 @claim(
-    README,
+    RESULTS,
     r"launches (\d+) kernels that move (\d+) times the bytes.* ([\d.]+) times as fast \[in fp32\]\S+ ([\d.]+) to "
     r"([\d.]+) times \[in bf16\]",
 )
@@ -153,7 +176,7 @@ def gelu() -> Sequence[Value]:
     fp32, bf16 = (
         {
             row["version"]: row
-            for row in some(linked(README, f"fusion/{precision}/results.csv"), op="gelu", phase="forward")
+            for row in some(linked(RESULTS, f"fusion/{precision}/results.csv"), op="gelu", phase="forward")
         }
         for precision in ("fp32", "bf16")
     )
@@ -170,19 +193,19 @@ def gelu() -> Sequence[Value]:
 
 
 def peak_gib(precision: str, mode: str, context: int = 512) -> float:
-    rows = linked(README, "memory_profiles/h200/peaks.csv")
+    rows = linked(RESULTS, "memory_profiles/h200/peaks.csv")
     return number(one(rows, size="xl", context_length=context, mode=mode, precision=precision), "peak_allocated_gib")
 
 
-@claim(README, r"Memory over (\w+) training steps of xl")
+@claim(RESULTS, r"Memory over (\w+) training steps of xl")
 @claim(DATA, r"The times of these runs, of (\w+) measured steps")
 def steps_of_the_recordings() -> Sequence[Value]:
-    (steps,) = {row["measured_steps"] for row in linked(README, "memory_profiles/h200/results.csv")}
+    (steps,) = {row["measured_steps"] for row in linked(RESULTS, "memory_profiles/h200/results.csv")}
     return (float(steps),)
 
 
 @claim(
-    README,
+    RESULTS,
     r"xl \(([\d.]+) billion parameters\) at batch 4 and context 512 peaks at ([\d.]+) GiB in inference, ([\d.]+) with "
     r"the graph kept and ([\d.]+) in training; bf16 under autocast takes ([\d.]+),",
 )
@@ -194,7 +217,7 @@ def peaks_of_xl() -> Sequence[Value]:
     return parameters / 1e9, *fp32, peak_gib("bf16", "train")
 
 
-@claim(README, r"allocator's own count at all (\d+) boundaries of phases, to the byte")
+@claim(RESULTS, r"allocator's own count at all (\d+) boundaries of phases, to the byte")
 @claim(DATA, r"At all (\d+) boundaries of phases")
 def boundaries_that_add_up() -> Sequence[Value]:
     rows = [row for name in ("h200", "first_step") for row in table(f"memory_profiles/{name}/boundaries.csv")]
@@ -242,9 +265,9 @@ def out_of_memory(runs: Iterable[RunRecord]) -> tuple[set[RunConfig], float]:
 
 
 @claim(
-    README,
-    r"Of the ([\d,]+) eager runs in `data/` that finished, all on H200s, it was at most ([\d.]+) % off, and the (\d+) "
-    r"configurations that ran out of memory were those foretold\.",
+    RESULTS,
+    r"Of the ([\d,]+) eager runs in `data/` that finished, all on H200s, the peak that `cs336 account` forecasts was "
+    r"at most ([\d.]+) % off, and the (\d+) configurations that ran out of memory were those foretold\.",
 )
 def predictions() -> Sequence[Value]:
     finished = [record for record in eager_records() if record.status is Status.OK]
@@ -253,42 +276,38 @@ def predictions() -> Sequence[Value]:
     return len(finished), 100 * worst, len(out_of_memory(eager_records())[0])
 
 
+@claim(README, r"at most ([\d.]+) % off in the ([\d,]+) eager runs in `data/` that finished")
+def predictions_in_short() -> Sequence[Value]:
+    finished, worst, _ = predictions()
+    return worst, finished
+
+
 # How far it is from the hardware
 
 
-@claim(README, r"# ([\d.]+) days")
-def days_of_training() -> Sequence[Value]:
-    command = r'napkin --parameters (\S+) --tokens (\S+) --device-name "([^"]*)" --count (\d+)'
-    ((parameters, tokens, name, devices),) = re.findall(command, (ROOT / README).read_text())
-    device = find_device(name)
-    assert device is not None
-    flops_per_s = float(devices) * 0.5 * device.peak_flops_per_s[Precision.BF16]
-    return (6 * float(parameters) * float(tokens) / flops_per_s / (24 * 60 * 60),)
-
-
-@claim(README, r"its losses over (\d+) steps must be those of the first rung")
-def steps_of_the_gate() -> Sequence[Value]:
-    return (GATE_STEPS,)
-
-
 def rung(ladder: str, name: str) -> Mapping[str, str]:
-    return one(linked(README, f"ladder/{ladder}/ladder.csv"), rung=name)
+    return one(linked(RESULTS, f"ladder/{ladder}/ladder.csv"), rung=name)
 
 
-@claim(README, r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]")
+@claim(RESULTS, r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]")
 def ladder_of_gpt2() -> Sequence[Value]:
     first, last = (rung("gpt2", name) for name in ("fp32", "fused-blocks"))
     interval = (number(last, f"speed_up_over_first_ci95_{end}") for end in ("low", "high"))
     return number(first, "step_mean_ms"), number(last, "step_mean_ms"), *interval
 
 
-@claim(README, r"The last ([\d.]+) ms are kernels of our own")
+@claim(RESULTS, r"The last ([\d.]+) ms are kernels of this project")
 def gain_of_own_kernels() -> Sequence[Value]:
     before, after = (number(rung("gpt2", name), "step_mean_ms") for name in ("blocks", "fused-blocks"))
     return (before - after,)
 
 
-@claim(README, r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, and to (\d+) in fp8")
+@claim(README, r"\[([\d.]+) to ([\d.]+) times as fast\]\(data/ladder/gpt2/ladder\.md\) for gpt2")
+def gain_of_gpt2() -> Sequence[Value]:
+    return ladder_of_gpt2()[2:]
+
+
+@claim(RESULTS, r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, and to (\d+) in fp8")
 @claim(DATA, r"two fresh processes of each: ([\d,]+) to (\d+) ms in bf16, (\d+) in fp8")
 def ladder_of_gpt2_xl() -> Sequence[Value]:
     return [number(rung("gpt2-xl", name), "step_mean_ms") for name in ("fp32", "fused-blocks", "fp8")]
@@ -318,17 +337,17 @@ def ceiling_shares(name: str, *, causal: bool = False) -> dict[str, float]:
     """Model FLOPs per second of each size over the highest bf16 rate that was measured (%)."""
     shares = {}
     for record in records(f"e2e_benchmark/{name}"):
-        row = one(linked(README, f"e2e_benchmark/{name}/results.csv"), size=record.config.size)
+        row = one(linked(RESULTS, f"e2e_benchmark/{name}/results.csv"), size=record.config.size)
         flops = sum(part.step for part in component_flops(record.config, causal=causal))
         shares[record.config.size] = 100 * flops / number(row, "step_mean_ms") / 1e9 / bf16_ceiling()
     return shares
 
 
-@table_claim(README, "| size | eager bf16, above (ms)")
+@table_claim(RESULTS, "| size | eager bf16, above (ms)")
 def fast_steps() -> Sequence[Row]:
     shares = ceiling_shares("train_fast")
     found: list[Row] = []
-    for row in linked(README, "e2e_benchmark/train_fast/results.csv"):
+    for row in linked(RESULTS, "e2e_benchmark/train_fast/results.csv"):
         eager = one(train(), size=row["size"], context_length=512, precision="bf16")
         eager_ms, fast_ms = (number(side, "step_mean_ms") for side in (eager, row))
         found.append({
@@ -349,7 +368,7 @@ def fast_steps_in_short() -> Sequence[Value]:
     return len(rows), gains["small"], gains["2.7B"]
 
 
-@claim(README, r"blocks compiled one by one, in ([\d.]+) to ([\d.]+) s \(")
+@claim(RESULTS, r"blocks compiled one by one, in ([\d.]+) to ([\d.]+) s \(")
 def time_to_compile() -> Sequence[Value]:
     found = [record.compilation for record in records("e2e_benchmark/train_fast")]
     times_s = [compilation.seconds for compilation in found if compilation is not None]
@@ -357,23 +376,24 @@ def time_to_compile() -> Sequence[Value]:
 
 
 @claim(
-    README,
-    r"its products run at (\d+) to (\d+) % of \[[^]]*\]\S+ AdamW at (\d+) % of copying speed\. Attention, (\d+) % of "
-    r"the time, reaches \[(\d+) to (\d+) %\]\S+ of its roof with all its T x T pairs counted, (\d+) to (\d+) % "
+    RESULTS,
+    r"its linear layers run at (\d+) to (\d+) % of \[[^]]*\]\S+ AdamW at (\d+) % of copying speed\. Attention, (\d+) % "
+    r"of the time, reaches \[(\d+) to (\d+) %\]\S+ of its roof with all its T x T pairs counted, (\d+) to (\d+) % "
     r"as causal\.",
 )
 def roofs_of_the_fast_step() -> Sequence[Value]:
-    rows = linked(README, "ceilings/NVIDIA-H200/roofline.csv")
+    rows = linked(RESULTS, "ceilings/NVIDIA-H200/roofline.csv")
     parts = {name: sorted(percents(some(rows, part=name), "roof_share")) for name in {row["part"] for row in rows}}
     causal = sorted(percents(some(rows, part="fused attention"), "causal_roof_share"))
-    classes = linked(README, "kineto_profiles/train_fast/classes.csv")
+    classes = linked(RESULTS, "kineto_profiles/train_fast/classes.csv")
     of_time = percents([one(classes, size="xl", phase="step")], "fused_attention_share")
     return *parts["linear layers, products alone"], *parts["optimizer"], *of_time, *parts["fused attention"], *causal
 
 
 @claim(
-    README,
-    r"\[(\d+) % and (\d+) %\]\(data/e2e_benchmark/train_fast_batch16/results\.md\) \((\d+) % and (\d+) % as causal\)",
+    RESULTS,
+    r"\[(\d+) % and (\d+) %\]\(\.\./data/e2e_benchmark/train_fast_batch16/results\.md\) \((\d+) % and (\d+) % "
+    r"as causal\)",
 )
 def shares_at_batch_16() -> Sequence[Value]:
     full, causal = (ceiling_shares("train_fast_batch16", causal=causal) for causal in (False, True))
@@ -385,20 +405,18 @@ def shares_at_batch_16_in_short() -> Sequence[Value]:
     return shares_at_batch_16()[:2]
 
 
-# What precision does, and how it measures
+# What precision does
 
 
-@claim(README, r"adds ([\d.]+) a (\w+) times in fp32, fp16 and bf16")
+@claim(RESULTS, r"adds ([\d.]+) a (\w+) times in fp32, fp16 and bf16")
 def addends() -> Sequence[Value]:
-    ((addend, additions),) = {(row["addend"], row["count"]) for row in table("precision/accumulation.csv")}
+    rows = linked(RESULTS, "precision/accumulation.csv")
+    ((addend, additions),) = {(row["addend"], row["count"]) for row in rows}
     return float(addend), float(additions)
 
 
-@claim(README, r"it takes (\w+) or more")
-def fewest_processes_for_an_interval() -> Sequence[Value]:
-    return (FEWEST,)
-
-
-@claim(README, r"Steady state only: (\w+) warm-up steps")
-def warmup_steps() -> Sequence[Value]:
-    return (RunConfig.__dataclass_fields__["warmup_steps"].default,)
+@claim(RESULTS, r"The bf16 sum stands still at (\d+)")
+def sum_in_bf16() -> Sequence[Value]:
+    row = one(table("precision/accumulation.csv"), sum_dtype="bf16")
+    assert number(row, "growing_additions") < number(row, "count")
+    return (number(row, "total"),)

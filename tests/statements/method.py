@@ -1,0 +1,130 @@
+"""The figures of docs/METHOD.md, each computed from a committed file or taken from the code that applies it."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from cs336_systems.analysis import compare, warnings
+from cs336_systems.analysis.statistics import FEWEST, mean_interval
+from cs336_systems.config import Precision, RunConfig
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
+from cs336_systems.sweep.ladder import GATE_STEPS
+from tests.statements.data import cost_of_ranges
+from tests.statements.documents import ROOT, Row, Value, claim, linked, one, read, some, table, table_claim
+from tests.statements.results import METHOD, README, number
+
+
+@claim(METHOD, r"One nsys report, (\w+) steps of small at context 512")
+def steps_of_the_report() -> Sequence[Value]:
+    return (number(one(table("nsys_profiles/train/results.csv"), size="small", context_length=512), "measured_steps"),)
+
+
+@table_claim(METHOD, "| range | nsys stats: kernels |")
+def kernels_by_range() -> Sequence[Row]:
+    report = linked(METHOD, "nsys_profiles/train/nvtx_kern_sum_small_ctx512.csv")
+    ours = some(linked(METHOD, "nsys_profiles/train/phases.csv"), size="small", context_length=512)
+    (steps,) = steps_of_the_report()
+    assert isinstance(steps, float)
+    found: list[Row] = []
+    for name in ("forward", "backward", "optimizer", "measure"):
+        theirs = some(report, **{"NVTX Range": f":{name}"})
+        row = one(ours, phase="step" if name == "measure" else name)
+        found.append({
+            "range": "all of `measure`" if name == "measure" else name,
+            "nsys stats: kernels": sum(number(part, "Kern Inst") for part in theirs),
+            "GPU time (ms)": sum(number(part, "Total Time (ns)") for part in theirs) / 1e6,
+            "cs336 kernels: kernels": steps * number(row, "kernels_per_step"),
+            "GPU time (ms) 2": steps * number(row, "kernel_mean_ms"),
+        })  # fmt: skip
+    return found
+
+
+@claim(METHOD, r"([\d.]+) times for small at context 128, less than (\d+) % for xl")
+def cost_of_the_profiler() -> Sequence[Value]:
+    rows = linked(METHOD, "nsys_profiles/train/slowdown.csv")
+    most = max(number(row, "slowdown") for row in some(rows, size="xl"))
+    return number(one(rows, size="small", context_length=128), "slowdown"), math.ceil(100 * (most - 1))
+
+
+@claim(METHOD, r"takes (\d+) FLOPs for each parameter and token at (\w+) of the peak: ([\d.]+) days")
+def days_of_training() -> Sequence[Value]:
+    command = r'napkin --parameters (\S+) --tokens (\S+) --device-name "([^"]*)" --count (\d+)'
+    ((parameters, tokens, name, devices),) = re.findall(command, (ROOT / METHOD).read_text())
+    device = find_device(name)
+    assert device is not None
+    flops_per_s = float(devices) * 0.5 * device.peak_flops_per_s[Precision.BF16]
+    return 6, 0.5, 6 * float(parameters) * float(tokens) / flops_per_s / (24 * 60 * 60)
+
+
+@claim(METHOD, r"Its losses over (\d+) steps must be those of the first rung")
+def steps_of_the_gate() -> Sequence[Value]:
+    return (GATE_STEPS,)
+
+
+@claim(METHOD, r"from (\w+) of them on\.")
+@claim(README, r"With `--repeats`, (\w+) or more")
+def fewest_processes_for_an_interval() -> Sequence[Value]:
+    return (FEWEST,)
+
+
+@claim(METHOD, r"Steady state only\*\*: (\w+) warm-up steps")
+def warmup_steps() -> Sequence[Value]:
+    return (RunConfig.__dataclass_fields__["warmup_steps"].default,)
+
+
+@claim(METHOD, r"\[it costs ([\d.]+) % of the step of small\]")
+def cost_of_synchronisations() -> Sequence[Value]:
+    path = "data/e2e_benchmark/events_or_synchronisation/comparison.md"
+    assert f"]({'../' + path})" in read(METHOD)
+    (change,) = re.findall(r"B is slower than A: \+([\d.]+) %", (ROOT / path).read_text())
+    return (float(change),)
+
+
+@claim(METHOD, r"\[less than ([\d.]+) % of a step\]\(\.\./data/e2e_benchmark/ranges_on_off/comparison\.md\)")
+def cost_of_ranges_in_short() -> Sequence[Value]:
+    return cost_of_ranges()
+
+
+@claim(METHOD, r"(\w+) are the least for whole steps")
+@claim(METHOD, r"fewer than (\d+) warm-up steps before")
+def least_warmup_steps() -> Sequence[Value]:
+    return (LEAST_TRAIN_WARMUP_STEPS,)
+
+
+@claim(METHOD, r"a (\d+) % confidence interval of their means \(Student's t\)")
+@claim(README, r"a (\d+) % confidence interval over fresh processes")
+def confidence_over_processes() -> Sequence[Value]:
+    return (100 * default_of(mean_interval, "confidence"),)
+
+
+@claim(METHOD, r"with a (\d+) % interval\. A sweep")
+def confidence_of_a_comparison() -> Sequence[Value]:
+    return (100 * default_of(compare.compare, "confidence"),)
+
+
+def default_of(function: Callable[..., object], name: str) -> float:
+    default = inspect.signature(function).parameters[name].default
+    assert isinstance(default, float)
+    return default
+
+
+@claim(METHOD, r"more than (\d+) % of the mean step")
+def unstable() -> Sequence[Value]:
+    return (100 * warnings.MAX_CV,)
+
+
+@claim(METHOD, r"more than ([\d.]+) robust standard deviations, and (\d+) %, from the median")
+def outliers() -> Sequence[Value]:
+    return warnings.MAX_MODIFIED_Z, 100 * warnings.MIN_OUTLIER
+
+
+@claim(METHOD, r"that noise does not explain, of (\d+) % or more")
+def drift() -> Sequence[Value]:
+    return (100 * warnings.MIN_DRIFT,)
+
+
+@claim(METHOD, r"launching took more than (\d+) % of the step")
+def launch_bound() -> Sequence[Value]:
+    return (100 * warnings.MAX_LAUNCH_SHARE,)
