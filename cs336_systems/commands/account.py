@@ -19,7 +19,7 @@ from cs336_systems.commands.flags import (
     one_precision,
     unset,
 )
-from cs336_systems.commands.outcome import OK, ceilings_or_say, checked, json_alone
+from cs336_systems.commands.outcome import OK, checked, json_alone, load_ceilings_or_warn
 from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, devices_called, find_device
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
@@ -148,7 +148,7 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.report.terminal import print_table, say
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
-    ceilings = ceilings_or_say(arguments.ceilings or CEILINGS)
+    ceilings = load_ceilings_or_warn(arguments.ceilings or CEILINGS)
     found = (ceilings.flops_per_s(name, config.precision) for name in (() if device is None else device.names))
     ceiling = max((rate for rate in found if rate is not None), default=None)
     listing = account_listing(config, device, step_s, memory_bytes, arguments.top, ceiling)

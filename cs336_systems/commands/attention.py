@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
+from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
 from cs336_systems.config import Device, Precision
@@ -93,7 +93,7 @@ class AttentionArguments:
 
 def run(arguments: AttentionArguments) -> int:
     """Measure the grid, write its record after every cell, then the tables and plots."""
-    say_why_cpu(arguments.device)
+    explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     from cs336_systems.report.attention import attention_tables, write_attention, write_attention_record
     from cs336_systems.report.status_line import StatusLine

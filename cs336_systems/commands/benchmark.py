@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from cs336_systems.commands.device import resolve_device, say_why_cpu
+from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import (
     CPU_SIZES,
     GPU_SIZES,
@@ -22,7 +22,7 @@ from cs336_systems.commands.flags import (
     unset,
     without_shortcuts,
 )
-from cs336_systems.commands.outcome import ceilings_or_say, checked, json_alone, say_recorded, status_of
+from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
@@ -108,7 +108,7 @@ class BenchmarkArguments:
 def run(arguments: BenchmarkArguments) -> int:
     """Measure, keep the record, print it."""
     config = checked(arguments.config)
-    say_why_cpu(arguments.step.device)
+    explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
         print(f"fast: {describe_fast(config)}", file=sys.stderr)
     from cs336_systems.sweep.store import PROFILE_DIRECTORIES, make_writable, set_aside_run
@@ -138,7 +138,7 @@ def run(arguments: BenchmarkArguments) -> int:
             print(inert_line(f"record: {runs / record.key}.json"))
         else:
             _print(record, runs)
-        say_recorded([config], runs)
+        print_profile_paths([config], runs)
     return status_of([record])
 
 
@@ -147,7 +147,7 @@ def _print(record: RunRecord, runs: Path) -> None:
     from cs336_systems.report.terminal import print_run
 
     config = record.config
-    print_run(record, runs / f"{record.key}.json", ceilings_or_say(ceilings_beside(runs.parent)))
+    print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))
     if config.profiler is Profiler.KINETO and record.status is Status.OK:
         _print_kernels(config, runs)
     if config.profiler is Profiler.MEMORY:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.commands.device import DeviceChoice, device_word, resolve_device, say_why_cpu
+from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Switch, checked_name, choices, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import SIZES, Device
@@ -163,7 +163,7 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 def run(arguments: CeilingsArguments) -> int:
     """Measure in this process, or read what was measured; print, and write."""
     if arguments.measured is None:
-        say_why_cpu(arguments.device)
+        explain_cpu_fallback(arguments.device)
     directory, grid = checked(arguments.directory), checked(arguments.grid)
     study = None if arguments.measured is None else read_study(existing(arguments.measured, "a study of ceilings"))
     device_name = identity(grid.device).device_name if study is None else study.device_name

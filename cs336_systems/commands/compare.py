@@ -11,10 +11,10 @@ import tyro
 
 from cs336_systems.analysis.compare import compare, interleave, process_means
 from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.device import say_why_cpu
+from cs336_systems.commands.device import explain_cpu_fallback
 from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse, unset, value_or
 from cs336_systems.commands.outcome import OK, PrintJson, UsageError, checked, json_alone
-from cs336_systems.commands.report import load_or_say
+from cs336_systems.commands.report import load_records_or_warn
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json
@@ -73,7 +73,7 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
         asked = [_flags_of(side) for side in (arguments.a, arguments.b)]
         pair = [checked(side.config) for side in asked]
         for device in dict.fromkeys(side.step.device for side in asked):
-            say_why_cpu(device)
+            explain_cpu_fallback(device)
         # Even repeats are A and odd ones B, so that A can be compared with A.
         order = [(side, 2 * repeat + side) for side, repeat in interleave(2, arguments.repeats)]
         configs = [replace(pair[side], repeat=repeat) for side, repeat in order]
@@ -122,7 +122,7 @@ def _refuse_another(pair: Sequence[RunConfig], directory: Path) -> None:
 
     Even repeats are A's and odd ones B's.
     """
-    for record in load_or_say(directory / "runs") if directory.is_dir() else ():
+    for record in load_records_or_warn(directory / "runs") if directory.is_dir() else ():
         if record.config.configuration != pair[record.config.repeat % 2].configuration:
             raise UsageError(
                 f"{directory} holds another comparison ({record.config.label} is in it): both sides are measured "
@@ -171,7 +171,7 @@ def _records_at(path: Path) -> list[RunRecord]:
     if path.is_file():
         return [read_record(path)]
     runs = path / "runs" if (path / "runs").is_dir() else path
-    return load_or_say(runs)
+    return load_records_or_warn(runs)
 
 
 def is_side(word: str, words: Sequence[str]) -> bool:

@@ -22,7 +22,7 @@ def resolve_device(device: DeviceChoice) -> Device:
     return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
 
 
-def say_why_cpu(device: DeviceChoice) -> None:
+def explain_cpu_fallback(device: DeviceChoice) -> None:
     """Say on standard error why `auto` is the CPU where there are GPUs and none is visible.
 
     Raises UsageError where that GPU would be a slice (MIG): that the driver does not tell of it need not mean that

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
+from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Device, Precision
@@ -74,7 +74,7 @@ class FusionArguments:
 
 def run(arguments: FusionArguments) -> int:
     """Measure in this process, print, and write."""
-    say_why_cpu(arguments.device)
+    explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands.device import DeviceChoice, device_word, plain_word, resolve_device, say_why_cpu
+from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
     ModelArguments,
     StepArguments,
@@ -25,15 +25,15 @@ from cs336_systems.commands.outcome import (
     OK,
     PrintJson,
     UsageError,
-    ceilings_or_say,
     checked,
     existing,
     json_alone,
+    load_ceilings_or_warn,
     status_of,
 )
-from cs336_systems.commands.outputs import say_last
-from cs336_systems.commands.report import load_or_say
-from cs336_systems.commands.sweep import say_left_out
+from cs336_systems.commands.outputs import print_last
+from cs336_systems.commands.report import load_records_or_warn
+from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, Mode, Precision, RunConfig
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.measure.nvml import visible_gpus
@@ -187,9 +187,9 @@ def run(arguments: LadderArguments) -> int:
 def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
-    say_why_cpu(arguments.device)
+    explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
-        _say_plan(ladder, configs, directory, print_json)
+        _print_plan(ladder, configs, directory, print_json)
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
@@ -204,11 +204,11 @@ def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
             status = _measure(configs, directory, arguments, ladder, fresh=False)
     _report(directory, print_json)
     if status == INTERRUPTED:
-        say_last("interrupted: the same command goes on from here")
+        print_last("interrupted: the same command goes on from here")
     return status
 
 
-def _say_plan(
+def _print_plan(
     ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path, print_json: PrintJson | None
 ) -> None:
     if print_json is not None:
@@ -244,7 +244,7 @@ def _measure(
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
-    say_left_out(configs)
+    note_unused_gpus(configs)
     with TerminalListener(_names(ladder)) as listener:
         outcome = run_sweep(
             configs, directory, listener,
@@ -268,7 +268,9 @@ def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
 def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
     """Whether the first rung ran out of memory, and the same training is to be had with less."""
     first = ladder[0].config
-    ended = {record.status for record in load_or_say(directory / "runs") if record.config.configuration == first}
+    ended = {
+        record.status for record in load_records_or_warn(directory / "runs") if record.config.configuration == first
+    }
     return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
 
 
@@ -281,10 +283,10 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
     from cs336_systems.report.terminal import print_table, say
 
     ladder = read_ladder(directory / LADDER_FILE)
-    records = _of_ladder(ladder, load_or_say(directory / "runs"))
+    records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
     with StatusLine() as status:
         status("reading records and profiles")
-        profiled, ceilings = load_profiled(records, directory), ceilings_or_say(ceilings_beside(directory))
+        profiled, ceilings = load_profiled(records, directory), load_ceilings_or_warn(ceilings_beside(directory))
         rows = ladder_rows(ladder, records, profiled, ceilings)
         status("drawing and writing")
         write_ladder_report(rows, directory)

@@ -46,7 +46,7 @@ def status_of(records: Sequence[RunRecord]) -> int:
     return OK if all(record.status.is_result for record in records) else FAILED
 
 
-def ceilings_or_say(directory: Path) -> Ceilings:
+def load_ceilings_or_warn(directory: Path) -> Ceilings:
     """The ceilings measured into `directory`; a damaged one is said, and then there are none."""
     try:
         return load_ceilings(directory)
@@ -86,7 +86,7 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def say_recorded(configs: Iterable[RunConfig], runs: Path) -> None:
+def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
     """Say where the profilers of these runs left what they recorded, and what opens it."""
     from cs336_systems.report.terminal import say
 

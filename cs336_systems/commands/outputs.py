@@ -43,7 +43,7 @@ def guard_outputs() -> None:
     sys.stderr = _guarded(sys.stderr, sys.__stderr__, 2)
 
 
-def say_last(text: str) -> None:
+def print_last(text: str) -> None:
     """Print to standard error, or to standard output where the former has been given up."""
     print(text, file=sys.stderr, flush=True)
     buffer = getattr(sys.stderr, "buffer", None)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from cs336_systems.commands.device import DeviceChoice, resolve_device, say_why_cpu
+from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Switch
 from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Device
@@ -31,7 +31,7 @@ class PrecisionArguments:
 
 def run(arguments: PrecisionArguments) -> int:
     """Print, and where asked write, what precision does to sums and types."""
-    say_why_cpu(arguments.device)
+    explain_cpu_fallback(arguments.device)
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)

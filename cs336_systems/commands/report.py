@@ -64,7 +64,7 @@ def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path
             )
 
 
-def load_or_say(runs: Path) -> list[RunRecord]:
+def load_records_or_warn(runs: Path) -> list[RunRecord]:
     """The records in `runs`; what is unreadable is said and left out."""
     records, problems = load_records(runs)
     for problem in problems:

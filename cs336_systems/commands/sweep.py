@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
-from cs336_systems.commands.device import device_word, plain_word, resolve_device, say_why_cpu
+from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
     CPU_CONTEXT_LENGTHS,
     CPU_SIZES,
@@ -38,13 +38,13 @@ from cs336_systems.commands.outcome import (
     OK,
     PrintJson,
     UsageError,
-    ceilings_or_say,
     checked,
     json_alone,
-    say_recorded,
+    load_ceilings_or_warn,
+    print_profile_paths,
     status_of,
 )
-from cs336_systems.commands.outputs import say_last
+from cs336_systems.commands.outputs import print_last
 from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
@@ -230,7 +230,7 @@ def run(arguments: SweepArguments) -> int:
     """Measure a grid and write its tables and plots."""
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
-    say_why_cpu(arguments.step.device)
+    explain_cpu_fallback(arguments.step.device)
     for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
         print(f"fast: {chosen}", file=sys.stderr)
     if arguments.dry_run:
@@ -238,7 +238,7 @@ def run(arguments: SweepArguments) -> int:
             if print_json is not None:
                 print_json(encode_json({"directory": str(directory), "runs": configs, "too_large": plan.too_large}))
             else:
-                _say_plan(plan, directory)
+                _print_plan(plan, directory)
         return OK
     for config in plan.too_large:
         print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
@@ -258,7 +258,7 @@ def run(arguments: SweepArguments) -> int:
     return FAILED if missing is not None and status == OK else status
 
 
-def _say_plan(plan: Plan, directory: Path) -> None:
+def _print_plan(plan: Plan, directory: Path) -> None:
     for config in plan.configs:
         steps = f"{config.warmup_steps} + {config.measured_steps} steps"
         print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
@@ -300,7 +300,7 @@ def measure_all(
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.sweep.run import run_sweep
 
-    say_left_out(configs)
+    note_unused_gpus(configs)
     with TerminalListener() as listener:
         outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
     with StatusLine() as status:
@@ -311,13 +311,13 @@ def measure_all(
             "per run were neither warm-up nor measured steps"
         )
     if outcome.interrupted:
-        say_last("interrupted: the same command goes on from here")
+        print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
     wanted = {config.key for config in configs}
     return status_of([record for record in outcome.records if record.key in wanted])
 
 
-def say_left_out(configs: Sequence[RunConfig]) -> None:
+def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
     """Say on standard error which visible GPUs a sweep of these does not use."""
     from cs336_systems.sweep.run import gpus_left_out
 
@@ -360,7 +360,7 @@ def report(
     for directory, own in found.items() if keep else ():
         loaded = {entry.config for entry in kernels[directory]} | {entry.config for entry in memory[directory]}
         _refuse_to_lose(own, loaded, directory, output)
-    ceilings = ceilings_or_say(ceilings_beside(output))
+    ceilings = load_ceilings_or_warn(ceilings_beside(output))
     if published:
         status("writing tables and plots")
         write_tables(published, output, ceilings)
@@ -391,7 +391,7 @@ def report(
         for table in (*sweep_tables(profiled), *memory_sweep_tables(recorded)):
             print_table(table, output)
     for directory, own in found.items():
-        say_recorded([record.config for record in own], directory / "runs")
+        print_profile_paths([record.config for record in own], directory / "runs")
 
 
 def _refuse_to_lose(records: Sequence[RunRecord], loaded: Set[RunConfig], directory: Path, output: Path) -> None:

@@ -44,9 +44,9 @@ from cs336_systems.sweep.store import (
     make_writable,
     quarantine,
     refuse_to_mix,
+    remove_temporary_files,
     set_aside,
     set_aside_unreadable,
-    sweep_up,
     write_environment,
 )
 
@@ -118,7 +118,7 @@ def run_sweep(
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         if fresh:
             set_aside(runs)
-        sweep_up(runs)
+        remove_temporary_files(runs)
         records, problems = load_records(runs)
         set_aside_unreadable(problems)
         wanted = {config.key for config in configs}

@@ -115,7 +115,7 @@ def _stamp() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
 
 
-def sweep_up(runs: Path) -> None:
+def remove_temporary_files(runs: Path) -> None:
     """Remove what writers that died left half-written under temporary names."""
     for leftover in runs.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
