@@ -3,12 +3,13 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Annotated, Any
 
-from cs336_systems.setting_words import in_words
+from cs336_systems.settings import ByDevice, Rule, Setting, check, declared, in_words, make_choices, non_defaults
 
 MAX_PARAMETERS = 10**12
 """More fp32 parameters than this (4 TB) fit no device there is: surely a slip of the keyboard."""
@@ -20,20 +21,6 @@ MAX_PADDING = 2**16
 """Multiple to pad a vocabulary to: above any that a kernel likes."""
 EAGER_STEPS_BEFORE_GRAPH = 3
 """Before a step is recorded: compiling, the optimizer's state, and a step that finds both there."""
-OWN_MODEL_ONLY = (
-    "compile_blocks", "checkpoint_blocks", "pad_vocabulary", "cast_once", "fused_loss", "fused_blocks", "fp8",
-)  # fmt: skip
-"""Settings that change the inside of this project's model, and of no other."""
-
-LABELLED_FIRST = (
-    "attention", "sdpa_backend", "optimizer", "compile", "compile_blocks", "model_factory", "profiler",
-    "checkpoint_blocks", "pad_vocabulary", "cast_once", "fused_loss", "fused_blocks", "fp8", "cuda_graph",
-    "warmup_steps",
-)  # fmt: skip
-"""Settings that a label says before all others."""
-
-Need = tuple[str, bool, str, str, bool]
-"""A setting, whether it is set, what it needs, what is there instead, and whether that will do."""
 
 
 class Arch(StrEnum):
@@ -122,26 +109,79 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+PRESETS_OWN = "the preset's"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only Transformer language model."""
 
-    arch: Arch = Arch.CS336
-    vocab_size: int = 10_000
-    context_length: int = 512
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    rope_theta: float = 10_000.0
-    attention: Attention = Attention.NAIVE
-    sdpa_backend: SdpaBackend = SdpaBackend.AUTO
+    # fmt: off
+    arch: Annotated[Arch, Setting(word="", note="{} architecture")] = Arch.CS336
+    vocab_size: Annotated[
+        int,
+        Setting(
+            "Entries of the vocabulary (tokens).", default=PRESETS_OWN, least=1, heading="vocab_size",
+            note="vocabulary of {}", axis="size of the vocabulary",
+        ),
+    ] = 10_000
+    context_length: Annotated[
+        int,
+        Setting(
+            "Tokens in a sequence.", default="1024 for gpt2", plural="context_lengths", least=1, heading="context",
+            word="ctx", label=0,
+            by_device=ByDevice(gpu=512, cpu=128, gpu_sweep=(128, 256, 512), cpu_sweep=(64, 128, 256)),
+        ),
+    ] = 512
+    d_model: Annotated[
+        int, Setting("Width of the residual stream (elements).", default=PRESETS_OWN, least=1, heading="d_model")
+    ]
+    d_ff: Annotated[
+        int, Setting("Width of the feed-forward layer (elements).", default=PRESETS_OWN, least=1, heading="d_ff")
+    ]
+    num_layers: Annotated[
+        int, Setting("Blocks, one after the other.", default=PRESETS_OWN, least=1, heading="num_layers")
+    ]
+    num_heads: Annotated[
+        int, Setting("Attention heads; must divide d_model.", default=PRESETS_OWN, least=1, heading="num_heads")
+    ]
+    rope_theta: Annotated[
+        float,
+        Setting(
+            "Base of the rotary position embedding's wavelengths.", default="10000.0", heading="rope_theta",
+            note="RoPE theta {}",
+            rules=(
+                Rule(
+                    lambda model: 0 < model.rope_theta < float("inf"),
+                    "rope_theta must be positive and finite, got {config.rope_theta}",
+                ),
+            ),
+        ),
+    ] = 10_000.0
+    attention: Annotated[
+        Attention,
+        Setting(
+            "naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention.", chosen_by_fast=True,
+            word="", label=1, note="{} attention",
+        ),
+    ] = Attention.NAIVE
+    sdpa_backend: Annotated[
+        SdpaBackend,
+        Setting(
+            "Which kernel sdpa may use; auto lets PyTorch choose.", word="", label=1, column="",
+            rules=(
+                Rule(
+                    lambda model: model.attention is Attention.SDPA,
+                    "sdpa_backend {config.sdpa_backend} needs attention sdpa, got attention {config.attention}",
+                ),
+            ),
+        ),
+    ] = SdpaBackend.AUTO
+    # fmt: on
 
     def __post_init__(self) -> None:
-        _make_choices(self)
-        for name in ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        make_choices(self)
+        check(self)
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model must be divisible by num_heads, got {self.d_model} and {self.num_heads}")
         if self.arch is Arch.CS336 and self.d_head % 2:
@@ -149,10 +189,6 @@ class ModelConfig:
                 "RoPE rotates pairs, so d_model / num_heads must be even, "
                 f"got {self.d_model} / {self.num_heads} = {self.d_head}"
             )
-        if not 0 < self.rope_theta < float("inf"):
-            raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
-        if self.sdpa_backend is not SdpaBackend.AUTO and self.attention is not Attention.SDPA:
-            raise ValueError(f"sdpa_backend {self.sdpa_backend} needs attention sdpa, got attention {self.attention}")
         matrices = 4 * self.d_model**2 + (3 if self.arch is Arch.CS336 else 2) * self.d_model * self.d_ff
         parameters = self.num_layers * matrices + 2 * self.vocab_size * self.d_model
         if parameters > MAX_PARAMETERS:
@@ -165,227 +201,6 @@ class ModelConfig:
     def d_head(self) -> int:
         """Width of one attention head."""
         return self.d_model // self.num_heads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """One configuration to measure: everything that a fresh process needs to know."""
-
-    size: str
-    """Name of the preset that `model` came from, or `custom`."""
-    model: ModelConfig
-    batch_size: int = 4
-    mode: Mode = Mode.TRAIN
-    precision: Precision = Precision.FP32
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
-    compile: CompileMode = CompileMode.NONE
-    compile_blocks: bool = False
-    """Compile each block on its own instead of the whole model."""
-    checkpoint_blocks: int = 0
-    """Keep only the input of every so many blocks for backward (of fused ones stream and branch), and compute the rest
-    again; 0 keeps everything."""
-    pad_vocabulary: int = 1
-    """Compute logits for a vocabulary rounded up to a multiple of this, and leave the surplus out of the loss."""
-    cast_once: bool = False
-    """Keep the weights of linear layers in bf16, and their fp32 masters with the optimizer, which writes both: autocast
-    casts no weight and no gradient."""
-    fused_loss: bool = False
-    """Cross-entropy that reads the logits once and turns them into their gradient in place; in low precision it leaves
-    out the copies in fp32."""
-    fused_blocks: bool = False
-    """Add branches to the residual stream in the kernels of the norms that read the sum, biases in GELU's, and the
-    gradients of the embedding to their rows in one pass, in no fixed order. Backward keeps the sums, in fp32: a few
-    percent of the memory."""
-    fp8: bool = False
-    """Compute the linear layers of the blocks in fp8, with scales found anew in every step, where widths and tokens are
-    multiples of 16. The model's FLOPs are the same, and MFU stays a share of the peak in bf16."""
-    cuda_graph: bool = False
-    """Record the step as CUDA graphs, one for each phase, and replay these."""
-    learning_rate: float = 1e-3
-    """Of AdamW."""
-    device: Device = Device.CPU
-    warmup_steps: int = 5
-    measured_steps: int = 10
-    seed: int = 0
-    sync_phases: bool = False
-    """Synchronise after every phase (the textbook way) instead of recording events on the stream."""
-    ranges: bool = True
-    """Annotate the step with NVTX ranges."""
-    tokens: str | None = None
-    """Token file (.npy, one axis of integers) to read batches from; None means random tokens."""
-    model_factory: str | None = None
-    """`package.module:factory` of the user's own model; None means this project's TransformerLM."""
-    profiler: Profiler = Profiler.NONE
-    """A profiled run is slower, so it is a run of its own, and its times are never published."""
-    repeat: int = 0
-    """Which of several fresh processes of the same configuration this is, from 0."""
-
-    def __post_init__(self) -> None:
-        _make_choices(self)
-        least_values = {
-            "batch_size": 1, "checkpoint_blocks": 0, "pad_vocabulary": 1, "warmup_steps": 0, "measured_steps": 1,
-            "seed": 0, "repeat": 0,
-        }  # fmt: skip
-        for name, least in least_values.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.warmup_steps + self.measured_steps > 1_000_000:
-            raise ValueError(
-                f"warmup_steps + measured_steps must be at most 1000000, got {self.warmup_steps + self.measured_steps}"
-            )
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2**63, got {self.seed}")
-        tokens = self.batch_size * self.model.context_length
-        elements = tokens * max(
-            self.model.vocab_size, self.model.num_heads * self.model.context_length, self.model.d_ff
-        )
-        if elements > MAX_ELEMENTS:
-            raise ValueError(
-                f"one tensor of the step would hold {elements:.1e} elements, more than {MAX_ELEMENTS:.0e}: "
-                "check batch_size, context_length and vocab_size"
-            )
-        if not 0 < self.learning_rate < 1:
-            raise ValueError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
-        if self.pad_vocabulary > MAX_PADDING:
-            raise ValueError(f"pad_vocabulary must be at most {MAX_PADDING}, got {self.pad_vocabulary}")
-        self._check_together()
-        if self.fp8 and (misfit := fp8_misfit(self.model, self.batch_size)):
-            raise ValueError(misfit)
-        if self.tokens is not None and not _is_unicode(self.tokens):
-            raise ValueError(f"tokens needs a file name that is valid UTF-8, got {self.tokens!r}; rename the file")
-        if self.model_factory is not None and not _is_factory(self.model_factory):
-            raise ValueError(f"model must be package.module:factory, got {self.model_factory!r}")
-
-    def _check_together(self) -> None:
-        """Raise ValueError, in the words of the command line, where settings do not go with each other."""
-        for flag, is_set, needed, found, is_met in (*self._needs_of_shortcuts(), *self._needs_of_the_device()):
-            if is_set and not is_met:
-                raise ValueError(f"--{flag.replace('_', '-')} needs {needed}, got {found}")
-
-    def _needs_of_shortcuts(self) -> Iterator[Need]:
-        precision, compiled = f"--precision {self.precision}", f"--compile {self.compile}"
-        for name in OWN_MODEL_ONLY:
-            is_set = getattr(self, name) != _default(name)
-            yield name, is_set, "this project's model", f"--model {self.model_factory!r}", self.model_factory is None
-        has_mode = self.compile is not CompileMode.NONE
-        yield "compile_blocks", self.compile_blocks, "a mode, as in --compile default", compiled, has_mode
-        for name in ("cast_once", "fp8"):
-            is_bf16 = self.precision is Precision.BF16
-            yield name, getattr(self, name), "--precision bf16", precision, is_bf16
-        for name in ("fused_blocks", "fp8"):
-            yield name, getattr(self, name), "--cast-once", "none", self.cast_once
-        unscaled, is_unscaled = "a precision whose loss is not scaled", self.precision is not Precision.FP16
-        for name in ("fused_loss", "cuda_graph"):
-            yield name, getattr(self, name), unscaled, precision, is_unscaled
-        apart = "--compile-blocks, as a whole model has its loss compiled in"
-        yield "fused_loss", self.fused_loss, apart, compiled, self.compile_blocks or not has_mode
-        optimizer = f"--optimizer {self.optimizer}"
-        fuses = self.mode is not Mode.TRAIN or self.optimizer is OptimizerKind.FUSED
-        for name in ("cast_once", "cuda_graph"):
-            yield name, getattr(self, name), "--optimizer fused", optimizer, fuses
-        ungraphed = self.compile is not CompileMode.REDUCE_OVERHEAD
-        yield "cuda_graph", self.cuda_graph, "a mode of --compile without graphs of its own", compiled, ungraphed
-        seen = "another profiler, as a replayed graph allocates nothing"
-        yield "cuda_graph", self.cuda_graph, seen, "--memory", self.profiler is not Profiler.MEMORY
-        least = EAGER_STEPS_BEFORE_GRAPH + 1
-        warm = f"at least --warmup-steps {least}: it records the step after {EAGER_STEPS_BEFORE_GRAPH} others"
-        yield "cuda_graph", self.cuda_graph, warm, str(self.warmup_steps), self.warmup_steps >= least
-
-    def _needs_of_the_device(self) -> Iterator[Need]:
-        needed, found, is_met = "--device cuda", f"--device {self.device}", self.device is Device.CUDA
-        yield "cuda_graph", self.cuda_graph, needed, found, is_met
-        yield "precision tf32", self.precision is Precision.TF32, needed, found, is_met
-        kernels = f"{needed}, whose kernels it sees (--profile has a CPU's operators)"
-        yield "nsys", self.profiler is Profiler.NSYS, kernels, found, is_met
-        allocator = f"{needed}, as it records PyTorch's CUDA allocator"
-        yield "memory", self.profiler is Profiler.MEMORY, allocator, found, is_met
-
-    @property
-    def key(self) -> str:
-        """File name of this run's record: readable, unique among configurations, safe on every file system."""
-        # a record from elsewhere may call its size anything
-        size = re.sub(r"[^A-Za-z0-9.-]+", "-", self.size).lstrip(".-")[:32]
-        shape = f"{size}_ctx{self.model.context_length}_b{self.batch_size}_{self.mode}_{self.precision}"
-        return f"{shape}_{self.digest}_r{self.repeat}"
-
-    @property
-    def digest(self) -> str:
-        """Ten hexadecimal digits that all repeats of this run share, and no other run has."""
-        chosen = json.dumps([_non_defaults(self.configuration), _non_defaults(self.model)], sort_keys=True)
-        return hashlib.sha256(chosen.encode()).hexdigest()[:10]
-
-    @property
-    def configuration(self) -> "RunConfig":
-        """The same run as repeat 0: what all repeats of it share."""
-        return replace(self, repeat=0)
-
-    @property
-    def unprofiled(self) -> "RunConfig":
-        """The same run without a profiler."""
-        return replace(self, profiler=Profiler.NONE)
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Phases that this run times, in order, without the whole step."""
-        phases = {
-            Mode.INFERENCE: (Phase.FORWARD,),
-            Mode.FORWARD: (Phase.FORWARD,),
-            Mode.FORWARD_BACKWARD: (Phase.FORWARD, Phase.BACKWARD),
-            Mode.TRAIN: (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
-        }[self.mode]
-        return phases if self.tokens is None else (Phase.DATA, *phases)
-
-    @property
-    def label(self) -> str:
-        """A few words for people: what runs now, with all that differs from the defaults but the device."""
-        preset = SIZES.get(self.size)
-        model = {field.name: (getattr(self.model, field.name), field.default) for field in fields(self.model)}
-        unusual = {name: value for name, (value, usual) in model.items() if value != getattr(preset, name, usual)}
-        others = unusual | _non_defaults(self.configuration)
-        first = {
-            "size": self.size, "context_length": self.model.context_length, "mode": self.mode,
-            "precision": self.precision, **{name: others[name] for name in LABELLED_FIRST if name in others},
-        }  # fmt: skip
-        rest = {name: value for name, value in others.items() if name not in (*first, "device")}
-        last = {"repeat": self.repeat} if self.repeat else {}
-        return " ".join(in_words(name, value) for name, value in {**first, **rest, **last}.items())
-
-
-def fp8_misfit(model: ModelConfig, batch_size: int) -> str:
-    """Why a step of these sizes would compute products in bf16 all the same; empty where it would not."""
-    tokens = batch_size * model.context_length
-    sizes = {"batch_size x context_length": tokens, "d_model": model.d_model, "d_ff": model.d_ff}
-    wrong = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
-    return f"fp8 needs sizes that are multiples of {FP8_MULTIPLE}, got {', '.join(wrong)}" if wrong else ""
-
-
-def _non_defaults(config: "RunConfig | ModelConfig") -> dict[str, object]:
-    """Scalar fields that differ from their defaults, so that a field added later leaves earlier keys as they are."""
-    values = ((field, getattr(config, field.name)) for field in fields(config))
-    return {
-        field.name: value for field, value in values if value != field.default and not isinstance(value, ModelConfig)
-    }
-
-
-def _make_choices(config: "RunConfig | ModelConfig") -> None:
-    """Make plain strings the choices that they name, which are told apart by identity; ValueError for other strings."""
-    for field in fields(config):
-        if isinstance(field.default, StrEnum):
-            object.__setattr__(config, field.name, type(field.default)(getattr(config, field.name)))
-
-
-def _default(name: str) -> object:
-    return next(field.default for field in fields(RunConfig) if field.name == name)
-
-
-def _is_unicode(text: str) -> bool:
-    """False for bytes of a file name that Python smuggled in as lone surrogates, which no JSON holds."""
-    return text.encode(errors="ignore").decode() == text
-
-
-def _is_factory(text: str) -> bool:
-    module, separator, factory = text.partition(":")
-    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *factory.split(".")])
 
 
 def _preset(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelConfig:
@@ -415,3 +230,376 @@ SIZES: Mapping[str, ModelConfig] = MappingProxyType(
     }
 )
 """The presets by name (CS336 assignment 2, table 1; Radford et al. 2019, table 2)."""
+
+
+def _needs(needed: str, is_met: Callable[[Any], bool], found: str, subject: str = "{flag}") -> Rule:
+    return Rule(is_met, f"{subject} needs {needed}, got {found}")
+
+
+_OUR_MODEL = _needs("this project's model", lambda run: run.model_factory is None, "--model {config.model_factory!r}")
+_BF16 = _needs("--precision bf16", lambda run: run.precision is Precision.BF16, "--precision {config.precision}")
+_UNSCALED = _needs(
+    "a precision whose loss is not scaled", lambda run: run.precision is not Precision.FP16,
+    "--precision {config.precision}",
+)  # fmt: skip
+_FUSED_OPTIMIZER = _needs(
+    "--optimizer fused", lambda run: run.mode is not Mode.TRAIN or run.optimizer is OptimizerKind.FUSED,
+    "--optimizer {config.optimizer}",
+)  # fmt: skip
+_CAST_ONCE = _needs("--cast-once", lambda run: run.cast_once, "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One configuration to measure: everything that a fresh process needs to know.
+
+    To add a setting, add a field here, with its declaration, and the code that obeys it.
+    """
+
+    # fmt: off
+    size: Annotated[
+        str,
+        Setting(
+            f"Preset: {', '.join(SIZES)}.", metavar="NAME", plural="sizes", word="", label=0,
+            by_device=ByDevice(
+                gpu="small", cpu="tiny", gpu_sweep=("small", "medium", "large", "xl", "2.7B"), cpu_sweep=("tiny",)
+            ),
+        ),
+    ]
+    """Name of the preset that `model` came from, or `custom`."""
+    model: ModelConfig
+    batch_size: Annotated[
+        int,
+        Setting("Sequences in a batch.", least=1, heading="batch", note="batch {}", axis="batch size"),
+    ] = 4
+    mode: Annotated[
+        Mode,
+        Setting(
+            "How much of a step: inference (no graph), forward (with the graph), forward-backward, train.",
+            plural="modes", word="", label=0,
+        ),
+    ] = Mode.TRAIN
+    precision: Annotated[
+        Precision,
+        Setting(
+            "fp32 (true fp32), tf32, bf16 or fp16 (autocast around forward and loss).", plural="precisions",
+            several="With fp32 and another, the tables get a speed-up column.", chosen_by_fast=True, word="", label=0,
+            rules=(
+                _needs(
+                    "--device cuda", lambda run: run.precision is not Precision.TF32 or run.device is Device.CUDA,
+                    "--device {config.device}", subject="--precision tf32",
+                ),
+            ),
+        ),
+    ] = Precision.FP32
+    device: Annotated[Device, Setting(word="", label=None)] = Device.CPU
+    warmup_steps: Annotated[
+        int,
+        Setting(
+            "Steps before the timed ones.", plural="warmup_steps", several="Several make a warm-up study.", least=0,
+            heading="warm-up", label=2, note="{} warm-up steps", notes={1: "1 warm-up step"},
+        ),
+    ] = 5
+    optimizer: Annotated[
+        OptimizerKind,
+        Setting(
+            "adamw: written out, one tensor at a time. foreach, fused: PyTorch's.", chosen_by_fast=True, word="",
+            label=1, note="{} optimizer",
+        ),
+    ] = OptimizerKind.ADAMW
+    compile: Annotated[
+        CompileMode,
+        Setting(
+            "Mode of torch.compile; none is eager.", chosen_by_fast=True, is_shortcut=True, label=1, note="compile {}"
+        ),
+    ] = CompileMode.NONE
+    compile_blocks: Annotated[
+        bool,
+        Setting(
+            "Compile each block on its own instead of the whole model: seconds instead of tens of seconds to wait.",
+            is_shortcut=True, label=1, column="",
+            rules=(
+                _OUR_MODEL,
+                _needs(
+                    "a mode, as in --compile default", lambda run: run.compile is not CompileMode.NONE,
+                    "--compile {config.compile}",
+                ),
+            ),
+        ),
+    ] = False
+    model_factory: Annotated[
+        str | None,
+        Setting(
+            "Your own model as package.module:factory. The factory is called with those of "
+            f"{', '.join(each.name for each in fields(ModelConfig))} that its signature names; the model it returns "
+            "maps int64 (batch, sequence) to logits (batch, sequence, vocabulary).",
+            flag="model", metavar="MODULE:FACTORY", default="this project's model", word="", label=1, column="",
+            rules=(
+                Rule(
+                    lambda run: _is_factory(run.model_factory),
+                    "model must be package.module:factory, got {config.model_factory!r}",
+                ),
+            ),
+        ),
+    ] = None
+    profiler: Annotated[
+        Profiler,
+        Setting(
+            word="", label=1,
+            rules=(
+                _needs(
+                    "--device cuda, whose kernels it sees (--profile has a CPU's operators)",
+                    lambda run: run.profiler is not Profiler.NSYS or run.device is Device.CUDA,
+                    "--device {config.device}", subject="--nsys",
+                ),
+                _needs(
+                    "--device cuda, as it records PyTorch's CUDA allocator",
+                    lambda run: run.profiler is not Profiler.MEMORY or run.device is Device.CUDA,
+                    "--device {config.device}", subject="--memory",
+                ),
+            ),
+        ),
+    ] = Profiler.NONE
+    """A profiled run is slower, so it is a run of its own, and its times are never published."""
+    checkpoint_blocks: Annotated[
+        int,
+        Setting(
+            "Activation checkpointing: keep only the input of every so many blocks for backward (of fused blocks: "
+            "stream and branch), and compute the rest again; 0 keeps everything.",
+            plural="checkpoint_blocks", several="Several make a study of what it costs and saves.", least=0,
+            word="checkpoint", label=1, rules=(_OUR_MODEL,), axis="blocks per checkpoint",
+            note="a checkpoint every {} blocks", notes={0: "no checkpoints", 1: "a checkpoint every block"},
+        ),
+    ] = 0
+    pad_vocabulary: Annotated[
+        int,
+        Setting(
+            "Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss.",
+            chosen_by_fast=True, is_shortcut=True, least=1, most=MAX_PADDING, rules=(_OUR_MODEL,), word="padded to",
+            label=1, note="vocabulary padded to a multiple of {}", notes={1: "vocabulary not padded"},
+            axis="multiple that the vocabulary is padded to",
+        ),
+    ] = 1
+    cast_once: Annotated[
+        bool,
+        Setting(
+            "Keep a bf16 copy of each linear layer's weights beside the fp32 masters, so that autocast need not cast "
+            "them in every step. The optimizer updates both.",
+            is_shortcut=True, rules=(_OUR_MODEL, _BF16, _FUSED_OPTIMIZER), label=1, note="weights cast once",
+        ),
+    ] = False
+    fused_loss: Annotated[
+        bool,
+        Setting(
+            "Fused cross-entropy: forward overwrites the logits with their gradient, which saves time and memory; in "
+            "low precision it leaves out the copies in fp32.",
+            is_shortcut=True, label=1, note="fused loss",
+            rules=(
+                _OUR_MODEL,
+                _UNSCALED,
+                _needs(
+                    "--compile-blocks, as a whole model has its loss compiled in",
+                    lambda run: run.compile_blocks or run.compile is CompileMode.NONE, "--compile {config.compile}",
+                ),
+            ),
+        ),
+    ] = False
+    fused_blocks: Annotated[
+        bool,
+        Setting(
+            "Fused kernels between the matrix products: residual addition with norm, bias with GELU, and the "
+            "embedding's backward in one pass, whose sums are not the same to the last bit every time. Backward keeps "
+            "the sums of the residual stream in fp32, a few percent of the memory. Needs --cast-once.",
+            is_shortcut=True, rules=(_OUR_MODEL, _CAST_ONCE), label=1, note="fused blocks",
+        ),
+    ] = False
+    fp8: Annotated[
+        bool,
+        Setting(
+            "Compute the linear layers of the blocks in fp8, with scales found anew in every step: for large models, "
+            "on GPUs from Ada and Hopper on; with other rounding than bf16's, so --fast does so only if asked. MFU "
+            "stays a share of the peak in bf16.",
+            is_shortcut=True, label=1, note="blocks in fp8",
+            rules=(_OUR_MODEL, _BF16, _CAST_ONCE, Rule(lambda run: not run.fp8_misfit, "{config.fp8_misfit}")),
+        ),
+    ] = False
+    cuda_graph: Annotated[
+        bool,
+        Setting(
+            "Record the step as CUDA graphs, one for each phase, and replay these. Needs at least "
+            f"--warmup-steps {EAGER_STEPS_BEFORE_GRAPH + 1}.",
+            is_shortcut=True, word="graph", label=1, note="each phase a CUDA graph",
+            rules=(
+                _UNSCALED,
+                _FUSED_OPTIMIZER,
+                _needs(
+                    "a mode of --compile without graphs of its own",
+                    lambda run: run.compile is not CompileMode.REDUCE_OVERHEAD, "--compile {config.compile}",
+                ),
+                Rule(
+                    lambda run: run.profiler is not Profiler.MEMORY,
+                    "{flag} cannot be combined with --memory: a replayed graph allocates nothing",
+                ),
+                _needs(
+                    f"at least --warmup-steps {EAGER_STEPS_BEFORE_GRAPH + 1}: it records the step after "
+                    f"{EAGER_STEPS_BEFORE_GRAPH} others",
+                    lambda run: run.warmup_steps > EAGER_STEPS_BEFORE_GRAPH, "{config.warmup_steps}",
+                ),
+                _needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}"),
+            ),
+        ),
+    ] = False
+    learning_rate: Annotated[
+        float,
+        Setting(
+            "Learning rate of AdamW.", word="lr", note="learning rate {}",
+            rules=(
+                Rule(
+                    lambda run: 0 < run.learning_rate < 1,
+                    "learning_rate must be between 0 and 1, got {config.learning_rate}",
+                ),
+            ),
+        ),
+    ] = 1e-3
+    measured_steps: Annotated[
+        int,
+        Setting(
+            "Steps that are timed, after the warm-up.", least=1, heading="steps", note="{} measured steps",
+            notes={1: "1 measured step"},
+        ),
+    ] = 10
+    seed: Annotated[
+        int,
+        Setting(
+            "Seed of the weights and the tokens.", least=0,
+            rules=(Rule(lambda run: run.seed < 2**63, "seed must be below 2**63, got {config.seed}"),),
+        ),
+    ] = 0
+    sync_phases: Annotated[
+        bool,
+        Setting(
+            "Synchronise after every phase, the textbook way, instead of recording events on the stream.",
+            column="phases", cells={False: "by events", True: "synchronised"},
+        ),
+    ] = False
+    ranges: Annotated[bool, Setting("Annotate the step with NVTX ranges.", cells={False: "off", True: "on"})] = True
+    tokens: Annotated[
+        str | None,
+        Setting(
+            "Token file to read batches from (.npy, one axis of integers).", metavar="FILE", default="random tokens",
+            cells={None: "random"},
+            rules=(
+                Rule(
+                    lambda run: _is_unicode(run.tokens),
+                    "tokens needs a file name that is valid UTF-8, got {config.tokens!r}; rename the file",
+                ),
+            ),
+        ),
+    ] = None
+    repeat: Annotated[int, Setting(least=0, word="#", label=5)] = 0
+    """Which of several fresh processes of the same configuration this is, from 0."""
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        make_choices(self)
+        check(self)
+        if self.warmup_steps + self.measured_steps > 1_000_000:
+            raise ValueError(
+                f"warmup_steps + measured_steps must be at most 1000000, got {self.warmup_steps + self.measured_steps}"
+            )
+        tokens = self.batch_size * self.model.context_length
+        elements = tokens * max(
+            self.model.vocab_size, self.model.num_heads * self.model.context_length, self.model.d_ff
+        )
+        if elements > MAX_ELEMENTS:
+            raise ValueError(
+                f"one tensor of the step would hold {elements:.1e} elements, more than {MAX_ELEMENTS:.0e}: "
+                "check batch_size, context_length and vocab_size"
+            )
+
+    @property
+    def fp8_misfit(self) -> str:
+        """Why a step of these sizes would compute products in bf16 even with `fp8`; empty where it would not."""
+        tokens = self.batch_size * self.model.context_length
+        sizes = {"batch_size x context_length": tokens, "d_model": self.model.d_model, "d_ff": self.model.d_ff}
+        wrong = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+        return f"fp8 needs sizes that are multiples of {FP8_MULTIPLE}, got {', '.join(wrong)}" if wrong else ""
+
+    @property
+    def key(self) -> str:
+        """File name of this run's record: readable, unique among configurations, safe on every file system."""
+        # a record from elsewhere may call its size anything
+        size = re.sub(r"[^A-Za-z0-9.-]+", "-", self.size).lstrip(".-")[:32]
+        shape = f"{size}_ctx{self.model.context_length}_b{self.batch_size}_{self.mode}_{self.precision}"
+        return f"{shape}_{self.digest}_r{self.repeat}"
+
+    @property
+    def digest(self) -> str:
+        """Ten hexadecimal digits that all repeats of this run share, and no other run has."""
+        chosen = json.dumps([non_defaults(self.configuration), non_defaults(self.model)], sort_keys=True)
+        return hashlib.sha256(chosen.encode()).hexdigest()[:10]
+
+    @property
+    def configuration(self) -> "RunConfig":
+        """The same run as repeat 0: what all repeats of it share."""
+        return replace(self, repeat=0)
+
+    @property
+    def without_shortcuts(self) -> "RunConfig":
+        """The same run without what makes its step faster, and seldom larger."""
+        plain: dict[str, Any] = {each.name: each.default for each, setting in declared(self) if setting.is_shortcut}
+        return replace(self, **plain)
+
+    @property
+    def unprofiled(self) -> "RunConfig":
+        """The same run without a profiler."""
+        return replace(self, profiler=Profiler.NONE)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases that this run times, in order, without the whole step."""
+        phases = {
+            Mode.INFERENCE: (Phase.FORWARD,),
+            Mode.FORWARD: (Phase.FORWARD,),
+            Mode.FORWARD_BACKWARD: (Phase.FORWARD, Phase.BACKWARD),
+            Mode.TRAIN: (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
+        }[self.mode]
+        return phases if self.tokens is None else (Phase.DATA, *phases)
+
+    @property
+    def label(self) -> str:
+        """A few words for people: what runs now, with all that differs from the defaults but the device."""
+        preset = SIZES.get(self.size)
+        settings = [(getattr(self, each.name), each.default, each.name, setting) for each, setting in declared(self)]
+        model = [
+            (getattr(self.model, each.name), getattr(preset, each.name, each.default), each.name, setting)
+            for each, setting in declared(self.model)
+        ]
+        settings[1:2] = model
+        said = [
+            (setting.label, in_words(name, setting, value))
+            for value, usual, name, setting in settings
+            if setting.label == 0 or (setting.label is not None and value != usual)
+        ]
+        return " ".join(words for _, words in sorted(said, key=lambda each: each[0]))
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {
+        each.name: setting
+        for kind in (RunConfig, ModelConfig)
+        for each, setting in declared(kind)
+        if each.name != "model"
+    }
+)
+"""The declarations of all settings of a run, by their names."""
+
+
+def _is_unicode(text: str) -> bool:
+    """False for bytes of a file name that Python smuggled in as lone surrogates, which no JSON holds."""
+    return text.encode(errors="ignore").decode() == text
+
+
+def _is_factory(text: str) -> bool:
+    module, separator, factory = text.partition(":")
+    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *factory.split(".")])

@@ -81,6 +81,14 @@ class _JsonEscapes(_Escapes):
 _ESCAPES, _JSON_ESCAPES = _Escapes(), _JsonEscapes()
 
 
+def text_of(value: object) -> str:
+    """A value as text: numbers as short as they stay exact; empty for unknown."""
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return "" if value is None else str(value)
+
+
 def counted(count: int, noun: str) -> str:
     """The count with its noun: `1 block`, `2,000 blocks`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

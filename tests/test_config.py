@@ -325,7 +325,7 @@ def test_the_label_says_what_is_unusual() -> None:
                 ),
                 (
                     {"profiler": Profiler.MEMORY},
-                    "another profiler, as a replayed graph allocates nothing, got --memory",
+                    "--cuda-graph cannot be combined with --memory: a replayed graph allocates nothing",
                 ),
                 ({"warmup_steps": 3}, "at least --warmup-steps 4: it records the step after 3 others, got 3"),
             )

@@ -125,8 +125,8 @@ def at_default(value: object, path: str = "record") -> list[str]:
 def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: Path) -> None:
     # Compiled blocks and a model of one's own exclude each other, and so do fp16 and shortcuts; there is one version.
     assert at_default(FULL) == [
-        "record.config.cast_once", "record.config.fused_loss", "record.config.fused_blocks",
-        "record.config.fp8", "record.config.cuda_graph", "record.config.model_factory", "record.format_version",
+        "record.config.model_factory", "record.config.cast_once", "record.config.fused_loss",
+        "record.config.fused_blocks", "record.config.fp8", "record.config.cuda_graph", "record.format_version",
     ]  # fmt: skip
     path = write_record(FULL, tmp_path)
     assert path == tmp_path / f"{FULL.key}.json"

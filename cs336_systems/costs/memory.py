@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from cs336_systems.config import CompileMode, Device, Phase, Precision, Profiler, RunConfig, SdpaBackend
+from cs336_systems.config import Device, Phase, Precision, Profiler, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
@@ -172,10 +172,8 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
 def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    is_known = config.model_factory is None and config.compile is CompileMode.NONE and not refused
-    shortcuts = (config.cast_once, config.fused_loss, config.fused_blocks, config.fp8, config.cuda_graph)
-    is_plain = config.pad_vocabulary == 1 and not any(shortcuts)
-    return is_known and is_plain and config.model.num_layers <= MAX_LAYERS
+    is_plain = config.model_factory is None and config == config.without_shortcuts
+    return is_plain and not refused and config.model.num_layers <= MAX_LAYERS
 
 
 def _record(config: RunConfig) -> Tape:

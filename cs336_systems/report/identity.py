@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-from cs336_systems.config import SIZES, Attention, CompileMode, RunConfig, SdpaBackend
+from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, RunConfig, SdpaBackend
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv
-from cs336_systems.setting_words import in_words, text_of
-from cs336_systems.text import LONGEST_PART, inert_line
+from cs336_systems.settings import Setting, heading_of, in_words
+from cs336_systems.text import LONGEST_PART, inert_line, text_of
 
 Identity: TypeAlias = dict[str, Any]
 """A configuration by the names of columns; None is unknown. Equal for equal configurations on one device only."""
@@ -47,12 +48,10 @@ _IMPLIED = (*SHAPE, "vocab_size")
 """Settings that a size stands for."""
 _LAST = ("repeat", "device", "digest")
 """What tells apart where nothing else does."""
-_TOGETHER = ("model_factory", "compile_blocks", "sdpa_backend", "sync_phases")
-"""Fields that the columns arch, compile, attention and phases say."""
-_HEADINGS = {
-    "context_length": "context", "device_name": "device", "warmup_steps": "warm-up", "batch_size": "batch",
-    "measured_steps": "steps", "digest": "record", **{name: name for name in (*_IMPLIED, "rope_theta")},
-}  # fmt: skip
+OTHERS: Mapping[str, Setting] = MappingProxyType(
+    {"device_name": Setting(heading="device", word="", note="{}"), "digest": Setting(heading="record")}
+)
+"""Columns that tell runs apart and are no settings, declared as settings are."""
 
 
 def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
@@ -89,15 +88,18 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
         "arch": values["model_factory"] if is_own else values["arch"],
         "attention": None if is_own else f"{attention}-{backend}" if has_backend else attention,
         "compile": f"{values['compile']}-blocks" if by_block else values["compile"],
-        "phases": "synchronised" if values["sync_phases"] else "by events",
-        "ranges": "on" if values["ranges"] else "off",
-        "tokens": "random" if values["tokens"] is None else values["tokens"],
     }
-    return {
-        name: str(value) if isinstance(value, StrEnum) else value
-        for name, value in found.items()
-        if name not in _TOGETHER
-    }
+    cells = {}
+    for name, value in found.items():
+        setting = setting_of(name)
+        if column := name if setting.column is None else setting.column:
+            cells[column] = setting.cells.get(value, str(value) if isinstance(value, StrEnum) else value)
+    return cells
+
+
+def setting_of(name: str) -> Setting:
+    """How the setting, or the column, of this name is declared."""
+    return OTHERS.get(name) or SETTINGS.get(name, Setting())
 
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
@@ -158,7 +160,7 @@ def identity_columns(
 
 def heading(name: str) -> str:
     """What stands above the column of this name."""
-    return _HEADINGS.get(name, name.replace("_", " "))
+    return heading_of(name, setting_of(name))
 
 
 def _is_numeric(rows: Sequence[Identity], name: str) -> bool:
@@ -180,7 +182,7 @@ def names_of(
     """
     kept = apart_from(rows, without) if without else rows
     told = telling(kept, [name for name in always if name not in without])
-    names = [" ".join(filter(None, (in_words(name, row[name]) for name in told))) for row in kept]
+    names = [" ".join(filter(None, (in_words(name, setting_of(name), row[name]) for name in told))) for row in kept]
     same = Counter(name for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)})
     return [
         name if same[name] == 1 else f"{name} {_hashed(repr(list(row.values())))}"

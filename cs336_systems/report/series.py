@@ -6,15 +6,15 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.config import Phase, Precision
+from cs336_systems.config import SETTINGS, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import apart_from, rows_of, speed_ups
 from cs336_systems.report.words import STATUS_WORDS
 
 AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
 """Fields that run along the axes and the lines of a picture; all else is equal within one picture."""
-SETTINGS_ALONG = ("checkpoint_blocks", "batch_size", "vocab_size", "pad_vocabulary")
-"""Numeric settings that run along the axis of a picture of their own where they vary."""
+SETTINGS_ALONG = {name: setting.axis for name, setting in SETTINGS.items() if setting.axis}
+"""Numeric settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 

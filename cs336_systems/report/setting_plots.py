@@ -9,14 +9,8 @@ from matplotlib.figure import Figure
 from cs336_systems.config import Precision
 from cs336_systems.report import drawing
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.series import Line, SettingLines, WarmupLines
+from cs336_systems.report.series import SETTINGS_ALONG, Line, SettingLines, WarmupLines
 
-SETTING_WORDS = {
-    "checkpoint_blocks": "blocks per checkpoint",
-    "batch_size": "batch size",
-    "vocab_size": "size of the vocabulary",
-    "pad_vocabulary": "multiple that the vocabulary is padded to",
-}
 MAX_VALUES = 8
 """Of the setting: more have no room for all of their labels in one panel."""
 
@@ -25,7 +19,7 @@ def draw_setting(sizes: Sequence[SettingLines], setting: str, step: str, setting
     """Above, step time; below, the peak of memory where it is known; by one setting, a line for each precision."""
     has_peaks = any(line.known for size in sizes for line in size.peaks)
     width = max(6.0, 2.8 * len(sizes) + 0.6)
-    title = f"One {step} by {SETTING_WORDS[setting]}"
+    title = f"One {step} by {SETTINGS_ALONG[setting]}"
     figure = drawing.new_figure(width, 6.4 if has_peaks else 3.9, title, settings)
     panels = figure.subplots(1 + has_peaks, len(sizes), squeeze=False)
     handles: dict[str, Any] = {}
@@ -33,7 +27,7 @@ def draw_setting(sizes: Sequence[SettingLines], setting: str, step: str, setting
         column[0].set_title(drawing.inert(size.name), fontsize=10)
         for panel, lines in zip(column, (size.times, size.peaks), strict=False):
             handles |= _draw_over_setting(panel, lines, setting)
-        column[-1].set_xlabel(SETTING_WORDS[setting], fontsize=9)
+        column[-1].set_xlabel(SETTINGS_ALONG[setting], fontsize=9)
     for row, label in zip(panels, ("time (ms), mean ± std", "peak of memory (GiB)"), strict=False):
         row[0].set_ylabel(label, fontsize=9)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False, fontsize=9)

@@ -27,9 +27,9 @@ from cs336_systems.report.identity import (
 from cs336_systems.report.listing import in_si
 from cs336_systems.report.numbers import DOUBT, derived_text, interval_text, mean_and_std, significant
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.report.words import SETTINGS, STATUS_WORDS, describe
-from cs336_systems.setting_words import text_of
+from cs336_systems.report.words import NOTED, STATUS_WORDS, describe
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336_systems.text import text_of
 
 RowDict: TypeAlias = dict[str, Any]
 
@@ -127,7 +127,7 @@ def _identity(frame: pd.DataFrame) -> list[Column[RowDict]]:
     """Columns that tell the rows apart."""
     rows = _identities(frame)
     told = telling(rows, always=("size", "context_length", "precision"))
-    order = ("size", *SHAPE, "context_length", "precision", *SETTINGS)
+    order = ("size", *SHAPE, "context_length", "precision", *NOTED)
     names = sorted(told, key=lambda name: order.index(name) if name in order else len(order))
     by_run = {(row["config"], row["device_name"]): own for row, own in zip(rows_of(frame), rows, strict=True)}
     return identity_columns(names, rows, lambda row: by_run[row["config"], row["device_name"]])

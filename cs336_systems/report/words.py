@@ -1,14 +1,15 @@
 """How tables and pictures say the settings and the end of a run."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import pandas as pd
 
-from cs336_systems.config import Mode, RunConfig
+from cs336_systems.config import SETTINGS, Mode, RunConfig
 from cs336_systems.record import Status
 from cs336_systems.report.frame import rows_of
-from cs336_systems.report.identity import SHAPE, identities, usual_settings
-from cs336_systems.setting_words import in_words, text_of
+from cs336_systems.report.identity import SHAPE, identities, setting_of, usual_settings
+from cs336_systems.settings import in_words
+from cs336_systems.text import text_of
 
 STATUS_WORDS = {
     Status.OK: "ok",
@@ -25,39 +26,16 @@ STEP_WORDS = {
     Mode.FORWARD_BACKWARD: "forward and backward pass",
     Mode.TRAIN: "training step",
 }
-SETTINGS = {
-    "device_name": "{}",
-    "arch": "{} architecture",
-    "batch_size": "batch {}",
-    "mode": "{}",
-    "precision": "{}",
-    "attention": "{} attention",
-    "compile": "compile {}",
-    "optimizer": "{} optimizer",
-    "warmup_steps": "{} warm-up steps",
-    "measured_steps": "{} measured steps",
-    "checkpoint_blocks": "a checkpoint every {} blocks",
-    "pad_vocabulary": "vocabulary padded to a multiple of {}",
-    "cast_once": "weights cast once",
-    "fused_loss": "fused loss",
-    "fused_blocks": "fused blocks",
-    "fp8": "blocks in fp8",
-    "cuda_graph": "each phase a CUDA graph",
-    "learning_rate": "learning rate {}",
-    "vocab_size": "vocabulary of {}",
-    "rope_theta": "RoPE theta {}",
-}
-"""How to say a setting that all rows share, in order; one that varies has a column, or a picture, of its own."""
+FIRST = ("device_name", "arch", "batch_size", "mode", "precision", "attention", "compile", "optimizer", "warmup_steps",
+         "measured_steps")  # fmt: skip
+"""Settings that notes begin with, in order; the others follow as they are declared."""
+NOTED = tuple(dict.fromkeys((*FIRST, *(name for name, setting in SETTINGS.items() if setting.note))))
+"""Settings that notes have words of their own for."""
 ALWAYS = ("device_name", "arch", "batch_size", "mode", "precision", "attention", "optimizer", "warmup_steps",
           "measured_steps")  # fmt: skip
 """Settings that are said even where they are what they usually are."""
 NEVER = ("size", *SHAPE, "context_length", "profiler", "repeat", "device", "digest")
 """What is said elsewhere: beside each row, or along an axis."""
-SPECIAL: Mapping[tuple[str, object], str] = {
-    ("checkpoint_blocks", 0): "no checkpoints",
-    ("checkpoint_blocks", 1): "a checkpoint every block",
-    ("pad_vocabulary", 1): "vocabulary not padded",
-}
 
 
 def describe(frame: pd.DataFrame, also: Collection[str] = ()) -> str:
@@ -71,9 +49,7 @@ def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collecti
     Those that are as usual are not said, unless they are `also` wanted.
     """
     rows, usual = identities(runs), [usual_settings(config) for config, _ in runs]
-    names = [
-        name for name in dict.fromkeys((*SETTINGS, *(rows[0] if rows else ()))) if name not in NEVER or name in also
-    ]
+    names = [name for name in dict.fromkeys((*NOTED, *(rows[0] if rows else ()))) if name not in NEVER or name in also]
     trains = any(config.mode is Mode.TRAIN for config, _ in runs)
     said = []
     for name in names:
@@ -85,9 +61,7 @@ def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collecti
 
 
 def _said(name: str, value: object) -> str:
-    if (name, value) in SPECIAL:
-        return SPECIAL[name, value]
-    if name not in SETTINGS or value is False:
-        return in_words(name, value)
-    words = SETTINGS[name].format(text_of(value))
-    return words.removesuffix("s") if value == 1 and name.endswith("_steps") else words
+    setting = setting_of(name)
+    if not setting.note or value is False:
+        return in_words(name, setting, value)
+    return setting.notes.get(value) or setting.note.format(text_of(value))

@@ -20,7 +20,6 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
     SdpaBackend,
-    fp8_misfit,
 )
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.costs.hardware import find_device
@@ -105,7 +104,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
     on_gpu, ours = base.device is Device.CUDA, base.model_factory is None
     awkward = base.model.vocab_size % NICE_VOCABULARY > 0
-    is_large = count_parameters(base.model) >= MIN_FP8_PARAMETERS and not fp8_misfit(base.model, base.batch_size)
+    is_large = count_parameters(base.model) >= MIN_FP8_PARAMETERS and not base.fp8_misfit
 
     def fused(backend: SdpaBackend) -> dict[str, Any]:
         return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
@@ -145,9 +144,8 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
     """
     plain = replace(base.model, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO)
     config = replace(
-        base, model=plain, mode=Mode.TRAIN, precision=Precision.FP32, optimizer=OptimizerKind.FOREACH,
-        compile=CompileMode.NONE, compile_blocks=False, pad_vocabulary=1, cast_once=False, fused_loss=False,
-        fused_blocks=False, fp8=False, cuda_graph=False, sync_phases=False,
+        base.without_shortcuts, model=plain, mode=Mode.TRAIN, precision=Precision.FP32, optimizer=OptimizerKind.FOREACH,
+        sync_phases=False,
     )  # fmt: skip
     found = [Rung(name="fp32", change="true fp32, eager, attention written out, foreach AdamW", config=config)]
     for change in _changes(config, device_name):

@@ -1,9 +1,9 @@
 """Which runs to start first, and which will run out of memory: said before anything runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from cs336_systems.config import CompileMode, Device, RunConfig
+from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES, fits, predict_memory, predicted_peak_bytes
 
 
@@ -24,8 +24,7 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
     Where nothing is predicted (on a CPU, for a user's own model) the order stays, after what is known to fit.
     """
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
-    eager = [_plain(config) for config in configs]
-    peaks = dict(zip(configs, map(predicted_peak_bytes, eager), strict=True))
+    peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
     ordered = sorted(configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0))
     return Plan(configs=tuple(ordered), too_large=tuple(config for config in ordered if config in too_large))
 
@@ -35,18 +34,3 @@ def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
     if found is None or found.reserved_bytes + CUDA_CONTEXT_BYTES <= memory_bytes:
         return False
     return fits(config, memory_bytes) is False
-
-
-def _plain(config: RunConfig) -> RunConfig:
-    """The same step without what makes it faster, and seldom larger."""
-    return replace(
-        config,
-        compile=CompileMode.NONE,
-        compile_blocks=False,
-        pad_vocabulary=1,
-        cast_once=False,
-        fused_loss=False,
-        fused_blocks=False,
-        fp8=False,
-        cuda_graph=False,
-    )

@@ -1,0 +1,139 @@
+"""How a setting of a run is declared: beside its type and its default stands, once, all that anything else needs of it.
+
+`fused_loss: Annotated[bool, Setting("...", rules=(...))] = False` in a configuration class makes the flag, its help,
+its checks, its word in labels, its column in tables and its place in notes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from typing import Any
+
+from cs336_systems.text import text_of
+
+MAX_WORD = 40
+"""Characters of one setting in words, such as a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a setting asks of the others wherever it is not at its default."""
+
+    is_met: Callable[[Any], bool]
+    """Of the configuration."""
+    otherwise: str
+    """The error where it is not; `{flag}` stands for the flag of the setting, `{config.name}` for any value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByDevice:
+    """A default that depends on the device: of one run, and the values of a sweep."""
+
+    gpu: Any
+    cpu: Any
+    gpu_sweep: tuple[Any, ...]
+    cpu_sweep: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting; what is not given follows from the field's name, type and default."""
+
+    help: str = ""
+    """What the flag does, in the help; a setting without has no flag."""
+    flag: str = ""
+    """Name of the flag; by default that of the field."""
+    metavar: str = ""
+    """What stands for the value in the help; by default the type."""
+    default: str = ""
+    """Rule that makes the default, in the help, where that is not the field's own."""
+    by_device: ByDevice | None = None
+    plural: str = ""
+    """Name of the flag of a sweep that takes several values; empty if a sweep takes one."""
+    several: str = ""
+    """What several values are good for, in the help of a sweep."""
+    chosen_by_fast: bool = False
+    """Whether --fast chooses the value, and refuses to be given another."""
+    is_shortcut: bool = False
+    """Whether it makes the same step faster: the ladder begins without it, and forecasts of memory do not know it."""
+    least: int | None = None
+    most: int | None = None
+    rules: tuple[Rule, ...] = ()
+    word: str | None = None
+    """In labels and names, beside the value: `batch 8`; empty if the value says what it is of. Default: the heading."""
+    label: int | None = 4
+    """Place in labels, where equal ones are in order of declaration; 0 is always said, None never."""
+    heading: str = ""
+    """Of its column; by default the name in words."""
+    column: str | None = None
+    """Name of its column; by default the field's, empty if the column of another setting says it."""
+    cells: Mapping[Any, str] = field(default_factory=dict)
+    """What the column has for a value; by default the value."""
+    note: str = ""
+    """How notes below tables say the value: `batch {}`; by default as labels do."""
+    notes: Mapping[Any, str] = field(default_factory=dict)
+    """How notes say a special value."""
+    axis: str = ""
+    """Of a picture over this setting, which is drawn where a sweep has several values; empty for no picture."""
+
+
+_DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}
+
+
+def declared(config: object) -> tuple[tuple[Field[Any], Setting], ...]:
+    """The fields of a configuration, or of its class, with their declarations; an empty one where there is none."""
+    kind = config if isinstance(config, type) else type(config)
+    if kind not in _DECLARED:
+        found = []
+        for each in fields(kind):
+            metadata = getattr(each.type, "__metadata__", ())
+            found.append((each, next((item for item in metadata if isinstance(item, Setting)), Setting())))
+        _DECLARED[kind] = tuple(found)
+    return _DECLARED[kind]
+
+
+def flag_of(name: str, setting: Setting) -> str:
+    """The flag as it is typed: `--batch-size`."""
+    return f"--{(setting.flag or name).replace('_', '-')}"
+
+
+def heading_of(name: str, setting: Setting) -> str:
+    """What stands above the setting's column."""
+    return setting.heading or name.replace("_", " ")
+
+
+def in_words(name: str, setting: Setting, value: object) -> str:
+    """A setting in a few words: `batch 8`, `no ranges`; empty for unknown."""
+    word = heading_of(name, setting) if setting.word is None else setting.word
+    if value is None or isinstance(value, bool):
+        return "" if value is None else word if value else f"no {word}"
+    text = text_of(value)
+    short = text if len(text) <= MAX_WORD else f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
+    return f"{word}{' ' if word not in ('', '#') else ''}{short}"
+
+
+def make_choices(config: object) -> None:
+    """Make plain strings the choices that they name, which are told apart by identity; ValueError for other strings."""
+    for each, _ in declared(config):
+        if isinstance(each.default, StrEnum):
+            object.__setattr__(config, each.name, type(each.default)(getattr(config, each.name)))
+
+
+def non_defaults(config: object) -> dict[str, object]:
+    """Scalar fields that differ from their defaults, so that a field added later leaves earlier keys as they are."""
+    values = ((each, getattr(config, each.name)) for each, _ in declared(config))
+    return {each.name: value for each, value in values if value != each.default and not is_dataclass(value)}
+
+
+def check(config: object) -> None:
+    """Raise ValueError, in the words of the command line, for a value out of its limits or that breaks a rule."""
+    settings = [(each, setting, getattr(config, each.name)) for each, setting in declared(config)]
+    for each, setting, value in settings:
+        if setting.least is not None and value < setting.least:
+            raise ValueError(f"{each.name} must be at least {setting.least}, got {value}")
+        if setting.most is not None and value > setting.most:
+            raise ValueError(f"{each.name} must be at most {setting.most}, got {value}")
+    for each, setting, value in settings:
+        for rule in setting.rules if value != each.default else ():
+            if not rule.is_met(config):
+                raise ValueError(rule.otherwise.format(flag=flag_of(each.name, setting), config=config))
