@@ -1,4 +1,4 @@
-"""From argv to a command at once, and from what happens to an exit status (commands/outcome.py lists them)."""
+"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py)."""
 
 import functools
 import importlib
@@ -25,7 +25,7 @@ COMMANDS = (
 )  # fmt: skip
 """The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
-HOW_TO_ASK_VERSION = "cs336 --version prints the version of this program."
+VERSION_HELP = "cs336 --version prints the version of this program."
 
 
 def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
@@ -45,8 +45,8 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             print(inert_line(f"error: {error}"), file=sys.stderr)
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:
-            said = error_in_words(error) if isinstance(error, OSError) else error
-            print(inert_line(f"error: {said}"), file=sys.stderr)
+            message = error_in_words(error) if isinstance(error, OSError) else error
+            print(inert_line(f"error: {message}"), file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:
             return INTERRUPTED
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
     subcommands = [Annotated[_arguments(name), tyro.conf.subcommand(name)] for name in COMMANDS]
     command: Any = functools.reduce(operator.or_, subcommands)
-    parse(command, "cs336", words, f"{QUESTION}\n\n{HOW_TO_ASK_VERSION}")  # prints the help, or what is wrong
+    parse(command, "cs336", words, f"{QUESTION}\n\n{VERSION_HELP}")  # prints the help or the error, and exits
     raise UsageError(f"needed a command: {', '.join(COMMANDS)}")
 
 
@@ -101,7 +101,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _sides_apart(words: Sequence[str]) -> list[str]:
-    """A side of a comparison is a value, which the parser would take for a flag: a space before it tells them apart."""
+    """Put a space before each side of a comparison: the parser would take a side such as `--size small` for a flag."""
     from cs336_systems.commands.compare import is_side
 
     return [f" {word}" if is_side(word, words) else word for word in words]

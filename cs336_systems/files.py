@@ -1,6 +1,6 @@
-"""JSON files that this project writes and reads again: typed, versioned, bounded, written whole or not at all.
+"""JSON files that this project writes and reads: typed, versioned, bounded in size, written whole or not at all.
 
-Also the words for what the operating system refused.
+Also the messages for errors of the operating system.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ _KINDS: Mapping[str, tuple[frozenset[str], str]] = {
     "a trace of torch.profiler": (frozenset({"traceEvents"}), "`cs336 kernels` explains"),
     "notes on a memory snapshot": (frozenset({"marks", "sightings"}), "`cs336 memory` reads with the snapshot beside"),
 }
-"""What JSON files there are, by the names of some of their fields, and what reads them."""
+"""Each kind of JSON file: field names that identify it, and the command that reads it."""
 
 MAX_BYTES = 64 * 2**20
-"""Of a file that is read whole, unless its kind allows more."""
+"""Largest file that is read whole, unless its kind allows more."""
 
 
 class FileError(ValueError):
@@ -47,7 +47,7 @@ class FileError(ValueError):
 
 
 def encode_json(value: object, indent: int = 2) -> bytes:
-    """The value as indented JSON, to be read by people too."""
+    """The value as indented JSON, which people can read too."""
     return inert_json(msgspec.json.format(msgspec.json.encode(value), indent=indent)) + b"\n"
 
 
@@ -61,10 +61,10 @@ def read_json(
     max_bytes: int = MAX_BYTES,
     if_older: str | None = None,
 ) -> T:
-    """The `kind` in a file that has a `format_version`; raise `error` with the first thing wrong in it.
+    """Decode a file with a `format_version` as `kind`; raise `error`, which names the first thing wrong in it.
 
-    `what` the file should hold is said there, with its article. Files of earlier versions are read, unless `if_older`
-    says what to do instead.
+    `what` names the expected content in that message, with an article. Files of earlier versions are read, unless
+    `if_older` says what the user should do instead.
     """
     if (problem := why_no_file(path)) is not None:
         raise error(path, f"{problem}; needed {what}, in JSON")
@@ -88,7 +88,7 @@ def read_json(
 
 
 def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error: type[FileError]) -> None:
-    """Raise `error`, which says what it is and what reads it, for a file of this program that is not `needed` here."""
+    """Raise `error` if the data is another kind of this program's files; the message says which command reads it."""
     try:
         names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -102,12 +102,12 @@ def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error:
 
 
 def why_no_file(path: Path) -> str | None:
-    """What stands at the path in place of a regular file, in words; None for one."""
+    """Why the path is not a regular file, in words; None if it is one."""
     if path.is_file():
         return None
     if path.is_dir():
         return "a directory, not a file"
-    return "no regular file" if path.exists() else "No such file"  # a pipe would be read for ever
+    return "no regular file" if path.exists() else "No such file"  # reading a pipe could wait for ever
 
 
 class _Versioned(msgspec.Struct):
@@ -115,9 +115,9 @@ class _Versioned(msgspec.Struct):
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old bytes or the new ones.
+    """Replace the file so that readers see either the old bytes or the new ones, even after a crash.
 
-    An OSError names `path`.
+    An OSError that this raises names `path`, not the temporary file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -160,12 +160,12 @@ _REMEDIES: Mapping[int, str] = {
 
 
 def remedy(error: OSError) -> str | None:
-    """What helps against the cause, or None where that is not known."""
+    """What the user can do about the error; None if that is not known."""
     return None if error.errno is None else _REMEDIES.get(error.errno)
 
 
 def error_in_words(error: OSError) -> str:
-    """The file, what is wrong with it, and what to do, in one line."""
+    """One line: the file, the error, and what the user can do."""
     what = error.strerror or str(error)
     named = f"{error.filename}: {what}" if error.filename is not None else what
     known = remedy(error)

@@ -1,4 +1,4 @@
-"""What came of a run: raw times, memory, telemetry, environment, failure. One run is one JSON file.
+"""The result of a run: raw times, memory, telemetry, environment, failure. One run is one JSON file.
 
 All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `_w` watts, `_j` joules; `_c` is degrees
 Celsius.
@@ -17,10 +17,10 @@ from cs336_systems.files import RECORD, FileError, encode_json, read_json, write
 
 FORMAT_VERSION = 1
 MAX_TIME_S = 1e9
-"""Thirty years: no phase lasts longer, and sums of such times stay finite."""
+"""Longest time that a record may hold (thirty years), so that sums of times stay finite."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""Bounded in files, where JSON would let any number of digits through."""
+"""A count of at most 64 bits; JSON itself would allow any number of digits."""
 
 
 class RecordError(FileError):
@@ -28,7 +28,7 @@ class RecordError(FileError):
 
 
 class Status(StrEnum):
-    """How a run ended. Only `ok` has times; `oom` is a result too; the rest are worth another try."""
+    """How a run ended. Only `ok` has times. `ok` and `oom` are results; runs with another status are tried again."""
 
     OK = "ok"
     OOM = "oom"
@@ -45,7 +45,7 @@ class Status(StrEnum):
 
 
 class WarningCode(StrEnum):
-    """Why a time may not be what it seems."""
+    """Reason to doubt a measured time."""
 
     FEW_WARMUP_STEPS = "few-warmup-steps"
     UNSTABLE = "unstable"
@@ -66,7 +66,7 @@ class WarningCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWarning:
-    """What was seen that puts a time in doubt, and what to do about it."""
+    """An observation that puts a time in doubt; the message also says what to do about it."""
 
     code: WarningCode
     message: str
@@ -80,18 +80,18 @@ CPU_SHARED = RunWarning(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a run has no times."""
+    """Why a run failed."""
 
     message: str
     """One line for the table."""
     where: str | None = None
-    """The phase and step that failed, where the worker could say so."""
+    """The phase and step that failed; None if the worker could not report it."""
     requested_bytes: Count | None = None
     free_bytes: Count | None = None
     signal: str | None = None
     traceback: str | None = None
     log_tail: str | None = None
-    """End of what the worker wrote to its standard output and error."""
+    """The last lines of the worker's standard output and error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +130,21 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What PyTorch's CUDA allocator counted. Peaks are since the reset before the first or the measured steps."""
+    """Counters of PyTorch's CUDA allocator. Peaks are those of the measured steps unless said otherwise."""
 
     peak_allocated_bytes: Count
     peak_reserved_bytes: Count
     first_step_peak_allocated_bytes: Count | None = None
-    """Peak of the first warm-up step, when the optimizer state does not exist until its end; None without warm-up."""
+    """Peak of the first warm-up step, at whose end the optimizer makes its state; None without warm-up."""
     segments_allocated: Count
-    """Segments asked of the driver during the measured steps; a steady state asks for none."""
+    """Segments that the allocator requested from the driver during the measured steps; 0 in a steady state."""
     alloc_retries: Count
-    """Times during the measured steps that the cache was flushed to satisfy an allocation."""
+    """How often the allocator flushed its cache during the measured steps to satisfy an allocation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """What NVML said of the GPU at one moment."""
+    """State of the GPU at one moment, from NVML."""
 
     sm_clock_hz: Count
     max_sm_clock_hz: Count
@@ -153,7 +153,7 @@ class GpuState:
     temperature_c: int
     throttle_reasons: tuple[str, ...]
     other_processes: Count
-    """Processes that hold a compute context on this GPU, this one not counted."""
+    """Other processes that hold a compute context on this GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,22 +163,22 @@ class Telemetry:
     before: GpuState
     after: GpuState
     energy_per_step_j: float | None = None
-    """Energy the whole card took over the measured steps (skipped ones too), by its own counter, per step.
+    """Energy of the whole card per measured step (skipped steps included), from the card's own counter.
 
-    The counter moves in jumps, of the order of 0.1 s on an H200: where all steps together take less than a second,
-    this says little.
+    The counter is updated about every 0.1 s on an H200, so the value is rough where all steps together take less than
+    a second.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What must stay the same for two records to stand in one table."""
+    """Conditions that records of one table must share."""
 
     device_name: str
     driver: str | None
     torch: str
     code: str
-    """Digest of the source files that take part in a measurement."""
+    """Digest of the measuring source code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,17 +207,17 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """What a run depends on of the user's own, as it was when the run began."""
+    """A file of the user's that a run depends on (a model's source, a token file), as it was when the run began."""
 
     name: str
-    """In words, the same in every run that depends on it."""
+    """The same in every run that depends on the file."""
     state: str | None
-    """What changes when it does, such as a digest; None where it could not be read."""
+    """A digest, or size and time of change; None if the file could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """Where the run's own wall time went. Warm-up and measured are the steps themselves."""
+    """Wall time of the parts of a run. Warm-up and measured are sums over steps."""
 
     setup_s: float
     warmup_s: float
@@ -228,20 +228,20 @@ class Durations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """What torch.compile did for the run, all of it in the warm-up unless a warning says otherwise."""
+    """What torch.compile did for the run: all of it during warm-up, unless there is a warning `recompiled`."""
 
     seconds: float
-    """Spent compiling, by the compiler's own count; what is in its cache on disk takes little."""
+    """Time spent compiling, by the compiler's own count; short if its cache on disk was filled already."""
     graphs: Count
     graph_breaks: Count
-    """Places where a graph had to end, and Python goes on."""
+    """Places where the compiler had to end a graph and return to Python."""
     recompiles: Count
-    """Times that code was compiled again, because something had changed that it was compiled for."""
+    """How often code was compiled again because an assumption that it was compiled under no longer held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Everything kept of one run."""
+    """Everything that is kept of one run."""
 
     config: RunConfig
     status: Status
@@ -253,21 +253,21 @@ class RunRecord:
     """The phases in order, then the whole step; empty unless status is ok."""
     warmup_times_s: tuple[float, ...] = ()
     host_times_s: tuple[float, ...] = ()
-    """Of each measured step, how long the host took to launch it."""
+    """How long the host took to launch each measured step."""
     losses: tuple[float | None, ...] = ()
-    """Loss of every step, warm-up included; None where it was not finite."""
+    """Loss of every step, warm-up included; None for one that was not finite."""
     skipped_steps: Count = 0
-    """Steps that GradScaler skipped; they are not among the times."""
+    """Steps that GradScaler skipped; they have no times."""
     collector_on: bool | None = None
     """Whether Python's garbage collector was on during the measured steps."""
     num_parameters: Count | None = None
     memory: Memory | None = None
     compilation: Compilation | None = None
-    """None for an eager run, and where the run failed."""
+    """None for an eager run and for one that failed."""
     telemetry: Telemetry | None = None
     environment: Environment | None = None
     inputs: tuple[Input, ...] = ()
-    """Empty for this project's model on random tokens, and in records that are older than this field."""
+    """Empty for this project's model on random tokens, and in records written before this field existed."""
     durations: Durations | None = None
     warnings: tuple[RunWarning, ...] = ()
 
@@ -286,7 +286,7 @@ def encode_record(record: RunRecord) -> bytes:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read and check one record; raise RecordError naming the file and the first thing wrong in it."""
+    """Read and check one record; raise RecordError, which names the file and the first thing wrong in it."""
     return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
 
 
@@ -298,7 +298,7 @@ def write_record(record: RunRecord, directory: Path) -> Path:
 
 
 def load_records(directory: Path) -> tuple[list[RunRecord], list[RecordError]]:
-    """All records in `directory` in order of their file names, and what was wrong with the rest."""
+    """All readable records in `directory` by file name, and the errors of the unreadable ones."""
     records: list[RunRecord] = []
     problems: list[RecordError] = []
     for path in sorted(directory.glob("*.json")):

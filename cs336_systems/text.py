@@ -1,4 +1,4 @@
-"""Text from files, made harmless to who reads it, and counts in words.
+"""Text from files, made safe to print, and counts in words.
 
 A terminal obeys escape sequences, and a name in a file may be a megabyte long.
 """
@@ -8,11 +8,11 @@ import unicodedata
 from collections.abc import Callable
 
 LONGEST_LINE = 4000
-"""Characters of a line that people read, where its place does not ask for less."""
+"""Most characters of a line that is printed, unless its caller wants fewer."""
 LONGEST_PART = 300
-"""Characters of a text of somebody else's within a sentence of ours."""
+"""Most characters of a quoted text within a message of this program."""
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode's categories of control characters, of marks of direction, of halves of characters and of line ends."""
+"""Unicode categories of control characters, direction marks, lone surrogates and line separators."""
 
 
 def inert_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -40,7 +40,7 @@ def inert_json(data: bytes) -> bytes:
 
 
 def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
-    """What `show` makes of the text, or of as much of its beginning and its end as there is room for."""
+    """`show(text)`, or that of the text's beginning and end where the whole would be longer than `longest`."""
     if len(text) <= longest and len(whole := show(text)) <= longest:
         return whole
     room = longest - len(_left_out(len(text)))
@@ -62,7 +62,7 @@ def _visible(text: str) -> str:
 
 
 class _Escapes(dict[int, str]):
-    """What stands for each character, by its number: for most of them, they themselves."""
+    """Replacement of each character by its code point; most characters replace themselves."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)

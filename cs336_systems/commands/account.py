@@ -1,4 +1,4 @@
-"""`cs336 account`: what a step costs, from its configuration alone."""
+"""`cs336 account`: the cost of a step, computed from its configuration alone."""
 
 import difflib
 import functools
@@ -34,8 +34,9 @@ class AccountArguments:
     """Say what a training step costs without running it: parameters, bytes, FLOPs and arithmetic intensity by part of
     the model, and the peak of memory by what it holds.
 
-    For an eager step on a GPU; no GPU and no torch are needed. Memory is predicted for NVIDIA Hopper: elsewhere up to
-    48 MiB less is taken. `cs336 napkin` answers how long training takes and how large a model fits.
+    The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch. Memory is predicted
+    for NVIDIA Hopper: other GPUs need up to 48 MiB less. `cs336 napkin` says how long training takes and how large a
+    model fits.
     """
 
     size: str = "small"
@@ -59,22 +60,22 @@ class AccountArguments:
     fit: Switch = False
     """Say the largest batch, and the longest context, that fit."""
     memory_gib: Annotated[float | None, unset("GIB", "this machine's GPU")] = None
-    """Memory of the GPU for --fit that programs can have (GiB); of several GPUs here, the smallest's."""
+    """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`); the rates are shares of them too."""
+    """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
-    """Rows of the peak's contents to show."""
+    """Rows to show of what the peak consists of."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (account.md, .tex, .typ) and the numbers of each part (account.csv)."""
     json: Switch = False
     """Print JSON instead of tables."""
 
     def config(self) -> RunConfig:
-        """The run that these flags mean; raise ValueError where they mean none."""
+        """The configuration of these flags; raise ValueError for flags that contradict each other."""
         return make_config(
             self.model,
             StepArguments(batch_size=self.batch_size, optimizer=self.optimizer),
@@ -88,7 +89,7 @@ class AccountArguments:
         )
 
     def check(self) -> None:
-        """Raise ValueError for numbers that cannot be meant."""
+        """Raise ValueError for values out of range and for flags that do not go together."""
         if self.top < 1:
             raise ValueError(f"--top must be at least 1, got {self.top}")
         if self.step_ms is not None and not 0 < self.step_ms < 1e12:
@@ -101,7 +102,7 @@ class AccountArguments:
             raise ValueError(f"--ceilings {self.ceilings}: no directory with ceilings; `cs336 ceilings` makes one")
 
     def memory_bytes(self) -> int | None:
-        """Memory of the GPU that is to hold the step; None without --fit. Raises ValueError where none is known."""
+        """Memory that the step must fit; None without --fit. Raises ValueError if no size is given or known."""
         if not self.fit:
             return None
         if self.memory_gib is not None:
@@ -118,10 +119,10 @@ class AccountArguments:
 def device_meant(
     name: str | None, promise: Callable[[DeviceSpec], object] = lambda device: replace(device, names=(), source="")
 ) -> DeviceSpec | None:
-    """The device of this name, by default this machine's GPU, or None where that is none whose peak is known.
+    """The data sheet of the device of this name, by default of this machine's GPU; None if that GPU is unknown.
 
-    A short name will do where all devices that it may mean have the same `promise`, by default all of a data sheet's.
-    Raises ValueError for a name that is not known or means several: it was given to get what only a data sheet says.
+    A name may be short if all devices that it fits have the same `promise` (by default the whole data sheet). Raises
+    ValueError for a name that is unknown or ambiguous.
     """
     if name is None:
         gpus = visible_gpus()
@@ -138,7 +139,7 @@ def device_meant(
 
 
 def run(arguments: AccountArguments) -> int:
-    """Print the tables, and write them where asked."""
+    """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config, memory_bytes = checked(arguments.config), checked(arguments.memory_bytes)
     device = checked(functools.partial(device_meant, arguments.device_name))

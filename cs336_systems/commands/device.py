@@ -1,4 +1,4 @@
-"""Which device the flag --device of a command means."""
+"""The meaning of a command's --device flag."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 
 def resolve_device(device: DeviceChoice) -> Device:
-    """The device meant; raise ValueError for cuda on a machine without."""
+    """The device to use; raise ValueError for cuda where this process can see no GPU."""
     found = bool(visible_gpus())
     if device == "cuda" and not found:
         raise ValueError(
@@ -23,10 +23,9 @@ def resolve_device(device: DeviceChoice) -> Device:
 
 
 def explain_cpu_fallback(device: DeviceChoice) -> None:
-    """Say on standard error why `auto` is the CPU where there are GPUs and none is visible.
+    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible.
 
-    Raises UsageError where that GPU would be a slice (MIG): that the driver does not tell of it need not mean that
-    CUDA has none.
+    Raises UsageError if that GPU would be a MIG slice: CUDA may have a slice that the driver does not list.
     """
     why = why_none_visible() if device == "auto" else None
     if why is not None and wants_slice():
@@ -41,5 +40,5 @@ def device_word(device: Device) -> str:
 
 
 def plain_word(text: str) -> str:
-    """The text with a hyphen for whatever a directory's name had better not have."""
+    """The text with hyphens in place of characters that are awkward in a directory name."""
     return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-")

@@ -1,4 +1,4 @@
-"""`cs336 napkin` (`cs336 account napkin` too): how long training takes, and how large a model fits."""
+"""`cs336 napkin` (also `cs336 account napkin`): how long training takes, and how large a model fits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_gb": (1e-6, 1e9),
     "bytes_per_parameter": (1e-3, 1e6),
 }
-"""Least and largest value of each number; what is beyond is surely a slip of the keyboard, and could overflow."""
+"""Smallest and largest accepted value of each number; values outside are typing errors, and could overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NapkinArguments:
-    """Answer from a handful of numbers: how many days training takes, and how large a model fits.
+    """Compute from a handful of numbers how many days training takes, and how large a model fits.
 
     Give --parameters and --tokens for the days (6 N T FLOPs over count x peak x MFU), --memory-gb for the model. The
-    lecture's: --parameters 70e9 --tokens 15e12 --device-name "H100 80GB HBM3" --count 1024 --mfu 0.5 is about 144 days;
-    --count 8 --memory-gb 80 is 40e9 parameters.
+    lecture's examples: --parameters 70e9 --tokens 15e12 --device-name "H100 80GB HBM3" --count 1024 --mfu 0.5 is about
+    144 days; --count 8 --memory-gb 80 is 40e9 parameters.
     """
 
     parameters: Annotated[float | None, unset("N", NOT_ASKED)] = None
@@ -40,11 +40,11 @@ class NapkinArguments:
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU to train on, whose data sheet gives the peak."""
     precision: Precision = Precision.BF16
-    """Of the matrix products; it chooses the peak."""
+    """Precision of the matrix products, which decides the peak."""
     peak_tflops: Annotated[float | None, unset("TFLOP/S", "the device's")] = None
-    """Promised dense peak of one GPU, instead of a device's."""
+    """Dense peak of one GPU, in place of a known device's."""
     count: int = 1
-    """GPUs."""
+    """Number of GPUs."""
     mfu: float = 0.5
     """Share of the peak that the model's FLOPs reach; above 0.5 is good."""
     memory_gb: Annotated[float | None, unset("GB", NOT_ASKED)] = None
@@ -55,7 +55,7 @@ class NapkinArguments:
     """Print JSON instead of tables."""
 
     def check(self) -> None:
-        """Raise ValueError for numbers that cannot be meant, and where nothing is asked."""
+        """Raise ValueError for values out of range and for flags that ask for nothing."""
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:  # nor is NaN
@@ -70,7 +70,7 @@ class NapkinArguments:
             )
 
     def peak(self) -> tuple[float, str]:
-        """Promised FLOP/s of one GPU, and who promises them; raise ValueError where nobody does."""
+        """Peak FLOP/s of one GPU and the source of that number; raise ValueError if no peak is known."""
         if self.peak_tflops is not None:
             if self.device_name is not None:
                 raise ValueError("--peak-tflops takes the place of --device-name: give one of them")
@@ -85,7 +85,7 @@ class NapkinArguments:
 
 
 def run(arguments: NapkinArguments) -> int:
-    """Print the answers to what is asked."""
+    """Print the days of training, the largest model, or both."""
     checked(arguments.check)
     from cs336_systems.report.napkin import days_table, largest_table
     from cs336_systems.report.terminal import print_table, say

@@ -23,11 +23,11 @@ PrintJson: TypeAlias = Callable[[bytes], None]
 
 
 class UsageError(ValueError):
-    """The command line asks for something that cannot be."""
+    """The command line is wrong; the message says what to correct."""
 
 
 def checked(make: Callable[[], T]) -> T:
-    """What `make` returns; its ValueError is the user's mistake."""
+    """Call `make`, and raise its ValueError as a UsageError."""
     try:
         return make()
     except ValueError as error:
@@ -35,19 +35,19 @@ def checked(make: Callable[[], T]) -> T:
 
 
 def existing(path: Path, needed: str) -> Path:
-    """The path of a regular file, as it is; raise UsageError, which says what is `needed`, where there is none."""
+    """Return the path if it is a regular file; otherwise raise UsageError, which says what was `needed`."""
     if (problem := why_no_file(path)) is not None:
         raise UsageError(f"{path}: {problem}; needed {needed}")
     return path
 
 
 def status_of(records: Sequence[RunRecord]) -> int:
-    """The exit status that these results call for."""
+    """The exit status for these records."""
     return OK if all(record.status.is_result for record in records) else FAILED
 
 
 def load_ceilings_or_warn(directory: Path) -> Ceilings:
-    """The ceilings measured into `directory`; a damaged one is said, and then there are none."""
+    """The ceilings measured into `directory`; if one is damaged, print a warning and use none."""
     try:
         return load_ceilings(directory)
     except RecordError as error:
@@ -57,10 +57,10 @@ def load_ceilings_or_warn(directory: Path) -> Ceilings:
 
 @contextlib.contextmanager
 def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
-    """Yield what takes a command's JSON, to be printed at the end of the block; None where no JSON is asked for.
+    """Yield a function that takes the command's JSON, which is printed at the end of the block; None without --json.
 
-    The JSON is alone on standard output: all else that is printed meanwhile goes to standard error, by this program, a
-    user's model, the libraries and processes that it uses.
+    The JSON is alone on standard output: everything else printed in the block goes to standard error, whether this
+    program, a user's model, a library or a child process prints it.
     """
     if not is_asked:
         yield None
@@ -74,7 +74,7 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What is printed within goes to standard error, whether Python, a library in C or a child process prints it."""
+    """Redirect standard output to standard error, also for C libraries and child processes."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -87,12 +87,12 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
-    """Say where the profilers of these runs left what they recorded, and what opens it."""
+    """Print where the raw profiles of these runs are, and which viewer opens them."""
     from cs336_systems.report.terminal import say
 
-    watched = [config for config in configs if config.profiler is not Profiler.NONE]
-    for profiler in dict.fromkeys(config.profiler for config in watched):
-        paths = (raw_profile_path(config, runs) for config in watched if config.profiler is profiler)
+    profiled = [config for config in configs if config.profiler is not Profiler.NONE]
+    for profiler in dict.fromkeys(config.profiler for config in profiled):
+        paths = (raw_profile_path(config, runs) for config in profiled if config.profiler is profiler)
         found = [path for path in paths if path.is_file()]
         if not found:
             continue

@@ -1,4 +1,4 @@
-"""Standard output and error. One that nobody can read any more is given up, and never ends what the tool does."""
+"""Standard output and error whose reader may go away: the stream is then discarded, and the program goes on."""
 
 import errno
 import io
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""A pipe whose reader has ended, as after `| head` or Ctrl-C in `| tee log`; a terminal that has closed."""
+"""Errors of a pipe whose reader has ended (`| head`, Ctrl-C in `| tee log`) and of a closed terminal."""
 
 
 class _Output(io.FileIO):
-    """A standard stream that goes nowhere from the first write on that finds its reader gone."""
+    """A standard stream that is redirected to the null device when a write finds that its reader has gone."""
 
-    is_given_up = False
+    is_discarded = False
 
     def write(self, data: "ReadableBuffer", /) -> int | None:  # type: ignore[override]
         try:
@@ -24,35 +24,35 @@ class _Output(io.FileIO):
         except OSError as error:
             if error.errno not in _CLOSED:
                 raise
-            self.is_given_up = True
-            _let_go_nowhere(self.fileno())
+            self.is_discarded = True
+            _redirect_to_null(self.fileno())
             return memoryview(data).nbytes
 
 
 def guard_outputs() -> None:
-    """Give up each standard stream of this process when it closes, for the rest of the process, and not the other.
+    """Make each standard stream of this process survive the end of its reader, independently of the other.
 
-    One that was closed before the start goes nowhere from the start; its number must not become a file's.
+    A stream that is closed already is redirected to the null device, so that no file gets its descriptor.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            _let_go_nowhere(descriptor)
+            _redirect_to_null(descriptor)
     sys.stdout = _guarded(sys.stdout, sys.__stdout__, 1)
     sys.stderr = _guarded(sys.stderr, sys.__stderr__, 2)
 
 
 def print_last(text: str) -> None:
-    """Print to standard error, or to standard output where the former has been given up."""
+    """Print to standard error, and to standard output if the reader of standard error has gone."""
     print(text, file=sys.stderr, flush=True)
     buffer = getattr(sys.stderr, "buffer", None)
-    if getattr(getattr(buffer, "raw", buffer), "is_given_up", False):
+    if getattr(getattr(buffer, "raw", buffer), "is_discarded", False):
         print(text)
 
 
 def _guarded(stream: TextIO | None, original: TextIO | None, descriptor: int) -> TextIO:
-    """The stream on a raw file that can be given up; what replaced the original, as in a test, is left alone."""
+    """The stream on an `_Output`; a stream that has replaced the original one, as in a test, is left alone."""
     if stream is None:
         return open(descriptor, "w", closefd=False)
     if stream is not original or not isinstance(stream, io.TextIOWrapper):
@@ -67,7 +67,7 @@ def _guarded(stream: TextIO | None, original: TextIO | None, descriptor: int) ->
     )
 
 
-def _let_go_nowhere(descriptor: int) -> None:
+def _redirect_to_null(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, descriptor)
     if null != descriptor:

@@ -1,6 +1,6 @@
-"""What a run depends on of the user's own: the source of a model, a token file. Found without importing either.
+"""The user's own inputs of a run: the source of a model, a token file. The source is found without importing it.
 
-Left out: packages that are installed beside the model's, and whatever else the model's code reads.
+Left out: installed packages, and any files that the model's code reads.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from cs336_systems.record import Input
 _INSTALLED = ("site-packages", "dist-packages")
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE | re.ASCII)
 _DYNAMIC = re.compile(r"import\s*\*|__path__|__getattr__|sys\.modules|\b(?:global|globals|vars|exec|setattr)\b")
-"""Source of a module that may have more names, or submodules, than its text says."""
+"""Signs that a module has names or submodules that its source text does not show."""
 _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 
 def inputs_of(config: RunConfig) -> tuple[Input, ...]:
-    """The user's own files that the run depends on, as they are now; none for this project's model on random tokens."""
+    """Current state of the user's files that the run depends on; none for this project's model on random tokens."""
     found = []
     if (factory := config.model_factory) is not None:
         found.append(Input(name=f"source of {factory}", state=source_digest(factory.partition(":")[0])))
@@ -37,15 +37,15 @@ def inputs_of(config: RunConfig) -> tuple[Input, ...]:
 
 
 def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
-    """Those of all the runs, each once and looked at once."""
+    """Inputs of all the runs; each is listed once and read once."""
     alike = {(config.model_factory, config.tokens): config for config in configs}
     return tuple(dict.fromkeys(found for config in alike.values() for found in inputs_of(config)))
 
 
 def source_digest(module: str) -> str | None:
-    """Digest of the module's source, of the whole package where it lies in one; None where there is none to be read.
+    """Digest of the source of the module, or of the package that contains it; None if no source is found.
 
-    What it imports from the directory that it lies in counts too, unless that is where packages are installed.
+    Modules that it imports from its own directory count too, unless that is a directory of installed packages.
     """
     locations = _locations(module.partition(".")[0])
     root = locations[0].parent if locations else None
@@ -64,9 +64,9 @@ def source_digest(module: str) -> str | None:
 
 
 def check_factory(name: str) -> None:
-    """Raise ValueError where `package.module:factory` is surely not there; nothing is imported to find out.
+    """Raise ValueError if `package.module:factory` cannot exist; nothing is imported to find that out.
 
-    A module that adds names or submodules to itself while it is imported is given the benefit of the doubt.
+    A module that may add names or submodules to itself while it is imported is accepted.
     """
     module, _, attribute = name.partition(":")
     first, *below = module.split(".")
@@ -92,7 +92,7 @@ def _meant(wanted: str, known: Iterable[str]) -> str:
 
 
 def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    """The module in the package, which is not imported; None where there is none."""
+    """The module of that name in the package, without importing the package; None if there is none."""
     full, directories = f"{package.name}.{name}", list(package.submodule_search_locations or ())
     try:
         return PathFinder.find_spec(full, directories)
@@ -103,7 +103,7 @@ def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
 
 
 def _names(spec: ModuleSpec) -> Collection[str] | None:
-    """All names that the module has beside submodules, by its source; None where the source does not say."""
+    """Names in the module's source, without submodules; None if the source cannot tell."""
     if spec.origin is None and spec.submodule_search_locations is not None:
         return ()  # a folder without __init__.py
     if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
@@ -116,7 +116,7 @@ def _names(spec: ModuleSpec) -> Collection[str] | None:
 
 
 def _locations(module: str) -> list[Path]:
-    """The file or the directories of a module at the top, where a worker would import it from."""
+    """The file or the directories from which a worker would import a top-level module."""
     spec = _find(module)
     if spec is None:
         return []
@@ -126,16 +126,16 @@ def _locations(module: str) -> list[Path]:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """As `load_factory` does, in the current directory too; no package is imported on the way to one at the top."""
+    """Find a top-level module, in the current directory too, as `load_factory` does."""
     here = str(Path.cwd())
     path = sys.path if here in sys.path else [here, *sys.path]
-    with contextlib.suppress(ImportError, ValueError):  # of a module that is loaded and says not from where
+    with contextlib.suppress(ImportError, ValueError):  # a loaded module may have no __spec__
         return PathFinder.find_spec(module, path) or importlib.util.find_spec(module)
     return None
 
 
 def _sources(location: Path) -> list[tuple[str, bytes]]:
-    """The file, or the Python files in the directory, by their names from there; what cannot be read is left out."""
+    """Relative name and content of the file, or of each Python file in the directory; unreadable ones are left out."""
     paths = sorted(location.rglob("*.py")) if location.is_dir() else [location]
     found = []
     for path in paths:
@@ -147,14 +147,14 @@ def _sources(location: Path) -> list[tuple[str, bytes]]:
 
 
 def _beside(root: Path, source: bytes) -> list[Path]:
-    """Modules and packages in `root` that the source imports; this package has a digest of its own."""
+    """Modules and packages in `root` that the source imports, without this package, which has its own digest."""
     names = sorted(_imported(source) - {cs336_systems.__name__})
     there = (name for name in names if (root / name).is_dir() or (root / f"{name}.py").is_file())
     return [path for name in there for path in _locations(name) if path.parent == root]
 
 
 def _imported(source: bytes) -> set[str]:
-    """First names of the absolute imports in the source, by its lines: to parse a large package takes seconds."""
+    """Top-level names of the absolute imports in the source, found by line: parsing a large package takes seconds."""
     names: set[bytes] = set()
     for package, modules in _IMPORT.findall(source):
         names.update([package] if package else _FIRST_NAMES.findall(modules))
@@ -162,7 +162,7 @@ def _imported(source: bytes) -> set[str]:
 
 
 def _file_state(path: Path) -> str | None:
-    """Size and time of the last change; what it holds would take long to read. None where there is no such file."""
+    """Size and time of the last change, as reading the content would take long; None if there is no such file."""
     try:
         found = path.stat()
     except OSError:

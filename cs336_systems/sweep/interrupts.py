@@ -1,4 +1,4 @@
-"""What a person, a terminal or the system asks of a sweep by signals: to stop, and then to stop at once."""
+"""Signals that stop a sweep: the first lets it finish in order, the second ends it at once."""
 
 import math
 import os
@@ -11,13 +11,13 @@ from cs336_systems.sweep.isolation import Worker, remove_temporaries
 from cs336_systems.sweep.process import STOP_SIGNALS
 
 _ONE_REQUEST_S = 0.3
-"""Signals this close together are one request: `timeout` and a terminal that closes send theirs twice."""
+"""Signals this close together count as one request: `timeout` and a closing terminal send theirs twice."""
 
 
 class Interrupts:
-    """Counts SIGINT, SIGTERM and SIGHUP and wakes the loop; the second ends the process at once.
+    """Counts SIGINT, SIGTERM and SIGHUP and wakes the sweep's loop; the second signal ends the process at once.
 
-    A signal that was ignored from the start, as under nohup, still is.
+    A signal that was ignored when the process started, as under nohup, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         os.set_blocking(self._write, False)
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._handle) for number in heard}
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in handled}
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 

@@ -1,6 +1,6 @@
-"""One sweep at a time on a directory and on a GPU; those on a CPU know of each other.
+"""Locks: one sweep at a time on a directory and on a GPU; sweeps that share a CPU detect each other.
 
-The kernel drops a lock with its holder, so none is ever stale.
+The kernel releases a lock when its holder ends, so no lock is ever stale.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from cs336_systems.text import LONGEST_PART, inert_line
 
 
 class LockedError(RuntimeError):
-    """Another process holds what this one needs."""
+    """Another process holds the lock."""
 
 
 @contextlib.contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path` for the time of the context; raise LockedError, naming the holder, if it is taken."""
+    """Hold the lock file `path` during the context; raise LockedError, which names the holder, if it is taken."""
     descriptor = _open(path)
     try:
         try:
@@ -41,9 +41,9 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_work(path: Path | None) -> Iterator[Callable[[], bool]]:
-    """Share the lock file `path` with others for the time of the context; yields what says if there are others now.
+    """Share the lock file `path` during the context; yield a function that says whether others share it now.
 
-    Nobody is known of without a path, or where it is no file that this user may open.
+    The function says False if `path` is None or this user may not open the file.
     """
     try:
         descriptor = None if path is None else _open(path)
@@ -60,14 +60,14 @@ def at_work(path: Path | None) -> Iterator[Callable[[], bool]]:
 
 
 def _are_others(descriptor: int) -> bool:
-    """Whether other processes hold the lock; hold it with them in any case.
+    """Whether other processes hold the lock; this process holds it afterwards in any case.
 
-    A record lock of POSIX, unlike flock's, is kept while a stronger one is refused.
+    A POSIX record lock, unlike one of flock, is kept when the request for an exclusive one is refused.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        with contextlib.suppress(OSError):  # who has it alone looks for others, for a moment
+        with contextlib.suppress(OSError):  # another process holds it exclusively for a moment, to look for others
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True
     fcntl.lockf(descriptor, fcntl.LOCK_SH)
@@ -75,9 +75,10 @@ def _are_others(descriptor: int) -> bool:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of the lock file, which all users may lock: a directory can be shared, and a GPU is.
+    """Open the lock file, which every user may lock, because users share GPUs and may share directories.
 
-    Linux lets nobody open another user's file in a shared directory such as /tmp "to create it if need be".
+    O_CREAT is only used if the file is missing: in a shared directory such as /tmp, Linux refuses it for another
+    user's file.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -89,10 +90,10 @@ def _open(path: Path) -> int:
 
 
 def gpu_lock_path(uuid: str) -> Path:
-    """Lock file of a GPU, the same for all users of this machine; older drivers give slices UUIDs with slashes."""
+    """Lock file of a GPU, the same for all users of this machine. Older drivers put slashes into UUIDs of slices."""
     return Path(tempfile.gettempdir()) / f"cs336-systems-{uuid.replace('/', '-')}.lock"
 
 
 def cpu_lock_path() -> Path:
-    """Lock file that all who measure on this machine's CPU share."""
+    """Lock file shared by all processes that measure this machine's CPU."""
     return Path(tempfile.gettempdir()) / "cs336-systems-cpu.lock"

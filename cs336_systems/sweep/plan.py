@@ -1,4 +1,4 @@
-"""Which runs to start first, and which will run out of memory: said before anything runs."""
+"""The order of a sweep's runs, and which of them will run out of memory, predicted before anything runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES, fits, predict_memory,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Configurations in the order to run, and what is predicted of them."""
+    """Configurations in the order to run them, and those that will not fit."""
 
     configs: tuple[RunConfig, ...]
-    """The smallest first; what is predicted not to fit last, so that a surprise costs as little as can be."""
+    """The smallest predicted peak first, and what is predicted not to fit last."""
     too_large: tuple[RunConfig, ...]
     """Those predicted to run out of memory."""
 
 
 def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
-    """Order `configs` by predicted peak, and name what will not fit into `memory_bytes`; None: memory is not known.
+    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` (None if not known).
 
-    A compiled model, and one with other shortcuts, counts as if it were eager and plain, and is never said not to fit.
-    Where nothing is predicted (on a CPU, for a user's own model) the order stays, after what is known to fit.
+    A compiled model, and one with other shortcuts, is ordered by the peak of its eager, plain step, and never predicted
+    not to fit. Configurations without a prediction (on a CPU, a user's own model) follow in their given order.
     """
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}

@@ -1,4 +1,4 @@
-"""What a sweep and its workers agree on as processes. Linux alone offers what the functions do; elsewhere, nothing."""
+"""Process conventions that a sweep and its workers share. The functions do their work on Linux only."""
 
 import contextlib
 import ctypes
@@ -15,24 +15,24 @@ import psutil
 import cs336_systems
 
 RECORD_NOT_WRITTEN = 74
-"""Exit status of a worker that could not write its record (EX_IOERR): the disk, not the run, has failed."""
+"""Exit status (EX_IOERR) of a worker that could not write its record: the disk failed, not the run."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What a person, the system and a closing terminal send to end a sweep, often to its whole process group."""
+"""Signals that end a sweep: Ctrl-C, the system, a closing terminal; often sent to the whole process group."""
 FORKER_VARIABLE = "CS336_FORKER"
 """Environment variable that tells a fork server which process started it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_forker(signal_number: int) -> None:
-    """Have the kernel send this process `signal_number` when the process that forked it ends."""
+    """Ask the kernel to send `signal_number` to this process when the process that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def die_with(supervisor: int) -> None:
-    """End this process at once, with all else that the process `supervisor` has started, when that one is dead.
+    """End this process, and all others that the process `supervisor` has started, as soon as `supervisor` ends.
 
-    For a process whose parent is a stranger (nsys has others between) and outlives who started it. A thread waits in
-    the kernel; it costs nothing. Linux alone.
+    For a process whose parent is not the supervisor and may outlive it, as under nsys. A thread waits in the kernel,
+    which costs no processor time. Linux only.
     """
     if sys.platform != "linux":
         return
@@ -54,7 +54,7 @@ def die_with(supervisor: int) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, in which a fresh Python finds the package where this one found it."""
+    """This process's environment, with PYTHONPATH set so that a child imports the package from the same place."""
     environment = dict(os.environ)
     root = str(Path(cs336_systems.__file__).parents[1])
     if root != sysconfig.get_path("purelib"):
@@ -63,7 +63,7 @@ def child_environment() -> dict[str, str]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that none of them gets away."""
+    """Become the parent of all descendants whose own parent ends, so that they can still be found and killed."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a sweep's results: tried, tidied, and kept from mixing what cannot be compared."""
+"""The directory of a sweep's results: its paths, checks before writing, and refusal to mix unlike records."""
 
 import datetime
 import os
@@ -13,7 +13,7 @@ from cs336_systems.record import Identity, Input, RecordError, RunRecord, Status
 from cs336_systems.text import LONGEST_PART, inert_line
 
 _PROBE_BYTES = 2**16
-"""Room for a record, so that a full disk is found out too."""
+"""Size of a large record, so that the probe also finds a full disk."""
 
 
 PROFILE_DIRECTORIES = {
@@ -22,7 +22,7 @@ PROFILE_DIRECTORIES = {
     Profiler.KINETO: "kineto_profiles",
     Profiler.MEMORY: "memory_profiles",
 }
-"""Where results go, below the output directory."""
+"""Directories for results, below the output directory."""
 _RAW_PROFILES = {
     Profiler.NSYS: ("reports", ".nsys-rep"),
     Profiler.KINETO: ("traces", ".json.gz"),
@@ -33,15 +33,15 @@ VIEWERS = {
     Profiler.KINETO: "https://ui.perfetto.dev",
     Profiler.MEMORY: "https://pytorch.org/memory_viz",
 }
-"""What opens the files that a profiler leaves."""
+"""Viewers of each profiler's files."""
 
 
 class SweepError(RuntimeError):
-    """The sweep cannot start or go on; the message says why and what to do. Finished records are kept."""
+    """The sweep cannot start or continue; the message says why and what to do. Finished records are kept."""
 
 
 def make_writable(runs: Path) -> Path:
-    """Make the directory and try it, so that a sweep does not find out after its first run."""
+    """Create the directory and write a probe file, so that a sweep fails before its first run, not after it."""
     probe = runs / f".probe.{os.getpid()}.tmp"
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -54,18 +54,18 @@ def make_writable(runs: Path) -> Path:
 
 
 def raw_profile_path(config: RunConfig, runs: Path) -> Path:
-    """Where the profiler of this run leaves what it recorded; `runs` is the directory of records."""
+    """Path of this run's raw profile; `runs` is the directory of records."""
     folder, ending = _RAW_PROFILES[config.profiler]
     return runs.with_name(folder) / f"{config.key}{ending}"
 
 
 def kernel_profile_path(config: RunConfig, runs: Path) -> Path:
-    """Where the explanation of that recording is kept, a `StepProfile`."""
+    """Path of this run's explained kernel profile, a `StepProfile`."""
     return runs.with_name("kernels") / f"{config.key}.json"
 
 
 def memory_profile_path(config: RunConfig, runs: Path) -> Path:
-    """Where the explanation of a memory snapshot is kept, a `MemoryProfile`."""
+    """Path of this run's explained memory snapshot, a `MemoryProfile`."""
     return runs.with_name("memory") / f"{config.key}.json"
 
 
@@ -87,17 +87,17 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
 
 
 def set_aside(runs: Path) -> None:
-    """Move all records to a directory of their own beside, named after the time, and start with none."""
+    """Move all records to a new directory beside `runs`, named after the time, and leave `runs` empty."""
     if any(runs.iterdir()):
         runs.rename(runs.with_name(f"runs-before-{_stamp()}"))
         runs.mkdir()
 
 
 def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
-    """Move the record of an earlier run of this configuration, and its profile, to a directory beside `runs`.
+    """Move the record and profile of an earlier run of this configuration to a new directory beside `runs`.
 
-    That directory, named after the time, is laid out as this one is: `cs336 report` reads it. Returns it, or None where
-    there is no earlier run.
+    The new directory is named after the time and laid out like this one, so `cs336 report` reads it. Returns its path,
+    or None if there is no earlier run.
     """
     found = sorted(runs.parent.glob(f"*/{config.key}.*"))
     if not found:
@@ -111,18 +111,18 @@ def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
 
 
 def _stamp() -> str:
-    """The present time, to the microsecond, as part of a file name."""
+    """The current time to the microsecond, for a file name."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
 
 
 def remove_temporary_files(runs: Path) -> None:
-    """Remove what writers that died left half-written under temporary names."""
+    """Remove half-written files that processes left behind when they ended."""
     for leftover in runs.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
 
 
 def quarantine(path: Path) -> Path:
-    """Rename an unreadable record so that it is out of the way and still there."""
+    """Rename an unreadable record, so that it is kept but no longer read."""
     number = 0
     while (target := path.with_name(f"{path.name}.invalid{number or ''}")).exists():
         number += 1
@@ -130,9 +130,9 @@ def quarantine(path: Path) -> Path:
 
 
 def refuse_to_mix(records: Sequence[RunRecord], present: Identity, inputs: Sequence[Input], directory: Path) -> None:
-    """Raise SweepError, naming what differs, unless all records were made under the `present` conditions.
+    """Raise SweepError, which names the differences, unless all records were made under the `present` conditions.
 
-    `inputs` are those of the runs wanted, as they are now; what other runs depended on may have changed.
+    `inputs` are the current ones of the runs that are wanted; inputs of other runs may have changed.
     """
     for record in records:
         if changed := [*_changed_conditions(record, present), *changed_inputs(record, inputs)]:
@@ -156,7 +156,7 @@ def _shown(text: str | None) -> str:
 
 
 def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
-    """In words, what the record's run depended on and was in another state than it is in `inputs`."""
+    """A sentence for each input of the record's run whose state differs from that in `inputs`."""
     now = {found.name: found.state for found in inputs}
     return [
         f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is {now[past.name] or 'unreadable'}"
@@ -166,7 +166,7 @@ def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
 
 
 def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
-    """environment.json: where the latest record that knows it was measured."""
+    """Write environment.json, the environment of the latest record that has one."""
     known = [record for record in records if record.environment is not None]
     if known:
         latest = max(known, key=lambda record: record.started_at)
