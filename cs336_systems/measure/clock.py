@@ -1,4 +1,4 @@
-"""Clocks for one step: the whole by the host between two synchronisations, the phases without slowing it."""
+"""Clocks for one training step: the whole step and each of its phases, without slowing the step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,26 +16,29 @@ class StepTimes:
 
     step_s: float
     host_s: float
-    """Until the host had launched the whole step; what is left of `step_s` it waited for the device."""
+    """Until the host had launched the whole step; for the rest of `step_s` it waited for the device."""
     phases_s: dict[Phase, float]
 
 
 @runtime_checkable
 class Clock(Protocol):
-    """Started before a step, told of the end of each phase, stopped after the last."""
+    """Times one step: `start`, then `lap` at the end of each phase, then `stop`."""
 
     def start(self) -> None:
         """Wait for the device, then start."""
 
     def lap(self, phase: Phase) -> None:
-        """Say that `phase` ends here."""
+        """End `phase` here."""
 
     def stop(self) -> StepTimes:
         """Wait for the device, then stop."""
 
 
 class HostClock:
-    """The host's monotonic clock at the end of every phase: for a CPU and, with a synchronisation, the textbook way."""
+    """Reads the host's monotonic clock at the end of every phase.
+
+    For a CPU; with `synchronize`, it is the textbook way to time a GPU, which slows the step.
+    """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self._synchronize = synchronize
@@ -59,7 +62,7 @@ class HostClock:
 
 
 class EventClock:
-    """CUDA events on the current stream at the end of every phase: the host never waits inside a step."""
+    """Records a CUDA event on the current stream at the end of every phase, so the host never waits inside a step."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -91,7 +94,7 @@ class EventClock:
 
 
 def make_clock(config: RunConfig) -> Clock:
-    """The clock that fits the device and `sync_phases`."""
+    """The clock for the configuration's device and `sync_phases`."""
     if config.device is Device.CPU:
         return HostClock()
     return HostClock(torch.cuda.synchronize) if config.sync_phases else EventClock()

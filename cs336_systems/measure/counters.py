@@ -1,4 +1,4 @@
-"""What the allocator and the compiler count, read outside of the timed steps."""
+"""Counters of the CUDA allocator and of torch.compile, read outside of the timed steps."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cs336_systems.record import Compilation, Memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Counters of the allocator (None on a CPU) and of the compiler."""
+    """Values of the counters at one moment; `allocator` is None on a CPU."""
 
     allocator: dict[str, int] | None
     graphs: int
@@ -18,9 +18,9 @@ class Counters:
     def memory_since(
         self, before: "Counters", first_step_peak_bytes: int | None, graph_peak_bytes: int | None = None
     ) -> Memory | None:
-        """What the allocator did since `before`, whose reading reset the peaks.
+        """The allocator's work since `before`, whose reading reset the peaks; None on a CPU.
 
-        A replayed graph allocates nothing: `graph_peak_bytes` is what was allocated at most when it was captured.
+        A replayed CUDA graph allocates nothing, so `graph_peak_bytes` gives the peak during its capture.
         """
         if self.allocator is None or before.allocator is None:
             return None
@@ -34,7 +34,7 @@ class Counters:
 
 
 def read_counters(config: RunConfig, reset_peaks: bool = False) -> Counters:
-    """The counters now; `reset_peaks` makes the allocator's peaks start afresh."""
+    """The counters now; with `reset_peaks`, the allocator's peaks start again from here."""
     if config.device is Device.CPU:
         return Counters(allocator=None, graphs=compiled_graphs(config))
     if reset_peaks:
@@ -43,7 +43,7 @@ def read_counters(config: RunConfig, reset_peaks: bool = False) -> Counters:
 
 
 def compiled_graphs(config: RunConfig) -> int:
-    """Graphs that torch.compile has made so far; each recompilation makes one more."""
+    """Number of graphs that torch.compile has made so far; each recompilation adds one."""
     if config.compile is CompileMode.NONE:
         return 0
     from torch._dynamo.utils import counters
@@ -57,7 +57,7 @@ def compilation(config: RunConfig, before: Compilation | None = None) -> Compila
         return None
     from torch._dynamo.utils import calculate_time_spent, counters, get_compilation_metrics
 
-    # numbered frame/attempt; backward, compiled later, has the number of its forward
+    # A compile id is frame/attempt, so attempt 0 is no recompilation. Backward has the id of its forward.
     ids = {str(metrics.compile_id) for metrics in get_compilation_metrics()}
     return Compilation(
         seconds=calculate_time_spent()["total_wall_time"] - (before.seconds if before else 0),

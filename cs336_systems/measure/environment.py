@@ -1,4 +1,4 @@
-"""Where a run is measured: what can be told without torch, for the parent, and the rest, for the worker."""
+"""The environment of a run: hardware, driver, versions, source code. Only `environment` imports torch."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ MEASURING_FOLDERS = ("model", "parallel", "measure")
 
 
 def identity(device: Device, gpu: Gpu | None = None) -> Identity:
-    """What records of one table must share; `gpu` defaults to the first visible one. Needs no torch."""
+    """The conditions that records of one table must share; `gpu` defaults to the first visible one."""
     if device is Device.CUDA and gpu is None:
         gpu = next(iter(visible_gpus()), None)
     on_gpu = device is Device.CUDA and gpu is not None
@@ -40,7 +40,7 @@ def measuring_files() -> list[str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Digest of the source code that takes part in a measurement; records that differ in it are not mixed."""
+    """Digest of the measuring source files; records that differ in it are not mixed."""
     digest = hashlib.sha256()
     for name in measuring_files():
         digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")
@@ -49,7 +49,7 @@ def code_digest() -> str:
 
 @functools.cache
 def cpu_name() -> str:
-    """Model name of the processor, as the kernel tells it."""
+    """Model name of the processor, from the operating system."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():
@@ -59,7 +59,7 @@ def cpu_name() -> str:
 
 
 def environment(device: Device, gpu: Gpu | None) -> Environment:
-    """Everything kept about this machine and process. Imports torch: for the process that measures."""
+    """Everything that a record keeps about this machine and process. It needs torch, so call it where runs measure."""
     import torch
 
     from cs336_systems.measure.precision import math_modes
@@ -88,9 +88,9 @@ def environment(device: Device, gpu: Gpu | None) -> Environment:
 
 @functools.cache
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that the package runs from and whether files differ from it; None outside one.
+    """Commit of the checkout that contains the package, and whether files differ from it; None outside a checkout.
 
-    A virtual environment inside somebody else's checkout is outside: git tracks none of the files there.
+    A virtual environment inside another checkout counts as outside, since git does not track its files.
     """
     try:
         _git("ls-files", "--error-unmatch", ".")
@@ -100,6 +100,6 @@ def git_state() -> tuple[str | None, bool | None]:
 
 
 def _git(*arguments: str) -> str:
-    """What git says of the package; it takes no lock, which a commit at the same moment would trip over."""
+    """Output of a git command in the package's folder; it takes no lock, which could disturb a concurrent commit."""
     git = ["git", "--no-optional-locks", "-C", str(PACKAGE), *arguments]
     return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,4 +1,4 @@
-"""What an exception means: which kind of failure it is, and what of it a record keeps."""
+"""Failures: the status that an exception means, and what a record keeps of it."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = (
 
 
 def classify(error: BaseException) -> Status:
-    """What an exception of a run means for its row."""
+    """The status of a run that ended with this exception."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or re.search(_OUT_OF_MEMORY, text):
         return Status.OOM
@@ -34,7 +34,7 @@ def classify(error: BaseException) -> Status:
 
 
 def describe(error: BaseException, status: Status, where: str, device: Device) -> Failure:
-    """The failure as a record keeps it: `where` is the phase and step that raised `error`. Of long texts, the ends."""
+    """The failure as a record keeps it; `where` is the phase and step that raised `error`. Long texts are shortened."""
     first_line = inert_line((str(error).strip().splitlines() or [type(error).__name__])[0], MAX_MESSAGE_LENGTH)
     trace = _without_roots("".join(traceback.format_exception(error, limit=-20)))
     free: int | None = None
@@ -51,7 +51,7 @@ def describe(error: BaseException, status: Status, where: str, device: Device) -
 
 
 def _without_roots(text: str) -> str:
-    """The traceback with file names as Python imports them: records are published, and where files lie is private."""
+    """The traceback with file names relative to sys.path: records are published, and absolute paths are private."""
     roots = {str(Path(root).absolute()) for root in (*sys.path, ".")} - {"/"}
     for root in sorted(roots, key=len, reverse=True):
         text = text.replace(f'File "{root}{os.sep}', 'File "')
@@ -59,12 +59,12 @@ def _without_roots(text: str) -> str:
 
 
 def _storable(text: str) -> str:
-    """The text without lone surrogates, which stand for bytes of file names and which no JSON holds."""
+    """The text with escapes for lone surrogates (bytes of file names), which JSON cannot represent."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def requested_bytes(message: str) -> int | None:
-    """The size of the allocation that failed, as PyTorch's message rounds it."""
+    """Size of the failed allocation, rounded as in PyTorch's message; None if the message has none."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
     match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", message)
     return round(float(match[1]) * units[match[2]]) if match else None

@@ -1,6 +1,6 @@
-"""Record what the CUDA allocator does in a step, and beside it what only the live process knows.
+"""Record the CUDA allocator's history over steps, with notes that only the live process can take.
 
-The snapshot is PyTorch's own, for its viewer and ours; the notes say what lay where (analysis/memory/notes.py).
+The snapshot is PyTorch's own format; the notes say which tensor was at which address (analysis/memory/notes.py).
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 
 MAX_EVENTS = 1_000_000
-"""Events that the allocator keeps: a ring, so that a long run costs at most some hundred MB of host memory."""
+"""Events in the allocator's ring buffer, so that a long run takes at most some hundred MB of host memory."""
 START = "start"
 CHECKPOINT = "checkpoint"
-"""In a name, in the place of an operator: a checkpoint keeps it, the input of its first block."""
+"""Name, in the place of an operator's, of a tensor that a checkpoint keeps: the input of its first block."""
 
 
 class MemoryRecorder:
-    """Watches the allocator of the current CUDA device and the tensors of one `TrainingStep`."""
+    """Records the allocator of the current CUDA device, and the addresses of one `TrainingStep`'s tensors."""
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step
@@ -55,12 +55,12 @@ class MemoryRecorder:
             self._see(Kind.BUFFER, name, buffer)
 
     def restart(self) -> None:
-        """Forget what was recorded: the measured steps begin."""
+        """Drop what was recorded, because the measured steps begin here."""
         self._begin()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While open, what autograd saves for backward is sighted. The tensors saved stay what they are."""
+        """Context that notes the address of each tensor that autograd saves for backward, and leaves it unchanged."""
         with saved_tensors_hooks(self._saved, lambda tensor: tensor), contextlib.ExitStack() as handles:
             for handle in self._watch_checkpoints():
                 handles.callback(handle.remove)
@@ -71,7 +71,7 @@ class MemoryRecorder:
         return _MarkingClock(inner, self)
 
     def mark(self, name: str) -> None:
-        """A phase ends here; after backward, the gradients are sighted too."""
+        """Mark the end of a phase; after backward, note the addresses of the gradients too."""
         counters = _counters()
         self._marks.append(
             Mark(
@@ -90,7 +90,7 @@ class MemoryRecorder:
                     self._see(Kind.GRADIENT, weight_name, weight.grad)
 
     def end_step(self) -> None:
-        """The next mark belongs to the next step."""
+        """End the step: later marks belong to the next one."""
         self._num_steps += 1
 
     def dump(self, path: Path) -> None:
@@ -151,9 +151,9 @@ class MemoryRecorder:
             self._see(kind, " > ".join(path) if copied is None else copied, tensor)
 
     def _watch_checkpoints(self) -> Iterator[RemovableHandle]:
-        """Hooks on the blocks: forward keeps the inputs of checkpoints alone, backward saves what it computes again.
+        """Hooks on the blocks: forward keeps only the inputs of checkpoints, backward saves what it recomputes.
 
-        There the checkpoint's own hooks hide those of `watching`, so others, that call them, are put before them.
+        During recomputation the checkpoint's own hooks replace those of `watching`, so these hooks wrap them.
         """
         model = self._step.model
         if not self._checkpoint_blocks or not isinstance(model, TransformerLM):
@@ -187,7 +187,7 @@ class MemoryRecorder:
         return pack(tensor)
 
     def _copied_parameter(self, node: Node | None) -> str | None:
-        """Name of the parameter of which `node` made a copy in another type, or a view of such; None for others."""
+        """Name of the parameter that `node` copied to another type, possibly through views; None for other tensors."""
         while node is not None and not hasattr(node, "variable"):
             if node.name().removesuffix("0") not in ("ToCopyBackward", "TBackward", "TransposeBackward"):
                 return None
@@ -215,7 +215,7 @@ class _MarkingClock:
 
 
 def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
-    """What is trained, by name; where the model computes with low-precision copies of it, those too."""
+    """The parameters by name, and their low-precision copies if the model computes with such copies."""
     names = {parameter: name for name, parameter in step.model.named_parameters()}
     for parameter, name in names.items():
         yield Kind.PARAMETER, name, parameter
@@ -228,7 +228,7 @@ def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
 
 
 def _checkpoint_blocks(step: TrainingStep) -> int:
-    """Blocks in a checkpoint, 0 for none; compiled ones have no hooks that could see into them."""
+    """Blocks in a checkpoint; 0 without checkpoints, and for a compiled model, whose blocks run no hooks."""
     is_eager = isinstance(step.model, TransformerLM) and step.config.compile is CompileMode.NONE
     return step.config.checkpoint_blocks if is_eager else 0
 

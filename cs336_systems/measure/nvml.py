@@ -1,4 +1,4 @@
-"""The GPUs of this machine as the driver's management library (NVML) sees them: no torch, no CUDA context."""
+"""The GPUs of this machine, from the driver's management library (NVML), without torch and without a CUDA context."""
 
 import contextlib
 import functools
@@ -18,23 +18,23 @@ THROTTLE_REASONS = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons that mean a clock below the one asked for (nvml.h)."""
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons that mean a reduced clock (nvml.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU that CUDA_VISIBLE_DEVICES lets this process see."""
+    """One GPU, or one slice of a GPU (MIG)."""
 
     index: int
-    """Of a slice, that of the GPU it is part of."""
+    """The driver's number; a slice has the number of its GPU."""
     uuid: str
     name: str
     memory_bytes: int | None
-    """None where the GPU has no memory of its own."""
+    """None if the GPU has no memory of its own."""
     slice_of: str | None = None
-    """UUID of the GPU that this is a slice of (MIG); None for a whole one."""
+    """UUID of the GPU that this is a slice of; None for a whole GPU."""
     usable_bytes: int | None = None
-    """Of these, what the driver leaves to programs; None where it does not say."""
+    """The part of `memory_bytes` that the driver leaves to programs; None if not known."""
     driver: str
 
 
@@ -48,11 +48,10 @@ def _initialised() -> bool:
 
 
 def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
-    """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order, by PCI bus where it gives numbers.
+    """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order; numbers count by PCI bus.
 
-    As in CUDA, the first entry that names no GPU ends the list, and a GPU named twice empties it; of a GPU in MIG mode
-    there are its slices only, and a process sees one slice and no GPU beside it. Empty on a machine without an NVIDIA
-    driver.
+    As in CUDA, the first entry that names no GPU ends the list, and naming a GPU twice empties it. A GPU in MIG mode
+    appears as its slices only, and a process that sees a slice sees nothing else. Empty without an NVIDIA driver.
     """
     every = _every()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
@@ -60,13 +59,13 @@ def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
 
 
 def _every() -> list[Gpu]:
-    """All GPUs that the driver tells of, in MIG mode their slices."""
+    """All GPUs that the driver lists; for a GPU in MIG mode, its slices."""
     indices = range(pynvml.nvmlDeviceGetCount()) if _initialised() else ()
     return [gpu for index in indices for gpu in _devices(index)]
 
 
 def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
-    """The part of `gpus` that a value of CUDA_VISIBLE_DEVICES names: by number or by UUID, as its first entry does."""
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES names. All entries are numbers or UUIDs, as the first one is."""
     entries = [entry.strip() for entry in visible.split(",")]
     kind = next((prefix for prefix in ("GPU-", "MIG-") if entries[0].startswith(prefix)), "")
     chosen: list[Gpu] = []
@@ -81,7 +80,7 @@ def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
 
 
 def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
-    """The one that the entry names; of a GPU in MIG mode that is named as a whole, the first slice."""
+    """The GPU that the entry names; if it names a GPU in MIG mode as a whole, its first slice."""
     if kind == "MIG-":
         match = [gpu for gpu in gpus if gpu.slice_of and gpu.uuid.startswith(entry)]
     else:
@@ -92,14 +91,16 @@ def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
 
 
 def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """All of them, or, where there is a slice among them, the first slice alone, as CUDA is said to do."""
+    """All of `gpus`, or only the first slice if there is one among them, as documented for CUDA."""
     slices = [gpu for gpu in gpus if gpu.slice_of]
     return tuple(slices[:1] or gpus)
 
 
 def why_none_visible() -> str | None:
-    """In words, why no GPU is visible though there are some; None where one is, where there are none, and where
-    CUDA_VISIBLE_DEVICES hides them on purpose (empty or -1)."""
+    """Why no GPU is visible on a machine that has some, in words.
+
+    None if a GPU is visible, if the machine has none, and if CUDA_VISIBLE_DEVICES hides them on purpose (empty or -1).
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible_gpus() or not _initialised() or (visible is not None and visible.strip() in ("", "-1")):
         return None
@@ -113,25 +114,25 @@ def why_none_visible() -> str | None:
 
 
 def wants_slice() -> bool:
-    """Whether a CUDA program here would be on a slice (MIG), as far as the environment and the driver tell."""
+    """Whether a CUDA program here would run on a MIG slice, judging by the environment and the driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     return visible.startswith("MIG-") or not _every()
 
 
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Those of the first one's name: times of others do not stand in one table with its."""
+    """The GPUs with the same name as the first: times of different GPUs do not belong in one table."""
     return tuple(gpu for gpu in gpus if gpu.name == gpus[0].name)
 
 
 def usable_gpu_bytes() -> int | None:
-    """Memory that programs can have of the smallest visible GPU of the first one's name; None where not known."""
+    """Memory for programs on the smallest visible GPU that has the first one's name; None if not known."""
     sizes = [gpu.usable_bytes or gpu.memory_bytes for gpu in alike(visible_gpus())]
     known = [size for size in sizes if size is not None]
     return min(known, default=None)
 
 
 def _devices(index: int) -> list[Gpu]:
-    """The GPU of that number as CUDA has it: itself, or its slices in MIG mode, of which there may be none."""
+    """The GPU with that number, or its slices (possibly none) in MIG mode."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     gpu = _gpu(index, handle)
     if not _is_sliced(handle):
@@ -154,7 +155,7 @@ def _gpu(index: int, handle: object) -> Gpu:
 
 
 def _is_sliced(handle: object) -> bool:
-    with contextlib.suppress(pynvml.NVMLError):  # of a GPU that knows no MIG
+    with contextlib.suppress(pynvml.NVMLError):  # raised by GPUs without MIG
         return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
     return False
 
@@ -164,12 +165,12 @@ def _slices(handle: object) -> Iterator[object]:
     with contextlib.suppress(pynvml.NVMLError):
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     for number in range(count):
-        with contextlib.suppress(pynvml.NVMLError):  # not all that there could be are there
+        with contextlib.suppress(pynvml.NVMLError):  # not every possible slice exists
             yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
 
 
 def _slice_name(found: Gpu, whole: Gpu) -> str:
-    """The driver's own where it tells the slice from the whole, whose peaks are not the slice's."""
+    """The driver's name if it differs from that of the whole GPU, whose peaks do not apply to a slice."""
     if " MIG " in found.name:
         return found.name
     size = "" if found.memory_bytes is None else f" {found.memory_bytes / 2**30:.0f}gb"
@@ -194,19 +195,19 @@ def _text(value: str | bytes) -> str:
 
 
 class GpuMonitor:
-    """Reads the state of one GPU. Each reading takes about a millisecond: between steps at most."""
+    """Reads the state of one GPU. A reading takes about a millisecond, so never read inside a step."""
 
     def __init__(self, uuid: str) -> None:
-        """Raise pynvml.NVMLError where the GPU or the driver does not answer."""
+        """Raise pynvml.NVMLError if the GPU or the driver does not answer."""
         pynvml.nvmlInit()
         self._handle: Any = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def processes(self) -> int:
-        """Processes that hold a compute context on the GPU, as far as the driver shows them."""
+        """Number of processes with a compute context on the GPU, as far as the driver shows them."""
         return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
 
     def state(self, own_processes: int = 1) -> GpuState:
-        """Clocks, power, temperature, throttle reasons and company right now."""
+        """Clocks, power, temperature, throttle reasons and other processes right now."""
         handle = self._handle
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return GpuState(
@@ -220,7 +221,7 @@ class GpuMonitor:
         )
 
     def energy_j(self) -> float | None:
-        """Energy since the driver was loaded, or None where the card does not count it (before Volta)."""
+        """Energy since the driver was loaded; None if the card does not count it (before Volta)."""
         with contextlib.suppress(pynvml.NVMLError):
             return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
         return None

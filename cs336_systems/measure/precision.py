@@ -1,4 +1,4 @@
-"""Arithmetic of a step: the mode of fp32 matrix products, autocast, loss scaling."""
+"""Precision of a step: the mode of fp32 matmuls, autocast, loss scaling."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,11 +12,11 @@ from cs336_systems.config import Device, Precision
 T = TypeVar("T")
 
 AUTOCAST_DTYPES = MappingProxyType({Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16})
-"""What autocast casts to; a precision that is not here runs without autocast."""
+"""The type that autocast casts to; other precisions run without autocast."""
 
 
 class MathModes(TypedDict):
-    """What is in force for fp32 products; `mixed` or None where settings of PyTorch contradict each other."""
+    """Modes of fp32 matmuls in force; `mixed` or None if PyTorch's settings contradict each other."""
 
     float32_matmul_precision: str
     allow_tf32_matmul: bool | None
@@ -24,11 +24,11 @@ class MathModes(TypedDict):
 
 
 def apply_math_mode(precision: Precision) -> None:
-    """Let fp32 products of this process run in TF32 for `tf32`, and in true fp32 for every other precision.
+    """Run fp32 matmuls of this process in TF32 for `tf32`, and in true fp32 for every other precision.
 
-    The products that autocast leaves in fp32 are true fp32 too. Call it after importing code that may have set modes of
-    its own. PyTorch has two sets of switches and refuses to read the older, which torch.compile does, once they
-    disagree: the newer defaults are cleared here, and the older switches then set both.
+    This includes the matmuls that autocast leaves in fp32. Call it after importing code that may have set modes of its
+    own. PyTorch has an older and a newer set of switches. Once they disagree it refuses to read the older ones, which
+    torch.compile reads; so the newer defaults are cleared here, and the older switches then set both.
     """
     tf32 = precision is Precision.TF32
     torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
@@ -56,17 +56,17 @@ def _read(switch: Callable[[], T]) -> T | None:
 def autocast(precision: Precision, device: Device) -> AbstractContextManager[None]:
     """Context for one forward pass and its loss.
 
-    Make a new one for every step: on leaving, autocast forgets the low-precision copies of the parameters, which the
-    optimizer is about to change.
+    Make a new context for every step: on exit, autocast drops its low-precision copies of the parameters, which the
+    optimizer changes next.
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.value, dtype=dtype)
 
 
 def check_dtypes(precision: Precision, found: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Raise ValueError for the first that a run of this precision does not compute in; each has a name in words.
+    """Raise ValueError for the first of the named types that a run of this precision does not compute in.
 
-    What is computed is observed, as the code of a user's own model may convert it or change PyTorch's default type.
+    The types are observed ones, since a user's model may convert tensors or change PyTorch's default type.
     """
     low = AUTOCAST_DTYPES.get(precision, torch.float32)
     for what, dtype in found:
@@ -84,5 +84,5 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def make_grad_scaler(precision: Precision, device: Device) -> torch.amp.GradScaler | None:
-    """Loss scaling for fp16, whose small gradients would vanish; None for the precisions with the range of fp32."""
+    """Loss scaling for fp16, in which small gradients would underflow; None for precisions with the range of fp32."""
     return torch.amp.GradScaler(device.value) if precision is Precision.FP16 else None

@@ -1,4 +1,4 @@
-"""Measure one configuration in this process: warm up, time, and keep all that puts the times in doubt."""
+"""Measure one configuration in this process: warm up, time the steps, and record what puts the times in doubt."""
 
 import contextlib
 import datetime
@@ -33,11 +33,11 @@ from cs336_systems.record import Memory, RunRecord, Status, Telemetry, WarningCo
 from cs336_systems.text import LONGEST_PART, inert_line
 
 MAX_EXTRA_WARMUP_STEPS = 20
-"""Steps added to the warm-up while torch.compile still compiles, at most."""
+"""Most steps that are added to the warm-up while torch.compile still compiles."""
 MAX_EXTRA_SKIPPED_STEPS = 20
-"""Steps that GradScaler may skip beyond as many as are to be taken: its factor has 16 powers of two to fall by."""
+"""Steps that GradScaler may skip in addition to the number of steps wanted: it halves its factor of 2^16 each time."""
 LEAST_TRAIN_WARMUP_STEPS = 2
-"""The optimizer's state appears at the end of the first step, so the second is the first of the steady state."""
+"""The optimizer makes its state at the end of the first step, so the second step is the first in the steady state."""
 
 
 def measure(
@@ -45,9 +45,9 @@ def measure(
 ) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
-    Never raises for what a run can die of: running out of memory, a CUDA error and an exception of the model are
-    records too. `model` (on the right device) takes the place of the one the configuration names. `profile` is where
-    the run's profiler writes, unless it is nsys, which is told from outside. `say` is told what the run is doing.
+    A failed run has a record too: out of memory, a CUDA error and an exception in the model's code are not raised.
+    `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
+    profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
     """
     progress = Progress(
         config=config,
@@ -58,11 +58,11 @@ def measure(
     )
     try:
         return _measure(progress, model)
-    except SystemExit as error:  # of a model's module that parses arguments of its own, say
+    except SystemExit as error:  # for example from a model's module that parses arguments of its own
         return _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            raise  # the user's; elsewhere it is the model's own code that raises it
+            raise  # Ctrl-C; with another handler installed, the model's own code raised it
         return _failed(progress, error)
 
 
@@ -94,7 +94,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
             counters_before = read_counters(config, reset_peaks=True)
             with annotate(Range.MEASURE):
                 _time(step, clock, progress)
-            telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes, and the GPU rests
+            telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes while the GPU idles
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
     counters = read_counters(config)
@@ -123,9 +123,9 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
 
 
 def _forget_earlier_runs() -> None:
-    """Release what an earlier run of this process left on the GPU, which is no part of this run's peaks.
+    """Release memory that an earlier run of this process left on the GPU, so that it is not in this run's peaks.
 
-    Cached blocks count too: a request that is served from a larger one may get up to 1 MiB more than it asked for.
+    Cached blocks are released too: a request served from a larger block may get up to 1 MiB more than it asked for.
     """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
@@ -134,20 +134,20 @@ def _forget_earlier_runs() -> None:
 
 
 def _find_gpu(progress: Progress) -> GpuMonitor | None:
-    """Look who else is on the GPU; before this process has a context there, that is everybody."""
+    """Find the GPU and warn about other processes on it; call it before this process has a context there."""
     if progress.config.device is Device.CPU:
         return None
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     progress.gpu = next(iter(visible_gpus()), None)
     if progress.gpu is None:
-        progress.warn(WarningCode.NO_TELEMETRY, "NVML does not answer: clocks, power and company are not known")
+        progress.warn(WarningCode.NO_TELEMETRY, "NVML does not answer: clocks, power and other processes are not known")
         return None
     try:
         monitor = GpuMonitor(progress.gpu.uuid)
         others = monitor.processes() - torch.cuda.is_initialized()
-        monitor.state()  # some GPUs answer to their name and yet have no power reading
+        monitor.state()  # some GPUs exist in NVML but have no power reading
     except pynvml.NVMLError as error:
-        progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and company are not known")
+        progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and other processes are not known")
         return None
     if others > 0:
         progress.warn(
@@ -157,7 +157,7 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
 
 
 def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
-    """Steps that the optimizer skips do not count; where the last one still compiles, there is one more."""
+    """Run the warm-up. Steps that GradScaler skips do not count, and a step is added while the last one compiles."""
     config, wanted, taken = progress.config, progress.config.warmup_steps, 0
     while taken < wanted:
         if taken == wanted - 1:
@@ -185,7 +185,7 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
 
 
 def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
-    """Do what makes the device wait before the last warm-up step, because the step after a pause is a slower one."""
+    """Do the work that pauses the device before the last warm-up step, because the step after a pause is slower."""
     steps = progress.config.measured_steps
     seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
     progress.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
@@ -194,7 +194,7 @@ def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
 
 
 def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
-    """A step of warm-up for the profiler's own sake."""
+    """Run one more warm-up step, for the profiler to settle."""
     progress.where = "the first step under the profiler"
     times, _ = _run(step, clock, progress)
     progress.warmup.append(times)
@@ -214,7 +214,7 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
 
 
 def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTimes, bool]:
-    """Times of one step, and whether the optimizer took it: GradScaler skips those whose gradients overflow."""
+    """Run one step; return its times and whether it updated the weights. GradScaler skips steps that overflow."""
     times, loss = step(clock)
     value = loss.item()
     progress.losses.append(value if math.isfinite(value) else None)
@@ -229,7 +229,7 @@ def _check_skipped(skipped: int, wanted: int) -> None:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """No collection of Python's garbage inside: it takes tens of milliseconds at its own moment."""
+    """Turn Python's garbage collector off: a collection takes tens of milliseconds at an arbitrary moment."""
     gc.disable()
     try:
         yield
@@ -238,7 +238,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: float | None) -> Telemetry | None:
-    """The GPU's state before and after the steps that have just run, and the energy of one."""
+    """The GPU's state before and after the measured steps, and the energy of one step."""
     if monitor is None or progress.state_before is None:
         return None
     energy, after = monitor.energy_j(), monitor.state()
@@ -248,7 +248,7 @@ def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: fl
 
 
 def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
-    """Add the warnings that the finished run calls for."""
+    """Add the warnings that follow from the finished run's times, memory and telemetry."""
     launches_apart = progress.config.device is Device.CUDA and not progress.config.sync_phases
     progress.warnings += timing_warnings(
         [times.step_s for times in progress.measured],
@@ -285,7 +285,7 @@ def _failed(progress: Progress, error: BaseException) -> RunRecord:
     status = classify(error)
     try:
         progress.watch.failed()
-    except (RuntimeError, OSError) as unwritten:  # of a broken context, on a full disk; the failure is the result
+    except (RuntimeError, OSError) as unwritten:  # a broken context or a full disk; the run's failure stays the result
         progress.warn(
             WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {inert_line(str(unwritten), LONGEST_PART)}"
         )
