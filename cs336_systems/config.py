@@ -468,26 +468,21 @@ class RunConfig:
             notes={1: "1 measured step"},
         ),
     ] = 10
-    seed: Annotated[
-        int,
-        Setting(
-            "Seed of the weights and the tokens.", least=0,
-            rules=(Rule(lambda run: run.seed < 2**63, "seed must be below 2**63, got {config.seed}"),),
-        ),
-    ] = 0
     sync_phases: Annotated[
         bool,
         Setting(
             "Synchronise after every phase, the textbook way, instead of recording events on the stream.",
-            column="phases", cells={False: "by events", True: "synchronised"},
+            label=5, column="phases", cells={False: "by events", True: "synchronised"},
         ),
     ] = False
-    ranges: Annotated[bool, Setting("Annotate the step with NVTX ranges.", cells={False: "off", True: "on"})] = True
+    ranges: Annotated[
+        bool, Setting("Annotate the step with NVTX ranges.", label=5, cells={False: "off", True: "on"})
+    ] = True
     tokens: Annotated[
         str | None,
         Setting(
             "Token file to read batches from (.npy, one axis of integers).", metavar="FILE", default="random tokens",
-            cells={None: "random"},
+            label=5, cells={None: "random"},
             rules=(
                 Rule(
                     lambda run: _is_unicode(run.tokens),
@@ -496,7 +491,14 @@ class RunConfig:
             ),
         ),
     ] = None
-    repeat: Annotated[int, Setting(least=0, word="#", label=5)] = 0
+    seed: Annotated[
+        int,
+        Setting(
+            "Seed of the weights and the tokens.", least=0,
+            rules=(Rule(lambda run: run.seed < 2**63, "seed must be below 2**63, got {config.seed}"),),
+        ),
+    ] = 0
+    repeat: Annotated[int, Setting(least=0, word="#", label=6)] = 0
     """Which of several fresh processes of the same configuration this is, from 0."""
     # fmt: on
 

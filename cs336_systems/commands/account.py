@@ -3,24 +3,24 @@
 import difflib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from cs336_systems.commands.flags import (
+    Flags,
     Flat,
     ModelArguments,
-    StepArguments,
     Switch,
-    choices,
     make_config,
     one_precision,
     unset,
+    with_flags,
 )
 from cs336_systems.commands.outcome import OK, checked, json_alone, load_ceilings_or_warn
-from cs336_systems.config import Device, Mode, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, devices_called, find_device
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import ceilings_files
@@ -29,8 +29,11 @@ GIB = 2**30
 CEILINGS = Path("data/ceilings")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccountArguments:
+@with_flags(
+    "size", "context_length", "batch_size", "mode", "precision", "optimizer", "checkpoint_blocks",
+    rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
+)  # fmt: skip
+class AccountArguments(Flags):
     """Say what a training step costs without running it: parameters, bytes, FLOPs and arithmetic intensity by part of
     the model, and the peak of memory by what it holds.
 
@@ -39,23 +42,8 @@ class AccountArguments:
     model fits.
     """
 
-    size: str = "small"
-    """Preset: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
-    context_length: Annotated[int | None, unset("INT", "512, and 1024 for gpt2")] = None
-    """Tokens in a sequence."""
-    batch_size: int = 4
-    """Sequences in a batch."""
-    mode: Mode = Mode.TRAIN
-    """How much of a step: inference, forward, forward-backward, train."""
-    precision: Annotated[Precision | None, choices(Precision), unset(None, "fp32")] = None
-    """fp32, tf32, bf16 or fp16 (autocast around forward and loss)."""
     mixed_precision: Switch = False
     """Short for --precision bf16."""
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
-    """adamw: written out, one tensor at a time. foreach, fused: PyTorch's."""
-    checkpoint_blocks: int = 0
-    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
-    0 keeps everything."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     fit: Switch = False
     """Say the largest batch, and the longest context, that fit."""
@@ -76,17 +64,9 @@ class AccountArguments:
 
     def config(self) -> RunConfig:
         """The configuration of these flags; raise ValueError for flags that contradict each other."""
-        return make_config(
-            self.model,
-            StepArguments(batch_size=self.batch_size, optimizer=self.optimizer),
-            Device.CUDA,
-            size=self.size,
-            context_length=self.context_length,
-            mode=self.mode,
-            precision=one_precision(self.precision, self.mixed_precision),
-            warmup_steps=5,
-            checkpoint_blocks=self.checkpoint_blocks,
-        )
+        precision = one_precision(self.precision, self.mixed_precision)
+        settings = {"size": "small", **self.given(), **self.model.given(), "precision": precision}
+        return make_config(Device.CUDA, **settings)
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""

@@ -2,28 +2,27 @@
 
 import contextlib
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated
 
 from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import (
-    CPU_SIZES,
-    GPU_SIZES,
+    AXES,
+    Flags,
     Flat,
     ModelArguments,
     StepArguments,
     Switch,
-    choices,
+    default_on,
     faster,
     make_config,
     one_precision,
     profiled_config,
-    unset,
+    with_flags,
     without_shortcuts,
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
-from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
@@ -35,29 +34,16 @@ from cs336_systems.text import inert_line
 TOP = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkArguments:
+@with_flags(*AXES)
+class BenchmarkArguments(Flags):
     """Time one step of training: forward, backward and optimizer, with warm-up and synchronisation.
 
     The record, with every raw time, goes to OUTPUT/e2e_benchmark/single/runs/. Under `nsys profile` the same
     command makes a report with named ranges.
     """
 
-    size: Annotated[str | None, unset("NAME", "small on a GPU, tiny on a CPU")] = None
-    """Preset: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
-    context_length: Annotated[int | None, unset("INT", "512 on a GPU, 128 on a CPU, 1024 for gpt2")] = None
-    """Tokens in a sequence."""
-    mode: Mode = Mode.TRAIN
-    """How much of a step: inference (no graph), forward (with the graph), forward-backward, train."""
-    precision: Annotated[Precision | None, choices(Precision), unset(None, "fp32")] = None
-    """fp32 (true fp32), tf32, bf16 or fp16 (autocast around forward and loss)."""
     mixed_precision: Switch = False
     """Short for --precision bf16."""
-    warmup_steps: int = 5
-    """Steps before the timed ones."""
-    checkpoint_blocks: int = 0
-    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
-    0 keeps everything."""
     fast: Switch = False
     """The fastest way known to compute the same step on this device, chosen by rule and printed; on a GPU in bf16.
     It refuses flags that ask for other than what it chooses."""
@@ -78,20 +64,11 @@ class BenchmarkArguments:
     def config(self) -> RunConfig:
         """The run that these flags mean; raise ValueError where they mean none."""
         device = resolve_device(self.step.device)
+        asked = {**self.given(), **self.model.given(), **self.step.given()}
         precision = one_precision(self.precision, self.mixed_precision)
-        model, step = without_shortcuts(self.model, self.step) if self.fast else (self.model, self.step)
-        plain = make_config(
-            model, step, device,
-            size=(GPU_SIZES if device is Device.CUDA else CPU_SIZES)[0] if self.size is None else self.size,
-            context_length=self.context_length,
-            mode=self.mode,
-            precision=precision,
-            warmup_steps=self.warmup_steps,
-            checkpoint_blocks=self.checkpoint_blocks,
-        )  # fmt: skip
-        if self.fast:
-            asked = None if self.precision is None else precision
-            plain = faster(plain, self.model, self.step, asked, "--precision")
+        settings = {"size": default_on(device, "size"), **asked, "precision": precision}
+        plain = make_config(device, **(without_shortcuts(settings) if self.fast else settings))
+        plain = faster(plain, asked) if self.fast else plain
         return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
 
     def _profiler(self) -> Profiler:

@@ -1,12 +1,16 @@
-"""Flags that several commands share, as dataclasses, and the configuration that they mean."""
+"""Flags that several commands share, as dataclasses, and the configuration that they mean.
+
+Flags of settings are made from the declarations of these in config.py.
+"""
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -17,11 +21,8 @@ from cs336_systems.config import (
     SIZES,
     Arch,
     Attention,
-    CompileMode,
     Device,
-    Mode,
     ModelConfig,
-    OptimizerKind,
     Precision,
     Profiler,
     RunConfig,
@@ -29,20 +30,10 @@ from cs336_systems.config import (
 )
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import fastest
+from cs336_systems.settings import Setting, declared, flag_of
 from cs336_systems.sweep.inputs import check_factory
 
-GPU_SIZES = ("small", "medium", "large", "xl", "2.7B")
-GPU_CONTEXT_LENGTHS = (128, 256, 512)
-CPU_SIZES = ("tiny",)
-CPU_CONTEXT_LENGTHS = (64, 128, 256)
 MAX_NAME_LENGTH = 100
-
-PLAIN: Mapping[str, object] = {
-    field.name: field.default
-    for field in (*fields(ModelConfig), *fields(RunConfig))
-    if field.name in ("attention", "optimizer", "compile", "pad_vocabulary")
-}
-"""What flags mean that were not given, so that --fast may choose: the configuration's own defaults."""
 
 T = TypeVar("T")
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
@@ -88,77 +79,108 @@ def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorS
     )
 
 
-_OWN_MODEL = (
-    "Your own model as package.module:factory. The factory is called with those of "
-    f"{', '.join(f.name for f in fields(ModelConfig))} that its signature names; the model it returns maps int64 "
-    "(batch, sequence) to logits (batch, sequence, vocabulary)."
-)
+def _all_settings() -> Iterator[tuple[Field[Any], Setting]]:
+    for each, setting in declared(RunConfig):
+        yield from declared(ModelConfig) if each.name == "model" else ((each, setting),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelArguments:
+FIELDS = {each.name: (each, setting) for each, setting in _all_settings()}
+"""The settings of a run by name, those of the model in the place of the model."""
+AXES = tuple(name for name, (_, setting) in FIELDS.items() if setting.plural)
+"""Settings that a sweep takes several values of."""
+OF_MODEL = tuple(
+    name for name, (each, setting) in FIELDS.items()
+    if setting.help and name not in AXES and (name == "model_factory" or (each, setting) in declared(ModelConfig))
+)  # fmt: skip
+OF_STEP = tuple(name for name, (_, setting) in FIELDS.items() if setting.help and name not in (*AXES, *OF_MODEL))
+NOT_ALONE = tuple(name for name, (each, setting) in FIELDS.items() if each.default is False and setting.rules)
+"""Switches that need other settings, which --fast chooses."""
+
+
+class Flags:
+    """A group of flags, of which `with_flags` makes some from the declarations of settings."""
+
+    settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """The names of the settings by the flags made from them."""
+
+    if TYPE_CHECKING:  # the flags that are made
+
+        def __init__(self, **values: Any) -> None: ...  # noqa: ANN401
+
+        def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401
+
+    def given(self) -> dict[str, Any]:
+        """The values by the names of the settings, without those that the configuration is to choose."""
+        values = {name: getattr(self, flag) for flag, name in self.settings.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def with_flags(
+    *names: str, many: bool = False, rules: Mapping[str, str] | None = None, **defaults: object
+) -> Callable[[type[T]], type[T]]:
+    """Make a class of arguments a dataclass that begins with a flag for each of these settings.
+
+    With `many` they take several values. A command's own defaults are values, or `rules` in words, by the names of
+    settings; what then is not given stays None.
+    """
+
+    def add(kind: type[T]) -> type[T]:
+        annotations: dict[str, object] = {}
+        settings = {}
+        for name in names:
+            flag, annotation, default = _made(name, many, (rules or {}).get(name), defaults.get(name))
+            annotations[flag], settings[flag] = annotation, name
+            setattr(kind, flag, default)
+        kind.__annotations__ = annotations | kind.__annotations__
+        made = dataclass(frozen=True, kw_only=True)(kind)
+        made.settings = MappingProxyType(settings)  # type: ignore[attr-defined]
+        return made
+
+    return add
+
+
+def _made(name: str, many: bool, rule: str | None, own_default: object) -> tuple[str, object, object]:
+    """Name, annotated type and default of the flag of a setting; the default is None where a rule chooses."""
+    each, setting = FIELDS[name]
+    declared_type, *_ = get_args(each.type)
+    kind = next(iter(get_args(declared_type)), declared_type)  # of `str | None`, str
+    default = each.default if own_default is None else own_default
+    text = " ".join(filter(None, (setting.help, setting.several if many else "")))
+    flag = setting.plural if many else setting.flag or name
+    rule = rule or _rule(setting, many) or (str(default) if setting.chosen_by_fast else "")
+    if isinstance(default, bool):
+        switch = (tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")) if not default else ()
+        return flag, Annotated[bool, *switch, tyro.conf.arg(help=text)], default
+    values = tuple[kind, ...] if many else kind  # type: ignore[valid-type]
+    if not rule:
+        return flag, Annotated[values, tyro.conf.arg(help=text)], (default,) if many else default
+    is_choice = issubclass(kind, StrEnum)
+    word = setting.metavar or kind.__name__.upper()
+    metavar = None if is_choice else f"{word} [{word} ...]" if many else word
+    parser = (choices(kind, many=many),) if is_choice else ()
+    return flag, Annotated[values | None, *parser, unset(metavar, rule, text)], None
+
+
+def _rule(setting: Setting, many: bool) -> str:
+    """How the help says a default that is not one value."""
+    if (found := setting.by_device) is None:
+        return setting.default
+    if many:
+        return " on a GPU, ".join(" ".join(map(str, each)) for each in (found.gpu_sweep, found.cpu_sweep)) + " on a CPU"
+    return ", ".join(filter(None, (f"{found.gpu} on a GPU", f"{found.cpu} on a CPU", setting.default)))
+
+
+@with_flags(*OF_MODEL)
+class ModelArguments(Flags):
     """What differs from the preset."""
 
-    vocab_size: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Entries of the vocabulary (tokens)."""
-    d_model: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Width of the residual stream (elements)."""
-    d_ff: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Width of the feed-forward layer (elements)."""
-    num_layers: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Blocks, one after the other."""
-    num_heads: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Attention heads; must divide d_model."""
-    rope_theta: Annotated[float | None, unset("FLOAT", "10000.0")] = None
-    """Base of the rotary position embedding's wavelengths."""
-    attention: Annotated[Attention | None, choices(Attention), unset(None, PLAIN["attention"])] = None
-    """naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention."""
-    sdpa_backend: SdpaBackend = SdpaBackend.AUTO
-    """Which kernel sdpa may use; auto lets PyTorch choose."""
-    model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model", _OWN_MODEL)] = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepArguments:
+@with_flags(*OF_STEP)
+class StepArguments(Flags):
     """What one step does."""
 
-    batch_size: int = 4
-    """Sequences in a batch."""
-    optimizer: Annotated[OptimizerKind | None, choices(OptimizerKind), unset(None, PLAIN["optimizer"])] = None
-    """adamw: written out, one tensor at a time. foreach, fused: PyTorch's."""
-    compile: Annotated[CompileMode | None, choices(CompileMode), unset(None, PLAIN["compile"])] = None
-    """Mode of torch.compile; none is eager."""
-    compile_blocks: Switch = False
-    """Compile block by block: seconds instead of tens of seconds to wait."""
-    pad_vocabulary: Annotated[int | None, unset("INT", PLAIN["pad_vocabulary"])] = None
-    """Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss."""
-    cast_once: Switch = False
-    """Keep a bf16 copy of each linear layer's weights beside the fp32 masters, so that autocast need not cast them in
-    every step. The optimizer updates both."""
-    fused_loss: Switch = False
-    """Fused cross-entropy: forward overwrites the logits with their gradient, which saves time and memory."""
-    fused_blocks: Switch = False
-    """Fused kernels between the matrix products: residual addition with norm, bias with GELU, and the embedding's
-    backward in one pass, whose sums are not the same to the last bit every time. Needs --cast-once."""
-    fp8: Switch = False
-    """Compute the linear layers of the blocks in fp8: for large models, on GPUs from Ada and Hopper on; with other
-    rounding than bf16's, so --fast does so only if asked."""
-    cuda_graph: Switch = False
-    """Record the step as CUDA graphs, one for each phase, and replay these. Needs at least --warmup-steps 4."""
-    learning_rate: float = 1e-3
-    """Learning rate of AdamW."""
-    measured_steps: int = 10
-    """Steps that are timed, after the warm-up."""
-    sync_phases: Switch = False
-    """Synchronise after every phase, the textbook way, instead of recording events on the stream."""
-    ranges: bool = True
-    """Annotate the step with NVTX ranges."""
-    tokens: Annotated[str | None, unset("FILE", "random tokens")] = None
-    """Token file to read batches from (.npy, one axis of integers)."""
     device: DeviceChoice = "auto"
     """Where to run; auto is the GPU if there is one."""
-    seed: int = 0
-    """Seed of the weights and the tokens."""
 
 
 def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
@@ -181,95 +203,63 @@ def check_tokens(name: str, context_length: int) -> None:
         raise ValueError(f"--tokens {error}".replace("\n", "\\n")) from error
 
 
-def make_config(
-    model: ModelArguments,
-    step: StepArguments,
-    device: Device,
-    *,
-    size: str,
-    context_length: int | None,
-    mode: Mode,
-    precision: Precision,
-    warmup_steps: int,
-    checkpoint_blocks: int = 0,
-) -> RunConfig:
-    """One configuration from flags; raise ValueError where a value cannot be meant."""
+def make_config(device: Device, *, size: str, context_length: int | None = None, **settings: Any) -> RunConfig:  # noqa: ANN401
+    """One configuration from settings; raise ValueError where a value cannot be meant."""
     if size not in SIZES:
         close = difflib.get_close_matches(size, SIZES, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
     preset = SIZES[size]
-    if context_length is None and preset.arch is Arch.CS336:
-        context_length = 512 if device is Device.CUDA else 128
-    overrides = _given(model, but="model")
-    shape = replace(
-        preset,
-        **overrides,
-        context_length=preset.context_length if context_length is None else context_length,
-    )
-    if checkpoint_blocks > shape.num_layers and model.model is None:
+    if context_length is None:
+        usual = default_on(device, "context_length") if preset.arch is Arch.CS336 else preset.context_length
+        context_length = int(usual)
+    of_model = {each.name for each in fields(ModelConfig)} & settings.keys()
+    shape = replace(preset, context_length=context_length, **{name: settings.pop(name) for name in of_model})
+    checkpoint_blocks = settings.get("checkpoint_blocks", 0)
+    if checkpoint_blocks > shape.num_layers and settings.get("model_factory") is None:
         raise ValueError(
             f"--checkpoint-blocks must be from 0 to the {shape.num_layers} blocks that {size} has here, "
             f"got {checkpoint_blocks}"
         )
-    if step.tokens is not None:
-        check_tokens(step.tokens, shape.context_length)
-    config = RunConfig(
-        size=size if _same_shape(shape, preset) else "custom",
-        model=shape,
-        mode=mode,
-        precision=precision,
-        device=device,
-        warmup_steps=warmup_steps,
-        checkpoint_blocks=checkpoint_blocks,
-        model_factory=model.model,
-        **_given(step, but="device"),
-    )
+    if "tokens" in settings:
+        check_tokens(settings["tokens"], shape.context_length)
+    size = size if _same_shape(shape, preset) else "custom"
+    config = RunConfig(size=size, model=shape, device=device, **settings)
     if config.model_factory is not None:
         check_factory(config.model_factory)
     return config
 
 
-def _given(group: ModelArguments | StepArguments, but: str) -> dict[str, Any]:
-    """The values by the name of their field; those that were not given are for the configuration to choose."""
-    values = {f.name: getattr(group, f.name) for f in fields(group) if f.name != but}
-    return {name: value for name, value in values.items() if value is not None}
+def default_on(device: Device, name: str) -> Any:  # noqa: ANN401 (the type of the setting)
+    """The value of a setting on this device where none is given."""
+    found = FIELDS[name][1].by_device
+    assert found is not None
+    return found.gpu if device is Device.CUDA else found.cpu
 
 
-NOT_ALONE = ("compile_blocks", "cast_once", "fused_loss", "fused_blocks", "fp8", "cuda_graph")
-"""Flags that need others, which --fast sets."""
-
-
-def without_shortcuts(model: ModelArguments, step: StepArguments) -> tuple[ModelArguments, StepArguments]:
+def without_shortcuts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What `faster` is to begin with: a valid run, whatever needs a choice that --fast has yet to make."""
-    none: dict[str, Any] = dict.fromkeys(NOT_ALONE, False)
-    if model.attention is None and model.sdpa_backend is not SdpaBackend.AUTO:
-        model = replace(model, attention=Attention.SDPA)
-    return model, replace(step, **none)
+    found = {name: value for name, value in settings.items() if name not in NOT_ALONE}
+    if found.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
+        found.setdefault("attention", Attention.SDPA)
+    return found
 
 
-def faster(
-    config: RunConfig, model: ModelArguments, step: StepArguments, precision: Precision | None, precision_flag: str
-) -> RunConfig:
+def faster(config: RunConfig, asked: Mapping[str, Any], *, many: bool = False) -> RunConfig:
     """The same step in the fastest way known for this machine's device (--fast), with the shortcuts asked for too.
 
-    `precision` is what `precision_flag` asks for, None where it was not given. Raises ValueError where a flag does not
-    go with it, or asks for other than what is chosen.
+    `asked` are the settings given; with `many` by the flags of a sweep. Raises ValueError where one does not go with
+    --fast, or is other than what that chooses.
     """
     gpus = visible_gpus() if config.device is Device.CUDA else ()
     fast = fastest(config, gpus[0].name if gpus else None)
-    pairs = (
-        ("--attention", model.attention, fast.model.attention),
-        (precision_flag, precision, fast.precision),
-        ("--optimizer", step.optimizer, fast.optimizer),
-        ("--compile", step.compile, fast.compile),
-        ("--pad-vocabulary", step.pad_vocabulary, fast.pad_vocabulary),
-    )
-    for flag, asked, chosen in pairs:
-        if asked is not None and asked != chosen:
+    for name, (_, setting) in FIELDS.items():
+        chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
+        if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
+            flag = flag_of(setting.plural if many and setting.plural else name, setting)
             what = flag.removeprefix("--").replace("-", " ")
-            raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked}")
-    besides: dict[str, Any] = {name: True for name in NOT_ALONE if getattr(step, name)}
+            raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
+    besides: dict[str, Any] = {name: True for name in NOT_ALONE if asked.get(name)}
     return replace(fast, **besides)
 
 

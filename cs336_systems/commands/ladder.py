@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -11,14 +11,14 @@ from typing import Annotated
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
-    ModelArguments,
-    StepArguments,
+    Flags,
     Switch,
     check_limits,
     checked_name,
     make_config,
     unset,
     value_or,
+    with_flags,
 )
 from cs336_systems.commands.outcome import (
     INTERRUPTED,
@@ -34,7 +34,7 @@ from cs336_systems.commands.outcome import (
 from cs336_systems.commands.outputs import print_last
 from cs336_systems.commands.report import load_records_or_warn
 from cs336_systems.commands.sweep import note_unused_gpus
-from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.record import RunRecord, Status
@@ -61,33 +61,25 @@ LADDER_FILE = "ladder.json"
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LadderArguments:
+@with_flags(
+    "size", "context_length", "batch_size", "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "model_factory",
+    "warmup_steps", "measured_steps", "learning_rate", "tokens", "seed", warmup_steps=10,
+    rules={
+        "size": "gpt2 on a GPU, tiny on a CPU", "context_length": "1024 for gpt2, else 512 on a GPU, 128 on a CPU",
+        "batch_size": "16 on a GPU, 4 on a CPU", "learning_rate": "0.005 / d_model",
+    },
+)  # fmt: skip
+class LadderArguments(Flags):
     """Climb from fp32 and eager to the fastest known step, one change at a time, and say what each change is worth.
 
     Each rung runs in fresh processes, interleaved with the others, and once more under torch.profiler for the reason. A
     rung whose losses leave those of the first is marked, and nothing is credited to it. Results go to
     OUTPUT/ladder/NAME/; the same command again goes on where an interrupted one stopped.
+
+    Losses are compared over 20 steps: as many must be run, warm-up included. With a larger learning rate, rounding
+    alone drives the losses of large models apart. Rungs that change the inside of the model are left out for --model.
     """
 
-    size: Annotated[str | None, unset("NAME", "gpt2 on a GPU, tiny on a CPU")] = None
-    """Preset: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
-    context_length: Annotated[int | None, unset("INT", "1024 for gpt2, else 512 on a GPU, 128 on a CPU")] = None
-    """Tokens in a sequence."""
-    batch_size: Annotated[int | None, unset("INT", "16 on a GPU, 4 on a CPU")] = None
-    """Sequences in a batch."""
-    vocab_size: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Entries of the vocabulary (tokens)."""
-    d_model: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Width of the residual stream (elements)."""
-    d_ff: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Width of the feed-forward layer (elements)."""
-    num_layers: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Blocks, one after the other."""
-    num_heads: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Attention heads; must divide d_model."""
-    model: Annotated[str | None, unset("MODULE:FACTORY", "this project's model")] = None
-    """Your own model as package.module:factory, as for benchmark.py; rungs that change its inside are left out."""
     rungs: Annotated[tuple[str, ...] | None, unset("NAME [NAME ...]", "all that apply")] = None
     """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks fused-loss fused-blocks fp8;
     each still has all changes up to it, and fp32 is always there."""
@@ -95,18 +87,8 @@ class LadderArguments:
     """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True
     """Run each rung once more under torch.profiler."""
-    warmup_steps: int = 10
-    """Steps before the timed ones."""
-    measured_steps: int = 10
-    """Steps that are timed; with the warm-up at least 20, over which the losses are compared."""
-    learning_rate: Annotated[float | None, unset("FLOAT", "0.005 / d_model")] = None
-    """Of AdamW; a larger one lets rounding alone drive the losses of large models apart."""
-    tokens: Annotated[str | None, unset("FILE", "random tokens")] = None
-    """Token file to read batches from (.npy, one axis of integers)."""
     device: DeviceChoice = "auto"
     """Where to run; auto is the GPU if there is one."""
-    seed: int = 0
-    """Seed of the weights and the tokens."""
     report: Annotated[Path | None, unset("DIR", "measure")] = None
     """Directory of a ladder: measure nothing, and write its tables and picture again."""
     name: Annotated[str | None, unset("NAME", "size, context, batch and device")] = None
@@ -136,20 +118,11 @@ class LadderArguments:
         """The first rung's shape, batch, data and steps; raise ValueError where the flags mean none."""
         device = resolve_device(self.device)
         on_gpu = device is Device.CUDA
-        model = ModelArguments(
-            vocab_size=self.vocab_size, d_model=self.d_model, d_ff=self.d_ff, num_layers=self.num_layers,
-            num_heads=self.num_heads, model=self.model,
-        )  # fmt: skip
-        step = StepArguments(
-            batch_size=value_or(self.batch_size, GPU_BATCH if on_gpu else CPU_BATCH),
-            measured_steps=self.measured_steps, tokens=self.tokens, seed=self.seed,
-        )  # fmt: skip
-        config = make_config(
-            model, step, device,
-            size=value_or(self.size, GPU_SIZE if on_gpu else CPU_SIZE), context_length=self.context_length,
-            mode=Mode.TRAIN, precision=Precision.FP32, warmup_steps=self.warmup_steps,
-        )  # fmt: skip
-        return replace(config, learning_rate=value_or(self.learning_rate, gate_learning_rate(config.model.d_model)))
+        usual = {"size": GPU_SIZE, "batch_size": GPU_BATCH} if on_gpu else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
+        config = make_config(device, **{**usual, **self.given()})
+        if self.learning_rate is not None:
+            return config
+        return replace(config, learning_rate=gate_learning_rate(config.model.d_model))
 
     def ladder(self) -> tuple[Rung, ...]:
         """The rungs meant; raise ValueError for one that there is not."""

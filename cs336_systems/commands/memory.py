@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.commands.flags import ModelArguments, StepArguments, Switch, make_config, unset
+from cs336_systems.commands.flags import Switch, make_config, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
-from cs336_systems.config import Device, Mode, Precision, RunConfig
+from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import read_record
 
@@ -52,10 +52,8 @@ class MemoryArguments:
         return read_record(beside).config if beside.is_file() else None
 
     def _preset(self) -> RunConfig:
-        step = StepArguments(batch_size=self.batch_size)
         return make_config(
-            ModelArguments(), step, Device.CUDA,
-            size=self.size or "", context_length=self.context_length, mode=Mode.TRAIN, precision=Precision.FP32,
+            Device.CUDA, size=self.size or "", context_length=self.context_length, batch_size=self.batch_size,
             warmup_steps=0,
         )  # fmt: skip
 

@@ -3,33 +3,31 @@
 import hashlib
 import itertools
 import sys
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
 from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
-    CPU_CONTEXT_LENGTHS,
-    CPU_SIZES,
-    GPU_CONTEXT_LENGTHS,
-    GPU_SIZES,
+    AXES,
+    FIELDS,
     MAX_NAME_LENGTH,
-    PLAIN,
+    Flags,
     Flat,
     ModelArguments,
     StepArguments,
     Switch,
     check_limits,
     checked_name,
-    choices,
     faster,
     make_config,
     one_precision,
     profiled_config,
     unset,
+    with_flags,
     without_shortcuts,
 )
 from cs336_systems.commands.outcome import (
@@ -45,7 +43,7 @@ from cs336_systems.commands.outcome import (
     status_of,
 )
 from cs336_systems.commands.outputs import print_last
-from cs336_systems.config import Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.config import Device, Precision, Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import usable_gpu_bytes
@@ -61,33 +59,16 @@ if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepArguments:
+@with_flags(*AXES, many=True)
+class SweepArguments(Flags):
     """Time a grid of sizes, context lengths, modes and precisions, each run in a fresh process, and write tables.
 
     Records, tables (CSV, Markdown, LaTeX, Typst) and plots go to OUTPUT/e2e_benchmark/NAME/. The same command
     again goes on where an interrupted sweep stopped; what ran out of memory or failed has a row of its own.
     """
 
-    sizes: Annotated[
-        tuple[str, ...] | None, unset("NAME [NAME ...]", "small medium large xl 2.7B on a GPU, tiny on a CPU")
-    ] = None
-    """Presets: tiny, small, medium, large, xl, 2.7B, 10B, gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
-    context_lengths: Annotated[
-        tuple[int, ...] | None, unset("INT [INT ...]", "128 256 512 on a GPU, 64 128 256 on a CPU")
-    ] = None
-    """Tokens in a sequence."""
-    modes: tuple[Mode, ...] = (Mode.TRAIN,)
-    """How much of a step: inference, forward, forward-backward, train."""
-    precisions: Annotated[tuple[Precision, ...] | None, choices(Precision, many=True), unset(None, "fp32")] = None
-    """fp32, tf32, bf16, fp16; with fp32 and another, the tables get a speed-up column."""
     mixed_precision: Switch = False
     """Short for --precisions bf16."""
-    warmup_steps: tuple[int, ...] = (5,)
-    """Steps before the timed ones; several make a warm-up study."""
-    checkpoint_blocks: tuple[int, ...] = (0,)
-    """Activation checkpointing: keep only the input of every so many blocks for backward, and compute the rest again;
-    0 keeps everything. Several make a study of what it costs and saves."""
     repeats: int = 1
     """Fresh processes per configuration, interleaved; three or more give a confidence interval over their means."""
     fast: Switch = False
@@ -122,7 +103,7 @@ class SweepArguments:
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "context_lengths", "modes", "precisions", "warmup_steps", "checkpoint_blocks"):
+        for name in self.settings:
             if getattr(self, name) == ():
                 raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
         check_limits(self.timeout_s, self.repeats, least_repeats=1)
@@ -137,24 +118,12 @@ class SweepArguments:
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = resolve_device(self.step.device)
         on_gpu = device is Device.CUDA
-        grid = itertools.product(
-            self.sizes or (GPU_SIZES if on_gpu else CPU_SIZES),
-            self.context_lengths or (GPU_CONTEXT_LENGTHS if on_gpu else CPU_CONTEXT_LENGTHS),
-            self.modes,
-            self.chosen_precisions,
-            self.warmup_steps,
-            self.checkpoint_blocks,
-        )
-        model, step = without_shortcuts(self.model, self.step) if self.fast else (self.model, self.step)
-        once = [
-            make_config(
-                model, step, device,
-                size=size, context_length=context_length, mode=mode, precision=precision, warmup_steps=warmup_steps,
-                checkpoint_blocks=checkpoint_blocks,
-            )
-            for size, context_length, mode, precision, warmup_steps, checkpoint_blocks in grid
-        ]  # fmt: skip
-        once = [self._faster(config) for config in once] if self.fast else once
+        common = {**self.model.given(), **self.step.given()}
+        begin = without_shortcuts(common) if self.fast else common
+        axes = self._axes(on_gpu)
+        grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        once = [make_config(device, **begin, **point) for point in grid]
+        once = [self._faster(config, common) for config in once] if self.fast else once
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
@@ -177,9 +146,19 @@ class SweepArguments:
             raise ValueError(f"one profiler at a time, got {' and '.join(flag for flag, _ in asked)}: choose one")
         return asked[0][1] if asked else Profiler.NONE
 
-    def _faster(self, plain: RunConfig) -> RunConfig:
-        asked = None if self.precisions is None else plain.precision
-        return faster(plain, self.model, self.step, asked, "--precisions")
+    def _axes(self, on_gpu: bool) -> dict[str, tuple[Any, ...]]:
+        """The values of each axis of the grid by the name of its setting, in the order in which they are varied."""
+        usual = {
+            name: found.gpu_sweep if on_gpu else found.cpu_sweep
+            for name in AXES
+            if (found := FIELDS[name][1].by_device) is not None
+        }
+        values = usual | self.given() | {"precision": self.chosen_precisions}
+        return {name: values[name] for name in AXES}
+
+    def _faster(self, plain: RunConfig, common: Mapping[str, Any]) -> RunConfig:
+        asked = {} if self.precisions is None else {"precision": plain.precision}
+        return faster(plain, {**common, **asked}, many=True)
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
@@ -196,34 +175,27 @@ class SweepArguments:
 def default_name(sweep: SweepArguments) -> str:
     """Modes, precisions, what differs from the defaults, and the device, so that machines do not collide."""
     device = resolve_device(sweep.step.device)
-    different = [
-        f"{name}-{value}"
-        for arguments in (sweep.model, sweep.step)
-        for name, value in _differences(arguments, skip=("device",))
-    ]
-    beside = ("modes", "precisions", "mixed_precision", "model", "step", "name", "output", "timeout_s", "fresh",
-              "allow_mixed", "dry_run", "json", "nsys", "profile", "memory", "memory_first_step", "fast")  # fmt: skip
-    axes = _differences(sweep, skip=beside)
+    groups = (sweep, sweep.model, sweep.step)
+    axes, *different = [_differences(group, skip=("modes", "precisions")) for group in groups]
+    repeats = [f"repeats-{sweep.repeats}"] if sweep.repeats > 1 else []
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
         "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
-        *(f"{name}-{value}" for name, value in axes),
-        *different,
-        device_word(device),
-    ]
+        *axes, *repeats, *itertools.chain.from_iterable(different), device_word(device),
+    ]  # fmt: skip
     name = "_".join(plain_word(part) for part in parts)
     if len(name) > MAX_NAME_LENGTH:
         name = f"{name[: MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return name
 
 
-def _differences(arguments: object, skip: tuple[str, ...]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for f in fields(arguments):  # type: ignore[arg-type]
-        value = getattr(arguments, f.name)
-        if f.name not in skip and value not in (f.default, PLAIN.get(f.name)):
-            found.append((f.name, "-".join(map(str, value)) if isinstance(value, tuple) else str(value)))
-    return found
+def _differences(group: Flags, skip: tuple[str, ...] = ()) -> Iterator[str]:
+    """The flags whose values are not the usual ones, with these: `attention-sdpa`."""
+    for flag, name in group.settings.items():
+        value, (each, setting) = getattr(group, flag), FIELDS[name]
+        usual = (getattr(type(group), flag), each.default if setting.chosen_by_fast else None)
+        if flag not in skip and value not in usual:
+            yield f"{flag}-{'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def run(arguments: SweepArguments) -> int:
