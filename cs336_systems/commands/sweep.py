@@ -315,11 +315,11 @@ def report(
     where a profile that is missing would be lost from the tables in `output`.
     """
     status("reading records and profiles")
+    from cs336_systems.report.entries import labels
     from cs336_systems.report.identity import file_names
-    from cs336_systems.report.kernels.entries import labels
     from cs336_systems.report.kernels.plots import write_pictures
     from cs336_systems.report.kernels.sweep import load_profiled, sweep_tables, write_kernel_sweep
-    from cs336_systems.report.memory.loading import load_memory
+    from cs336_systems.report.memory.entries import load_memory
     from cs336_systems.report.memory.sweep import memory_sweep_tables, write_memory_sweep
     from cs336_systems.report.plots import write_plots
     from cs336_systems.report.tables import results_json, write_tables

@@ -29,8 +29,8 @@ from cs336_systems.costs.memory import (
 from cs336_systems.costs.napkin import rule_of_thumb_flops
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv
-from cs336_systems.report.listing import Listing, percent
-from cs336_systems.report.numbers import significant
+from cs336_systems.report.listing import Listing
+from cs336_systems.report.numbers import percent, significant
 from cs336_systems.report.table import Table, make_table
 
 GIB, MIB = 2**30, 2**20

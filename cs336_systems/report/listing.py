@@ -1,6 +1,6 @@
 """One subject of a report, as tables for people and as all of its values, and how both become files."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -10,11 +10,6 @@ from cs336_systems.report.formats import WRITERS, to_csv
 from cs336_systems.report.table import Table
 
 Row = TypeVar("Row")
-
-MAX_LABEL = 64
-"""Characters of a name in a readable table; the CSV has all."""
-LABEL_END = 8
-"""Of these, characters of its end: cuBLAS names its tiles in the middle, by which alone some kernels differ."""
 
 _SI: tuple[tuple[str, str, Callable[[float], float]], ...] = (
     ("_ms", "_s", lambda time_ms: time_ms / 1e3),
@@ -64,6 +59,11 @@ def csv_of(columns: Mapping[str, Callable[[Row], object]], rows: Iterable[Row]) 
     return to_csv(tuple(columns), values) if values else ""
 
 
+def csv_by_keys(keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
+    """The values under these keys as CSV; empty for no rows."""
+    return to_csv(keys, ([row[key] for key in keys] for row in rows)) if rows else ""
+
+
 def in_si(row: Mapping[str, object]) -> dict[str, object]:
     """The values of a CSV's row by the names of its columns, both in SI units: `step_mean_ms` is `step_mean_s`."""
     return dict(_in_si(name, value) for name, value in row.items())
@@ -74,18 +74,3 @@ def _in_si(name: str, value: object) -> tuple[str, object]:
         if name.endswith(ending):
             return name.removesuffix(ending) + unit, convert(value) if isinstance(value, int | float) else value
     return name, value
-
-
-def percent(part: float, whole: float) -> str:
-    """The share with one decimal; empty where the whole is nothing."""
-    return f"{100 * part / whole:.1f}" if whole else ""
-
-
-def share(part: float, whole: float) -> float | None:
-    """The share as a fraction; None where the whole is nothing."""
-    return part / whole if whole else None
-
-
-def label(name: str) -> str:
-    """The name, its middle left out where it is longer than a table has room for."""
-    return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"

@@ -4,6 +4,10 @@ import math
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
 """Significant digits of what has an interval."""
+MAX_LABEL = 64
+"""Characters of a name in a readable table; the CSV has all."""
+LABEL_END = 8
+"""Of these, characters of its end: cuBLAS names its tiles in the middle, by which alone some kernels differ."""
 DOUBT = "?"
 """Ends a time that is in doubt, and what is computed from it."""
 
@@ -14,6 +18,26 @@ def significant(value: float, digits: int = 4) -> str:
         return str(value)
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def rounded(value: float) -> str:
+    """The value to four significant digits; nothing but a zero for 0."""
+    return significant(value) if value else "0"
+
+
+def count(value: float) -> str:
+    """How often something happened: a whole number, or a mean with two decimals; thousands apart."""
+    return f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
+
+
+def in_percent(share: float) -> str:
+    """The share in percent with one decimal."""
+    return f"{100 * share:.1f}"
+
+
+def change(ratio: float) -> str:
+    """By how much more or less than 1 the ratio is, in percent, signed."""
+    return f"{100 * (ratio - 1):+.1f}"
 
 
 def mean_and_std(mean: float, std: float | None) -> str:
@@ -60,3 +84,18 @@ def interval_digits(low: float, high: float) -> int:
 
 def _exponent(value: float) -> int:
     return int(f"{value:e}".partition("e")[2])
+
+
+def percent(part: float, whole: float) -> str:
+    """The share with one decimal; empty where the whole is nothing."""
+    return f"{100 * part / whole:.1f}" if whole else ""
+
+
+def share(part: float, whole: float) -> float | None:
+    """The share as a fraction; None where the whole is nothing."""
+    return part / whole if whole else None
+
+
+def label(name: str) -> str:
+    """The name, its middle left out where it is longer than a table has room for."""
+    return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"

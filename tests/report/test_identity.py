@@ -31,13 +31,14 @@ from cs336_systems.config import (
 )
 from cs336_systems.record import write_record
 from cs336_systems.report import drawing, plots
+from cs336_systems.report import entries as report_entries
+from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import file_names, identities, names_of
 from cs336_systems.report.kernels import sweep as kernel_sweep
-from cs336_systems.report.kernels.entries import Profiled, labels
+from cs336_systems.report.kernels.entries import Profiled
+from cs336_systems.report.kernels.shares import classes_by_configuration
 from cs336_systems.report.kernels.sweep_answers import sweep_answers as kernel_answers
-from cs336_systems.report.kernels.sweep_shares import classes_listing
-from cs336_systems.report.memory import entries as memory_entries
 from cs336_systems.report.memory import sweep as memory_sweep
 from cs336_systems.report.memory.entries import MemoryEntry
 from cs336_systems.report.memory.sweep_answers import sweep_answers as memory_answers
@@ -161,7 +162,7 @@ def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     """Memory is recorded by one profiler, on a GPU, of a run without graphs."""
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
     entries = [memory_entry(config) for config in pair]
-    assert len({*memory_entries.labels(entries)}) == len({config.key for config in pair}) == 2
+    assert len({*report_entries.labels(entries)}) == len({config.key for config in pair}) == 2
     assert_apart([make(entries) for make in memory_sweep._LISTINGS], pair)
 
 
@@ -273,7 +274,7 @@ def test_shares_in_sentences_are_the_least_and_the_largest_of_the_rows(change) -
         ("forward", r"Matrix products take ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of forward"),
         ("step", r"and ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of a whole"),
     ):
-        rows = [row for row in csv_rows(classes_listing(entries).csv) if row["phase"] == phase]
+        rows = [row for row in csv_rows(classes_by_configuration(entries).csv) if row["phase"] == phase]
         shares = [100 * float(row["matrix_product_share"]) for row in rows]
         assert len(shares) == 2
         low, low_name, high, high_name = re.search(sentence, text).groups()
@@ -295,7 +296,7 @@ def test_each_peak_in_sentences_is_its_own_configurations(change) -> None:
     entries = [memory_entry(config, peak=peak)
                for config, peak in zip((base, replace(base, **change)), peaks, strict=True)]  # fmt: skip
     text = memory_answers(entries)
-    names = memory_entries.labels(entries, without=("mode", "context_length"))
+    names = report_entries.labels(entries, without=("mode", "context_length"))
     for name, saved in zip(names, (300, 500), strict=True):
         assert f"{name}: train {size(saved * MIB)} at context 128." in text.replace("\\", "")
 

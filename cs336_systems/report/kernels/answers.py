@@ -24,8 +24,7 @@ from cs336_systems.report.kernels.facts import (
 )
 from cs336_systems.report.kernels.terms import terms
 from cs336_systems.report.kernels.words import launches, ms
-from cs336_systems.report.listing import label
-from cs336_systems.report.numbers import significant
+from cs336_systems.report.numbers import label, significant
 from cs336_systems.report.sentences import percent_of
 
 NUM_CLASSES = 4

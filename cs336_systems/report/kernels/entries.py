@@ -1,15 +1,15 @@
-"""Profiled runs with their kernel profiles and their plain twins, and what tells them apart."""
+"""Profiled runs with their kernel profiles and their plain twins."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.frame import order
-from cs336_systems.report.identity import Identity, identities, names_of
 from cs336_systems.sweep.store import kernel_profile_path
 from cs336_systems.text import inert_line
 
@@ -26,6 +26,14 @@ class Profiled:
     plain: RunRecord | None
     """None where there is no such run that finished."""
     profiled: RunRecord
+
+    is_out_of_memory: ClassVar[bool] = False
+    """A run that ran out of memory leaves no kernel profile."""
+
+    @property
+    def device_name(self) -> str | None:
+        """None where the run could not name its device."""
+        return _device(self.profiled)
 
     def clock_s(self, phase: Phase) -> float | None:
         """Mean time of the phase without a profiler; None where it is not known."""
@@ -71,13 +79,3 @@ def _plain_twin(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | 
 
 def _device(record: RunRecord) -> str | None:
     return None if record.environment is None else record.environment.identity.device_name
-
-
-def identities_of(entries: Sequence[Profiled]) -> list[Identity]:
-    """Which configuration each entry is."""
-    return identities((entry.config, _device(entry.profiled)) for entry in entries)
-
-
-def labels(entries: Sequence[Profiled]) -> list[str]:
-    """A few words for each entry, with what tells it from the others: `small ctx 128 bf16`."""
-    return names_of(identities_of(entries))

@@ -18,7 +18,7 @@ from cs336_systems.report.kernels.one_offs import OneOff, find_one_offs, without
 from cs336_systems.report.kernels.places import path_text
 from cs336_systems.report.kernels.terms import terms
 from cs336_systems.report.kernels.words import WHERE, items, launches, ms, per_step, us
-from cs336_systems.report.listing import label
+from cs336_systems.report.numbers import label
 from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted
 

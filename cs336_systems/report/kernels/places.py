@@ -12,7 +12,8 @@ from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, IdleTime
 from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column
 from cs336_systems.report.kernels.terms import WHOLE_STEP, count_per_step, microseconds, milliseconds, terms
-from cs336_systems.report.listing import Listing, csv_of, label, percent, share
+from cs336_systems.report.listing import Listing, csv_of
+from cs336_systems.report.numbers import label, percent, share
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import inert_line
 

@@ -4,28 +4,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cs336_systems.report import drawing
-from cs336_systems.report.kernels.entries import Profiled, labels, load_profiled
+from cs336_systems.report.entries import labels
+from cs336_systems.report.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.kernels.plots import draw_configurations
-from cs336_systems.report.kernels.sweep_answers import sweep_answers
-from cs336_systems.report.kernels.sweep_shares import (
-    attention_listing,
-    classes_listing,
-    products_listing,
-    top_kernels_listing,
+from cs336_systems.report.kernels.shares import (
+    attention_by_configuration,
+    classes_by_configuration,
+    products_by_configuration,
 )
-from cs336_systems.report.kernels.sweep_tables import phases_listing, slowdown_listing
+from cs336_systems.report.kernels.sweep_answers import sweep_answers
+from cs336_systems.report.kernels.tables import (
+    phases_by_configuration,
+    slowdown_by_configuration,
+    top_kernels_by_configuration,
+)
 from cs336_systems.report.listing import Listing, texts_of, write_files
 from cs336_systems.report.table import Table
 
 __all__ = ["Profiled", "load_profiled", "sweep_tables", "write_kernel_sweep"]
 
 _TO_PRINT: tuple[Callable[[Sequence[Profiled]], Listing], ...] = (
-    phases_listing,
-    classes_listing,
-    products_listing,
-    slowdown_listing,
+    phases_by_configuration,
+    classes_by_configuration,
+    products_by_configuration,
+    slowdown_by_configuration,
 )
-_LISTINGS = (*_TO_PRINT, attention_listing, top_kernels_listing)
+_LISTINGS = (*_TO_PRINT, attention_by_configuration, top_kernels_by_configuration)
 
 
 def sweep_tables(entries: Sequence[Profiled]) -> list[Table]:

@@ -7,8 +7,9 @@ from typing import TypeAlias
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Phase
+from cs336_systems.report.entries import labels
 from cs336_systems.report.kernels.answers import SAME_TIME, Question, answers
-from cs336_systems.report.kernels.entries import Profiled, labels
+from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.kernels.facts import (
     FORWARD_AND_BACKWARD,
     class_shares,

@@ -1,115 +1,101 @@
-"""Tables of one `StepProfile`: its phases and its kernels. More are in kernel_shares.py and kernel_places.py.
+"""Tables of phases and kernels, of one `StepProfile` and over the configurations of a sweep.
 
-Times are per step: the sum over the profiled steps, over their number.
+Times are per step: the sum over the profiled steps, over their number. More are in shares.py and places.py.
 """
 
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import KernelTimes, PhaseTimes, StepProfile, Work
-from cs336_systems.report.columns import Column
-from cs336_systems.report.kernels.terms import WHOLE_STEP, Terms, count_per_step, microseconds, milliseconds, terms
-from cs336_systems.report.listing import Listing, csv_of, label, percent, share
-from cs336_systems.report.numbers import mean_and_std
+from cs336_systems.config import Phase
+from cs336_systems.report.columns import column
+from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.kernels.entries import Profiled
+from cs336_systems.report.kernels.facts import top_kernel
+from cs336_systems.report.kernels.terms import WHOLE_STEP, Terms, milliseconds, terms
+from cs336_systems.report.listing import Listing, csv_by_keys
+from cs336_systems.report.numbers import mean_and_std, percent, share
 from cs336_systems.report.table import Table, make_table
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseRow:
-    """A phase or all of them, by name; the values are those of `PhaseTimes`, one for each step."""
-
-    name: str
-    launches: tuple[int, ...]
-    kernel_s: tuple[float, ...]
-    busy_s: tuple[float, ...]
-    wall_s: tuple[float, ...]
-    host_s: tuple[float, ...]
-    recomputed_s: tuple[float, ...]
-    copies: tuple[int, ...]
-    copy_s: tuple[float, ...]
-    launch_calls: int | None
-    """Calls of the host that launch something, over all steps; None where the file has no such calls."""
-
-    @property
-    def host_per_launch_s(self) -> float | None:
-        """How long the host was in the phase, for each launch that it made; None for no launch."""
-        return sum(self.host_s) / self.launch_calls if self.launch_calls else None
-
-
 _SUMMED = ("launches", "kernel_s", "busy_s", "wall_s", "host_s", "recomputed_s", "copies", "copy_s")
+_PHASE_CSV = (
+    "phase", "kernels_per_step", "kernel_mean_ms", "kernel_std_ms", "share", "wall_mean_ms", "wall_std_ms",
+    "busy_mean_ms", "busy_share", "host_mean_ms", "host_std_ms", "launch_calls_per_step", "host_per_launch_ms",
+    "copies_per_step", "copy_mean_ms", "recomputed_mean_ms",
+)  # fmt: skip
+_KERNEL_CSV = (
+    "phase", "class", "short_name", "share", "total_ms_per_step", "count_per_step", "count", "mean_ms", "median_ms",
+    "min_ms", "max_ms", "std_ms", "name",
+)  # fmt: skip
 
 
-def phase_rows(profile: StepProfile) -> list[PhaseRow]:
+def phase_values(profile: StepProfile) -> list[Values]:
     """A row for each phase in order, then their sum, named WHOLE_STEP."""
-    rows = [_phase_row(profile, phase, [phase.phase], [phase]) for phase in profile.phases]
-    return [*rows, _phase_row(profile, None, [phase.phase for phase in profile.phases], profile.phases)]
+    chosen: list[Sequence[PhaseTimes]] = [*([phase] for phase in profile.phases), profile.phases]
+    total_s = sum(sum(phase.kernel_s) for phase in profile.phases)
+    return [_phase(profile, phases, total_s, WHOLE_STEP if phases is profile.phases else None) for phases in chosen]
 
 
-def _phase_row(
-    profile: StepProfile, phase: PhaseTimes | None, of: Iterable[LaunchPhase], times: Iterable[PhaseTimes]
-) -> PhaseRow:
-    chosen, kept = set(of), tuple(times)
-    calls = sum(call.count for call in profile.host_calls if call.is_launch and call.phase in chosen)
-    sums = {name: tuple(map(sum, zip(*(getattr(row, name) for row in kept), strict=True))) for name in _SUMMED}
-    return PhaseRow(
-        name=WHOLE_STEP if phase is None else phase.phase, launch_calls=calls if profile.host_calls else None, **sums
-    )
+def _phase(profile: StepProfile, phases: Sequence[PhaseTimes], total_s: float, name: str | None) -> Values:
+    """The phases added up step by step; what a device does beside its host is None where there is no device."""
+    steps, on_device = profile.num_steps, profile.work is Work.KERNELS
+    sums = {field: tuple(map(sum, zip(*(getattr(phase, field) for phase in phases), strict=True))) for field in _SUMMED}
+    of = {phase.phase for phase in phases}
+    calls = sum(call.count for call in profile.host_calls if call.is_launch and call.phase in of)
+    host_s = sum(sums["host_s"])
+    return {
+        "phase": name or phases[0].phase,
+        "kernels_per_step": sum(sums["launches"]) / steps,
+        **_mean_and_std("kernel", sums["kernel_s"]),
+        "share": share(sum(sums["kernel_s"]), total_s),
+        **_mean_and_std("wall", sums["wall_s"]),
+        **_mean_and_std("busy", sums["busy_s"], on_device),
+        "busy_share": share(sum(sums["busy_s"]), sum(sums["wall_s"])) if on_device else None,
+        **_mean_and_std("host", sums["host_s"], on_device),
+        "launch_calls_per_step": calls / steps if profile.host_calls else None,
+        "host_per_launch_ms": host_s * 1e3 / calls if calls else None,
+        "host_per_launch_s": host_s / calls if calls else None,
+        "copies_per_step": sum(sums["copies"]) / steps,
+        **_mean_and_std("copy", sums["copy_s"]),
+        **_mean_and_std("recomputed", sums["recomputed_s"]),
+    }
+
+
+def _mean_and_std(name: str, times_s: Sequence[float], known: bool = True) -> Values:
+    """Mean and deviation over the steps in ms; no deviation of one step."""
+    std_s = statistics.stdev(times_s) if known and len(times_s) > 1 else None
+    return {
+        f"{name}_mean_ms": sum(times_s) / len(times_s) * 1e3 if known and times_s else None,
+        f"{name}_std_ms": None if std_s is None else std_s * 1e3,
+    }
 
 
 def phases_listing(profile: StepProfile) -> Listing:
     """Kernels and times of each phase, and the check that no kernel of the file is missing or counted twice."""
-    rows, words = phase_rows(profile), terms(profile)
-    total_s = sum(rows[-1].kernel_s)
-    columns: list[Column[PhaseRow]] = [
-        Column("phase", numeric=False, says=attrgetter("name")),
-        Column(words.items, spare=3, says=lambda row: _count(row.launches)),
-        Column(words.time, "ms", says=lambda row: _times(row.kernel_s)),
-        Column("share", "%", spare=1, says=lambda row: percent(sum(row.kernel_s), total_s)),
-        Column("wall", "ms", spare=2, says=lambda row: _times(row.wall_s)),
-        *(_device_columns() if profile.work is Work.KERNELS else ()),
-        *_optional_columns(rows[-1]),
+    rows, words = phase_values(profile), terms(profile)
+    columns = [
+        column("phase"),
+        column("kernels_per_step", name=words.items, spare=3),
+        column("kernel_mean_ms", name=words.time, std="kernel_std_ms"),
+        column("share"),
+        column("wall_mean_ms", std="wall_std_ms", spare=2),
     ]
+    if profile.work is Work.KERNELS:
+        columns += [
+            column("busy_share", spare=4),
+            column("host_mean_ms", std="host_std_ms"),
+            column("host_per_launch_s"),
+        ]
+    columns += [column("copies_per_step")] if rows[-1]["copies_per_step"] else []
+    columns += [column("recomputed_mean_ms", std="recomputed_std_ms")] if rows[-1]["recomputed_mean_ms"] else []
     notes = [_times_note(profile), _check(profile, words), *profile.notes]
     table = make_table("Phases of a step", columns, rows, notes)
-    return Listing(name="phases", tables=(table,), csv=csv_of(_phase_csv(profile, total_s), rows))
-
-
-def _device_columns() -> list[Column[PhaseRow]]:
-    return [
-        Column("GPU busy", "%", spare=4, says=lambda row: percent(sum(row.busy_s), sum(row.wall_s))),
-        Column("CPU", "ms", spare=5, says=lambda row: _times(row.host_s)),
-        Column("CPU per launch", "µs", spare=6, says=lambda row: microseconds(row.host_per_launch_s)),
-    ]
-
-
-def _optional_columns(whole: PhaseRow) -> list[Column[PhaseRow]]:
-    """Columns of what few steps have."""
-    copies: Column[PhaseRow] = Column("copies", spare=8, says=lambda row: _count(row.copies))
-    recomputed: Column[PhaseRow] = Column("recomputed", "ms", spare=7, says=lambda row: _times(row.recomputed_s))
-    return [*([copies] if any(whole.copies) else []), *([recomputed] if any(whole.recomputed_s) else [])]
-
-
-def _count(counts: tuple[int, ...]) -> str:
-    return f"{counts[0]:,}" if len(set(counts)) == 1 else f"{statistics.mean(counts):,.2f}" if counts else ""
-
-
-def _stdev(times_s: tuple[float, ...]) -> float | None:
-    return statistics.stdev(times_s) if len(times_s) > 1 else None
-
-
-def _times(times_s: tuple[float, ...]) -> str:
-    """Mean and deviation over the steps; a phase that takes no time has no deviation to speak of."""
-    if not any(times_s):
-        return "0"
-    deviation_s = _stdev(times_s)
-    return mean_and_std(statistics.mean(times_s) * 1e3, None if deviation_s is None else deviation_s * 1e3)
+    return Listing(name="phases", tables=(table,), csv=csv_by_keys(_PHASE_CSV, rows))
 
 
 def _times_note(profile: StepProfile) -> str:
-    words = terms(profile)
+    words, step = terms(profile), _mean_and_std("step", profile.step_s)
     if profile.work is Work.OPERATORS:
         text = f"{words.time}: of each operator the time that it spent in no other one"
     else:
@@ -119,7 +105,8 @@ def _times_note(profile: StepProfile) -> str:
             "phase, waits included"
         )
     spread = " Mean ± standard deviation over the steps." if profile.num_steps > 1 else ""
-    return f"{text}. The step by the host's clock: {_times(profile.step_s)} ms.{spread}"
+    by_clock = mean_and_std(step["step_mean_ms"], step["step_std_ms"]) if step["step_mean_ms"] else "0"
+    return f"{text}. The step by the host's clock: {by_clock} ms.{spread}"
 
 
 def _check(profile: StepProfile, words: Terms) -> str:
@@ -136,84 +123,144 @@ def _check(profile: StepProfile, words: Terms) -> str:
     return f"Check: {' + '.join(named)} = {whole}."
 
 
-def _phase_csv(profile: StepProfile, total_s: float) -> dict[str, Callable[[PhaseRow], object]]:
-    on_device = profile.work is Work.KERNELS
+def phases_by_configuration(entries: Sequence[Profiled]) -> Listing:
+    """Kernels and times of each phase, beside the clock of the run without a profiler."""
+    words, on_device = terms(entries[0].profile), entries[0].profile.work is Work.KERNELS
+    columns = [
+        column("phase"),
+        column("kernels_per_step", name=words.items),
+        column("kernel_mean_ms", name=words.time),
+        column("wall_mean_ms"),
+        *([column("busy_share")] if on_device else []),
+        column("clock_mean_ms"),
+        column("wall_over_clock"),
+    ]
+    csv = ("phase", "kernels_per_step", "kernel_mean_ms", "wall_mean_ms", "busy_share", "host_mean_ms",
+           "clock_mean_ms", "wall_over_clock")  # fmt: skip
+    return over_configurations(
+        "phases", "Phases by configuration", rows_of(entries, _beside_clock), columns, csv,
+        ["Wall: by the trace, with the profiler. Clock: the same run without a profiler."],
+        shown=lambda row: bool(row["kernels_per_step"]),
+    )  # fmt: skip
 
-    def mean_ms(name: str, known: bool = True) -> Callable[[PhaseRow], object]:
-        return lambda row: statistics.mean(getattr(row, name)) * 1e3 if known and getattr(row, name) else None
 
-    def std_ms(name: str, known: bool = True) -> Callable[[PhaseRow], object]:
-        return lambda row: None if not known or (std_s := _stdev(getattr(row, name))) is None else std_s * 1e3
+def _beside_clock(entry: Profiled) -> Iterator[Values]:
+    for row in phase_values(entry.profile):
+        # the whole step is called alike in both
+        clock_s = entry.clock_s(Phase(row["phase"])) if row["phase"] in set(Phase) else None
+        clock_ms = None if clock_s is None else clock_s * 1e3
+        yield row | {"clock_mean_ms": clock_ms, "wall_over_clock": row["wall_mean_ms"] / clock_ms if clock_ms else None}
 
-    calls: Callable[[PhaseRow], int | None] = attrgetter("launch_calls")
-    return {
-        "phase": attrgetter("name"),
-        "kernels_per_step": lambda row: sum(row.launches) / profile.num_steps,
-        "kernel_mean_ms": mean_ms("kernel_s"),
-        "kernel_std_ms": std_ms("kernel_s"),
-        "share": lambda row: share(sum(row.kernel_s), total_s),
-        "wall_mean_ms": mean_ms("wall_s"),
-        "wall_std_ms": std_ms("wall_s"),
-        "busy_mean_ms": mean_ms("busy_s", on_device),
-        "busy_share": lambda row: share(sum(row.busy_s), sum(row.wall_s)) if on_device else None,
-        "host_mean_ms": mean_ms("host_s", on_device),
-        "host_std_ms": std_ms("host_s", on_device),
-        "launch_calls_per_step": lambda row: None if (count := calls(row)) is None else count / profile.num_steps,
-        "host_per_launch_ms": lambda row: None if (time_s := row.host_per_launch_s) is None else time_s * 1e3,
-        "copies_per_step": lambda row: sum(row.copies) / profile.num_steps,
-        "copy_mean_ms": mean_ms("copy_s"),
-        "recomputed_mean_ms": mean_ms("recomputed_s"),
-    }
+
+def slowdown_by_configuration(entries: Sequence[Profiled]) -> Listing:
+    """What the profiler costs: the step with it and without."""
+    items = terms(entries[0].profile).items
+    columns = [
+        column("plain_step_mean_ms"),
+        column("profiled_step_mean_ms"),
+        column("slowdown"),
+        column("kernels_per_step", name=f"{items} per step", spare=2),
+    ]
+    profilers = " and ".join(dict.fromkeys(str(entry.config.profiler) for entry in entries))
+    return over_configurations(
+        "slowdown", "What the profiler costs", rows_of(entries, _slowdown), columns,
+        ("plain_step_mean_ms", "profiled_step_mean_ms", "slowdown", "kernels_per_step"),
+        [f"Profiler: {profilers}, in a run of its own. Times by the clock, mean over the measured steps."],
+    )  # fmt: skip
+
+
+def _slowdown(entry: Profiled) -> list[Values]:
+    measured, plain_s = entry.profiled.measurement(Phase.STEP), entry.clock_s(Phase.STEP)
+    profiled_s = None if measured is None else measured.mean_s
+    launches = sum(sum(phase.launches) for phase in entry.profile.phases)
+    return [
+        {
+            "plain_step_mean_ms": None if plain_s is None else plain_s * 1e3,
+            "profiled_step_mean_ms": None if profiled_s is None else profiled_s * 1e3,
+            "slowdown": profiled_s / plain_s if plain_s and profiled_s else None,
+            "kernels_per_step": launches / entry.profile.num_steps,
+        }
+    ]
 
 
 def kernels_listing(profile: StepProfile, top: int) -> Listing:
     """The `top` kernels of the whole step and of each phase to read, all of them as CSV."""
     phases: list[LaunchPhase | None] = [None, *(phase.phase for phase in profile.phases)]
     total_s = {phase: sum(kernel.total_s for kernel in profile.kernels if kernel.phase is phase) for phase in phases}
-    tables = [_kernels_table(profile, phase, top) for phase in phases if total_s[phase]]
-    steps = profile.num_steps
-    columns: dict[str, Callable[[KernelTimes], object]] = {
-        "phase": lambda row: row.phase or WHOLE_STEP,
-        "class": attrgetter("kind"),
-        "short_name": attrgetter("short_name"),
-        "share": lambda row: share(row.total_s, total_s[row.phase]),
-        "total_ms_per_step": lambda row: row.total_s * 1e3 / steps,
-        "count_per_step": lambda row: row.count / steps,
-        "count": attrgetter("count"),
-        "mean_ms": lambda row: row.mean_s * 1e3,
-        "median_ms": lambda row: row.median_s * 1e3,
-        "min_ms": lambda row: row.min_s * 1e3,
-        "max_ms": lambda row: row.max_s * 1e3,
-        "std_ms": lambda row: None if row.stdev_s is None else row.stdev_s * 1e3,
-        "name": attrgetter("name"),
+    rows = [_kernel(profile, kernel, total_s) for kernel in profile.kernels]
+    tables = tuple(_kernels_table(profile, phase, rows, top) for phase in phases if total_s[phase])
+    return Listing(name="kernels", tables=tables, csv=csv_by_keys(_KERNEL_CSV, rows))
+
+
+def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: Mapping[LaunchPhase | None, float]) -> Values:
+    each_s = {
+        "mean": kernel.mean_s, "median": kernel.median_s, "min": kernel.min_s, "max": kernel.max_s,
+        "std": kernel.stdev_s,
+    }  # fmt: skip
+    return {
+        "phase": kernel.phase or WHOLE_STEP,
+        "class": kernel.kind,
+        "short_name": kernel.short_name,
+        "share": share(kernel.total_s, total_s[kernel.phase]),
+        "total_ms_per_step": kernel.total_s * 1e3 / profile.num_steps,
+        "count_per_step": kernel.count / profile.num_steps,
+        "count": kernel.count,
+        **{f"{name}_s": value for name, value in each_s.items()},
+        **{f"{name}_ms": None if value is None else value * 1e3 for name, value in each_s.items()},
+        "name": kernel.name,
     }
-    return Listing(name="kernels", tables=tuple(tables), csv=csv_of(columns, profile.kernels))
 
 
-def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, top: int) -> Table:
-    words = terms(profile)
-    rows = [kernel for kernel in profile.kernels if kernel.phase is phase]
-    total_s = sum(row.total_s for row in rows)
-    columns: list[Column[KernelTimes]] = [
-        Column("share", "%", spare=1, says=lambda row: percent(row.total_s, total_s)),
-        Column("total", "ms", says=lambda row: milliseconds(row.total_s / profile.num_steps)),
-        Column("count", spare=2, says=lambda row: count_per_step(row.count, profile.num_steps)),
-        *(
-            Column(name, "µs", spare=spare, says=_microseconds_of(field))
-            for name, field, spare in (("mean", "mean_s", 4), ("median", "median_s", 6), ("min", "min_s", 8),
-                                       ("max", "max_s", 7), ("std", "stdev_s", 5))
-        ),
-        Column("class", numeric=False, spare=3, says=attrgetter("kind")),
-        Column(words.item, numeric=False, says=lambda row: label(row.short_name)),
-    ]  # fmt: skip
-    where = "a whole step" if phase is None else phase
+def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, kernels: Sequence[Values], top: int) -> Table:
+    words, rows = terms(profile), [row for row in kernels if row["phase"] == (phase or WHOLE_STEP)]
+    columns = [
+        column("share"),
+        column("total_ms_per_step", name="total"),
+        column("count_per_step", name="count", spare=2),
+        *map(column, ("mean_s", "median_s", "min_s", "max_s", "std_s")),
+        column("class", spare=3),
+        column("short_name", name=words.item),
+    ]
     shown = rows[:top]
     notes = [f"Total and count are per step; the others of single {words.items} in all steps."]
     if len(shown) < len(rows):
-        part = percent(sum(row.total_s for row in shown), total_s)
+        part = percent(*(sum(row["total_ms_per_step"] for row in chosen) for chosen in (shown, rows)))
         notes.append(f"Shown are {len(shown)} of {len(rows)} different {words.items}, {part} % of the time.")
+    where = "a whole step" if phase is None else phase
     return make_table(f"{words.items.capitalize()} of {where}, by {words.time}", columns, shown, notes)
 
 
-def _microseconds_of(field: str) -> Callable[[KernelTimes], str]:
-    return lambda row: microseconds(getattr(row, field))
+def top_kernels_by_configuration(entries: Sequence[Profiled]) -> Listing:
+    """The longest kernel of forward, and of the whole step."""
+    words = terms(entries[0].profile)
+    columns = [
+        column("of"),
+        column("share", spare=0),
+        column("total_ms_per_step"),
+        column("count_per_step"),
+        column("class"),
+        column("short_name", name=words.item),
+    ]
+    return over_configurations(
+        "top_kernels", f"The longest {words.item} by configuration", rows_of(entries, _top_kernels), columns,
+        ("of", "share", "total_ms_per_step", "count_per_step", "class", "name"),
+        [f"By {words.time} per step; share of that of forward, or of the step."],
+    )  # fmt: skip
+
+
+def _top_kernels(entry: Profiled) -> Iterator[Values]:
+    profile = entry.profile
+    every = [phase.phase for phase in profile.phases]
+    for where, phases in ((str(LaunchPhase.FORWARD), [LaunchPhase.FORWARD]), (WHOLE_STEP, every)):
+        if (kernel := top_kernel(profile, phases)) is None:
+            continue
+        whole_s = sum(sum(phase.kernel_s) for phase in profile.phases if phase.phase in phases)
+        yield {
+            "of": where,
+            "share": share(kernel.total_s, whole_s),
+            "total_ms_per_step": kernel.total_s * 1e3 / profile.num_steps,
+            "count_per_step": kernel.count / profile.num_steps,
+            "class": kernel.kind,
+            "short_name": kernel.short_name,
+            "name": kernel.name,
+        }

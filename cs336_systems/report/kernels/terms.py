@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
-from cs336_systems.report.listing import label
-from cs336_systems.report.numbers import significant
+from cs336_systems.report.numbers import label, significant
 
 WHOLE_STEP = "step"
 """What stands in the place of a phase for all phases together."""

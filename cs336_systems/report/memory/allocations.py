@@ -1,99 +1,118 @@
-"""Tables of the allocations of a `MemoryProfile`: the largest, what the peak consists of, what each block saves."""
+"""Tables of allocations: the largest, what the peak consists of, what each block of the model saves for backward.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+Of one `MemoryProfile`, the largest over the configurations of a sweep too.
+"""
+
+from collections.abc import Sequence
 from statistics import median
 
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
-from cs336_systems.report.columns import Column
-from cs336_systems.report.listing import Listing, csv_of, label, percent, share
-from cs336_systems.report.memory.words import MIB, Unit, innermost, shape_text, size, unit_for
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.listing import Listing, csv_by_keys
+from cs336_systems.report.memory.entries import MemoryEntry
+from cs336_systems.report.memory.words import MIB, MIB_CELL, in_unit, innermost, shape_text, size, unit_for
+from cs336_systems.report.numbers import label, percent, share
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
 
 NUM_CONTRIBUTORS = 5
 """Of what a block saves, as many as the course asks for."""
-_MIB = Unit("MiB", MIB, 2)
+NUM_LARGEST = 3
+"""Allocations of each configuration to list."""
+_LIKE_CSV = (
+    "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
+    "dtype", "explanation", "places",
+)  # fmt: skip
+
+
+def _like(row: LikeAllocations) -> Values:
+    return {
+        "bytes": row.num_bytes,
+        "mib": row.num_bytes / MIB,
+        "requested_bytes": row.requested_bytes,
+        "count": row.count,
+        "count_at_peak": row.count_at_peak,
+        "bytes_at_peak": row.bytes_at_peak,
+        "category": row.category,
+        "phase": row.phase,
+        "name": row.name,
+        "shape": " x ".join(map(str, row.shape)),
+        "shape_and_type": shape_text(row.shape, row.dtype),
+        "dtype": row.dtype,
+        "explanation": row.explanation,
+        "place": innermost(row.places),
+        "places": " < ".join(f"{place.file}:{place.line} {place.function}" for place in row.places),
+    }
 
 
 def largest_listing(profile: MemoryProfile, top: int) -> Listing:
     """The `top` largest allocations with the code that they come from; as CSV all that the profile keeps."""
-    rows = profile.largest
-    columns: list[Column[LikeAllocations]] = [
-        Column("asked for", "bytes", spare=4, says=lambda row: f"{row.requested_bytes:,}"),
-        Column("asked for", "MiB", says=lambda row: _MIB.cell(row.requested_bytes)),
-        Column("block", "MiB", spare=8, says=lambda row: _MIB.cell(row.num_bytes)),
-        Column("count", spare=2, says=lambda row: f"{row.count:,}"),
+    rows = [*map(_like, profile.largest)]
+    columns = [
+        column("requested_bytes", unit="bytes", write=_whole, spare=4),
+        in_unit("requested_bytes", MIB_CELL),
+        in_unit("bytes", MIB_CELL, "block", spare=8),
+        column("count"),
         *_what_columns(),
     ]
     table = make_table("Largest allocations", columns, rows[:top], _shown(len(rows[:top]), len(rows)))
-    return Listing(name="largest", tables=(table,) if rows else (), csv=csv_of(_csv_columns(), rows))
+    return Listing(name="largest", tables=(table,) if rows else (), csv=csv_by_keys(_LIKE_CSV, rows))
+
+
+def largest_by_configuration(entries: Sequence[MemoryEntry]) -> Listing:
+    """The largest allocations of every configuration, and where they come from."""
+    rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:NUM_LARGEST]))
+    columns = [
+        column("requested_bytes", unit="bytes", write=_whole, spare=3),
+        column("requested_bytes", name="size", write=size),
+        column("count", spare=1),
+        column("category", spare=2),
+        column("explanation", spare=4),
+        column("place", spare=5),
+    ]
+    csv = ("requested_bytes", "bytes", "count", "category", "name", "explanation", "place")
+    return over_configurations("largest", "Largest allocations", rows, columns, csv, [])
 
 
 def at_peak_listing(profile: MemoryProfile, top: int) -> Listing:
     """The `top` groups of like allocations that the peak consists of, by bytes together; as CSV all that are kept."""
-    rows, whole_bytes = profile.at_peak, profile.peak.allocated_bytes
-    unit = unit_for(whole_bytes)
-    columns: list[Column[LikeAllocations]] = [
-        Column("together", unit.name, says=lambda row: unit.cell(row.bytes_at_peak)),
-        Column("share", "%", spare=1, says=lambda row: percent(row.bytes_at_peak, whole_bytes)),
-        Column("count", spare=2, says=lambda row: f"{row.count_at_peak:,}"),
-        Column("each", "MiB", spare=4, says=lambda row: _MIB.cell(row.requested_bytes)),
+    whole_bytes = profile.peak.allocated_bytes
+    rows = [_like(row) | {"share_of_peak": share(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak]
+    columns = [
+        in_unit("bytes_at_peak", unit_for(whole_bytes)),
+        column("share_of_peak"),
+        column("count_at_peak"),
+        in_unit("requested_bytes", MIB_CELL, "each", spare=4),
         *_what_columns(),
     ]
-    shown_bytes = sum(row.bytes_at_peak for row in rows[:top])
     notes = [
         "Together: in blocks; each: what was asked for.",
-        f"Shown are {percent(shown_bytes, whole_bytes)} % of the peak.",
+        f"Shown are {percent(sum(row['bytes_at_peak'] for row in rows[:top]), whole_bytes)} % of the peak.",
     ]
-    csv = _csv_columns() | {
-        "share_of_peak": lambda row: share(row.bytes_at_peak, whole_bytes),
-    }
     table = make_table("What the peak consists of", columns, rows[:top], notes)
-    return Listing(name="at_peak", tables=(table,) if rows else (), csv=csv_of(csv, rows))
+    csv = csv_by_keys((*_LIKE_CSV, "share_of_peak"), rows)
+    return Listing(name="at_peak", tables=(table,) if rows else (), csv=csv)
 
 
-def _what_columns() -> list[Column[LikeAllocations]]:
+def _whole(value: int) -> str:
+    return f"{value:,}"
+
+
+def _what_columns() -> list[Column[Values]]:
     return [
-        Column("category", numeric=False, spare=3, says=attrgetter("category")),
-        Column("phase", numeric=False, spare=9, says=lambda row: label(row.phase)),
-        Column("name", numeric=False, says=lambda row: label(row.name)),
-        Column("shape", numeric=False, spare=7, says=lambda row: shape_text(row.shape, row.dtype)),
-        Column("formula", numeric=False, spare=5, says=attrgetter("explanation")),
-        Column("place", numeric=False, spare=6, says=lambda row: innermost(row.places)),
+        column("category"),
+        column("phase", write=label, spare=9),
+        column("name"),
+        column("shape_and_type"),
+        column("explanation"),
+        column("place"),
     ]
-
-
-def _csv_columns() -> dict[str, Callable[[LikeAllocations], object]]:
-    return {
-        "bytes": attrgetter("num_bytes"),
-        "mib": lambda row: row.num_bytes / MIB,
-        "requested_bytes": attrgetter("requested_bytes"),
-        "count": attrgetter("count"),
-        "count_at_peak": attrgetter("count_at_peak"),
-        "bytes_at_peak": attrgetter("bytes_at_peak"),
-        "category": attrgetter("category"),
-        "phase": attrgetter("phase"),
-        "name": attrgetter("name"),
-        "shape": lambda row: " x ".join(map(str, row.shape)),
-        "dtype": attrgetter("dtype"),
-        "explanation": attrgetter("explanation"),
-        "places": lambda row: " < ".join(f"{place.file}:{place.line} {place.function}" for place in row.places),
-    }
 
 
 def _shown(shown: int, known: int) -> list[str]:
     kinds = "Those of one size, category, name and place are one row."
     return [kinds, f"Shown are {shown} of {known} such rows."] if shown < known else [kinds]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverBlocks:
-    """One quantity of every block of the model, in bytes."""
-
-    name: str
-    num_bytes: tuple[int, ...]
 
 
 def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
@@ -107,48 +126,68 @@ def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
 def blocks_listing(profile: MemoryProfile) -> Listing:
     """What each block saves and holds; to read, the least, median and most over the blocks."""
     blocks = profile.blocks
-    rows = [
-        OverBlocks(name=name, num_bytes=tuple(getattr(block, field) for block in blocks))
-        for name, field in (("saved for backward", "saved_bytes"), ("parameters", "parameter_bytes"),
-                            ("gradients", "gradient_bytes"))
-    ]  # fmt: skip
-    columns: list[Column[OverBlocks]] = [
-        Column("of a block", numeric=False, says=attrgetter("name")),
-        Column("min", "MiB", spare=2, says=lambda row: _MIB.cell(min(row.num_bytes))),
-        Column("median", "MiB", says=lambda row: _MIB.cell(round(median(row.num_bytes)))),
-        Column("max", "MiB", spare=1, says=lambda row: _MIB.cell(max(row.num_bytes))),
-        Column("all blocks", "MiB", says=lambda row: _MIB.cell(sum(row.num_bytes))),
+    if not blocks:
+        return Listing(name="blocks", tables=(), csv="")
+    every = [
+        {
+            "block": block.name,
+            "saved_bytes": block.saved_bytes,
+            "recomputed_bytes": block.recomputed_bytes,
+            "saved_tensors": len(block.saved),
+            "parameter_bytes": block.parameter_bytes,
+            "gradient_bytes": block.gradient_bytes,
+        }
+        for block in blocks
     ]
-    csv: dict[str, Callable[[BlockMemory], object]] = {
-        "block": attrgetter("name"),
-        "saved_bytes": attrgetter("saved_bytes"),
-        "recomputed_bytes": attrgetter("recomputed_bytes"),
-        "saved_tensors": lambda row: len(row.saved),
-        "parameter_bytes": attrgetter("parameter_bytes"),
-        "gradient_bytes": attrgetter("gradient_bytes"),
-    }
+    names = {"saved for backward": "saved_bytes", "parameters": "parameter_bytes", "gradients": "gradient_bytes"}
+    found = {name: [getattr(block, field) for block in blocks] for name, field in names.items()}
+    rows = [
+        {"of": name, "min": min(sizes), "median": round(median(sizes)), "max": max(sizes), "sum": sum(sizes)}
+        for name, sizes in found.items()
+    ]
+    columns: list[Column[Values]] = [
+        column("of", name="of a block"),
+        Column("min", "MiB", spare=2, key="min", write=MIB_CELL.cell),
+        Column("median", "MiB", key="median", write=MIB_CELL.cell),
+        Column("max", "MiB", spare=1, key="max", write=MIB_CELL.cell),
+        Column("all blocks", "MiB", key="sum", write=MIB_CELL.cell),
+    ]
     notes = [f"Over {counted(len(blocks), 'block')}, in one step, without rounding; each is in blocks.csv."]
     if again := sum(block.recomputed_bytes for block in blocks):
         notes.append(f"Of what is saved, {size(again)} are not kept from forward on: backward computes them again.")
-    tables = (make_table("Memory of a block", columns, rows, notes), _contributors_table(blocks)) if blocks else ()
-    return Listing(name="blocks", tables=tables, csv=csv_of(csv, blocks))
+    tables = (make_table("Memory of a block", columns, rows, notes), _contributors_table(blocks))
+    return Listing(name="blocks", tables=tables, csv=csv_by_keys(tuple(every[0]), every))
+
+
+def _saved(block: BlockMemory, tensor: SavedTensor) -> Values:
+    return {
+        "block": block.name,
+        "name": tensor.name,
+        "shape": " x ".join(map(str, tensor.shape)),
+        "shape_and_type": shape_text(tensor.shape, tensor.dtype),
+        "dtype": tensor.dtype,
+        "bytes": tensor.num_bytes,
+        "share": share(tensor.num_bytes, block.saved_bytes),
+        "explanation": tensor.explanation,
+        "recomputed": tensor.is_recomputed,
+    }
 
 
 def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
     block = typical(blocks)
-    columns: list[Column[SavedTensor]] = [
-        Column("size", "MiB", says=lambda row: _MIB.cell(row.num_bytes)),
-        Column("share", "%", spare=1, says=lambda row: percent(row.num_bytes, block.saved_bytes)),
-        Column("within the block", numeric=False, says=lambda row: label(row.name)),
-        Column("shape", numeric=False, spare=3, says=lambda row: shape_text(row.shape, row.dtype)),
-        Column("formula", numeric=False, spare=2, says=attrgetter("explanation")),
+    rows = [_saved(block, tensor) for tensor in block.saved[:NUM_CONTRIBUTORS]]
+    columns = [
+        in_unit("bytes", MIB_CELL),
+        column("share"),
+        column("name", name="within the block"),
+        column("shape_and_type", spare=3),
+        column("explanation", spare=2),
     ]
     alike = sum(_tensors(other) == _tensors(block) for other in blocks)
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, the same in {alike} of "
         f"{counted(len(blocks), 'block')}. Each tensor of each block is in saved.csv."
     ]
-    rows = block.saved[:NUM_CONTRIBUTORS]
     return make_table(f"Largest tensors that {label(block.name)} saves for backward", columns, rows, notes)
 
 
@@ -159,19 +198,6 @@ def _tensors(block: BlockMemory) -> list[tuple[str, tuple[int, ...], str, int]]:
 
 def saved_listing(profile: MemoryProfile) -> Listing:
     """Every tensor that a block saves, as CSV; the largest of a typical block stand below the blocks."""
-    rows = [(block, tensor) for block in profile.blocks for tensor in block.saved]
-    return Listing(name="saved", tables=(), csv=_saved_csv(rows))
-
-
-def _saved_csv(rows: Iterable[tuple[BlockMemory, SavedTensor]]) -> str:
-    columns: dict[str, Callable[[tuple[BlockMemory, SavedTensor]], object]] = {
-        "block": lambda row: row[0].name,
-        "name": lambda row: row[1].name,
-        "shape": lambda row: " x ".join(map(str, row[1].shape)),
-        "dtype": lambda row: row[1].dtype,
-        "bytes": lambda row: row[1].num_bytes,
-        "share": lambda row: share(row[1].num_bytes, row[0].saved_bytes),
-        "explanation": lambda row: row[1].explanation,
-        "recomputed": lambda row: row[1].is_recomputed,
-    }
-    return csv_of(columns, rows)
+    rows = [_saved(block, tensor) for block in profile.blocks for tensor in block.saved]
+    csv = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
+    return Listing(name="saved", tables=(), csv=csv_by_keys(csv, rows))

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cs336_systems.analysis.memory.profile import MemoryProfile, PhaseMemory
-from cs336_systems.report.listing import label
 from cs336_systems.report.memory.allocations import NUM_CONTRIBUTORS, typical
 from cs336_systems.report.memory.facts import phase_peaks
 from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.words import MIB, consists_of, parts_of, shape_text, size, when
+from cs336_systems.report.numbers import label
 from cs336_systems.report.sentences import percent_of
 
 NUM_LARGEST = 5

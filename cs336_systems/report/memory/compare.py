@@ -6,9 +6,9 @@ from operator import attrgetter
 
 from cs336_systems.analysis.memory.profile import Category, LikeAllocations, MemoryProfile
 from cs336_systems.report.columns import Column
-from cs336_systems.report.listing import label
 from cs336_systems.report.memory.tables import WHOLE, bytes_of
 from cs336_systems.report.memory.words import Unit, innermost, size, unit_for
+from cs336_systems.report.numbers import label
 from cs336_systems.report.table import Table, make_table
 
 MAX_CHANGES = 20

@@ -1,21 +1,19 @@
-"""Runs recorded by the allocator, with their memory profiles and plain twins, and what tells them apart."""
+"""Runs recorded by the allocator, each with its memory profile and the same run without a recording."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from cs336_systems.analysis.memory.profile import MemoryProfile
-from cs336_systems.config import RunConfig
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.memory.profile import MemoryProfile, read_memory_profile
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
-from cs336_systems.report.columns import Column
+from cs336_systems.report.entries import identities_of
 from cs336_systems.report.frame import order
-from cs336_systems.report.identity import Identity, csv_with_identities, identities, identity_columns, names_of, telling
-from cs336_systems.report.listing import Listing
-from cs336_systems.report.table import make_table
-from cs336_systems.report.words import shared_settings
-
-Part = TypeVar("Part")
+from cs336_systems.sweep.store import memory_profile_path
+from cs336_systems.text import inert_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,69 +55,32 @@ class MemoryEntry:
         return None if environment is None else environment.identity.device_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Generic[Part]):
-    """One row of a table over configurations."""
-
-    entry: MemoryEntry
-    identity: Identity
-    part: Part
-    """What of the entry the row is about."""
-
-
-def in_order(entries: Iterable[MemoryEntry]) -> list[MemoryEntry]:
-    """The entries as tables list them."""
-    return sorted(entries, key=lambda entry: order(entry.config))
+def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
+    """The entries in groups that differ in nothing but these columns, in the order of their first."""
+    groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
+    for entry, told in zip(entries, identities_of(entries), strict=True):
+        key = tuple(value for name, value in told.items() if name not in (*names, "digest"))
+        groups.setdefault(key, []).append(entry)
+    return list(groups.values())
 
 
-def identities_of(entries: Sequence[MemoryEntry]) -> list[Identity]:
-    """Which configuration each entry is."""
-    return identities((entry.config, entry.device_name) for entry in entries)
+def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
+    """Those of `records` with a recorded memory, in the order of the tables; a profile that is missing is said."""
+    twins = {_whatever_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
+    found = []
+    for record in sorted(records, key=lambda record: order(record.config)):
+        if record.config.profiler is not Profiler.MEMORY:
+            continue
+        try:
+            profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
+        except ProfileError as error:
+            print(inert_line(f"warning: {record.config.label}, {record.status}: {error}"), file=sys.stderr)
+            continue
+        plain = twins.get(_whatever_steps(record.config.unprofiled))
+        found.append(MemoryEntry(config=record.config, profile=profile, plain=plain))
+    return found
 
 
-def labels(
-    entries: Sequence[MemoryEntry], *, always: Sequence[str] = ("size", "context_length"), without: Sequence[str] = ()
-) -> list[str]:
-    """A few words for each entry, with what tells it from the others: `small ctx 128 train bf16`."""
-    return names_of(identities_of(entries), always=always, without=without)
-
-
-def settings(entries: Sequence[MemoryEntry]) -> str:
-    """What all entries share, in words."""
-    return shared_settings([(entry.config, entry.device_name) for entry in entries])
-
-
-def rows_of_entries(entries: Sequence[MemoryEntry], parts: Callable[[MemoryEntry], Sequence[Part]]) -> list[Row[Part]]:
-    """A row for each part of each entry."""
-    named = zip(entries, identities_of(entries), strict=True)
-    return [Row(entry=entry, identity=row, part=part) for entry, row in named for part in parts(entry)]
-
-
-def make_listing(
-    name: str,
-    title: str,
-    rows: Sequence[Row[Part]],
-    columns: Sequence[Column[Row[Part]]],
-    csv: Mapping[str, Callable[[Row[Part]], object]],
-    notes: Sequence[str],
-    without: Sequence[str] = (),
-    among: Sequence[MemoryEntry] = (),
-) -> Listing:
-    """The columns after those that tell the configurations apart, `without` some; in the CSV all that say which it is.
-
-    What all configurations share, those of the rows or all `among` which a row stands for several, is said once, below
-    the table. Nothing at all where there are no rows.
-    """
-    if not rows:
-        return Listing(name=name, tables=(), csv="")
-    told = [row.identity for row in rows]
-    names = [name for name in telling(told) if name not in without]
-    before: list[Column[Row[Part]]] = identity_columns(names, told, lambda row: row.identity)
-    shared = settings(among or [row.entry for row in rows])
-    failed = [row.entry.is_out_of_memory for row in rows]
-    table = make_table(
-        title, [*before, *columns], rows, [*notes, *([f"{shared}."] if shared else [])],
-        (lambda row: row.entry.is_out_of_memory) if any(failed) else None,
-    )  # fmt: skip
-    values = [(row.identity, [value(row) for value in csv.values()]) for row in rows]
-    return Listing(name=name, tables=(table,), csv=csv_with_identities(values, tuple(csv)) if csv else "")
+def _whatever_steps(config: RunConfig) -> tuple[RunConfig, bool]:
+    """The configuration without its numbers of steps: a recorded run has fewer. A graph, which needs some, apart."""
+    return replace(config.configuration, cuda_graph=False, warmup_steps=0, measured_steps=1), config.cuda_graph

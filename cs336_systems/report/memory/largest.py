@@ -6,8 +6,8 @@ from itertools import groupby
 
 from cs336_systems.analysis.memory.formulas import OR
 from cs336_systems.analysis.memory.profile import LikeAllocations
-from cs336_systems.report.listing import label
 from cs336_systems.report.memory.words import innermost, size, times
+from cs336_systems.report.numbers import label
 from cs336_systems.text import counted
 
 MANY_TIMES_ROUNDED = 1.01

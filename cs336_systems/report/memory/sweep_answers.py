@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision
+from cs336_systems.report.entries import labels
 from cs336_systems.report.memory.allocations import typical
 from cs336_systems.report.memory.answers import Question, answers
-from cs336_systems.report.memory.entries import MemoryEntry, identities_of, labels
+from cs336_systems.report.memory.entries import MemoryEntry, twins
 from cs336_systems.report.memory.facts import unnamed_copies_bytes
 from cs336_systems.report.memory.largest import largest_words
 from cs336_systems.report.memory.tables import bytes_of
@@ -67,15 +68,6 @@ def _merged(answered: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     for name, text in answered:
         names.setdefault(text, []).append(name)
     return [(", ".join(own), text) for text, own in names.items()]
-
-
-def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
-    """The entries in groups that differ in nothing but these columns, in the order of their first."""
-    groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
-    for entry, told in zip(entries, identities_of(entries), strict=True):
-        key = tuple(value for name, value in told.items() if name not in (*names, "digest"))
-        groups.setdefault(key, []).append(entry)
-    return list(groups.values())
 
 
 def _timelines(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cs336_systems.analysis.memory.profile import CategoryBytes, FailedRequest, MemoryProfile, Moment, Place
-from cs336_systems.report.listing import label
-from cs336_systems.report.numbers import significant
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.numbers import label, significant
 from cs336_systems.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -31,6 +32,15 @@ class Unit:
         if num_bytes and abs(value) < least / 2:
             return f"< {least:.{self.decimals}f}"
         return f"{value:,.{self.decimals}f}" if num_bytes else "0"
+
+
+GIB_CELL, MIB_CELL = Unit("GiB", GIB, 2), Unit("MiB", MIB, 2)
+
+
+def in_unit(key: str, unit: Unit, name: str = "", spare: int = 0) -> Column[Any]:
+    """A column of bytes in this unit; under another `name` than it has elsewhere, if given."""
+    found = column(key, unit=unit.name, write=unit.cell, spare=spare)
+    return replace(found, name=name) if name else found
 
 
 def unit_for(largest_bytes: int) -> Unit:

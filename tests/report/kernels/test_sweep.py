@@ -11,10 +11,10 @@ from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.config import Arch, CompileMode, Phase, Precision, Profiler
 from cs336_systems.model.layers import Linear
 from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.kernels.entries import labels
+from cs336_systems.report.kernels.shares import expected_linear
 from cs336_systems.report.kernels.sweep import Profiled, load_profiled, sweep_tables, write_kernel_sweep
-from cs336_systems.report.kernels.sweep_shares import expected_linear
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.report.kernels.profiles import (
     BACKWARD,

@@ -24,7 +24,7 @@ from cs336_systems.report.kernels.places import (
 from cs336_systems.report.kernels.shares import MAX_OTHERS, attention_listing, classes_listing, products_listing
 from cs336_systems.report.kernels.tables import kernels_listing, phases_listing
 from cs336_systems.report.kernels.terms import about
-from cs336_systems.report.listing import MAX_LABEL, label
+from cs336_systems.report.numbers import MAX_LABEL, label
 from tests.report.kernels.profiles import (
     BACKWARD,
     FORWARD,

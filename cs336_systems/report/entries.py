@@ -1,0 +1,87 @@
+"""Tables over the configurations of a sweep: rows with what tells them apart before what was found in each."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from cs336_systems.config import RunConfig
+from cs336_systems.report.columns import Column
+from cs336_systems.report.identity import Identity, csv_with_identities, identities, identity_columns, names_of, telling
+from cs336_systems.report.listing import Listing
+from cs336_systems.report.table import make_table
+from cs336_systems.report.words import shared_settings
+
+Values: TypeAlias = dict[str, Any]
+"""A row of a table by the keys of its columns."""
+
+
+class Entry(Protocol):
+    """A run whose profile was explained."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Of the profiled run."""
+
+    @property
+    def device_name(self) -> str | None:
+        """None where it is not known."""
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether memory ran out during the run."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+def identities_of(entries: Sequence[Entry]) -> list[Identity]:
+    """Which configuration each entry is."""
+    return identities((entry.config, entry.device_name) for entry in entries)
+
+
+def labels(
+    entries: Sequence[Entry], *, always: Sequence[str] = ("size", "context_length"), without: Sequence[str] = ()
+) -> list[str]:
+    """A few words for each entry, with what tells it from the others: `small ctx 128 train bf16`."""
+    return names_of(identities_of(entries), always=always, without=without)
+
+
+def settings(entries: Sequence[Entry]) -> str:
+    """What all entries share, in words."""
+    return shared_settings([(entry.config, entry.device_name) for entry in entries])
+
+
+def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]) -> list[Values]:
+    """A row for each part of each entry: its configuration by column, what the part holds, and the entry itself."""
+    named = zip(entries, identities_of(entries), strict=True)
+    return [{**told, **part, "entry": entry, "identity": told} for entry, told in named for part in parts(entry)]
+
+
+def over_configurations(
+    name: str,
+    title: str,
+    rows: Sequence[Values],
+    columns: Sequence[Column[Values]],
+    csv: Sequence[str],
+    notes: Iterable[str],
+    *,
+    shown: Callable[[Values], bool] = lambda _: True,
+    without: Sequence[str] = (),
+    among: Sequence[Entry] = (),
+) -> Listing:
+    """The columns after those that tell the configurations apart, `without` some; in the CSV all that say which it is.
+
+    What all configurations share, those of the rows or all `among` which a row stands for several, is said once, below
+    the table. Nothing at all where there are no rows.
+    """
+    kept = [row for row in rows if shown(row)]
+    told = [row["identity"] for row in kept]
+    before: list[Column[Values]] = identity_columns(
+        [name for name in telling(told) if name not in without], told, lambda row: row["identity"]
+    )
+    shared = settings(among or [row["entry"] for row in kept])
+    table = make_table(
+        title, [*before, *columns], kept, [*notes, *([f"{shared}."] if shared else [])],
+        lambda row: bool(row["entry"].is_out_of_memory),
+    )  # fmt: skip
+    text = csv_with_identities([(row["identity"], [row[key] for key in csv]) for row in rows], csv) if csv else ""
+    return Listing(name=name, tables=(table,) if kept else (), csv=text)
