@@ -1,7 +1,7 @@
 """Parameters, bytes, FLOPs and MFU in closed form, from the configuration alone.
 
-A FLOP is one of a matrix product, in which a multiply-add counts as two. Norms, softmax, RoPE, the loss and the
-optimizer are left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says otherwise.
+FLOPs are those of matmuls, in which a multiply-add counts as two. Norms, softmax, RoPE, the loss and the optimizer are
+left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says otherwise.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ class Component(StrEnum):
 
 
 IN_BLOCKS = (Component.QKV, Component.SCORES, Component.VALUES, Component.OUTPUT, Component.FFN)
-"""What multiplies matrices in the blocks."""
+"""Parts of the blocks that are matmuls."""
 FP8_LAYERS = (Component.QKV, Component.OUTPUT, Component.FFN)
-"""What `fp8` computes in fp8."""
+"""Parts whose matmuls `fp8` computes in fp8."""
 
 
 def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
-    """Trainable parameters of each part that has any. A table that embedding and head share is the head's.
+    """Trainable parameters of each part that has any. A table shared by embedding and head counts for the head.
 
     cs336: no biases, RMSNorm (d_model each), SwiGLU. gpt2: biases, LayerNorm (2 d_model each), learned positions, tied.
     """
@@ -58,7 +58,7 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def _weights(model: ModelConfig) -> dict[Component, int]:
-    """Weights of the linear layers, by which tokens are multiplied; biases are left out."""
+    """Weights of the linear layers, without biases."""
     d_model, num_layers = model.d_model, model.num_layers
     return {
         Component.QKV: num_layers * 3 * d_model**2,
@@ -69,15 +69,15 @@ def _weights(model: ModelConfig) -> dict[Component, int]:
 
 
 def _ffn_matrices(model: ModelConfig) -> int:
-    """w1, w2 and, in SwiGLU, w3."""
+    """Number of weight matrices in one feed-forward layer: w1, w2 and, in SwiGLU, w3."""
     return 3 if model.arch is Arch.CS336 else 2
 
 
 def forward_flops(model: ModelConfig, batch_size: int, *, causal: bool = False) -> dict[Component, int]:
     """FLOPs of each part in one forward pass; the embedding is a lookup and has none.
 
-    Attention counts in full, all T x T pairs, as what multiplies whole matrices does; with `causal` only the
-    T (T + 1) / 2 pairs of a query and a key that is not after it, the least that is needed.
+    Attention counts in full, all T x T pairs, as in a matmul of whole matrices. With `causal` only the T (T + 1) / 2
+    pairs count in which the key is not after the query, the fewest that are needed.
     """
     context_length = model.context_length
     tokens = batch_size * context_length
@@ -99,27 +99,27 @@ class ComponentFlops:
     component: Component
     forward: int
     backward: int
-    """Twice forward, one product for the gradient of each factor; 0 where the mode has no backward."""
+    """Twice forward, one matmul for the gradient of each factor; 0 in a mode without backward."""
     recomputed: int
-    """Of forward's products, those that backward does once more."""
+    """FLOPs of forward's matmuls that backward computes again."""
 
     @property
     def step(self) -> int:
-        """The model's FLOPs, whatever is computed again."""
+        """The model's FLOPs, without recomputation."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> int:
-        """The FLOPs that are carried out."""
+        """The FLOPs that are executed, recomputation included."""
         return self.step + self.recomputed
 
 
 def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[ComponentFlops, ...]:
     """FLOPs of one step of this project's model, part by part; `causal` as in forward_flops.
 
-    What an eager step computes again is known: the blocks between checkpoints, and in the backward of fused attention
-    the scores. What a compiler chooses to compute again is not, and a padded vocabulary's surplus is in no count.
-    Raises ValueError for a model of the user's own.
+    Recomputation of an eager step is included: the blocks between checkpoints, and the scores in the backward of fused
+    attention. Left out: what a compiler chooses to recompute, and the surplus of a padded vocabulary. Raises ValueError
+    for a user's own model.
     """
     if config.model_factory is not None:
         raise ValueError(f"FLOPs are known of this project's model, got model_factory {config.model_factory!r}")
@@ -144,16 +144,16 @@ def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Com
     if config.checkpoint_blocks:
         again = {part: forward[part] for part in IN_BLOCKS}
         products = model.num_layers * _ffn_matrices(model)
-        again[Component.FFN] -= _products_spared(config) * forward[Component.FFN] // products
+        again[Component.FFN] -= _spared_matmuls(config) * forward[Component.FFN] // products
     if _is_fused(model):
         again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
     return again
 
 
-def _products_spared(config: RunConfig) -> int:
-    """Last products of the blocks between two checkpoints, which feed nothing that backward needs.
+def _spared_matmuls(config: RunConfig) -> int:
+    """Number of matmuls not recomputed: the last one of each group of blocks, whose result backward does not need.
 
-    In fp8 they are computed again all the same: such a layer saves its factors only after the product.
+    In fp8 none is spared, since a layer saves its factors only after the matmul.
     """
     return 0 if config.fp8 else -(-config.model.num_layers // config.checkpoint_blocks)
 
@@ -163,22 +163,22 @@ def _has_backward(config: RunConfig) -> bool:
 
 
 def _is_fused(model: ModelConfig) -> bool:
-    """Whether attention's scores never leave the kernel."""
+    """Whether attention is one kernel, which does not write its scores to memory."""
     return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
 
 
 def step_flops(config: RunConfig) -> int | None:
-    """Model FLOPs of one step in the run's mode, or None for the user's own model, whose products are not known.
+    """Model FLOPs of one step in the run's mode; None for a user's own model, whose matmuls are not known.
 
-    Attention counts in full; anything computed again is left out: these are the model's FLOPs, not the hardware's.
+    Attention counts in full. Recomputation is left out: these are the model's FLOPs, not the hardware's.
     """
     return None if config.model_factory is not None else sum(part.step for part in component_flops(config))
 
 
 def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | None:
-    """Model FLOPs/s over the promised dense peak at `precision`, or None where no peak is known.
+    """Model FLOPs/s over the data sheet's dense peak at `precision`; None if no peak is known.
 
-    As step_flops counts causal attention as full, so does this (Chowdhery et al. 2022, section 4.1).
+    Causal attention counts in full, as in step_flops (Chowdhery et al. 2022, section 4.1).
     """
     device = find_device(device_name)
     peak = device.peak_flops_per_s.get(precision) if device else None
@@ -186,14 +186,14 @@ def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | N
 
 
 SOFTMAX_FORWARD_FLOPS = 5
-"""For each score: compare with the largest of its row, subtract that, exponentiate, add to the sum, divide by it."""
+"""For each score: compare with the row's maximum, subtract it, exponentiate, add to the row's sum, divide by it."""
 SOFTMAX_BACKWARD_FLOPS = 4
-"""For each weight: times its gradient, add to the row's sum, subtract that from the gradient, times the weight."""
+"""For each weight: multiply by its gradient, add to the row's sum, subtract the sum from the gradient, multiply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFlops:
-    """FLOPs of the parts of attention, in all layers of one pass."""
+    """FLOPs of the parts of attention, in all layers of one forward or backward pass."""
 
     scores: int
     softmax: int
@@ -201,9 +201,9 @@ class AttentionFlops:
 
 
 def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
-    """FLOPs of attention in one forward pass, written out, without the linear layers around it.
+    """FLOPs of naive attention in one forward pass, without the linear layers around it.
 
-    Every operation of the softmax counts as one. Attention counts in full; scaling and masking the scores are left out.
+    Every operation of the softmax counts as one. Attention counts in full; scaling and masking are left out.
     """
     flops = forward_flops(model, batch_size)
     weights = model.num_layers * batch_size * model.num_heads * model.context_length**2
@@ -212,7 +212,7 @@ def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlo
 
 
 def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
-    """FLOPs of attention in one backward pass, counted as in attention_forward_flops: the products twice."""
+    """FLOPs of attention in one backward pass, counted as in attention_forward_flops, with two matmuls for each one."""
     forward = attention_forward_flops(model, batch_size)
     softmax = forward.softmax // SOFTMAX_FORWARD_FLOPS * SOFTMAX_BACKWARD_FLOPS
     return AttentionFlops(scores=2 * forward.scores, softmax=softmax, values=2 * forward.values)
@@ -220,18 +220,18 @@ def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes that the parameters entail, without what the allocator adds; 0 for what the run's mode does not make."""
+    """Bytes of the parameters and of what belongs to them, without the allocator's rounding; 0 if a mode lacks it."""
 
     parameters: int
     gradients: int
     optimizer_state: int
-    """AdamW's two moments; step counts, at most a number for each tensor, are left out."""
+    """AdamW's two moments, without step counts."""
     weight_copies: int
-    """Autocast's, in half precision: the weights and biases of all linear layers."""
+    """Autocast's half-precision copies of the weights and biases of all linear layers."""
 
 
 def state_bytes(config: RunConfig) -> StateBytes:
-    """Parameters, gradients and moments in fp32, and what autocast copies of the parameters; not for `cast_once`."""
+    """Parameters, gradients and moments in fp32, and autocast's copies; not valid for `cast_once`."""
     parameters = count_parameters(config.model)
     by_part = parameters_by_component(config.model)
     linear = sum(by_part[part] for part in _weights(config.model))
@@ -249,13 +249,13 @@ def _is_half(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """FLOPs of a part of the step, and the least bytes that it has to move between memory and arithmetic."""
+    """FLOPs of a part of the step, and the fewest bytes that it must move to and from memory."""
 
     name: str
     flops: int
     moved_bytes: int
     precision: Precision
-    """Of the arithmetic, hence which of a device's peaks applies."""
+    """Precision of the arithmetic, which decides the peak that applies."""
 
     @property
     def intensity(self) -> float:
@@ -264,14 +264,14 @@ class Work:
 
 
 def forward_work(config: RunConfig) -> tuple[Work, ...]:
-    """The matrix products of one forward pass and the lookup of the embedding; attention's FLOPs in full.
+    """The matmuls of one forward pass and the lookup of the embedding; attention's FLOPs in full.
 
-    Every factor and result of a product counts once, in the type of the run's products, but what several products of a
-    part read, such as the input of queries, keys and values, once for all. Fused attention keeps its scores to itself.
-    `fp8` changes nothing here: its bytes are those of component_bytes.
+    Every factor and result of a matmul counts once, in the type of the run's matmuls. A factor that several matmuls of
+    a part share, such as the input of queries, keys and values, counts once in all. The scores of fused attention move
+    no bytes. `fp8` makes no difference here; component_bytes accounts for it.
     """
     element_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
-    elements, moved_bytes = _product_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
+    elements, moved_bytes = _matmul_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
     moved_bytes |= {part: found.forward_bytes(element_bytes, element_bytes) for part, found in elements.items()}
     flops = forward_flops(config.model, config.batch_size)
     return tuple(
@@ -282,53 +282,53 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ProductElements:
-    """Elements of one forward pass's products of a part of the model, in all layers."""
+class _MatmulElements:
+    """Elements of the matmuls of one part of the model in one forward pass, in all layers."""
 
     factors: int
-    """Both of each product; what several of them read, once."""
+    """Both factors of each matmul; a shared factor counts once."""
     results: int
     biases: int = 0
-    """Read beside the factors, in the type of the results."""
+    """Biases are read in the type of the results."""
 
     def forward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
         return factor_bytes * self.factors + result_bytes * (self.results + self.biases)
 
     def backward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
-        """Each factor's gradient is a product of the result's gradient and of the other factor."""
+        """Bytes of two matmuls for each one of forward: a factor's gradient is the result's times the other factor."""
         return factor_bytes * (2 * self.results + self.factors) + result_bytes * self.factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentBytes:
-    """Least bytes that the products of one part move in one step of a run's mode."""
+    """Fewest bytes that the matmuls of one part move in one step of a run's mode."""
 
     component: Component
     forward: int
     backward: int
-    """Of the two products for each of forward; 0 where the mode has no backward."""
+    """Bytes of the two matmuls for each one of forward; 0 in a mode without backward."""
     recomputed: int
-    """Of what backward computes once more between checkpoints."""
+    """Bytes of what backward recomputes between checkpoints."""
 
 
 def component_bytes(config: RunConfig) -> tuple[ComponentBytes, ...]:
-    """What component_flops' products move at least: factors and results as forward_work counts them.
+    """Fewest bytes that the matmuls of component_flops move, counted as in forward_work.
 
     With `fp8` the factors of the blocks' linear layers are in fp8 and the results in half precision; casts and copies
-    around them are not counted. Raises ValueError for a model of the user's own.
+    around them are left out. Raises ValueError for a user's own model.
     """
     if config.model_factory is not None:
         raise ValueError(f"bytes are known of this project's model, got model_factory {config.model_factory!r}")
-    return tuple(_component_bytes(config, part, elements) for part, elements in _product_elements(config).items())
+    return tuple(_component_bytes(config, part, elements) for part, elements in _matmul_elements(config).items())
 
 
-def _component_bytes(config: RunConfig, part: Component, elements: _ProductElements) -> ComponentBytes:
+def _component_bytes(config: RunConfig, part: Component, elements: _MatmulElements) -> ComponentBytes:
     result_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
     sizes = (FP8_BYTES if config.fp8 and part in FP8_LAYERS else result_bytes, result_bytes)
     forward, has_backward = elements.forward_bytes(*sizes), _has_backward(config)
     recomputed = forward if has_backward and config.checkpoint_blocks and part in IN_BLOCKS else 0
     if recomputed and part is Component.FFN:
-        recomputed -= _products_spared(config) * _last_product(config).forward_bytes(*sizes)
+        recomputed -= _spared_matmuls(config) * _last_matmul(config).forward_bytes(*sizes)
     return ComponentBytes(
         component=part,
         forward=forward,
@@ -337,14 +337,14 @@ def _component_bytes(config: RunConfig, part: Component, elements: _ProductEleme
     )
 
 
-def _product_elements(config: RunConfig) -> dict[Component, _ProductElements]:
+def _matmul_elements(config: RunConfig) -> dict[Component, _MatmulElements]:
     model, layers = config.model, config.model.num_layers
     weights, parameters = _weights(model), parameters_by_component(model)
     biases = {part: parameters[part] - weights[part] for part in weights}
     tokens = config.batch_size * model.context_length
     stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
     scores = 0 if _is_fused(model) else layers * tokens * model.num_heads * model.context_length
-    # factors beside the weights, and results; hidden: one in, and what all but w2 make
+    # (factors besides weights, results). The feed-forward layer reads the hidden activations once, in w2.
     activations = {
         Component.QKV: (stream, 3 * stream),
         Component.SCORES: (2 * stream, scores),
@@ -354,15 +354,15 @@ def _product_elements(config: RunConfig) -> dict[Component, _ProductElements]:
         Component.HEAD: (tokens * model.d_model, tokens * model.vocab_size),
     }
     return {
-        part: _ProductElements(factors=read + weights.get(part, 0), results=made, biases=biases.get(part, 0))
+        part: _MatmulElements(factors=read + weights.get(part, 0), results=made, biases=biases.get(part, 0))
         for part, (read, made) in activations.items()
     }
 
 
-def _last_product(config: RunConfig) -> _ProductElements:
-    """Of one block: w2's."""
+def _last_matmul(config: RunConfig) -> _MatmulElements:
+    """The last matmul of one block, w2."""
     model, tokens = config.model, config.batch_size * config.model.context_length
-    return _ProductElements(
+    return _MatmulElements(
         factors=(tokens + model.d_model) * model.d_ff,
         results=tokens * model.d_model,
         biases=model.d_model if model.arch is Arch.GPT2 else 0,
@@ -370,7 +370,7 @@ def _last_product(config: RunConfig) -> _ProductElements:
 
 
 def _embedding_bytes(config: RunConfig) -> int:
-    """Token numbers, the rows that they name (repeated ones too), gpt2's positions, and the result; never in half."""
+    """Bytes of the token ids, the rows looked up (repeated ones too), gpt2's positions and the result, all in fp32."""
     model = config.model
     tokens = config.batch_size * model.context_length
     positions = model.context_length * model.d_model if model.arch is Arch.GPT2 else 0
@@ -378,14 +378,14 @@ def _embedding_bytes(config: RunConfig) -> int:
 
 
 ADAMW_FLOPS = 13
-"""For each parameter: 3 for the first moment, 4 for the second, 2 for the denominator, 1 for decay, 3 for the update;
-factors that all parameters share are computed once and left out."""
+"""For each parameter: 3 for the first moment, 4 for the second, 2 for the denominator, 1 for decay, 3 for the update.
+Factors that all parameters share are left out."""
 ADAMW_BYTES = 7 * FP32_BYTES
-"""For each parameter: it, its gradient and both moments read; all but the gradient written."""
+"""For each parameter: read the parameter, its gradient and both moments; write all but the gradient."""
 
 
 def optimizer_work(model: ModelConfig) -> Work:
-    """AdamW's update in one pass over everything, as only a fused kernel makes it."""
+    """AdamW's update in one pass over all tensors, as in a fused kernel."""
     parameters = count_parameters(model)
     return Work(
         name="optimizer",
@@ -396,13 +396,13 @@ def optimizer_work(model: ModelConfig) -> Work:
 
 
 def ridge_point(device: DeviceSpec, precision: Precision) -> float | None:
-    """FLOPs per byte below which memory, not arithmetic, sets the time; None where no peak is known."""
+    """FLOPs per byte below which memory bandwidth limits the time; None if no peak is known."""
     peak = device.peak_flops_per_s.get(precision)
     return None if peak is None else peak / device.memory_bandwidth_bytes_per_s
 
 
 def least_time_s(work: Work, device: DeviceSpec) -> float | None:
-    """Time at the promised peak or at the promised bandwidth, whichever is longer; None where no peak is known."""
+    """The longer of the times at the data sheet's peak and at its bandwidth; None if no peak is known."""
     peak = device.peak_flops_per_s.get(work.precision)
     if peak is None:
         return None

@@ -1,4 +1,4 @@
-"""Known devices: what their data sheets promise. Unknown hardware has no peak, hence no MFU."""
+"""Known devices, with the peaks of their data sheets. Unknown hardware has no peak, hence no MFU."""
 
 import re
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from cs336_systems.config import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Promised peaks of one product. Dense: where the data sheet gives the sparse figure, half of it."""
+    """Data sheet peaks of one device. Peaks are dense: half of the figure, if the data sheet gives the sparse one."""
 
     names: tuple[str, ...]
-    """As NVML and PyTorch give them, without a leading `NVIDIA` or `Tesla`."""
+    """Names that NVML and PyTorch report, without a leading `NVIDIA` or `Tesla`."""
     peak_flops_per_s: Mapping[Precision, float]
-    """Of matrix products accumulating in fp32, by tensor cores for all but fp32. Absent: not supported or not sure."""
+    """Peaks of matmuls that accumulate in fp32, with tensor cores except in fp32. Absent: unsupported or uncertain."""
     memory_bandwidth_bytes_per_s: float
     source: str
     fp8_peak_flops_per_s: float | None = None
-    """As the peaks above, with both factors in fp8; None: not supported or not sure."""
+    """Peak with both factors in fp8, counted like the peaks above; None: unsupported or uncertain."""
 
 
 def _spec(
@@ -83,7 +83,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
 
 
 def faster_precisions(device: DeviceSpec) -> tuple[Precision, ...]:
-    """Those whose products the tensor cores promise more of than of true fp32: TF32, and bf16 or else fp16."""
+    """Precisions with a higher peak than true fp32, thanks to tensor cores: TF32, and bf16 or else fp16."""
     peaks = device.peak_flops_per_s
     half = Precision.BF16 if Precision.BF16 in peaks else Precision.FP16
     full = peaks.get(Precision.FP32, 0.0)
@@ -91,19 +91,19 @@ def faster_precisions(device: DeviceSpec) -> tuple[Precision, ...]:
 
 
 _FORM_FACTORS = {"H100 80GB HBM3": "SXM5", "H200": "SXM5"}
-"""What data sheets tell devices apart by, where their names do not."""
+"""Form factors of devices whose names lack it; data sheets differ by form factor."""
 
 
 def find_device(device_name: str) -> DeviceSpec | None:
-    """The device of exactly this name, or None; a slice (MIG), a laptop's or an export version is another device."""
+    """The device of exactly this name, or None. A MIG slice, laptop GPU or export version is another device."""
     name = bare_name(device_name)
     return next((device for device in DEVICES if name in device.names), None)
 
 
 def devices_called(name: str) -> tuple[DeviceSpec, ...]:
-    """The devices that a person may mean by the name: the one of exactly that name, or all that have all of its words.
+    """Devices that a short name may mean: the one of exactly that name, or all whose names contain all of its words.
 
-    `4090`, `h100 pcie`, `A100-80GB`; SXM stands for each of its generations.
+    Examples: `4090`, `h100 pcie`, `A100-80GB`. SXM stands for each of its generations.
     """
     if (device := find_device(name)) is not None:
         return (device,)
@@ -123,5 +123,5 @@ def _words(name: str) -> set[str]:
 
 
 def bare_name(device_name: str) -> str:
-    """The name without the maker's, which some libraries leave out."""
+    """The name without the manufacturer's prefix, which some libraries leave out."""
     return device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")

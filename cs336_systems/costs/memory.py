@@ -1,8 +1,8 @@
 """Peak memory of a training step, predicted from the configuration alone, without a GPU and without torch.
 
-The step is written out as the tensors that it makes and frees (`prediction/`), each with its formula, and a simulated
-caching allocator places them. So the prediction is of what PyTorch counts: rounding, the rests of blocks that it does
-not split, segments. No constant is fitted; what is assumed stands where it is used.
+`forecast/` lists the tensors that the step makes and frees, each with its formula, and a simulated caching allocator
+places them. So the prediction includes what PyTorch counts: rounding, remainders of blocks that it does not split,
+segments. No constant is fitted; assumptions are stated where they are used.
 """
 
 from collections import Counter
@@ -17,55 +17,55 @@ from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
 
 STEPS = 3
-"""Steps simulated: the optimizer's state appears in the first, and what it splits settles in the second."""
+"""Steps simulated: the optimizer makes its state in the first, and the allocator's blocks settle in the second."""
 CUDA_CONTEXT_BYTES = 768 * 2**20
-"""Taken by the driver, the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 whose run out of memory is on record."""
+"""Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 that ran out of memory."""
 MAX_LAYERS = 1000
-"""Every layer is simulated: far above any model's number, and far below what would take minutes."""
+"""Most layers that are simulated; more would take minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Tensors of one kind that live at one moment."""
+    """Tensors of one kind that are allocated at one moment."""
 
     category: Category
     label: str
     formula: str
-    """Bytes of one of them, as a product of named axes and the element size."""
+    """Bytes of one tensor, as a product of named axes and the element size."""
     count: int
     size_bytes: int
-    """Of all of them, each rounded up to 512 bytes."""
+    """Bytes of all the tensors, each rounded up to 512 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The highest point of one step."""
+    """The moment of a step with the most memory allocated."""
 
     phase: Phase
     allocated_bytes: int
-    """What torch.cuda.max_memory_allocated would say."""
+    """The value of torch.cuda.max_memory_allocated."""
     parts: tuple[Part, ...]
-    """All that lives at that moment, by category and size; the sum is `allocated_bytes`."""
+    """All tensors allocated at that moment, by category and size; their sum is `allocated_bytes`."""
 
     def bytes_of(self, category: Category) -> int:
-        """Bytes of one category."""
+        """Bytes of one category at the peak."""
         return sum(part.size_bytes for part in self.parts if part.category is category)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrediction:
-    """What PyTorch's allocator would count for one configuration, in bytes."""
+    """Counters of PyTorch's allocator, predicted for one configuration, in bytes."""
 
     peak: Peak
-    """Of a step in the steady state."""
+    """Peak of a step in the steady state."""
     first_step_peak: Peak
-    """Of the first step, at whose end the optimizer's state appears."""
+    """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int
-    """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are given back."""
+    """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are released."""
     start_bytes: int
     """Allocated when a step begins."""
     after_bytes: Mapping[Phase, int]
-    """Allocated at the end of each phase; the optimizer's ends with the gradients dropped."""
+    """Allocated at the end of each phase. The optimizer's phase includes dropping the gradients."""
 
 
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
@@ -93,7 +93,7 @@ def _predict(config: RunConfig) -> MemoryPrediction:
 
 
 def predicted_peak_bytes(config: RunConfig) -> int | None:
-    """What torch.cuda.max_memory_allocated would say of the measured steps; None where that is not predicted."""
+    """torch.cuda.max_memory_allocated of the measured steps; None if that is not predicted."""
     if config.device is not Device.CUDA or (found := predict_memory(config)) is None:
         return None
     if config.warmup_steps:
@@ -103,10 +103,10 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
 
 
 def fits(config: RunConfig, memory_bytes: int) -> bool | None:
-    """Whether the steps run on an empty device of `memory_bytes`, or None where that is not predicted.
+    """Whether the steps fit an otherwise empty device of `memory_bytes`; None if that is not predicted.
 
-    The allocator is simulated on what the CUDA context leaves, and gives cached segments back before it gives up, as
-    PyTorch's does; so fragmentation is in the answer and needs no margin.
+    The allocator is simulated on the memory that the CUDA context leaves. As PyTorch's does, it releases cached
+    segments before it fails. So the answer includes fragmentation and needs no margin.
     """
     if not _is_predictable(config):
         return None
@@ -118,7 +118,7 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
 
 
 def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
-    """The largest batch size that `fits`; 0 where not even one sequence does, None where that is not predicted."""
+    """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not predicted."""
     return _largest(lambda size: fits(replace(config, batch_size=size), memory_bytes))
 
 
@@ -132,7 +132,7 @@ def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
 
 
 def _largest(fits_at: Callable[[int], bool | None]) -> int | None:
-    """The largest number that fits, if all below it do: by doubling, then by halving the interval."""
+    """The largest number that fits, by doubling and then bisection, assuming that all smaller numbers fit."""
     if (one := fits_at(1)) is None:
         return None
     if not one:
@@ -156,10 +156,9 @@ def residual_stream_bytes(config: RunConfig) -> int:
 
 
 def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
-    """What one block keeps for its backward, the largest first; None where that is not predicted.
+    """Tensors that one block saves for its backward, the largest first; None if that is not predicted.
 
-    Its input counts, which the block before made; its output does not. Autocast's copies of weights are a category of
-    their own.
+    The block's input counts, its output does not. Autocast's copies of weights are a category of their own.
     """
     if not _is_predictable(config):
         return None
@@ -185,16 +184,16 @@ def _record(config: RunConfig) -> Tape:
 
 
 class _Replay:
-    """Has the simulated allocator place what is on a tape; raise OutOfMemoryError where that fails."""
+    """Replays a tape on the simulated allocator; raises OutOfMemoryError if a tensor does not fit."""
 
     def __init__(self, tape: Tape, capacity_bytes: int | None = None) -> None:
         self.tape = tape
         self.sizes_bytes: list[int] = []
-        """By handle, bytes of the block that holds the tensor."""
+        """Bytes of the block that holds each tensor, by handle."""
         self.marks: list[tuple[Phase, int, int]] = []
-        """Phases with the number of the event and the bytes allocated at their beginning."""
+        """Each phase, the index of the event at which it begins, and the bytes allocated then."""
         self.curve_bytes: list[int] = []
-        """Allocated after each event."""
+        """Bytes allocated after each event."""
         allocator = CachingAllocator(capacity_bytes)
         blocks: dict[int, Block] = {}
         for event in tape.events:
@@ -209,7 +208,7 @@ class _Replay:
         self.reserved_bytes = allocator.reserved_bytes
 
     def prediction(self) -> MemoryPrediction:
-        """The first and the last step's peaks, and the last step's course."""
+        """The peaks of the first and the last step, and the last step's memory phase by phase."""
         starts = [number for number, (phase, _, _) in enumerate(self.marks) if phase is Phase.FORWARD]
         last = self.marks[starts[-1] :]
         return MemoryPrediction(
@@ -221,7 +220,7 @@ class _Replay:
         )
 
     def _peak(self, marks: list[tuple[Phase, int, int]]) -> Peak:
-        """The peak of the step whose phases begin, and whose last ends, at `marks`; of equal ones the first."""
+        """The first maximum of the step that `marks` delimit: the beginnings of its phases and the end of the last."""
         when = max(range(marks[0][1], marks[-1][1] + 1), key=self.curve_bytes.__getitem__)
         phase = [phase for phase, begin, _ in marks[:-1] if begin <= when][-1]
         live = self._live_at(when)
@@ -249,7 +248,7 @@ class _Replay:
 
 
 def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
-    """Rows of a table: categories in their order, and the largest first in each."""
+    """One part for each kind of tensor, by category, the largest first in each."""
     order = list(Category)
     parts = [
         Part(

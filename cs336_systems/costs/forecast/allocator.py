@@ -1,18 +1,18 @@
-"""PyTorch's CUDA caching allocator, simulated: what it hands out and holds for a sequence of requests, to the byte."""
+"""A simulation of PyTorch's CUDA caching allocator: allocated and reserved bytes for a sequence of requests."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 MIB = 2**20
 ROUND_BYTES = 512
-"""Every block is a multiple of this (kMinBlockSize)."""
+"""Sizes of blocks are multiples of this (kMinBlockSize)."""
 SMALL_BYTES = MIB
-"""Requests up to this come from segments of 2 MiB; larger blocks are not split to leave this or less (kSmallSize)."""
+"""Requests up to this size come from segments of 2 MiB; a larger block is only split if more than this remains."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Segments for requests below MIN_OWN_SEGMENT_BYTES (kLargeBuffer)."""
 MIN_OWN_SEGMENT_BYTES = 10 * MIB
-"""From here on a request gets a segment of its own size, in steps of 2 MiB (kMinLargeAlloc, kRoundLarge)."""
+"""Requests from this size on get a segment of their own size, in steps of 2 MiB (kMinLargeAlloc, kRoundLarge)."""
 
 
 class OutOfMemoryError(Exception):
@@ -21,7 +21,7 @@ class OutOfMemoryError(Exception):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Block:
-    """A part of a segment, in use or free; neighbours of the same segment are linked."""
+    """A part of a segment, in use or free, linked to its neighbours in the segment."""
 
     address: int
     size_bytes: int
@@ -32,27 +32,30 @@ class Block:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The free block that is first in this order, and large enough, is taken: the best fit."""
+        """Sort key of free blocks: the first one that is large enough is the best fit."""
         return self.size_bytes, self.address
 
 
 class CachingAllocator:
-    """One stream's pools with the default settings: best fit, blocks split and merged, segments kept when free.
+    """The pools of one stream with default settings: best fit, blocks split and merged, free segments kept.
 
-    Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Addresses grow with time,
-    so where two free blocks have one size the older segment's is taken; the driver may order them otherwise.
+    Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Addresses grow with time here,
+    so of two free blocks of one size the one in the older segment is taken; the driver may order them differently.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        """What the driver has to give; None is no limit."""
+        """Bytes that the driver can provide; None means no limit."""
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self._free: dict[bool, list[tuple[tuple[int, int], Block]]] = {True: [], False: []}
         self._next_address = 0
 
     def allocate(self, size_bytes: int) -> Block:
-        """A block of at least `size_bytes` (more where the rest is too small to split off); raise OutOfMemoryError."""
+        """Allocate a block of at least `size_bytes`; raise OutOfMemoryError if no segment for it fits the device.
+
+        The block is larger if the remainder is too small to be split off.
+        """
         size_bytes = round_up(size_bytes, ROUND_BYTES)
         small = size_bytes <= SMALL_BYTES
         free = self._free[small]
@@ -66,7 +69,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give the block back to its pool, merged with free neighbours."""
+        """Return the block to its pool, merged with free neighbours."""
         block.used = False
         self.allocated_bytes -= block.size_bytes
         if (before := block.before) is not None and not before.used:
@@ -101,7 +104,7 @@ class CachingAllocator:
         return self.capacity_bytes is not None and self.reserved_bytes + segment_bytes > self.capacity_bytes
 
     def _release_free_segments(self) -> None:
-        """Give back to the driver every segment that nobody uses a part of, as PyTorch does before it gives up."""
+        """Return all wholly free segments to the driver, as PyTorch does before it raises an out-of-memory error."""
         for free in self._free.values():
             whole = [block for _, block in free if block.before is None and block.after is None]
             self.reserved_bytes -= sum(block.size_bytes for block in whole)
@@ -130,12 +133,12 @@ class CachingAllocator:
 
 
 def round_up(size_bytes: int, step_bytes: int) -> int:
-    """The least multiple of `step_bytes` that is no less than `size_bytes`."""
+    """The smallest multiple of `step_bytes` that is at least `size_bytes`."""
     return -(-size_bytes // step_bytes) * step_bytes
 
 
 def segment_size(size_bytes: int) -> int:
-    """Bytes that the allocator asks of the driver when it has no free block for a request."""
+    """Bytes that the allocator requests from the driver if it has no free block for a request of this size."""
     if size_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < MIN_OWN_SEGMENT_BYTES:

@@ -1,7 +1,7 @@
-"""The tensors that backward makes, and when it lets go of what forward kept.
+"""The tensors that backward makes, and when it frees what forward saved.
 
-Each function takes over the gradient of its output and gives the gradient of its input. Where a tensor was used more
-than once, autograd's engine adds the gradients up, in place unless the first of them is a view.
+Each function consumes the gradient of its output and returns the gradient of its input. If a tensor was used more than
+once, autograd's engine adds its gradients, in place unless the first of them is a view.
 """
 
 from cs336_systems.config import Attention, RunConfig
@@ -17,14 +17,14 @@ class BackwardTape(ForwardTape):
     def __init__(self, config: RunConfig, tape: Tape) -> None:
         super().__init__(config, tape)
         self.gradients: list[int] = []
-        """Gradients of parameters made so far in this step."""
+        """Gradients of parameters that this step has made so far."""
 
     def branch_off(self, gradient: int) -> int:
-        """The gradient of the residual stream for the layers beside it, in the type of their products."""
+        """The gradient of the residual stream as input to a branch's backward, in the type of its matmuls."""
         return self._narrow(gradient, GRADIENT, STREAM, keep=True)
 
     def block_backward(self, index: int, gradient: int, branch: int, saved: Saved) -> None:
-        """Turn the gradient of the residual stream after the block into that before; `branch` has branched off it."""
+        """Turn the gradient after the block into the gradient before it, in place; `branch` is from `branch_off`."""
         if self.gpt2:
             branch = self._gelu_mlp_backward(index, branch, saved)
         else:
@@ -34,11 +34,11 @@ class BackwardTape(ForwardTape):
         self._join(f"{index}.ln1", branch, saved)
 
     def _join(self, norm: str, branch: int, saved: Saved) -> None:
-        """Through the norm, and added in place to the gradient of the residual stream."""
+        """Backward of the norm, whose result is added in place to the gradient of the residual stream."""
         self.tape.drop(self.norm_backward(norm, self.widen(branch, GRADIENT, STREAM), saved))
 
     def norm_backward(self, name: str, gradient: int, saved: Saved) -> int:
-        """Small buffers for partial sums over rows are left out."""
+        """Backward of a norm, without its small buffers for partial sums over rows."""
         out = self.temporary(GRADIENT, STREAM, FP32_BYTES)
         for _ in range(2 if self.gpt2 else 1):
             self.new_gradient("d_model")
@@ -50,7 +50,7 @@ class BackwardTape(ForwardTape):
     def linear_backward(
         self, name: str, gradient: int, saved: Saved, shape: str, onto: int | None = None, in_place: bool = False
     ) -> int:
-        """Gradients of weight and bias, and of the input: added to `onto`, the gradient from another use of it."""
+        """Gradients of weight, bias and input; the input's is added to `onto`, the gradient from its other use."""
         self.claim_workspace()
         weight = WEIGHTS[name.rpartition(".")[2]]
         with_bias = self.gpt2 and "." in name
@@ -73,13 +73,13 @@ class BackwardTape(ForwardTape):
         return x
 
     def _parameter_gradient(self, shape: str) -> int:
-        """As the product gives it; under autocast a copy in fp32 takes its place."""
+        """The gradient as the matmul makes it; under autocast an fp32 copy replaces it later."""
         category = Category.TEMPORARIES if self.autocast else Category.GRADIENTS
         label = "gradient of a parameter, to be cast" if self.autocast else "gradients of parameters"
         return self.tape.new(category, label, shape, self.element_bytes)
 
     def new_gradient(self, shape: str) -> int:
-        """Gradient of a parameter, in fp32; it stays until the end of the step."""
+        """Gradient of a parameter in fp32, which is kept until the end of the step."""
         made = self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, FP32_BYTES)
         self.gradients.append(made)
         return made
@@ -119,7 +119,7 @@ class BackwardTape(ForwardTape):
         return self.linear_backward(f"{index}.q", rotated, saved, STREAM, onto=x, in_place=True)
 
     def _merge(self, gradient: int) -> int:
-        """Heads side by side again; a fused kernel has written them so."""
+        """Merge the heads; a fused kernel has written them merged already."""
         return gradient if self.is_fused else self._replace("gradient of heads, merged", STREAM, gradient)
 
     def _rotate_backward(self, q: int, k: int) -> int:
@@ -162,9 +162,9 @@ class BackwardTape(ForwardTape):
         return q, k, v
 
     def _fused_backward(self, values: int, saved: Saved) -> tuple[int, int, int]:
-        """Flash sums the queries' gradient up in fp32; the efficient kernel in fp32 multiplies output and gradient.
+        """Workspaces: flash sums the queries' gradient in fp32; the efficient kernel multiplies output and gradient.
 
-        cuDNN's workspace is not documented: flash's stands for it.
+        cuDNN's workspace is not documented; that of flash is assumed.
         """
         q, k, v = (self.temporary(f"gradient of {name}", STREAM) for name in ("queries", "keys", "values"))
         sums = self.temporary("row sums of output x gradient", "batch heads T128", FP32_BYTES)
@@ -180,15 +180,15 @@ class BackwardTape(ForwardTape):
         return made
 
     def widen(self, x: int, label: str, shape: str) -> int:
-        """A gradient in fp32, after a product in autocast's type."""
+        """Cast a gradient from autocast's type to fp32, after a matmul."""
         return self._replace(label, shape, x, element_bytes=FP32_BYTES) if self.autocast else x
 
     def _narrow(self, x: int, label: str, shape: str, keep: bool = False) -> int:
-        """A gradient in autocast's type, for a product; with `keep` the one in fp32 stays too."""
+        """Cast a gradient to autocast's type, for a matmul; with `keep` the fp32 one is kept too."""
         if not self.autocast:
             return self.tape.keep(x) if keep else x
         return self._replace(label, shape, *([] if keep else [x]))
 
     def release(self, saved: Saved, *names: str) -> None:
-        """The graph's node has run: it lets go of what it kept."""
+        """Drop the named saved tensors, after the node of autograd's graph that saved them has run."""
         self.tape.drop(*(saved.pop(name) for name in names))

@@ -1,17 +1,17 @@
-"""The tensors that the layers of this project's model make in forward, and which of them stay for backward.
+"""The tensors that the layers of this project's model make in forward, and which of them are saved for backward.
 
-It follows `model/transformer.py` line by line as PyTorch (2.11 to 2.13) runs it eagerly on a GPU: which copies the
-products need, what autocast casts, what the nodes of autograd's graph keep, when Python lets go. More than one head,
-position and sequence are assumed: for one, some copies are views.
+It follows `model/transformer.py` line by line as PyTorch (2.11 to 2.13) runs it eagerly on a GPU: the copies that
+matmuls need, what autocast casts, what autograd's graph saves, when Python drops its references. It assumes more than
+one head, position and sequence: with one, some copies are views.
 """
 
 from cs336_systems.config import Arch, Attention, ModelConfig, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.tape import Category, Tape
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
-"""PyTorch's default for a Hopper GPU, `:4096:8`, allocated for each thread that calls cuBLAS: forward's and autograd's.
+"""PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and autograd's.
 
-Other GPUs get 8,519,680 bytes. Confirmed by the peaks of inference on an H200, which it completes to the byte.
+Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to the byte.
 """
 FP32_BYTES = 4
 HALF_BYTES = 2
@@ -33,13 +33,13 @@ HIDDEN = "batch T d_ff"
 SCORES = "batch heads T T"
 
 Saved = dict[str, int]
-"""Handles of what one block's part of the graph keeps, by name."""
+"""Handles of the tensors that autograd's graph saves for one block, by name."""
 
 
 class ForwardTape:
-    """Writes the layers of one model onto a tape.
+    """Writes the forward of one model's layers onto a tape.
 
-    Each keeps what backward needs in `saved`, or nothing where that is None, and leaves its input to the caller.
+    Each layer puts what backward needs into `saved` (nothing if it is None). Its caller drops the layer's input.
     """
 
     def __init__(self, config: RunConfig, tape: Tape) -> None:
@@ -49,15 +49,15 @@ class ForwardTape:
         self.autocast = config.precision in (Precision.BF16, Precision.FP16)
         self.element_bytes = HALF_BYTES if self.autocast else FP32_BYTES
         self.copies: dict[str, int] = {}
-        """Autocast's cache: low-precision copies of parameters, by name, until autocast ends."""
+        """Autocast's cache of low-precision copies of parameters, by name, which lasts until autocast ends."""
         self.thread = "forward"
-        """Who launches the kernels: Python in forward, autograd's own thread in backward."""
+        """The thread that launches kernels: Python's in forward, autograd's own in backward."""
         self._threads_with_workspace: set[str] = set()
 
     def block(self, index: int, x: int, saved: Saved | None, stop_early: bool = False) -> int | None:
-        """One Transformer block on the residual stream `x`, which stays the caller's.
+        """One Transformer block on the residual stream `x`, which the caller drops; return the block's output.
 
-        With `stop_early`, as when a checkpoint is computed again, it ends where all that is saved is there: None.
+        With `stop_early`, for a checkpoint that is recomputed, it stops once everything is saved and returns None.
         """
         tape = self.tape
         normed = self.norm(f"{index}.ln1", x, saved)
@@ -77,7 +77,7 @@ class ForwardTape:
         return out
 
     def norm(self, name: str, x: int, saved: Saved | None) -> int:
-        """RMSNorm keeps its input and 1 / rms, LayerNorm also the mean; the output is kept by who multiplies it."""
+        """RMSNorm saves its input and 1 / rms, LayerNorm also the mean; the next matmul saves the output."""
         normed = self.tape.new(Category.ACTIVATIONS, "output of norms", STREAM, FP32_BYTES)
         self._save(saved, **{f"{name} input": x})
         for statistic in ("mean", "scale")[0 if self.gpt2 else 1 :]:
@@ -104,11 +104,11 @@ class ForwardTape:
 
     @property
     def is_fused(self) -> bool:
-        """Attention in one kernel (flash, cuDNN, efficient), which gives back heads that need no copy to be merged."""
+        """Whether attention is one kernel (flash, cuDNN, efficient), whose output heads are merged without a copy."""
         return self.model.attention is Attention.SDPA and self.model.sdpa_backend is not SdpaBackend.MATH
 
     def _rotate(self, q: int, k: int) -> int:
-        """RoPE on queries and keys in one tensor, in fp32 whatever comes in."""
+        """RoPE on queries and keys in one tensor, computed in fp32."""
         both, pairs = "queries and keys", "2 batch T d_model"
         joined = self.temporary(f"{both}, joined", pairs)
         wide = [self.temporary(f"{both} in fp32", pairs, FP32_BYTES)] if self.autocast else []
@@ -139,7 +139,7 @@ class ForwardTape:
         return values
 
     def _math(self, saved: Saved | None) -> int:
-        """PyTorch's sdpa written out: in fp32 also under autocast, scaled on both sides, with an additive mask."""
+        """PyTorch's `math` backend: fp32 also under autocast, queries and keys both scaled, with an additive mask."""
         tape = self.tape
         wide = [self.temporary("heads in fp32", STREAM, FP32_BYTES) for _ in "qkv"] if self.autocast else []
         scaled = self.temporary("scaled queries", STREAM, FP32_BYTES)
@@ -167,7 +167,7 @@ class ForwardTape:
         return values
 
     def _fused(self, heads: tuple[int, ...], v: int, saved: Saved | None) -> int:
-        """Flash, cuDNN or efficient: no scores; the inputs, the output and the logarithm of each row's sum are kept."""
+        """Flash, cuDNN or efficient: saves inputs, output and the logarithm of each row's sum, but no scores."""
         values = self.activation("output of fused attention", STREAM)
         sums = self.tape.new(Category.ACTIVATIONS, "logarithms of softmax sums", "batch heads T", FP32_BYTES)
         names = ("q_heads", "k_heads") if self.gpt2 else ("q_heads",)
@@ -185,7 +185,7 @@ class ForwardTape:
         product = self.activation("input of w2", HIDDEN)
         self._save(saved, gated=gated, gate=gate)
         self.tape.drop(gated, gate)
-        out = self._last_product(index, product, saved, stop_early)
+        out = self._last_matmul(index, product, saved, stop_early)
         self.tape.drop(product, x)
         return out
 
@@ -194,11 +194,11 @@ class ForwardTape:
         hidden = self.activation("input of w2", HIDDEN)
         self._save(saved, up=up)
         self.tape.drop(up)
-        out = self._last_product(index, hidden, saved, stop_early)
+        out = self._last_matmul(index, hidden, saved, stop_early)
         self.tape.drop(hidden)
         return out
 
-    def _last_product(self, index: int, x: int, saved: Saved | None, stop_early: bool) -> int | None:
+    def _last_matmul(self, index: int, x: int, saved: Saved | None, stop_early: bool) -> int | None:
         if stop_early:
             self._keep_factors(f"{index}.w2", x, saved, cast=False)
             return None
@@ -214,7 +214,7 @@ class ForwardTape:
         cast: bool = False,
         category: Category = Category.ACTIVATIONS,
     ) -> int:
-        """x W^T; `cast` where `x` is in fp32, so that autocast makes a copy of its own."""
+        """x W^T; with `cast`, `x` is in fp32, and autocast makes a copy of it."""
         self._keep_factors(name, x, saved, cast)
         out = self.tape.new(category, label, shape, self.element_bytes)
         self.claim_workspace()
@@ -237,26 +237,26 @@ class ForwardTape:
             self.copies[name] = self.tape.new(Category.WEIGHT_COPIES, f"{label} in half precision", shape, HALF_BYTES)
 
     def end_autocast(self) -> None:
-        """Autocast forgets its copies; the graph may still hold them."""
+        """Drop autocast's copies; autograd's graph may still hold them."""
         self.tape.drop(*self.copies.values())
         self.copies.clear()
 
     def claim_workspace(self) -> None:
-        """The first product on a thread makes cuBLAS's workspace, which stays."""
+        """Make cuBLAS's workspace at the first matmul of a thread; it is never freed."""
         if self.thread not in self._threads_with_workspace:
             self._threads_with_workspace.add(self.thread)
             self.tape.new(Category.LIBRARY_WORKSPACE, "cuBLAS workspace", str(CUBLAS_WORKSPACE_BYTES), 1)
 
     def activation(self, label: str, shape: str) -> int:
-        """A tensor of the type that products have, which the graph may keep."""
+        """A tensor in the type of matmuls, which autograd's graph may save."""
         return self.tape.new(Category.ACTIVATIONS, label, shape, self.element_bytes)
 
     def temporary(self, label: str, shape: str, element_bytes: int | None = None) -> int:
-        """A tensor that no graph keeps; by default of the type that products have."""
+        """A tensor that autograd's graph does not save; by default in the type of matmuls."""
         return self.tape.new(Category.TEMPORARIES, label, shape, element_bytes or self.element_bytes)
 
     def _cast(self, x: int, label: str = "input of products, cast", shape: str = STREAM) -> int:
-        """An fp32 tensor in autocast's type; one more reference to it where there is no autocast."""
+        """A copy of an fp32 tensor in autocast's type; without autocast, one more reference to the tensor."""
         return self.activation(label, shape) if self.autocast else self.tape.keep(x)
 
     def _save(self, saved: Saved | None, **handles: int) -> None:

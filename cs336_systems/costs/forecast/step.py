@@ -1,4 +1,4 @@
-"""The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what stays between steps."""
+"""The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what is kept between steps."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ SCALAR = "1"
 
 
 def axes(config: RunConfig) -> dict[str, int]:
-    """Sizes of the axes that formulas name."""
+    """Sizes of the axes that occur in formulas."""
     model = config.model
     return {
         "batch": config.batch_size,
@@ -30,7 +30,7 @@ def axes(config: RunConfig) -> dict[str, int]:
 
 
 def parameter_shapes(model: ModelConfig) -> Iterator[str]:
-    """Axes of every parameter, in the order in which the model makes them and the optimizer updates them."""
+    """Axes of every parameter, in the order in which the model makes and the optimizer updates them."""
     gpt2 = model.arch is Arch.GPT2
     norm = ["d_model"] * (2 if gpt2 else 1)
     yield "vocabulary d_model"
@@ -49,9 +49,9 @@ def parameter_shapes(model: ModelConfig) -> Iterator[str]:
 
 
 class StepTape:
-    """Steps of one configuration on a tape: `set_up` once, then `run` for each.
+    """Writes steps of one configuration onto a tape: call `set_up` once, then `run` for each step.
 
-    With `checkpoint_blocks` K > 0 it keeps of every K blocks their input alone and computes them again in backward, as
+    With `checkpoint_blocks` K > 0 only the input of every K blocks is saved, and backward recomputes the blocks, as
     torch.utils.checkpoint (not reentrant) around every K blocks does.
     """
 
@@ -96,7 +96,7 @@ class StepTape:
         self._clear(loss)
 
     def _clear(self, loss: int) -> None:
-        """After the step the caller has its loss instead of the last one's, and nothing else refers to the graph."""
+        """End the step: its loss replaces the last step's, and everything that the graph still holds is freed."""
         for saved in (*self._blocks.values(), self._ends):  # where backward has not consumed it
             self.layers.release(saved, *list(saved))
         self.tape.drop(*self._inputs, *self.layers.gradients)
@@ -106,7 +106,7 @@ class StepTape:
         self._last_loss = loss
 
     def save_one_block(self) -> Saved:
-        """What one block keeps for its backward, its input included."""
+        """The tensors that one block saves for its backward, its input included."""
         saved: Saved = {}
         x = self._new(Category.ACTIVATIONS, "residual stream", STREAM)
         self.layers.block(0, x, saved)
@@ -137,7 +137,7 @@ class StepTape:
         return loss
 
     def _saved_of(self, index: int, x: int) -> Saved | None:
-        """Where block `index` saves what its backward needs, or None; a checkpoint keeps its input `x` instead."""
+        """Where block `index` saves tensors for backward; None without a graph and with checkpoints, which save `x`."""
         if not self._has_graph:
             return None
         if not self.checkpoint_blocks:
@@ -147,7 +147,7 @@ class StepTape:
         return None
 
     def _loss(self, ends: Saved | None) -> int:
-        """Cross-entropy: the log-softmax has the logits' type, and autocast has the likelihood read it in fp32."""
+        """Cross-entropy: the log-softmax has the logits' type; under autocast the log-likelihood needs fp32."""
         tape = self.tape
         log_softmax = self._new(Category.LOSS, "log-softmax of logits", LOGITS, self.layers.element_bytes)
         wide = tape.keep(log_softmax)
@@ -192,7 +192,7 @@ class StepTape:
         return layers.norm_backward("ln_final", layers.widen(normed, GRADIENT, STREAM), self._ends)
 
     def _compute_again(self, last: int) -> None:
-        """Forward of the checkpoint that ends with block `last`, on backward's thread; it stops once all is saved."""
+        """Recompute the checkpoint that ends with block `last`, on backward's thread, until everything is saved."""
         tape, layers = self.tape, self.layers
         x = self._inputs.pop()
         for index in range(last // self.checkpoint_blocks * self.checkpoint_blocks, last + 1):
@@ -219,7 +219,7 @@ class StepTape:
         tape.drop(table)
 
     def _update(self) -> None:
-        """AdamW one tensor after the other, all at once with a copy of everything (foreach), or without (fused)."""
+        """AdamW: one tensor at a time (adamw), all at once with a temporary for each (foreach), or in place (fused)."""
         kind = self.config.optimizer
         shapes = list(parameter_shapes(self.config.model))
         temporaries = []

@@ -1,4 +1,4 @@
-"""Which tensors a step makes and lets go of, in order: a program of references, and what it holds at each moment."""
+"""The tensors that a step makes and frees, in order, with reference counts that decide when each one is freed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from cs336_systems.config import Phase
 
 
 class Category(StrEnum):
-    """What a tensor on the device is for, in the order of tables."""
+    """Purpose of a tensor on the device. Tables list the categories in this order."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -27,7 +27,7 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One kind of tensor: what it is, and its bytes as a product that can be read."""
+    """One kind of tensor, with its bytes as a number and as a formula."""
 
     category: Category
     label: str
@@ -41,9 +41,9 @@ class Tape:
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.specs: list[TensorSpec] = []
-        """By handle, the tensor's number in the order of making."""
+        """Kind of each tensor, by its handle: tensors are numbered in the order in which they are made."""
         self.events: list[int | Phase] = []
-        """A handle where its tensor is made, its complement (~handle) where it is freed, a phase where that begins."""
+        """A handle when its tensor is made, its complement (~handle) when it is freed, a phase when it begins."""
         self._references: list[int] = []
 
         @cache
@@ -56,7 +56,7 @@ class Tape:
         self._specify = specify
 
     def new(self, category: Category, label: str, shape: str, element_bytes: int) -> int:
-        """Make a tensor with one reference, Python's; `shape` holds names of axes and numbers, such as `2 batch T`."""
+        """Make a tensor with one reference; `shape` consists of axis names and numbers, such as `2 batch T`."""
         handle = len(self.specs)
         self.specs.append(self._specify(category, label, shape, element_bytes))
         self._references.append(1)
@@ -64,13 +64,13 @@ class Tape:
         return handle
 
     def keep(self, handle: int) -> int:
-        """Refer to the tensor once more; returns its handle."""
+        """Add a reference to the tensor; return its handle."""
         assert self._references[handle] > 0
         self._references[handle] += 1
         return handle
 
     def drop(self, *handles: int) -> None:
-        """Let go of one reference to each; a tensor without any is freed."""
+        """Drop one reference to each tensor; a tensor without references is freed."""
         for handle in handles:
             self._references[handle] -= 1
             assert self._references[handle] >= 0
@@ -78,5 +78,5 @@ class Tape:
                 self.events.append(~handle)
 
     def begin(self, phase: Phase) -> None:
-        """Say that `phase` of a step begins here; STEP for what lies between two steps."""
+        """Begin `phase` of a step here; STEP is the time between two steps."""
         self.events.append(phase)
