@@ -1,5 +1,6 @@
 """`cs336 ceilings`: what this machine reaches at its best, beside what its data sheet promises."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu
 from cs336_systems.commands.flags import Switch, checked_name, choices, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import SIZES, Device
+from cs336_systems.files import encode_json, read_json, write_atomically
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
-from cs336_systems.record import read_record
-from cs336_systems.studies.ceilings_files import encode_study, keep_earlier, read_study
+from cs336_systems.record import RecordError, read_record
+from cs336_systems.studies.ceilings_files import FILE_NAME, encode_study, keep_earlier, read_study
 from cs336_systems.studies.ceilings_records import (
     MAX_BYTES,
     ONLY_ON_GPUS,
@@ -28,6 +30,7 @@ from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.ceilings.roofline import StepParts
+    from cs336_systems.report.status_line import StatusLine
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
@@ -36,6 +39,8 @@ CPU_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.BF16)
 GPU_LOOP_S, CPU_LOOP_S = 0.06, 0.02
 BATCH_SIZE = 4
 MIB = 2**20
+ROOFLINE_FILE = "roofline.json"
+_PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,8 @@ class CeilingsArguments:
     loop_s: Annotated[float | None, unset("FLOAT", "0.06 on a GPU, 0.02 on a CPU")] = None
     """Least time of one loop (seconds)."""
     profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
-    """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline."""
+    """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline. --measured without it
+    takes the earlier one."""
     record: Annotated[Path | None, unset("JSON", "the run's own, if --profile is one of benchmark_sweep.py's")] = None
     """Record of the profiled run; it says what was computed."""
     measured: Annotated[Path | None, unset("FILE", "measure now")] = None
@@ -167,7 +173,10 @@ def run(arguments: CeilingsArguments) -> int:
     directory, grid = checked(arguments.directory), checked(arguments.grid)
     study = None if arguments.measured is None else read_study(existing(arguments.measured, "a study of ceilings"))
     device_name = identity(grid.device).device_name if study is None else study.device_name
-    parts = None if arguments.profile is None else _parts(arguments.profile, arguments.record, device_name)
+    step = None if arguments.profile is None else _profiled_step(arguments.profile, arguments.record, directory)
+    if step is None and arguments.measured is not None:
+        step = _earlier_step(directory)
+    parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
@@ -185,6 +194,7 @@ def run(arguments: CeilingsArguments) -> int:
             from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
 
             write_ceilings(study, directory, parts)
+            _keep_step(step, directory)
         for doubt in doubts(study):
             print(inert_line(f"warning: {doubt}"), file=sys.stderr)
         if print_json is not None:
@@ -196,19 +206,62 @@ def run(arguments: CeilingsArguments) -> int:
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 
 
-def _parts(path: Path, record: Path | None, device_name: str) -> "StepParts":
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledStep:
+    """The step on a roofline: its explained profile and its record, as paths from the directory of the ceilings."""
+
+    profile: str
+    record: str
+    format_version: int = 1
+
+
+def rebuild(directory: Path, status: "StatusLine") -> None:
+    """Write the tables and plots of a directory's study again, with the step that was on its roofline."""
+    status("reading ceilings")
+    from cs336_systems.report.ceilings.summary import write_ceilings
+
+    study, step = read_study(directory / FILE_NAME), _earlier_step(directory)
+    parts = None if step is None else _parts(step, directory, study.device_name)
+    status("drawing and writing")
+    write_ceilings(study, directory, parts)
+
+
+def _profiled_step(profile: Path, record: Path | None, directory: Path) -> ProfiledStep:
+    """The step that the flags name; its record, unless given, is that of the sweep which keeps the profile."""
+    if record is None:
+        record = profile.parent.parent / "runs" / profile.name
+    else:
+        existing(record, "a record of a run, in JSON")
+    return ProfiledStep(profile=os.path.relpath(profile, directory), record=os.path.relpath(record, directory))
+
+
+def _earlier_step(directory: Path) -> ProfiledStep | None:
+    """The step that is on the roofline in the directory, or None."""
+    path = directory / ROOFLINE_FILE
+    if not path.is_file():
+        return None
+    return read_json(path, ProfiledStep, "the step on a roofline", version=1, error=RecordError)
+
+
+def _keep_step(step: ProfiledStep | None, directory: Path) -> None:
+    if step is None:
+        (directory / ROOFLINE_FILE).unlink(missing_ok=True)
+    else:
+        write_atomically(directory / ROOFLINE_FILE, encode_json(step))
+
+
+def _parts(step: ProfiledStep, directory: Path, device_name: str) -> "StepParts":
     """Parts of the profiled step; raise UsageError where they are of another device or nobody knows what was run."""
     from cs336_systems.analysis.kernels.step_profile import read_profile
     from cs336_systems.report.ceilings.roofline import step_parts
 
-    needed = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
-    profile = read_profile(existing(path, needed))
+    path, record = (Path(os.path.normpath(directory / name)) for name in (step.profile, step.record))
+    profile = read_profile(existing(path, _PROFILE))
     if profile is None:
-        raise UsageError(f"{path}: --profile needs {needed}")
+        raise UsageError(f"{path}: --profile needs {_PROFILE}")
     if profile.device_names and device_name not in profile.device_names:
         raise UsageError(f"{path} is of {', '.join(profile.device_names)}, the ceilings are of {device_name}")
-    beside = path.parent.parent / "runs" / path.name
-    if record is None and not beside.is_file():
-        raise UsageError(f"{path}: what was run is not known, there is no {beside}; give its record with --record")
-    config = read_record(beside if record is None else existing(record, "a record of a run, in JSON")).config
+    if not record.is_file():
+        raise UsageError(f"{path}: what was run is not known, there is no {record}; give its record with --record")
+    config = read_record(record).config
     return checked(lambda: step_parts(profile, config))

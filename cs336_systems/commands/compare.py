@@ -5,20 +5,24 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import tyro
 
-from cs336_systems.analysis.compare import compare, interleave, process_means
+from cs336_systems.analysis.compare import Comparison, compare, interleave, process_means
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.device import explain_cpu_fallback
 from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse, unset, value_or
-from cs336_systems.commands.outcome import OK, PrintJson, UsageError, checked, json_alone
-from cs336_systems.commands.report import load_records_or_warn
+from cs336_systems.commands.outcome import OK, PrintJson, UsageError, checked, json_alone, load_records_or_warn
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import encode_json
-from cs336_systems.record import RunRecord, Status, load_records, read_record
+from cs336_systems.files import encode_json, read_json, write_atomically
+from cs336_systems.record import RecordError, RunRecord, Status, WarningCode, load_records, read_record
+
+if TYPE_CHECKING:
+    from cs336_systems.report.table import Table
+
+COMPARISON_FILE = "comparison.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +64,10 @@ def run(arguments: CompareArguments) -> int:
 
 
 def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
-    from cs336_systems.report.comparison import comparison_table, write_comparison
+    from cs336_systems.report.comparison import write_comparison
     from cs336_systems.report.terminal import print_table
-    from cs336_systems.report.words import STATUS_WORDS
-    from cs336_systems.sweep.store import SweepError
 
+    names = Names(a=arguments.a.strip(), b=arguments.b.strip())
     directory: Path | None = None
     if _both_on_disk(arguments.a, arguments.b):
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
@@ -85,18 +88,12 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
             return status
         by_key = {record.key: record for record in load_records(directory / "runs")[0]}
         sides = [[by_key[c.key] for c in configs if c.repeat % 2 == side] for side in (0, 1)]
-    means = [process_means(side) for side in sides]
-    for name, records, known in zip("AB", sides, means, strict=True):
-        if records and not known:
-            ended = STATUS_WORDS[records[0].status]
-            raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
-    comparison = checked(functools.partial(compare, *means))
-    codes = [[[w.code for w in record.warnings] for record in side if record.status is Status.OK] for side in sides]
-    table = comparison_table((arguments.a.strip(), arguments.b.strip()), means, comparison, codes)
+    means, codes, comparison, table = _judge(names, sides)
     if directory is not None:
+        write_atomically(directory / COMPARISON_FILE, encode_json(names))
         write_comparison(table, directory)
     if print_json is not None:
-        found = zip("AB", (arguments.a.strip(), arguments.b.strip()), means, codes, strict=True)
+        found = zip("AB", (names.a, names.b), means, codes, strict=True)
         listed = [
             {"side": side, "configuration": name, "process_means_s": own, "process_warnings": warned}
             for side, name, own, warned in found
@@ -105,6 +102,51 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     else:
         print_table(table)
     return OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What the user called the two sides of a comparison, which is kept beside their records."""
+
+    a: str
+    b: str
+    format_version: int = 1
+
+
+class _Judged(NamedTuple):
+    """Two sides and the verdict on them; `means_s` and `codes` of the warnings are by side and process."""
+
+    means_s: list[list[float]]
+    codes: list[list[list[WarningCode]]]
+    comparison: Comparison
+    table: "Table"
+
+
+def _judge(names: Names, sides: Sequence[Sequence[RunRecord]]) -> _Judged:
+    """Compare the processes that finished; raise SweepError where none of a side did, UsageError for too few."""
+    from cs336_systems.report.comparison import comparison_table
+    from cs336_systems.report.words import STATUS_WORDS
+    from cs336_systems.sweep.store import SweepError
+
+    means = [process_means(side) for side in sides]
+    for name, records, known in zip("AB", sides, means, strict=True):
+        if records and not known:
+            ended = STATUS_WORDS[records[0].status]
+            raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
+    comparison = checked(functools.partial(compare, *means))
+    codes = [[[w.code for w in record.warnings] for record in side if record.status is Status.OK] for side in sides]
+    return _Judged(means, codes, comparison, comparison_table((names.a, names.b), means, comparison, codes))
+
+
+def rebuild(directory: Path) -> None:
+    """Write the verdict of a finished comparison again, from its records; even repeats are A's and odd ones B's."""
+    from cs336_systems.report.comparison import write_comparison
+
+    file, what = directory / COMPARISON_FILE, "the names of both sides of a comparison"
+    names = read_json(file, Names, what, version=1, error=RecordError)
+    records = sorted(load_records_or_warn(directory / "runs"), key=lambda record: record.config.repeat)
+    sides = [[record for record in records if record.config.repeat % 2 == side] for side in (0, 1)]
+    write_comparison(_judge(names, sides).table, directory)
 
 
 def _flags_of(side: str) -> BenchmarkArguments:

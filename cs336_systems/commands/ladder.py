@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu_fallback, plain_word, resolve_device
@@ -29,10 +29,10 @@ from cs336_systems.commands.outcome import (
     existing,
     json_alone,
     load_ceilings_or_warn,
+    load_records_or_warn,
     status_of,
 )
 from cs336_systems.commands.outputs import print_last
-from cs336_systems.commands.report import load_records_or_warn
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import FileError, encode_json
@@ -53,6 +53,10 @@ from cs336_systems.sweep.ladder import (
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import counted, inert_line
+
+if TYPE_CHECKING:
+    from cs336_systems.report.ladder.rows import LadderRow
+    from cs336_systems.report.status_line import StatusLine
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -247,22 +251,30 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
     return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
 
 
-def _report(directory: Path, print_json: PrintJson | None) -> None:
-    """Write and print what the records of the directory give."""
+def rebuild(directory: Path, status: "StatusLine") -> "Sequence[LadderRow]":
+    """Write the tables and the picture that the records of a ladder's directory give; return the rows."""
+    status("reading records and profiles")
     from cs336_systems.report.kernels.entries import load_profiled
     from cs336_systems.report.ladder.rows import ladder_rows
-    from cs336_systems.report.ladder.tables import ladder_json, ladder_tables, write_ladder_report
-    from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.ladder.tables import write_ladder_report
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
+    profiled, ceilings = load_profiled(records, directory), load_ceilings_or_warn(ceilings_beside(directory))
+    rows = ladder_rows(ladder, records, profiled, ceilings)
+    status("drawing and writing")
+    write_ladder_report(rows, directory)
+    return rows
+
+
+def _report(directory: Path, print_json: PrintJson | None) -> None:
+    """Write and print what the records of the directory give."""
+    from cs336_systems.report.ladder.tables import ladder_json, ladder_tables
+    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.terminal import print_table, say
+
     with StatusLine() as status:
-        status("reading records and profiles")
-        profiled, ceilings = load_profiled(records, directory), load_ceilings_or_warn(ceilings_beside(directory))
-        rows = ladder_rows(ladder, records, profiled, ceilings)
-        status("drawing and writing")
-        write_ladder_report(rows, directory)
+        rows = rebuild(directory, status)
     if print_json is not None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_json(rows)}))
     else:

@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import why_no_file
-from cs336_systems.record import RecordError, RunRecord
+from cs336_systems.record import RecordError, RunRecord, load_records
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
 from cs336_systems.sweep.store import VIEWERS, raw_profile_path
 
@@ -44,6 +44,14 @@ def existing(path: Path, needed: str) -> Path:
 def status_of(records: Sequence[RunRecord]) -> int:
     """The exit status for these records."""
     return OK if all(record.status.is_result for record in records) else FAILED
+
+
+def load_records_or_warn(runs: Path) -> list[RunRecord]:
+    """The records in `runs`; each that cannot be read is said on standard error and left out."""
+    records, problems = load_records(runs)
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    return records
 
 
 def load_ceilings_or_warn(directory: Path) -> Ceilings:

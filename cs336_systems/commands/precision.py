@@ -10,6 +10,7 @@ from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, re
 from cs336_systems.commands.flags import Switch
 from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Device
+from cs336_systems.studies.precision_records import encode_study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class PrecisionArguments:
     json: Switch = False
     """Print JSON instead of tables."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
-    """Directory to write both tables to, as CSV, Markdown, LaTeX and Typst."""
+    """Directory to write both tables to, as CSV, Markdown, LaTeX and Typst, and all values as JSON."""
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
@@ -41,19 +42,16 @@ def run(arguments: PrecisionArguments) -> int:
     with json_alone(arguments.json) as print_json:
         with StatusLine() as status:
             status("importing PyTorch")
-            from cs336_systems.report.precision import encode_study, print_tables, write_tables
-            from cs336_systems.studies.precision import accumulation_study, dtype_study
+            from cs336_systems.report.precision import print_tables, write_precision
+            from cs336_systems.studies.precision import run_precision_study
 
-            status("adding up in low precision")
-            sums = accumulation_study()
-            status(f"data types under autocast on {' and '.join(devices)}")
-            dtypes = dtype_study(devices)
+            study = run_precision_study(devices, status)
         if arguments.output is not None:
-            write_tables(sums, dtypes, arguments.output)
+            write_precision(study, arguments.output)
         if print_json is not None:
-            print_json(encode_study(sums, dtypes))
+            print_json(encode_study(study))
         else:
-            print_tables(sums, dtypes, arguments.output)
+            print_tables(study, arguments.output)
         if arguments.output is not None:
             say(f"results: {arguments.output}")
     return OK

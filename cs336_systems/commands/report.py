@@ -12,16 +12,20 @@ import tyro
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, json_alone
 from cs336_systems.commands.sweep import report
-from cs336_systems.record import RecordError, RunRecord, load_records
+from cs336_systems.record import RecordError, load_records
 from cs336_systems.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments:
-    """Make the tables and plots of finished runs again, from one sweep's directory or several together."""
+    """Make the tables and plots of finished runs again, from one sweep's directory or several together.
+
+    A directory that holds no runs itself stands for all results below it, of sweeps, ladders and studies: each is
+    written again where it is, as in `cs336 report data`.
+    """
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR ...]")]
-    """Directories of sweeps (each with runs/ in it)."""
+    """Directories of sweeps (each with runs/ in it), or one with results below it."""
     output: Annotated[Path | None, unset("DIR", "the directory itself, if there is one only")] = None
     """Where to write."""
     json: Switch = False
@@ -32,6 +36,9 @@ def run(arguments: ReportArguments) -> int:
     """Write and print what the records of the directories give together."""
     if not arguments.directories or (arguments.output is None and len(arguments.directories) > 1):
         raise UsageError("report needs a directory; with several, also --output for what they give together")
+    first, *others = arguments.directories
+    if not others and arguments.output is None and not (first / "runs").is_dir():
+        return _everything(first, arguments.json)
     found, problems = {}, {}
     for directory in arguments.directories:
         found[directory], problems[directory] = load_records(directory / "runs")
@@ -52,6 +59,15 @@ def run(arguments: ReportArguments) -> int:
     return FAILED if any(problems.values()) else OK
 
 
+def _everything(root: Path, is_json: bool) -> int:
+    """Rebuild all results below the directory."""
+    from cs336_systems.commands.rebuild import rebuild_all
+    from cs336_systems.report.status_line import StatusLine
+
+    with json_alone(is_json) as print_json, StatusLine() as status:
+        return rebuild_all(root, status, print_json)
+
+
 def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path | None) -> None:
     """Say which records cannot be read; raise UsageError where tables with these runs would be written over."""
     for problem in itertools.chain.from_iterable(problems.values()):
@@ -62,11 +78,3 @@ def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path
                 f"{directory}: {counted(len(found), 'record')} cannot be read, and the tables there would lose them: "
                 "write elsewhere with --output, or measure them again with the command of the sweep"
             )
-
-
-def load_records_or_warn(runs: Path) -> list[RunRecord]:
-    """The records in `runs`; what is unreadable is said and left out."""
-    records, problems = load_records(runs)
-    for problem in problems:
-        print(f"warning: {problem}", file=sys.stderr)
-    return records

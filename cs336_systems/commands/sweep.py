@@ -3,8 +3,8 @@
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,13 +49,15 @@ from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import usable_gpu_bytes
 from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
+    from cs336_systems.report.kernels.entries import Profiled
+    from cs336_systems.report.memory.entries import MemoryEntry
     from cs336_systems.report.status_line import StatusLine
 
 
@@ -315,66 +317,103 @@ def report(
     where a profile that is missing would be lost from the tables in `output`.
     """
     status("reading records and profiles")
-    from cs336_systems.report.entries import labels
-    from cs336_systems.report.identity import file_names
-    from cs336_systems.report.kernels.plots import write_pictures
-    from cs336_systems.report.kernels.sweep import load_profiled, sweep_tables, write_kernel_sweep
-    from cs336_systems.report.memory.entries import load_memory
-    from cs336_systems.report.memory.sweep import memory_sweep_tables, write_memory_sweep
-    from cs336_systems.report.plots import write_plots
-    from cs336_systems.report.tables import results_json, write_tables
+    from cs336_systems.report.kernels.sweep import sweep_tables
+    from cs336_systems.report.memory.sweep import memory_sweep_tables
+    from cs336_systems.report.tables import results_json
     from cs336_systems.report.terminal import print_sweep, print_table, say
 
-    records = [record for directory in found.values() for record in directory]
-    published = [record for record in records if record.config.profiler is Profiler.NONE]
-    kernels = {directory: load_profiled(own, directory) for directory, own in found.items()}
-    memory = {directory: load_memory(own, directory) for directory, own in found.items()}
-    for directory, own in found.items() if keep else ():
-        loaded = {entry.config for entry in kernels[directory]} | {entry.config for entry in memory[directory]}
-        _refuse_to_lose(own, loaded, directory, output)
+    results = [Results.load(own, directory) for directory, own in found.items()]
+    for one, directory in zip(results, found, strict=True) if keep else ():
+        _refuse_to_lose(one, directory, output)
+    together = Results(
+        records=[record for one in results for record in one.records],
+        kernels=[entry for one in results for entry in one.kernels],
+        memory=[entry for one in results for entry in one.memory],
+    )
     ceilings = load_ceilings_or_warn(ceilings_beside(output))
-    if published:
-        status("writing tables and plots")
-        write_tables(published, output, ceilings)
-        write_plots(published, output)
-    profiled = list(itertools.chain.from_iterable(kernels.values()))
-    if profiled:
-        status("writing tables of kernels")
-        write_kernel_sweep(profiled, output)
-        names = labels(profiled)
-        for done, (name, stem, entry) in enumerate(zip(names, file_names(names), profiled, strict=True)):
-            status(f"drawing {name}", done, len(profiled))
-            write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
-    recorded = list(itertools.chain.from_iterable(memory.values()))
-    if recorded:
-        status("writing tables and plots of memory")
-        write_memory_sweep(recorded, output)
+    together.write(output, ceilings, status)
     status.end()
     if print_json is not None:
         explained = {
             name: [{"key": entry.config.key, "profile": entry.profile} for entry in entries]
-            for name, entries in (("kernels", profiled), ("memory", recorded))
+            for name, entries in (("kernels", together.kernels), ("memory", together.memory))
         }
-        rows = results_json(published, ceilings)
+        rows = results_json(together.published, ceilings)
         print_json(encode_json({"directory": str(output), "results": rows, **explained}))
         say(f"results: {output}")
     else:
-        print_sweep(records, output, ceilings)
-        for table in (*sweep_tables(profiled), *memory_sweep_tables(recorded)):
+        print_sweep(together.records, output, ceilings)
+        for table in (*sweep_tables(together.kernels), *memory_sweep_tables(together.memory)):
             print_table(table, output)
     for directory, own in found.items():
         print_profile_paths([record.config for record in own], directory / "runs")
 
 
-def _refuse_to_lose(records: Sequence[RunRecord], loaded: Set[RunConfig], directory: Path, output: Path) -> None:
-    """Say how many runs lost their profile; raise UsageError where the output would write over tables with them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The records of sweeps, and those of them whose profiles are there, explained."""
 
-    One that ran out of memory need not have had any.
-    """
-    watched = [r.config for r in records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
-    if not (num_missing := len([config for config in watched if config not in loaded])):
+    records: Sequence[RunRecord]
+    kernels: Sequence["Profiled"]
+    memory: Sequence["MemoryEntry"]
+
+    @classmethod
+    def load(cls, records: Sequence[RunRecord], directory: Path) -> "Results":
+        """The records of the directory with the profiles beside; each profile that is missing is said."""
+        from cs336_systems.report.kernels.sweep import load_profiled
+        from cs336_systems.report.memory.entries import load_memory
+
+        return cls(records=records, kernels=load_profiled(records, directory), memory=load_memory(records, directory))
+
+    @property
+    def published(self) -> list[RunRecord]:
+        """Runs without a profiler, whose times count."""
+        return [record for record in self.records if record.config.profiler is Profiler.NONE]
+
+    @property
+    def lost(self) -> str:
+        """How many runs ended well and lost their profile, in words; nothing where none did.
+
+        One that ran out of memory need not have had any.
+        """
+        watched = [r.config for r in self.records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
+        loaded = {entry.config for entry in self.kernels} | {entry.config for entry in self.memory}
+        num_missing = len([config for config in watched if config not in loaded])
+        words = f"the profiles of {num_missing} of {len(watched)} runs that ended well are missing"
+        return words if num_missing else ""
+
+    def write(self, output: Path, ceilings: Ceilings, status: "StatusLine") -> None:
+        """Write the tables and plots that the records and profiles support together."""
+        from cs336_systems.report.entries import labels
+        from cs336_systems.report.identity import file_names
+        from cs336_systems.report.kernels.plots import write_pictures
+        from cs336_systems.report.kernels.sweep import write_kernel_sweep
+        from cs336_systems.report.memory.sweep import write_memory_sweep
+        from cs336_systems.report.plots import write_plots
+        from cs336_systems.report.tables import write_tables
+
+        if self.published:
+            status("writing tables and plots")
+            write_tables(self.published, output, ceilings)
+            write_plots(self.published, output)
+        if self.kernels:
+            status("writing tables of kernels")
+            write_kernel_sweep(self.kernels, output)
+            names = labels(self.kernels)
+            for done, (name, stem, entry) in enumerate(zip(names, file_names(names), self.kernels, strict=True)):
+                status(f"drawing {name}", done, len(self.kernels))
+                write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
+        if self.memory:
+            status("writing tables and plots of memory")
+            write_memory_sweep(self.memory, output)
+
+
+def _refuse_to_lose(results: Results, directory: Path, output: Path) -> None:
+    """Say how many runs lost their profile; raise UsageError where the output would write over tables with them."""
+    if not results.lost:
         return
-    missing = f"{directory}: the profiles of {num_missing} of {len(watched)} runs that ended well are missing"
     if output.resolve() == directory.resolve():
-        raise UsageError(f"{missing}, and the tables there would lose these runs: write elsewhere with --output")
-    print(inert_line(f"warning: {missing}, and the tables are without these runs"), file=sys.stderr)
+        raise UsageError(
+            f"{directory}: {results.lost}, and the tables there would lose these runs: write elsewhere with --output"
+        )
+    print(inert_line(f"warning: {directory}: {results.lost}, and the tables are without these runs"), file=sys.stderr)

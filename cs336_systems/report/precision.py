@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cs336_systems.config import Device, Precision
-from cs336_systems.files import encode_json, write_atomically
+from cs336_systems.config import Precision
+from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import WRITERS, to_csv
 from cs336_systems.report.table import Table, make_table
@@ -17,6 +17,8 @@ from cs336_systems.studies.precision_records import (
     NORM_OUTPUT,
     Accumulation,
     ObservedDtype,
+    PrecisionStudy,
+    encode_study,
 )
 
 _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
@@ -115,26 +117,18 @@ def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
 
 
-def print_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype], directory: Path | None = None) -> None:
+def print_tables(study: PrecisionStudy, directory: Path | None = None) -> None:
     """Print both tables to the terminal, with what their values say; `directory` holds their files, if it is given."""
-    print_table(accumulation_table(sums), directory)
-    print_table(dtype_table(dtypes), directory)
+    print_table(accumulation_table(study.accumulation), directory)
+    print_table(dtype_table(study.dtypes), directory)
 
 
-def encode_study(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype]) -> bytes:
-    """Every observed value, unrounded, as indented JSON."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if any(row.device is Device.CUDA for row in dtypes) else None
-    observed = {"torch": str(torch.__version__), "gpu": gpu, "accumulation": sums, "dtypes": dtypes}
-    return encode_json(observed)
-
-
-def write_tables(sums: Sequence[Accumulation], dtypes: Sequence[ObservedDtype], directory: Path) -> None:
-    """Write `accumulation` and `dtypes` to the directory, in every format."""
+def write_precision(study: PrecisionStudy, directory: Path) -> None:
+    """Write precision.json, and `accumulation` and `dtypes` in every format, into the directory."""
+    write_atomically(directory / "precision.json", encode_study(study))
     for name, table, rows in (
-        ("accumulation", accumulation_table(sums), sums),
-        ("dtypes", dtype_table(dtypes), dtypes),
+        ("accumulation", accumulation_table(study.accumulation), study.accumulation),
+        ("dtypes", dtype_table(study.dtypes), study.dtypes),
     ):
         values = [asdict(row) for row in rows]
         texts = {"csv": to_csv(list(values[0]), [list(row.values()) for row in values])}

@@ -20,9 +20,23 @@ from cs336_systems.studies.precision_records import (
     NORM_OUTPUT,
     Accumulation,
     ObservedDtype,
+    PrecisionStudy,
 )
 
 SHORT_NAMES = MappingProxyType({torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"})
+
+
+def run_precision_study(devices: Sequence[Device], say: Callable[[str], None]) -> PrecisionStudy:
+    """Observe sums, and autocast on each of the devices; `say` hears what is being done."""
+    say("adding up in low precision")
+    sums = accumulation_study()
+    say(f"data types under autocast on {' and '.join(devices)}")
+    return PrecisionStudy(
+        torch=str(torch.__version__),
+        gpu=torch.cuda.get_device_name() if Device.CUDA in devices else None,
+        accumulation=sums,
+        dtypes=tuple(dtype_study(devices)),
+    )
 
 
 def accumulate(

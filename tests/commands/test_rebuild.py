@@ -1,0 +1,63 @@
+"""One command writes the tables of all results below a directory again, each by what it was measured with."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import cli
+from cs336_systems.commands.rebuild import results_below
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A comparison, with runs set aside beside; a study; and a sweep with a damaged record."""
+    sweep = tmp_path / "data/e2e_benchmark/a"
+    shutil.copytree(DATA / "e2e_benchmark/a_against_a/runs", sweep / "runs")
+    shutil.copy(DATA / "e2e_benchmark/a_against_a/comparison.json", sweep)
+    shutil.copytree(sweep / "runs", sweep / "before-2026" / "runs")
+    study = tmp_path / "data/precision"
+    study.mkdir()
+    shutil.copy(DATA / "precision/precision.json", study)
+    shutil.copytree(DATA / "e2e_benchmark/out_of_memory", tmp_path / "data/e2e_benchmark/damaged")
+    next((tmp_path / "data/e2e_benchmark/damaged/runs").iterdir()).write_text("{")
+    return tmp_path / "data"
+
+
+def written(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*.*") if path.is_file()}
+
+
+def test_what_can_be_rebuilt_is_and_what_cannot_is_left(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = written(tree / "e2e_benchmark/damaged")
+    assert cli.main(["report", str(tree)]) == 1
+    out, err = capsys.readouterr()
+    assert [line.partition(":")[0] for line in out.splitlines()[:-1]] == [
+        str(tree / "e2e_benchmark/a"), str(tree / "precision"),
+    ]  # fmt: skip
+    assert f"error: {tree / 'e2e_benchmark/damaged'}" in err
+    assert written(tree / "e2e_benchmark/damaged") == before
+    for name in ("results.csv", "comparison.md"):
+        made, committed = tree / "e2e_benchmark/a" / name, DATA / "e2e_benchmark/a_against_a" / name
+        assert len(made.read_text().splitlines()) == len(committed.read_text().splitlines())
+    assert not (tree / "e2e_benchmark/a/before-2026/results.csv").exists()
+    assert (tree / "precision/dtypes.typ").exists()
+
+
+def test_json_names_what_was_rebuilt_and_what_was_not(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tree), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["rebuilt"] == [str(tree / "e2e_benchmark/a"), str(tree / "precision")]
+    assert list(said["failed"]) == [str(tree / "e2e_benchmark/damaged")]
+
+
+def test_results_lie_at_most_two_folders_deep() -> None:
+    assert results_below(DATA / "e2e_benchmark/train") == [DATA / "e2e_benchmark/train"]
+    assert {path.parent.name for path in results_below(DATA)} == {
+        "data", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention", "fusion",
+        "ceilings",
+    }  # fmt: skip
+    assert results_below(DATA.parent / "tests") == []

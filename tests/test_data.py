@@ -1,0 +1,92 @@
+"""Every table in data/ is what the code makes of the committed records, to the byte; every picture is made too."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from cs336_systems.commands.rebuild import rebuild, results_below
+from cs336_systems.record import load_records
+from cs336_systems.report.memory.entries import load_memory
+from cs336_systems.report.memory.sweep import write_memory_sweep
+from cs336_systems.report.status_line import StatusLine
+
+DATA = Path(__file__).parents[1] / "data"
+INPUTS = ("runs", "kernels", "memory", "examples")
+"""Folders of what was measured and explained; JSON files are such too."""
+OF_ANOTHER_PROGRAM = {"nvtx_kern_sum_small_ctx512.csv"}
+PARTLY_KEPT = DATA / "memory_profiles/h200"
+"""Of 48 recorded runs ten kept their explained profile: its tables of memory are those of the commit that measured."""
+MEMORY = ("peaks", "categories", "boundaries", "largest")
+
+
+def outputs(directory: Path) -> dict[str, bytes]:
+    """The tables and pictures of a results directory, by their path in it; of a picture only that it is there."""
+    found = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+    return {
+        name: b"" if path.suffix == ".png" else path.read_bytes()
+        for name, path in found.items()
+        if name.partition("/")[0] not in INPUTS and path.suffix != ".json" and name not in OF_ANOTHER_PROGRAM
+    }
+
+
+def inputs_alone(directory: Path, data: Path) -> Path:
+    """A copy of the results directory without its tables and pictures, below `data`, which has all others too."""
+    made = data / directory.relative_to(DATA)
+    made.mkdir(parents=True)
+    for path in directory.iterdir():
+        if path.name in INPUTS:
+            (made / path.name).symlink_to(path)
+        elif path.suffix == ".json":
+            shutil.copy(path, made)
+    for kind in DATA.iterdir():
+        if kind.is_dir() and not (data / kind.name).exists():
+            (data / kind.name).symlink_to(kind)
+    return made
+
+
+@pytest.mark.parametrize("directory", results_below(DATA), ids=lambda path: str(path.relative_to(DATA)))
+def test_committed_tables_are_those_of_the_committed_records(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda _figure, file, **_: file.write(b"a picture"))
+    made = inputs_alone(directory, tmp_path / "data")
+    given = {path.name: path.read_bytes() for path in made.glob("*.json")}
+    with StatusLine() as status:
+        rebuild(made, status)
+    assert {path.name: path.read_bytes() for path in made.glob("*.json")} == given
+    committed = outputs(directory)
+    if directory == PARTLY_KEPT:
+        committed = {name: text for name, text in committed.items() if not is_of_memory(name)}
+    assert sorted(outputs(made)) == sorted(committed)
+    assert [name for name, text in outputs(made).items() if text != committed[name]] == []
+
+
+def is_of_memory(name: str) -> bool:
+    return (
+        name == "answers.md"
+        or name.startswith((*(f"{stem}." for stem in MEMORY), "plots/peaks"))
+        or "_timeline" in name
+    )
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_of_a_sweep_that_kept_some_profiles_their_rows_are_in_its_tables(
+    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda _figure, file, **_: file.write(b"a picture"))
+    made = tmp_path_factory.getbasetemp() / PARTLY_KEPT.name
+    if not made.exists():
+        write_memory_sweep(load_memory(load_records(PARTLY_KEPT / "runs")[0], PARTLY_KEPT), made)
+    rows, all_rows = table(made / f"{name}.csv"), table(PARTLY_KEPT / f"{name}.csv")
+    shared = all_rows[0].keys() & rows[0].keys()
+    committed = [{key: row[key] for key in shared} for row in all_rows]
+    assert len({(row["size"], row["context_length"], row["mode"], row["precision"]) for row in rows}) == 10
+    assert [row for row in rows if {key: row[key] for key in shared} not in committed] == []
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
