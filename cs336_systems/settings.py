@@ -112,6 +112,13 @@ def in_words(name: str, setting: Setting, value: object) -> str:
     return f"{word}{' ' if word not in ('', '#') else ''}{short}"
 
 
+def in_note(name: str, setting: Setting, value: object) -> str:
+    """A setting as notes below tables say it: `a checkpoint every 2 blocks`."""
+    if not setting.note or value is False:
+        return in_words(name, setting, value)
+    return setting.notes.get(value) or setting.note.format(text_of(value))
+
+
 def make_choices(config: object) -> None:
     """Make plain strings the choices that they name, which are told apart by identity; ValueError for other strings."""
     for each, _ in declared(config):

@@ -8,8 +8,7 @@ from cs336_systems.config import SETTINGS, Mode, RunConfig
 from cs336_systems.record import Status
 from cs336_systems.report.frame import rows_of
 from cs336_systems.report.identity import SHAPE, identities, setting_of, usual_settings
-from cs336_systems.settings import in_words
-from cs336_systems.text import text_of
+from cs336_systems.settings import in_note
 
 STATUS_WORDS = {
     Status.OK: "ok",
@@ -56,12 +55,5 @@ def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collecti
         values = {row[name] for row in rows} - {None}
         is_unusual = any(row[name] != other.get(name) for row, other in zip(rows, usual, strict=True))
         is_wanted = (is_unusual or name in ALWAYS) and (trains or name != "optimizer")
-        said += [_said(name, *values)] if len(values) == 1 and (is_wanted or name in also) else []
+        said += [in_note(name, setting_of(name), *values)] if len(values) == 1 and (is_wanted or name in also) else []
     return ", ".join(said)
-
-
-def _said(name: str, value: object) -> str:
-    setting = setting_of(name)
-    if not setting.note or value is False:
-        return in_words(name, setting, value)
-    return setting.notes.get(value) or setting.note.format(text_of(value))

@@ -41,6 +41,7 @@ from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.measure.step import call_factory
 from cs336_systems.model.fast.choose import fastest
+from tests.neighbours import each_configuration
 
 ROOT = Path(__file__).parents[2]
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
@@ -211,13 +212,37 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
         sync_phases=True, ranges=False, tokens="t.npy", model_factory="a.b:c", profiler=Profiler.KINETO,
         learning_rate=1e-4,
     )  # fmt: skip
-    unlike = {f.name for f in fields(RunConfig) if getattr(config, f.name) != getattr(one(), f.name)}
-    assert unlike == {f.name for f in fields(RunConfig)} - {"device", "cuda_graph", "repeat", *OWN_MODEL_ALONE}
+
+
+def typed(config: RunConfig) -> str:
+    """The flags of a configuration of another shape than its preset's."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NO_FLAG}
+    values |= {f.name: getattr(config.model, f.name) for f in fields(config.model) if f.name not in NO_FLAG}
+    words = ["--size tiny", *(["--model " + config.model_factory] if config.model_factory else [])]
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [] if value == (name == "ranges") else [f"--{flag}" if value else f"--no-{flag}"]
+        elif value is not None:
+            words.append(f"--{flag} {value}")
+    return " ".join(words)
+
+
+NO_FLAG = ("size", "model", "model_factory", "profiler", "repeat", "arch")
+
+
+def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for check in ("check_tokens", "check_factory"):
+        monkeypatch.setattr(flags_module, check, lambda *_: None)
+    for config in {*each_configuration("size", "profiler", "repeat", "arch")}:
+        assert one(typed(config)) == config
+
+
+def test_what_changes_the_inside_of_the_model_is_not_for_another_model() -> None:
     for name, value in OWN_MODEL_ALONE.items():
         flags = f"--{name.replace('_', '-')} " + ("" if value is True else str(value))
         needed = "--precision bf16 --optimizer fused"
         needed += " --compile default" * (name == "compile_blocks") + " --cast-once" * (name in ("fused_blocks", "fp8"))
-        assert getattr(one(f"{flags} {needed}"), name) == value
         with pytest.raises(ValueError, match="this project's model"):
             one(f"{flags} {needed} --model a:b")
 

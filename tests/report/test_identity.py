@@ -3,14 +3,12 @@
 The settings are found in the classes of the configuration, among them ones that are not there yet.
 """
 
-import contextlib
 import csv
 import io
 import itertools
 import re
 import string
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from functools import cache
 
 import pytest
@@ -19,13 +17,8 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.config import (
     Arch,
-    Attention,
-    CompileMode,
-    Device,
     Mode,
     ModelConfig,
-    OptimizerKind,
-    Precision,
     Profiler,
     RunConfig,
 )
@@ -47,6 +40,8 @@ from cs336_systems.report.series import AXES
 from cs336_systems.report.tables import results_table, write_tables
 from cs336_systems.report.words import shared_settings
 from cs336_systems.sweep.store import kernel_profile_path
+from tests.neighbours import make_bases, settings_of
+from tests.neighbours import neighbours as pairs_of
 from tests.report.kernels.profiles import make_profile
 from tests.report.making import make_record
 from tests.report.memory.profiles import MIB, make_memory, make_moment
@@ -69,18 +64,9 @@ class LaterRun(RunConfig):
     schedule: str | None = None
 
 
-MODEL = LaterModel(context_length=128, d_model=64, d_ff=256, num_layers=2, num_heads=4)
-BASES = (
-    LaterRun(size="custom", model=MODEL, device=Device.CUDA),
-    LaterRun(size="custom", model=replace(MODEL, attention=Attention.SDPA), device=Device.CUDA),
-    LaterRun(
-        size="custom", model=MODEL, device=Device.CUDA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
-        compile=CompileMode.DEFAULT, compile_blocks=True, cast_once=True,
-    ),
-)  # fmt: skip
-"""No base has valid neighbours in all settings, as some settings need others."""
-SETTINGS = [*(("", field) for field in fields(LaterRun) if field.name != "model"),
-            *(("model", field) for field in fields(LaterModel))]  # fmt: skip
+BASES = make_bases(LaterRun, LaterModel)
+MODEL = BASES[0].model
+SETTINGS = settings_of(BASES[0])
 
 
 def each_setting(*but):
@@ -89,34 +75,9 @@ def each_setting(*but):
     return pytest.mark.parametrize(("where", "field"), chosen, ids=[field.name for _, field in chosen])
 
 
-def other_values(value):
-    """What else the setting might be."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, StrEnum):
-        return [other for other in type(value) if other is not value]
-    if isinstance(value, int):
-        return [value + 1, 2 * value, value + 16]
-    if isinstance(value, float):
-        return [value * 1.0000001 + 1e-9, value / 2 + 0.1]
-    return ["pkg.mod:make" if value is None else f"{value}x", "t.npy"]
-
-
-def replaced(config, where, name, value):
-    model = replace(config.model, **{name: value}) if where else config.model
-    return replace(config, model=model, **({} if where else {name: value}))
-
-
 @cache
 def neighbours(where, name, **fixed):
-    """Pairs of valid configurations that differ in this setting alone, one for each base that has any."""
-    found = {}
-    for base in BASES:
-        for value in other_values(getattr(base.model if where else base, name)):
-            with contextlib.suppress(ValueError):
-                pair = replace(base, **fixed), replaced(replace(base, **fixed), where, name, value)
-                found |= {} if pair[0] == pair[1] or base in found else {base: pair}
-    return list(found.values())
+    return pairs_of(BASES, where, name, **fixed)
 
 
 def kernel_entry(config, **changes):

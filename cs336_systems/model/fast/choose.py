@@ -21,6 +21,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.settings import declared, in_note
 
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
@@ -107,21 +108,20 @@ def _padding(vocab_size: int) -> int:
 
 
 def describe_fast(config: RunConfig) -> str:
-    """What is chosen, in one line: `bf16, weights cast once, sdpa (cudnn), compile default by block, ...`."""
+    """What is chosen, in one line: `bf16, sdpa attention (cudnn), compile default by block, fused AdamW, ...`."""
     model = config.model
     blocks = " by block" if config.compile_blocks else ""
     backend = "" if model.sdpa_backend is SdpaBackend.AUTO else f" ({model.sdpa_backend})"
     own = config.model_factory is not None
     words = (
         (str(config.precision), True),
-        ("weights cast once", config.cast_once),
-        ("block products in fp8", config.fp8),
         (f"{model.attention} attention{backend}", not own),
         (f"compile {config.compile}{blocks}", config.compile is not CompileMode.NONE),
         (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),
-        (f"vocabulary padded to a multiple of {config.pad_vocabulary}", config.pad_vocabulary > 1),
-        ("fused loss", config.fused_loss),
-        ("fused blocks", config.fused_blocks),
-        ("each phase a CUDA graph", config.cuda_graph),
     )
-    return ", ".join(word for word, is_said in words if is_said)
+    shortcuts = [
+        in_note(each.name, setting, getattr(config, each.name))
+        for each, setting in declared(config)
+        if setting.is_shortcut and not each.name.startswith("compile") and getattr(config, each.name) != each.default
+    ]
+    return ", ".join([*(word for word, is_said in words if is_said), *shortcuts])

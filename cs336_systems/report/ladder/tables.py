@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cs336_systems.config import Device, RunConfig
+from cs336_systems.config import SETTINGS, Device, RunConfig
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.columns import STEP_INTERVAL, Column
@@ -210,8 +210,8 @@ CSV: Mapping[str, Callable[[LadderRow], object]] = {
     "change": lambda row: row.rung.change,
     "size": lambda row: size_text(row.rung.config),
     **{name: _setting(name) for name in ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
-                                         "pad_vocabulary", "cast_once", "fused_loss", "fused_blocks", "fp8",
-                                         "cuda_graph", "learning_rate", "seed")},
+                                         *(name for name, setting in SETTINGS.items() if setting.is_shortcut),
+                                         "learning_rate", "seed")},
     "context_length": lambda row: row.rung.config.model.context_length,
     "vocab_size": lambda row: row.rung.config.model.vocab_size,
     "attention": lambda row: _attention(row.rung.config),

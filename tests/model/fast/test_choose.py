@@ -22,14 +22,11 @@ from cs336_systems.costs.hardware import DEVICES
 from cs336_systems.model.fast.choose import best_sdpa_backend, describe_fast, fastest, has_bf16
 
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
-FIXED = (
-    "size", "batch_size", "mode", "checkpoint_blocks", "learning_rate", "device", "warmup_steps", "measured_steps",
-    "seed", "sync_phases", "ranges", "tokens", "model_factory", "profiler", "repeat", "fp8",
-)  # fmt: skip
 CHOSEN = (
     "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "fused_loss",
     "fused_blocks", "cuda_graph",
 )  # fmt: skip
+FIXED = tuple(field.name for field in fields(RunConfig) if field.name not in (*CHOSEN, "model"))
 SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in ("attention", "sdpa_backend"))
 
 
@@ -61,10 +58,6 @@ def test_every_step_has_a_valid_fast_one_with_all_that_was_asked_for(size, devic
                     name: getattr(config.model, name) for name in SHAPE
                 }
                 assert fastest(fast, device_name) == fast, "there is nothing left to make faster"
-
-
-def test_no_field_is_forgotten():
-    assert {*FIXED, *CHOSEN, "model"} == {field.name for field in fields(RunConfig)}
 
 
 def test_the_rule_on_an_h200():
@@ -168,11 +161,11 @@ def test_autotuning_stays_and_graphs_of_the_compiler_go(asked, mode):
 
 def test_what_is_chosen_is_said_in_one_line():
     assert describe_fast(fastest(make("gpt2"), H200)) == (
-        "bf16, weights cast once, sdpa attention (cudnn), compile default by block, fused AdamW, "
-        "vocabulary padded to a multiple of 128, fused loss, fused blocks, each phase a CUDA graph"
+        "bf16, sdpa attention (cudnn), compile default by block, fused AdamW, vocabulary padded to a multiple of 128, "
+        "weights cast once, fused loss, fused blocks, each phase a CUDA graph"
     )
     assert describe_fast(fastest(make(mode=Mode.INFERENCE), None)) == (
-        "bf16, weights cast once, sdpa attention, compile default by block, fused loss, fused blocks, "
+        "bf16, sdpa attention, compile default by block, weights cast once, fused loss, fused blocks, "
         "each phase a CUDA graph"
     )
     assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused AdamW"

@@ -1,0 +1,76 @@
+"""Pairs of valid configurations that differ in one setting alone, for every setting there is: a new one takes part."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from cs336_systems.config import (
+    Attention,
+    CompileMode,
+    Device,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    RunConfig,
+)
+
+
+def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfig, ...]:
+    """Configurations to begin from; no single one has valid neighbours in all settings, as some need others."""
+    shape = model(context_length=128, d_model=64, d_ff=256, num_layers=2, num_heads=4)
+    return (
+        run(size="custom", model=shape, device=Device.CUDA),
+        run(size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA),
+        run(
+            size="custom", model=shape, device=Device.CUDA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+            compile=CompileMode.DEFAULT, compile_blocks=True, cast_once=True,
+        ),
+    )  # fmt: skip
+
+
+def settings_of(config: RunConfig) -> list[tuple[str, "Field[Any]"]]:
+    """Every setting, beside `model` for those of the model."""
+    run = [("", field) for field in fields(config) if field.name != "model"]
+    return run + [("model", field) for field in fields(config.model)]
+
+
+def other_values(value: object) -> Sequence[object]:
+    """What else the setting might be."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, StrEnum):
+        return [other for other in type(value) if other is not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, value + 16]
+    if isinstance(value, float):
+        return [value * 1.0000001 + 1e-9, value / 2 + 0.1]
+    return ["pkg.mod:make" if value is None else f"{value}x", "t.npy"]
+
+
+def replaced(config: RunConfig, where: str, name: str, value: object) -> RunConfig:
+    """The configuration with another value of one setting."""
+    change: dict[str, Any] = {name: value}
+    return replace(config, model=replace(config.model, **change)) if where else replace(config, **change)
+
+
+def neighbours(bases: Sequence[RunConfig], where: str, name: str, **fixed: Any) -> list[tuple[RunConfig, RunConfig]]:
+    """Pairs that differ in this setting alone, one for each base that has any."""
+    found: dict[RunConfig, tuple[RunConfig, RunConfig]] = {}
+    for base in bases:
+        for value in other_values(getattr(base.model if where else base, name)):
+            with contextlib.suppress(ValueError):
+                pair = replace(base, **fixed), replaced(replace(base, **fixed), where, name, value)
+                found |= {} if pair[0] == pair[1] or base in found else {base: pair}
+    return list(found.values())
+
+
+def each_configuration(*but: str) -> Iterator[RunConfig]:
+    """The bases and their neighbours in every setting, apart from some."""
+    bases = make_bases(RunConfig, ModelConfig)
+    for where, field in settings_of(bases[0]):
+        pairs = neighbours(bases, where, field.name)
+        assert pairs, f"no base is valid with another value of {field.name}: add one to make_bases"
+        for pair in pairs if field.name not in but else ():
+            yield from pair
