@@ -1,8 +1,8 @@
-"""To which phase, step and module each kernel belongs.
+"""The phase, step and module of each kernel.
 
-A kernel runs later than the Python that launched it, and backward's kernels are launched by autograd's own thread. So a
-kernel belongs to the phase whose window holds its launch, whatever thread of the process launched it; and to the module
-whose range is innermost on the launching thread at that time.
+A kernel runs later than the Python code that launched it, and autograd launches backward's kernels from its own thread.
+So a kernel belongs to the phase in which it was launched, whatever thread of the process launched it, and to the module
+whose range was innermost on the launching thread at that time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,12 +27,12 @@ from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Trace
 
 
 class AttributionError(AssertionError):
-    """The parts do not add up to the whole: a bug of ours, never of the file."""
+    """The parts do not add up to the whole, which is a bug of this program, not a fault of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement(Columns):
-    """Where each row of a `DeviceWork` belongs."""
+    """Phase, step and module of each row of a `DeviceWork`."""
 
     phase: Codes
     step: Ints
@@ -40,7 +40,7 @@ class Placement(Columns):
     module: Ints
     """Index into the trace's ranges, -1 outside of every module's range."""
     is_recomputed: Mask
-    """Forward done again inside backward, as far as a forward range shows it there."""
+    """Launched by a forward range inside backward, so it recomputes a part of forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Steps(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """How many kernels, and how long they ran on the device, added up over streams."""
+    """Number of kernels, and the sum of their durations over all streams."""
 
     count: int
     time_ns: int
@@ -63,21 +63,23 @@ class Total:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """Every kernel and copy of a trace in its place."""
+    """The phase, step and module of every kernel and copy of a trace."""
 
     trace: Trace
     kernels: Placement
     copies: Placement
     steps: Steps
     parent: Ints
-    """For each range of the trace, the module's range around it on its thread, up to a forward range inside backward,
-    which begins a path of its own; -1 for none."""
+    """For each range of the trace, the module's range around it on its thread; -1 for none.
+
+    A forward range inside backward has no parent: it begins a path of its own.
+    """
     sources: Mapping[int, PhaseSource]
     """By process."""
     notes: tuple[str, ...]
 
     def totals(self, step: int | None = None) -> Mapping[LaunchPhase, Total]:
-        """Kernels by phase, of one step or of the whole trace."""
+        """Kernels by phase, in one step or in the whole trace."""
         chosen = slice(None) if step is None else self.kernels.step == step
         counts, times = _sums(self.kernels.phase[chosen], self.trace.kernels.duration_ns[chosen])
         return {phase: Total(int(counts[code]), int(times[code])) for code, phase in enumerate(PHASES)}
@@ -92,7 +94,7 @@ class Attribution:
 
 
 def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
-    """Give every kernel and copy its phase, step and module; raise AttributionError if the parts missed the whole."""
+    """Find the phase, step and module of every kernel and copy; raise AttributionError unless they add up."""
     names = PhaseNames() if names is None else names
     plans = dict(_plans(trace, names))
     modules = _Modules(trace, names, plans)
@@ -124,12 +126,12 @@ def check_sums(work: DeviceWork, placement: Placement) -> None:
 
 
 def mirrored_products(attribution: Attribution, is_product: Mask) -> Ints:
-    """For each kernel that is a matrix product of backward, the product of forward that it differentiates; else -1.
+    """For each matmul kernel of backward, the matmul of forward whose gradients it computes; -1 for other kernels.
 
-    Eager autograd runs its nodes in exactly the reverse of the order in which forward made them, and a product's node
-    launches two: one for each factor's gradient. So the last two of backward belong to the first of forward, and so on,
-    without those that are computed again. A step where backward's are not twice forward's is left out: one factor needs
-    no gradient, or a compiler changed the order.
+    Eager autograd runs its nodes in the reverse of forward's order, and the node of a matmul launches two, one for each
+    factor's gradient. So the last two matmuls of backward belong to the first of forward, and so on; recomputed ones
+    are left out. Steps whose backward does not have twice as many matmuls as forward get -1: a factor needs no gradient
+    there, or a compiler changed the order.
     """
     mirrored = np.full(len(is_product), -1, dtype=np.int64)
     placement, work = attribution.kernels, attribution.trace.kernels
@@ -146,14 +148,14 @@ def mirrored_products(attribution: Attribution, is_product: Mask) -> Ints:
 
 
 def _groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each id and the rows that have it, in order."""
+    """Yield each id with its rows, in order."""
     order = np.argsort(ids, kind="stable")
     values, first = np.unique(ids[order], return_index=True)
     yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
 
 
 def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, Plan]]:
-    """The plan of each process that kept a device busy."""
+    """The plan of each process that has kernels or copies."""
     ranges = dict(_groups(trace.ranges.process))
     is_launched = np.flatnonzero(trace.kernels.is_launched)
     launched = dict(_groups(trace.kernels.process[is_launched]))
@@ -163,9 +165,9 @@ def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, Plan]]:
 
 
 class _Modules:
-    """The innermost module's range on each thread; phases, steps and what lies around them are no modules.
+    """Looks up the innermost module range on each thread. Ranges of phases and steps, and those around them, are none.
 
-    A forward range inside backward is one, so that what is computed again has a name of its own.
+    A forward range inside backward counts as a module, so that recomputed work has a name of its own.
     """
 
     def __init__(self, trace: Trace, names: PhaseNames, plans: Mapping[int, Plan]) -> None:
@@ -195,7 +197,7 @@ class _Modules:
             yield thread, (np.append(on_thread, -1), timeline)
 
     def at(self, thread: Ints, time: Ints) -> tuple[Ints, Mask]:
-        """The innermost module's range of each launch, and whether a forward range is around it on its own thread."""
+        """The innermost module range of each launch, and whether the launch is inside a forward range of its thread."""
         module = np.full(len(thread), -1, dtype=np.int64)
         is_forward = np.zeros(len(thread), dtype=np.bool_)
         for number, rows in _groups(thread):
@@ -208,7 +210,7 @@ class _Modules:
 
 
 def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, Plan]) -> Ints:
-    """Of `rows`, those that begin in backward."""
+    """The ranges among `rows` that begin in backward."""
     found = [NO_ROWS]
     for process, chosen in _groups(ranges.process[rows]):
         if process in plans:
@@ -251,7 +253,7 @@ def _place(work: DeviceWork, plans: Mapping[int, Plan], first_step: Mapping[int,
 
 
 def _sums(phase: Codes, duration_ns: Ints) -> tuple[Ints, Ints]:
-    """Rows and nanoseconds by phase, in whole numbers."""
+    """Number of rows and sum of nanoseconds for each phase."""
     times = np.zeros(len(PHASES), dtype=np.int64)
     np.add.at(times, phase, duration_ns)
     return np.bincount(phase, minlength=len(PHASES)).astype(np.int64), times

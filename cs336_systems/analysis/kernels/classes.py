@@ -1,4 +1,4 @@
-"""What a kernel does, told by its name alone, and a name short enough for a table."""
+"""The class of a kernel, concluded from its name alone, and a short name for tables."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 MAX_NAME = 8192
-"""Characters of a name that are read. Real names stay below a few thousand and say early what they are."""
+"""Characters of a name that are read. Real names are at most a few thousand long, and their beginning decides."""
 MAX_WORDS = 64
 """Words of a template's arguments that `short_name` considers."""
 
@@ -15,27 +15,27 @@ class KernelClass(StrEnum):
     """What a kernel does."""
 
     MATRIX_PRODUCT = "matrix product"
-    """With its helpers, such as the sum over split-K parts. Convolutions too."""
+    """Matmuls and convolutions, with helpers such as the sum over split-K parts."""
     ATTENTION = "fused attention"
-    """Scores, softmax and values in one kernel, with its helpers. Attention written out is products and a softmax."""
+    """Scores, softmax and values in one kernel, with its helpers. Naive attention is matmuls and a softmax."""
     SOFTMAX = "softmax"
-    """Log-softmax and cross-entropy too, with the gather and mean (nll_loss) that PyTorch makes a kernel of its own."""
+    """Includes log-softmax and cross-entropy, with PyTorch's separate kernel for gather and mean (nll_loss)."""
     NORMALISATION = "normalisation"
     ELEMENT_WISE = "element-wise"
-    """Dropout, masks and random numbers too."""
+    """Includes dropout, masks and random numbers."""
     REDUCTION = "reduction"
-    """Sums that land on chosen rows too: scatter-add, and the gradient of an embedding with the sort before it."""
+    """Includes scatter-add, and the gradient of an embedding with the sort before it."""
     OPTIMIZER = "optimizer"
-    """Kernels of fused and foreach optimizers. One written out in tensor operations runs element-wise kernels."""
+    """Kernels of fused and foreach optimizers. An optimizer of tensor operations runs element-wise kernels."""
     COPY_AND_FILL = "copy and fill"
-    """Values moved, gathered by index (the embedding), cast or set, but not computed."""
+    """Moves, casts, sets or gathers values (the embedding) without computing."""
     COMMUNICATION = "communication"
     OTHER = "other"
-    """What no rule knows; sorting of other kinds, which has no class."""
+    """Kernels that no rule matches, among them sorts."""
 
 
-# The first pattern found anywhere in the name decides, so a narrow rule stands before a wide one. Patterns ignore case.
-# They are alternatives of plain words, and repeat nothing without a bound: linear in the name, whatever the name.
+# The first pattern found anywhere in the name decides, so narrow rules come before wide ones. Patterns ignore case.
+# They are alternatives of plain words without unbounded repetition, so matching takes linear time for any name.
 RULES: tuple[tuple[str, KernelClass], ...] = (
     # NCCL and RCCL (ncclDevKernel_AllReduce_Sum_f32_RING_LL), NVSHMEM, Transformer Engine
     (r"nccl|nvshmem|userbuffers|^c10d::|record_param_comms", KernelClass.COMMUNICATION),

@@ -1,7 +1,7 @@
-"""When the device was in which phase of a step, and how long it was busy there.
+"""The time of each phase on the device, and how long the device was busy in it.
 
-A phase ends on the device when the last kernel or copy launched up to its end has run, or when the host leaves it, if
-that is later. That is what a CUDA event shows that the host records as it leaves the phase, as `clock.EventClock` does.
+A phase ends on the device when the last kernel or copy launched before its end on the host has run, or when the host
+leaves the phase, if that is later. A CUDA event that the host records as it leaves the phase shows the same time.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jobs(Columns):
-    """The kernels of a trace, then its copies; processes and steps are numbered as in a `Selection`."""
+    """The kernels of a trace, followed by its copies; processes and steps are numbered as in a `Selection`."""
 
     name: Ints
     process: Ints
@@ -40,19 +40,19 @@ class Jobs(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSteps(Columns):
-    """When each step was on the device; one value per step."""
+    """Start and end of each step on the device."""
 
     start_ns: Ints
-    """When the host begins the first phase, or the device is through with what came before, if that is later."""
+    """When the host begins the first phase, or when the device has finished earlier work, if that is later."""
     end_ns: Ints
-    """When the host's step ends, or the last of its jobs does, if that is later."""
+    """When the host's step ends, or when its last job ends, if that is later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWindows(Columns):
-    """When each phase was on the host and on the device: those of a step follow each other without a gap on the device.
+    """Start and end of each phase on the host and on the device, where the phases of a step leave no gap.
 
-    What a step launches after its last phase, or has without any, is in a window of the phase `unattributed`.
+    Work that a step launches after its last phase, or without any phase, is in a window of the phase `unattributed`.
     """
 
     step: Ints
@@ -65,16 +65,16 @@ class DeviceWindows(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """One device's use by one process."""
+    """The times when one process kept one device busy."""
 
     process: int
     rows: Ints
-    """Of `Jobs`; the union's intervals are these."""
+    """Rows of `Jobs`, whose times are the union's intervals."""
     union: Union
 
 
 def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
-    """All that ran on a device."""
+    """All kernels and copies of the trace."""
     trace = attribution.trace
     kernels, copies = trace.kernels, trace.copies
     placed, moved = attribution.kernels, attribution.copies
@@ -96,7 +96,7 @@ def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
 
 
 def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:
-    """When steps and phases were on the device; where jobs are the host's own, that is when the host was in them."""
+    """Times of steps and phases on the device; if the jobs are operators of the host, times on the host."""
     steps, windows = selection.steps, selection.windows
     launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
     by_process = {process: launched[rows] for process, rows in groups(jobs.process[launched])}
@@ -114,7 +114,7 @@ def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[De
     end = _running_maximum(np.maximum(windows.end_ns, through), windows.step, begin)
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
 
-    # after the last phase, or all of a step without any
+    # the time after the last phase, or the whole of a step without phases
     phases_end, host_end = begin.copy(), steps.start_ns.copy()
     phases_end[windows.step], host_end[windows.step] = end, windows.end_ns  # the last assignment stays
     whole = np.maximum(done, np.maximum(phases_end, steps.end_ns))
@@ -133,7 +133,7 @@ def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[De
 
 
 class _Through:
-    """When a device is through with all that a process had launched before a time."""
+    """For a time, when the device has finished all work that a process launched before it."""
 
     def __init__(self, jobs: Jobs, rows: Ints) -> None:
         rows = rows[np.argsort(jobs.launch_ns[rows], kind="stable")]
@@ -146,7 +146,7 @@ class _Through:
 
 
 def _first_windows(windows: HostWindows, num_steps: int) -> tuple[Ints, Mask]:
-    """The first window of each step, -1 for a step without any; and which windows are such."""
+    """The first window of each step (-1 for none), and whether each window is the first of its step."""
     is_first = np.diff(windows.step, prepend=-1) > 0
     first = np.full(num_steps, -1, dtype=np.int64)
     first[windows.step[is_first]] = np.flatnonzero(is_first)
@@ -154,7 +154,7 @@ def _first_windows(windows: HostWindows, num_steps: int) -> tuple[Ints, Mask]:
 
 
 def _running_maximum(times: Ints, step: Ints, least: Ints) -> Ints:
-    """The latest time so far in each step, which begins at `least`; steps are in order, though processes are not."""
+    """Running maximum of the times within each step, starting from the step's `least`."""
     highest = times.copy()
     for _, rows in groups(step):
         highest[rows] = np.maximum(np.maximum.accumulate(times[rows]), least[step[rows[0]]])
@@ -162,7 +162,7 @@ def _running_maximum(times: Ints, step: Ints, least: Ints) -> Ints:
 
 
 def busy_devices(jobs: Jobs) -> Iterator[Busy]:
-    """Each process's use of each device."""
+    """Yield the busy times of each process on each device."""
     for process, in_process in groups(jobs.process):
         for _, in_device in groups(jobs.device[in_process]):
             rows = in_process[in_device]
@@ -170,7 +170,7 @@ def busy_devices(jobs: Jobs) -> Iterator[Busy]:
 
 
 def busy_ns(devices: list[Busy], steps: HostSteps, spans: DeviceSteps, windows: DeviceWindows) -> tuple[Floats, Ints]:
-    """How long a device was busy in each window, and how many devices each step used: the mean over these."""
+    """Busy time in each window, as the mean over the devices that its step used; and the number of these devices."""
     total, count = np.zeros(len(windows), dtype=np.int64), np.zeros(len(steps), dtype=np.int64)
     for busy in devices:
         mine = steps.process == busy.process

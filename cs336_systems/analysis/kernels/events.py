@@ -1,4 +1,4 @@
-"""Reads the events of a Chrome trace, the JSON that torch.profiler writes: typed, bounded and to the nanosecond."""
+"""Reads the events of a Chrome trace (the JSON of torch.profiler), with bounded memory and exact to the nanosecond."""
 
 import gzip
 import re
@@ -18,11 +18,11 @@ from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, durations
 from cs336_systems.files import refuse_another_kind
 
 MAX_BYTES = 8 * 2**30
-"""Of JSON, decompressed: some thirty million events."""
+"""Largest decompressed JSON that is read: some thirty million events."""
 MAX_RATIO = 64
-"""Of decompression. Traces shrink 10 to 25 times, what is made to fill the memory a thousand times."""
+"""Largest ratio of decompressed to compressed size. Traces have 10 to 25; a file made to fill memory has a thousand."""
 SMALL_BYTES = 2**24
-"""What is decompressed in any case: a short trace of equal steps may shrink more."""
+"""Bytes that are decompressed whatever the ratio: a short trace of equal steps may compress better."""
 EXACT_US = 2**43
 """Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a nanosecond.
 
@@ -40,7 +40,7 @@ Number = TypeVar("Number", float, Decimal)
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
-    """What is read of an event's `args`."""
+    """The fields of an event's `args` that are read."""
 
     correlation: int = 0
     device: int = 0
@@ -51,10 +51,10 @@ class Args(msgspec.Struct, frozen=True, gc=False):
 class Event(msgspec.Struct, Generic[Number], kw_only=True, gc=False):
     """One event; times in microseconds.
 
-    Name and process are needed of all: were nothing, an empty event would take thirty times its bytes of memory.
+    Name and process are required, because an event without fields would take thirty times its size in memory.
     """
 
-    # in the order in which PyTorch writes them, which is the fastest to read
+    # in the order in which PyTorch writes the fields, which is the fastest to decode
     cat: str = ""
     name: str
     pid: int | str
@@ -78,7 +78,7 @@ AnyEvent = Event[float] | Event[Decimal]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Events of some categories that have a duration."""
+    """Events with a duration, of some categories."""
 
     events: Sequence[AnyEvent]
     start_ns: Ints
@@ -89,7 +89,7 @@ class Batch:
 
 
 class Events:
-    """All events of the file at `path`; raise ProfileError where there is no trace."""
+    """All events of the trace at `path`; raises ProfileError for a file that is not a trace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,7 +100,7 @@ class Events:
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
 
     def batches(self, *groups: Collection[str]) -> list[Batch]:
-        """A batch for each group of categories."""
+        """One batch for each group of categories."""
         found = [self._batch(events) for events in self._chosen(groups)]
         if self._is_exact or not any(_is_long(batch) for batch in found):
             return found
@@ -109,7 +109,7 @@ class Events:
         return [self._batch(events) for events in self._chosen(groups)]
 
     def _chosen(self, groups: Sequence[Collection[str]]) -> list[list[AnyEvent]]:
-        """The complete events of each group, which are those that have a duration."""
+        """The events of each group that have a duration."""
         chosen: list[list[AnyEvent]] = [[] for _ in groups]
         group_of = {name: group for names, group in zip(groups, chosen, strict=True) for name in names}
         wanted = [event for event in self._events if event.cat in group_of]
@@ -182,14 +182,14 @@ def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
 
 
 def _nanoseconds(times_us: Sequence[float | Decimal | None], what: str) -> Ints:
-    """Whole nanoseconds; raise ValueError where a time is missing, or too long to compare."""
+    """The times in whole nanoseconds; raise ValueError if one is missing or out of range."""
     rounded = np.array(times_us, dtype=np.float64)  # NaN for None
     if not (is_time := np.abs(rounded) <= MAX_TIME_NS / 1000).all():
         worst = times_us[int(is_time.argmin())]
         raise ValueError(f"{what} need times within {MAX_TIME_NS} ns of zero, got {worst} us")
     if times_us and isinstance(times_us[0], Decimal):
         return np.array([round(time * 1000) for time in cast("Sequence[Decimal]", times_us)], dtype=np.int64)
-    whole = np.floor(rounded)  # apart, because times 1000 the last bits would be rounded off
+    whole = np.floor(rounded)  # multiplied apart from the fraction, whose last bits would be lost otherwise
     return whole.astype(np.int64) * 1000 + np.rint((rounded - whole) * 1000).astype(np.int64)
 
 

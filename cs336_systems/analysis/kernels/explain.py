@@ -1,4 +1,4 @@
-"""From a profiler's file to a `StepProfile`, whichever profiler wrote it."""
+"""Explain a profiler's file: read it and make its `StepProfile`."""
 
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -22,12 +22,12 @@ def explain(
     phases: PhaseNames | None = None,
     attention: AttentionNames | None = None,
 ) -> StepProfile:
-    """Where the time of the profiled steps went; `config`, where it is known, gives attention its FLOPs.
+    """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
-    A report of nsys is exported first, by nsys. Raises ProfileError for what is no profile, UnknownRangeError for names
-    in `phases` that it has not, NsysError where nsys is needed and not there.
+    A report of nsys is first exported by nsys. Raises ProfileError for a file that is no profile, UnknownRangeError for
+    a range name in `phases` that the file does not have, NsysError if nsys is needed and missing.
     """
-    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # of a sweep, which removes it if killed
+    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # a sweep that is killed removes it too
         file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
         trace = read_trace(file)
     check_names(trace, phases or PhaseNames())

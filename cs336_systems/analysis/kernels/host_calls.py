@@ -1,4 +1,4 @@
-"""What the host asked of CUDA, call by call: which calls launch, and which wait for the device."""
+"""Calls of the CUDA runtime and driver by the host: which of them launch work, and which wait for the device."""
 
 import re
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _VARIANT = re.compile(r"(?:_ptsz|_ptds|_v\d{1,6})+$")
 _KERNEL = re.compile(r"^(?:cuda|cu)(?:Launch(?:Cooperative)?Kernel|GraphLaunch)")
 _LAUNCH = re.compile(rf"{_KERNEL.pattern}|^(?:cuda|cu)Mem(?:cpy|set)")
 _SYNCHRONISE = re.compile(r"^(?:cuda|cu)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))")
-"""The copies are those that return when they are done."""
+"""Functions that return when the device has finished: synchronisations, and copies that are not asynchronous."""
 _TO_HOST = re.compile(r"Device-to-Host|DtoH")
 
 
 def call_name(name: str) -> str:
-    """The function's own name, whatever version and variant of it the profiler saw."""
+    """The function's name without suffixes for version and variant."""
     return _VARIANT.sub("", name)
 
 
@@ -33,13 +33,13 @@ def is_launch(name: str) -> bool:
 
 
 def is_synchronisation(name: str) -> bool:
-    """Whether the function `name` returns only when the device has done something."""
+    """Whether the function `name` returns only after the device has finished some work."""
     return _SYNCHRONISE.match(call_name(name)) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls(Columns):
-    """The calls of a trace's API, and what they are; processes are numbered as in a `Selection`."""
+    """The CUDA calls of a trace; processes are numbered as in a `Selection`."""
 
     name: Ints
     """Index into `Host.names`."""
@@ -49,18 +49,18 @@ class Calls(Columns):
     end_ns: Ints
     is_launch: Mask
     is_kernel: Mask
-    """Launches a kernel, or a graph of them."""
+    """The call launches a kernel or a CUDA graph."""
     is_wait: Mask
-    """Makes the host wait for the device: a synchronisation, or a copy to the host that is followed by one.
+    """The call makes the host wait for the device: a synchronisation, or a copy to the host followed by one.
 
-    PyTorch waits so for `.item()`: from ordinary memory, the copy itself takes until the device has come to it.
+    PyTorch does this for `.item()`, whose copy itself may take until the device has reached it.
     """
     is_of_copy: Mask
-    """Waits for a copy to the host, and for no more than that."""
+    """The call waits for a copy to the host only."""
 
 
 class Host:
-    """The calls of all processes, to look up."""
+    """Looks up the CUDA calls of all processes."""
 
     def __init__(self, trace: Trace, selection: Selection) -> None:
         api = trace.api_calls
@@ -87,14 +87,14 @@ class Host:
         )
 
     def returned(self, thread: Ints, launch_ns: Ints) -> Ints:
-        """When each call that launched had returned; when it was made, if it waits itself or is not in the trace."""
+        """When each launching call returned; its start if the call waits itself or is not in the trace."""
         row = self._lookup.find(thread, launch_ns)
         end = np.where(self.calls.is_wait, self.calls.start_ns, self.calls.end_ns)
         returned: Ints = np.where(row < 0, launch_ns, np.append(end, 0)[row])
         return returned
 
     def longest_call(self, process: int, start_ns: int, end_ns: int) -> str:
-        """The function in which the process spent most of the time between, on any thread; empty for none."""
+        """The function in which the process spent most of the interval, on any thread; empty if there is none."""
         calls = self.calls
         rows = np.flatnonzero((calls.process == process) & (calls.start_ns < end_ns) & (calls.end_ns > start_ns))
         time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
@@ -102,7 +102,7 @@ class Host:
         return self.names[int(total.argmax())] if len(rows) else ""
 
     def _copies_awaited(self, trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
-        """Copies to the host after which the thread waits before it launches anything more, and the waits."""
+        """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""
         to_host = np.array([_TO_HOST.search(name) is not None for name in trace.strings], dtype=np.bool_)
         copies = trace.copies
         rows = np.flatnonzero(copies.is_launched & to_host[copies.name])
@@ -118,18 +118,18 @@ class Host:
 
 
 class _Lookup:
-    """Calls by thread and start."""
+    """Finds calls by thread and start time."""
 
     def __init__(self, api: ApiCalls) -> None:
         self._threads, thread = np.unique(api.thread, return_inverse=True)
         self._times, time = np.unique(api.start_ns, return_inverse=True)
         key = thread * len(self._times) + time
-        # of two that start together the longer first: the call that a profiler shows around its own
+        # of two calls with one start the longer comes first: a profiler may show a call around its own
         self.by_thread: Ints = np.lexsort((-api.duration_ns, key))
         self._key = key[self.by_thread]
 
     def find(self, thread: Ints, start_ns: Ints) -> Ints:
-        """The row of each call, -1 for none."""
+        """The row of each call, or -1."""
         in_threads, in_times = np.searchsorted(self._threads, thread), np.searchsorted(self._times, start_ns)
         key = in_threads * len(self._times) + in_times
         at = np.searchsorted(self._key, key)
@@ -143,10 +143,10 @@ class _Lookup:
 
 
 def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
-    """Calls by function and phase, those of each function that wait apart from those that do not; the longest first.
+    """Calls by function, phase and whether they wait, the longest total first.
 
-    What waits after the last kernel of a step is launched is in no phase: the clock of a benchmark, or the next batch.
-    A copy to the host and what waits for it are in theirs.
+    A call that waits after the last kernel launch of a step is in no phase, since it belongs to the benchmark's clock
+    or to the next batch. A copy to the host, and the wait for it, stay in their phase.
     """
     calls = host.calls
     phase, step = _places(calls, selection)
@@ -174,7 +174,7 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
 
 
 def _places(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
-    """The phase and the step, -1 for none, that the host was in at the start of each call."""
+    """Phase and step (-1 for none) of the host at the start of each call."""
     steps, windows = selection.steps, selection.windows
     phase = np.full(len(calls), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
     step = np.full(len(calls), -1, dtype=np.int64)

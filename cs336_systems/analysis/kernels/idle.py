@@ -1,16 +1,17 @@
-"""Why the device had nothing to run.
+"""Why the device was idle.
 
-For each idle time of a device within a step, the rules in order; `next` is the kernel or copy that ends it:
+The first of these rules that holds gives the cause of an idle time of a device within a step. `next` is the kernel or
+copy that ends the idle time.
 
 1. Nothing follows in the step: END_OF_STEP.
-2. The call that launched `next` had returned before the device became idle, or it had launched something that ran
-   before (a CUDA graph), or for the larger part of the idle time the device alone was late: BETWEEN_KERNELS. A launch
-   reaches an idle device LAUNCH_LATENCY_S after its call.
-   In what follows the device waited for the host, from the start of the idle time to the call that launched `next`.
-3. For more than half of that the host called nothing, for longer than HOST_PAUSE_S at a stretch: HOST_PAUSE.
-4. A call that waits for the device was open when the device became idle, or had ended less than WAIT_SLACK_S before,
-   and was over when `next` was launched: HOST_WAITED. Not at the start of a step, where nothing became idle.
-5. Else: LATE_LAUNCH.
+2. The device alone was late: BETWEEN_KERNELS. That is so if the call that launched `next` had returned before the idle
+   time began, if that call had launched earlier work too (a CUDA graph), or if the device took the larger part of the
+   idle time to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device.
+   In the other rules the device waited for the host until the call that launched `next`.
+3. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S: HOST_PAUSE.
+4. When the idle time began, the host was in a call that waits for the device, or had left one less than WAIT_SLACK_S
+   before, and that call was over when `next` was launched: HOST_WAITED. The start of a step is exempt from this rule.
+5. Otherwise: LATE_LAUNCH.
 """
 
 from dataclasses import dataclass
@@ -29,11 +30,11 @@ from cs336_systems.analysis.kernels.union import Union
 from cs336_systems.analysis.kernels.windows import Selection, groups
 
 HOST_PAUSE_S = 1e-3
-"""Eager PyTorch launches something every few microseconds, and prepares the longest phase in some hundred."""
+"""Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the longest phase."""
 LAUNCH_LATENCY_S = 5e-6
 """From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200, rarely more than 5."""
 WAIT_SLACK_S = 10e-6
-"""So little queued behind what a wait was for that nothing is launched meanwhile; and two clocks agree no better."""
+"""Longest time between the end of a wait and the idle time that it explains; the two clocks agree no better."""
 NUM_GAPS = 20
 
 _PAUSE_NS, _LATENCY_NS, _SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))
@@ -51,16 +52,16 @@ class Gaps(Columns):
     start_ns: Ints
     end_ns: Ints
     before: Ints
-    """Row of `Jobs`; -1 at the start of a step."""
+    """Row of `Jobs` that ended before the idle time; -1 at the start of a step."""
     after: Ints
-    """Row of `Jobs`; -1 at the end of a step."""
+    """Row of `Jobs` that ends the idle time; -1 at the end of a step."""
     phase: Codes
     cause: Codes
-    """Index into `CAUSES`; UNKNOWN_CAUSE where the launch of what follows is not in the trace."""
+    """Index into `CAUSES`; UNKNOWN_CAUSE if the launch of the following job is not in the trace."""
 
 
 def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
-    """Every idle time of the devices that a step used, with its cause; by step and start."""
+    """All idle times of the devices that a step used, with their causes, by step and start."""
     found = [_gaps_of(busy, spans, selection) for busy in devices]
     step, start, end, before, after = (np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True))
     phase = np.append(jobs.phase, np.int8(0))[after]
@@ -100,14 +101,14 @@ def _gaps_of(busy: Busy, spans: DeviceSteps, selection: Selection) -> tuple[Ints
 
 
 def _last_phase(selection: Selection) -> Codes:
-    """The phase that each step ends with."""
+    """The last phase of each step."""
     last = np.full(len(selection.steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
     last[selection.windows.step] = selection.windows.phase  # the last assignment stays
     return last
 
 
 class _Causes:
-    """The rules 2 to 5 for one process."""
+    """Applies rules 2 to 5 to the idle times of one process."""
 
     def __init__(self, host: Host, process: int) -> None:
         self._host = host
@@ -132,7 +133,7 @@ class _Causes:
         in_time = (returned <= start) | (2 * (late_until - start) < end - start)
         is_pause, is_wait = 2 * pause > waited_until - start, was_busy & self._was_waiting(start, launch)
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
-        # the rules from the last to the first: one that stands before overrules
+        # from the last rule to the first, since an earlier rule overrides a later one
         cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
         cause[is_pause] = _CODE[IdleCause.HOST_PAUSE]
         cause[in_time] = _CODE[IdleCause.BETWEEN_KERNELS]
@@ -142,7 +143,7 @@ class _Causes:
     def _was_waiting(self, start: Ints, launch: Ints) -> Mask:
         calls = self._host.calls
         waiting = np.zeros(len(start), dtype=np.bool_)
-        for rows in self._waits:  # of one thread, so the last to begin is the one that may be open
+        for rows in self._waits:  # the calls of one thread, of which only the last to begin can still be open
             at = np.searchsorted(calls.start_ns[rows], start, side="right")
             wait_end = np.append(-MAX_TIME_NS, np.maximum.accumulate(calls.end_ns[rows]))[at]
             waiting |= (wait_end >= start - _SLACK_NS) & (wait_end <= launch)
@@ -150,7 +151,7 @@ class _Causes:
 
 
 def _starts_its_launch(jobs: Jobs) -> Mask:
-    """Whether each row is the first that its launch put on a device; false for the later nodes of a CUDA graph."""
+    """Whether each row is the first job of its launch; false for the later nodes of a CUDA graph."""
     order = np.lexsort((jobs.start_ns, jobs.launch_ns, jobs.thread))
     launch, thread = jobs.launch_ns[order], jobs.thread[order]
     is_first = np.ones(len(jobs), dtype=np.bool_)
@@ -159,7 +160,7 @@ def _starts_its_launch(jobs: Jobs) -> Mask:
 
 
 def longest_gaps(gaps: Gaps, jobs: Jobs, attribution: Attribution, selection: Selection, host: Host) -> tuple[Gap, ...]:
-    """The NUM_GAPS longest idle times of known cause, the longest first."""
+    """The NUM_GAPS longest idle times with a known cause, the longest first."""
     known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
     length = gaps.end_ns[known] - gaps.start_ns[known]
     return tuple(
@@ -186,7 +187,7 @@ def _gap(gaps: Gaps, row: int, jobs: Jobs, attribution: Attribution, selection: 
 
 
 def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
-    """Idle times by phase and cause, the longest first; of several devices that a step uses, the mean."""
+    """Idle times by phase and cause, the longest first; the mean over the devices that a step uses."""
     known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
     key = gaps.phase[known].astype(np.int64) * len(CAUSES) + gaps.cause[known]
     weight: Floats = (gaps.end_ns - gaps.start_ns)[known] / num_devices[gaps.step[known]]
@@ -205,7 +206,7 @@ def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
 
 
 def idle_notes(gaps: Gaps) -> tuple[str, ...]:
-    """What idle times are missing."""
+    """A note on idle times whose cause is unknown, if there are any."""
     unknown = gaps.cause == UNKNOWN_CAUSE
     if not unknown.any():
         return ()

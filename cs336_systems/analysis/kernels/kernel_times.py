@@ -1,4 +1,4 @@
-"""Kernels and classes of kernels, by phase: counts, sums and statistics."""
+"""Counts, sums and statistics of kernels and of their classes, by phase."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ CLASSES = tuple(KernelClass)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped:
-    """Durations in groups; one element per group, in order of the key."""
+    """Statistics of durations in groups; one element per group, in order of the key."""
 
     key: Ints
     count: Ints
@@ -56,7 +56,7 @@ def kernel_classes(names: Ints, strings: Sequence[str]) -> Codes:
 
 
 def kernel_times(names: Ints, phase: Codes, duration_ns: Ints, strings: Sequence[str]) -> tuple[KernelTimes, ...]:
-    """Each kernel in the whole step, then in each phase; the longest total first."""
+    """Times of each kernel in the whole step, then in each phase; the longest total first."""
     in_step = _kernel_rows(grouped(names, duration_ns), strings, None)
     rows = list(in_step)
     for code, which in enumerate(PHASES):
@@ -88,7 +88,7 @@ def _kernel_rows(groups: Grouped, strings: Sequence[str], phase: LaunchPhase | N
 
 
 def class_times(kind: Codes, phase: Codes, duration_ns: Ints) -> tuple[ClassTimes, ...]:
-    """Each class that occurs in each phase; by phase, the longest first."""
+    """Times of each class in each phase where it occurs; by phase, the longest first."""
     shape = (len(PHASES), len(CLASSES))
     time, count = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     np.add.at(time, (phase, kind), duration_ns)

@@ -1,7 +1,7 @@
 """Reads a trace of torch.profiler (Kineto), the JSON that its `export_chrome_trace` writes.
 
-A kernel belongs to the call that launched it by its correlation id. The device's own copies of annotations are not
-read: they show where a range's kernels ran, and lose those that another thread launched.
+The correlation id connects a kernel with the call that launched it. The device's copies of annotations are not read:
+they show when a range's kernels ran, and lose kernels that another thread launched.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,21 +22,21 @@ OPERATORS = frozenset({"cpu_op"})
 
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 BOOKKEEPING = "autograd::engine::evaluate_function: "
-"""Operators of this name wrap a node of autograd, which has a row of its own, and add what is no operator: the engine's
-dispatch, and hooks. Time in operators adds up without them."""
+"""Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the engine's dispatch
+and hooks. They are left out, so that times of operators add up."""
 
 
 def read_kineto(path: Path) -> Trace:
-    """The trace in the JSON at `path`, in gzip or not; raise ProfileError where there is none.
+    """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for a file that is not a trace.
 
-    Without any work of a device, the operators of the host take the place of kernels.
+    If no device ran anything, the host's operators take the place of kernels.
     """
     events = Events(path)
     device_names = events.device_names
     kernels, copies, calls, ranges = events.batches(KERNELS, COPIES, CALLS, RANGES)
     is_of_host = not (len(kernels) or len(copies))
     operators = events.batches(OPERATORS)[0] if is_of_host else None
-    del events  # most of the memory: the file, and all that is not in a batch
+    del events  # it holds most of the memory
     session = _Session(path, calls, ranges)
     work = session.work(kernels) if operators is None else session.work_of_host(operators)
     trace = Trace(
@@ -53,7 +53,7 @@ def read_kineto(path: Path) -> Trace:
 
 
 class _Session:
-    """What the host did while it was profiled, and what the device did for it."""
+    """The host's calls and ranges, and the work that they launched."""
 
     def __init__(self, path: Path, calls: Batch, ranges: Batch) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class _Session:
         self.ranges = self._ranges(ranges)
 
     def notes(self, is_of_host: bool) -> Iterator[str]:
-        """What the file cannot tell."""
+        """Notes on what the file lacks."""
         if not is_of_host and not len(self.calls):
             yield f"No calls of the CUDA runtime, so no kernel's launch is known: {HOW_TO_RECORD}."
         if is_of_host and len(self.calls):
@@ -75,7 +75,7 @@ class _Session:
             yield "There are no ranges: record with `torch.profiler.record_function` around what you want to see."
 
     def _process(self) -> int:
-        """The process whose device work this is; events of a device name the device instead."""
+        """The process that launched the device's work, since events of a device do not name it."""
         processes = np.unique(self.calls.process).tolist() or np.unique(self.ranges.process).tolist() or [0]
         if len(processes) > 1:
             raise ProfileError(
@@ -96,7 +96,7 @@ class _Session:
             ) from error
 
     def _on_host(self, batch: Batch) -> dict[str, Ints]:
-        """Columns of what ran on a thread of the host."""
+        """Columns of events on the host's threads."""
         number = self._threads
         threads = [number.setdefault((event.pid, event.tid), len(number)) for event in batch.events]
         thread = np.array(threads, dtype=np.int64)
@@ -121,7 +121,7 @@ class _Session:
         )
 
     def work(self, batch: Batch) -> DeviceWork:
-        """Rows of what a device ran."""
+        """The device's work."""
         args = [event.args for event in batch.events]
         correlation = self._ints(batch, [a.correlation for a in args])
         process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
@@ -146,7 +146,7 @@ class _Session:
         )
 
     def work_of_host(self, batch: Batch) -> DeviceWork:
-        """Operators as rows of work that launch themselves; the stream is the thread."""
+        """Operators of the host as work, where each is its own launch and the stream is its thread."""
         if not len(batch):
             raise ProfileError(self.path, f"no kernels of a device and no operators of the host: {HOW_TO_RECORD}")
         columns = self._on_host(batch)
@@ -173,9 +173,9 @@ class _Session:
 
 
 def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Of each interval, the time in none of the intervals inside it on its thread.
+    """For each interval, its duration without that of the intervals inside it on its thread.
 
-    Intervals of one thread nest. Where a damaged file has some that cross, the result is still never below zero.
+    Intervals of one thread nest. If some cross, as in a damaged file, the result is still never negative.
     """
     own = duration_ns.copy()
     lasting = np.flatnonzero(duration_ns > 0)
@@ -183,13 +183,13 @@ def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
     order = np.lexsort((-end, start, thread[lasting]))
     rows, start, end, on_thread = lasting[order], start[order], end[order], thread[lasting[order]]
 
-    # how many are open around each: those that began before it less those that ended, on its thread
+    # depth of each interval: the number that began before it on its thread, less the number that ended
     times, ranks = np.unique(np.concatenate((start, end)), return_inverse=True)
     key = np.tile(on_thread * len(times), 2) + ranks
     began, position = key[: len(rows)], np.arange(len(rows))
     depth = position - np.searchsorted(np.sort(key[len(rows) :]), began, side="right")
 
-    # the interval around each: the last before it that has one less around itself
+    # the interval around each one is the last before it whose depth is smaller by one
     level = depth * len(rows) + position
     by_level = np.argsort(level)
     inner = np.flatnonzero(depth > 0)

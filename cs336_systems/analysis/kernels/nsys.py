@@ -1,7 +1,7 @@
 """Reads the SQLite export of an Nsight Systems report.
 
-The tables exist only where they have rows, their columns vary by version, and the file may be anybody's: the schema is
-asked first, nothing but tables is read, whole, without a join, and no more rows than a file of that size can hold.
+Tables without rows are missing, columns vary by version, and the file may be hostile. So the reader looks at the schema
+first. It reads plain tables only, whole and without joins, and no more rows than a file of that size can hold.
 """
 
 import sqlite3
@@ -29,20 +29,20 @@ RANGES = "NVTX_EVENTS"
 
 HEADER_BYTES = 100
 LEAST_ROW_BYTES = 4
-"""No row of a table is smaller in a file, so a table that yields more is damaged or a trap."""
+"""Smallest size of a row in a file; a table with more rows than fit the file is damaged or hostile."""
 THREAD_BITS = 24
-"""A `globalTid` is a `globalPid` with the thread's id in its lowest bits."""
+"""Lowest bits of a `globalTid`, which hold the thread's id; without them it is the `globalPid`."""
 PUSH_POP, START_END = 59, 60
-"""Kinds of ranges, in files too old to name their kinds."""
+"""Numbers of the kinds of ranges, for old files that do not name the kinds."""
 NO_STRING = -1
 NEEDED = "the SQLite export of an nsys report"
 MAX_TABLES = 10_000
-"""Of all kinds; an export has some dozens."""
+"""Largest number of tables, views and indices; an export has some dozens."""
 _UNFINISHED = {
     "-wal": "let what writes it end, run `PRAGMA wal_checkpoint(TRUNCATE)` on it, or export the report again",
     "-journal": "its export was interrupted: export the report again",
 }
-"""Files that SQLite keeps beside one that is being written, and that are not read here."""
+"""Files beside a database that is still being written. They are not read, so such a database is refused."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RECORD = (
@@ -51,12 +51,12 @@ HOW_TO_RECORD = (
 
 
 def read_nsys(path: Path) -> Trace:
-    """The trace in the SQLite export at `path`; raise ProfileError where there is none."""
+    """Read the trace in the SQLite export at `path`; raise ProfileError for a file that is no such export."""
     _check_file(path)
     try:
         with closing(_connect(path)) as connection:
             return with_copies_apart(_Export(path, connection).trace())
-    except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # the last: a name in the schema
+    except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # names in the schema may not be UTF-8
         raise ProfileError(path, f"not a whole SQLite database ({error}): export the report again") from error
 
 
@@ -83,11 +83,11 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _tables_of(connection: sqlite3.Connection) -> set[str]:
-    """Names of what SQLite takes for plain tables: a view or a virtual table would compute what its maker wanted.
+    """Names of the plain tables: reading a view or a virtual table would run code that the file's author chose.
 
-    The schema is not asked, as its text and its page numbers can be anything.
+    The schema's own text is not used, as the author chose that too.
     """
-    # nothing but the list, or SQLite would open views and virtual tables to count their columns
+    # Only the list is allowed; otherwise SQLite would open views and virtual tables to count their columns.
     connection.set_authorizer(
         lambda action, *_: sqlite3.SQLITE_OK if action == sqlite3.SQLITE_PRAGMA else sqlite3.SQLITE_DENY
     )
@@ -213,13 +213,14 @@ class _Export:
         )
 
     def _columns(self, table: str) -> set[str]:
-        """Columns that are stored; computed ones do not show here, and are not wanted."""
+        """Names of the table's stored columns, without computed ones."""
         return {row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")}
 
     def _ints(self, table: str, needed: Mapping[str, int | None], optional: Mapping[str, int] = _NOTHING) -> list[Ints]:
-        """Columns of whole numbers, those `needed` first; with a value for where they are NULL, or missing if optional.
+        """Read columns of whole numbers: the `needed` ones, then the `optional` ones.
 
-        No rows where there is no such table; raise ProfileError where anything but whole numbers stands.
+        The mappings give the value that replaces NULL, and for optional columns that of a missing column. A missing
+        table has no rows. Raises ProfileError if a needed column is missing or holds anything but whole numbers.
         """
         num_columns = len(needed) + len(optional)
         if table not in self._tables:
@@ -233,7 +234,7 @@ class _Export:
             )
         columns = [_expression(name, value) for name, value in needed.items()]
         columns += [_expression(name, value) if name in present else str(value) for name, value in optional.items()]
-        # no index: the order of rows must be the same in every query; no condition: what is skipped is not counted
+        # NOT INDEXED, so that all queries have one order of rows; no WHERE, so that LIMIT counts every row that is read
         query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED LIMIT {self._max_rows + 1}"
         try:
             flat = array("q", chain.from_iterable(self._connection.execute(query)))
@@ -249,14 +250,14 @@ class _Export:
         return list(np.ascontiguousarray(rows.T))
 
     def _names(self, table: str, column: str) -> dict[int, str]:
-        """Names by their number in a table of names; empty where there is no such table."""
+        """Names by id, from a table of names; empty if the table is missing."""
         if table not in self._tables or not {"id", column} <= self._columns(table):
             return {}
         rows = self._texts(f'SELECT id, "{column}" FROM {table} NOT INDEXED LIMIT {self._max_rows}')
         return {number: text for number, text in rows if text is not None}
 
     def _texts(self, query: str) -> Iterator[tuple[Any, str | None]]:
-        """Rows of something and a text; raise ProfileError where rows share their bytes, as only a trap's do."""
+        """Rows of a key and a text; raise ProfileError if there is more text than the file has bytes."""
         room = self._size
         for key, value in self._connection.execute(query):
             text = None if value is None else str(value)
@@ -282,5 +283,5 @@ def _process(thread: Ints) -> Ints:
 
 
 def _last(*parts: DeviceWork | ApiCalls) -> int:
-    """When the last of anything ended."""
+    """When the last event of all the parts ended."""
     return max((int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0)

@@ -1,4 +1,4 @@
-"""nsys itself: where it is, and its reports turned into SQLite."""
+"""Find the program nsys, and export its reports to SQLite."""
 
 import shutil
 import subprocess
@@ -11,18 +11,18 @@ HOW_TO_INSTALL = (
 
 
 class NsysError(RuntimeError):
-    """nsys is not there, or left no report; the message says what to do."""
+    """nsys is missing or failed; the message says what to do."""
 
 
 def find_nsys() -> str:
-    """Path of nsys; raise NsysError where there is none."""
+    """Path of nsys; raise NsysError if it is not installed."""
     if (nsys := shutil.which("nsys")) is None:
         raise NsysError(HOW_TO_INSTALL)
     return nsys
 
 
 def export(report: Path, directory: Path) -> Path:
-    """The report as SQLite, in `directory`; raise NsysError where nsys makes none of it."""
+    """Export the report to a SQLite file in `directory` and return its path; raise NsysError if nsys fails."""
     database = directory / f"{report.stem}.sqlite"
     command = [find_nsys(), "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")

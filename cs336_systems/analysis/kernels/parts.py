@@ -1,4 +1,4 @@
-"""The parts of the model that ranges show: its modules, and attention's scores, softmax and values."""
+"""Parts of the model that ranges delimit: its modules, and attention's scores, softmax and values."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from cs336_systems.analysis.kernels.step_profile import AttentionPart, ModuleTim
 from cs336_systems.ranges import Range
 
 MAX_DEPTH = 64
-"""Ranges nested deeper count as the one around them: together, such paths could fill the memory."""
+"""Deepest nesting of ranges that is told apart, since longer paths could fill the memory."""
 
 PARTS = tuple(AttentionPart)
 NO_PART = -1
@@ -22,10 +22,10 @@ Parts = NDArray[np.int8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNames:
-    """Names that the ranges around the parts of attention may have, in any case.
+    """Names that the ranges around the parts of attention may have, in upper or lower case.
 
-    Ours, those of the course's handout, and those of a published answer. `softmax` or `matmul` may stand elsewhere too:
-    a range is a part of attention only where scores, softmax and values follow each other inside one range.
+    They are this project's, those of the course's handout, and those of a published solution. As `softmax` and `matmul`
+    may occur elsewhere, ranges count only where scores, softmax and values follow each other inside one range.
     """
 
     scores: tuple[str, ...] = (Range.SCORES, "computing attention scores", "attention scores")
@@ -46,18 +46,18 @@ class AttentionNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeParts:
-    """What each range of a trace is a part of; the last element of each is for no range at all."""
+    """The module path and the part of attention of each range; the last element of each column means no range."""
 
     path: Ints
     """Index into `paths`."""
     paths: tuple[tuple[int, str], ...]
-    """The path around it, and its last name; path 0 is the empty one."""
+    """For each path, the path around it and its last name; path 0 is empty."""
     part: Parts
-    """The part of attention that the range is or lies in."""
+    """The part of attention that the range is, or that it is inside."""
     part_range: Ints
-    """The range that is this part; -1 for none."""
+    """The range that is that part of attention; -1 for none."""
     in_attention: Mask
-    """In a range of the same name as one around scores: in backward there is that one alone."""
+    """Inside a range with the name of attention's own range; in backward attention has no other range."""
 
     def names(self, path: int) -> tuple[str, ...]:
         """The names of a path, the outermost first."""
@@ -69,7 +69,7 @@ class RangeParts:
 
 
 def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
-    """Walk through all ranges from the outside in; linear in their number however deeply they nest."""
+    """Find the parts of all ranges, from the outermost to the innermost, in time linear in their number."""
     ranges, strings, parent = attribution.trace.ranges, attribution.trace.strings, attribution.parent
     own = _attention_ranges(attribution, names)
     around = parent[own == PARTS.index(AttentionPart.SCORES)]
@@ -81,7 +81,7 @@ def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
     paths = [(0, "")]
     name_of, parent_of = ranges.name.tolist(), parent.tolist()
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
-        outer = parent_of[index]  # -1, the last element, for none
+        outer = parent_of[index]  # -1 for none, which indexes the last element
         path[index] = path[outer]
         if depth[path[outer]] < MAX_DEPTH:
             key = path[outer], name_of[index]
@@ -124,7 +124,7 @@ def _attention_ranges(attribution: Attribution, names: AttentionNames) -> Parts:
 
 
 def module_times(parts: RangeParts, module: Ints, phase: Codes, duration_ns: Ints) -> tuple[ModuleTimes, ...]:
-    """Kernels by the ranges right around them, and by phase; the longest first."""
+    """Kernels by module path and phase, the longest first."""
     key, group = np.unique(parts.path[module] * len(PHASES) + phase, return_inverse=True)
     time = np.zeros(len(key), dtype=np.int64)
     np.add.at(time, group, duration_ns)

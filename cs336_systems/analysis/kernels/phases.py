@@ -1,4 +1,4 @@
-"""When a process was in which phase and step: from its ranges, or else from which thread launched."""
+"""Phases and steps of a process over time, from its ranges or else from the threads that launched kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ Codes = NDArray[np.int8]
 
 
 class LaunchPhase(StrEnum):
-    """Where in a step something was launched; each kernel has exactly one."""
+    """The part of a step in which a kernel was launched; each kernel has exactly one."""
 
     DATA = "data"
     FORWARD = "forward"
@@ -33,7 +33,7 @@ CODES = {phase: code for code, phase in enumerate(PHASES)}
 
 
 class PhaseSource(StrEnum):
-    """What the phases of a process were told from."""
+    """The evidence for the phases of a process."""
 
     RANGES = "ranges"
     THREADS = "threads"
@@ -42,7 +42,7 @@ class PhaseSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseNames:
-    """Names of the ranges around phases and steps; files of others may call them anything."""
+    """Names of the ranges around phases and steps, which other programs choose freely."""
 
     data: str = LaunchPhase.DATA
     forward: str = Range.FORWARD
@@ -60,18 +60,18 @@ class PhaseNames:
 
     @property
     def phases(self) -> Mapping[str, LaunchPhase]:
-        """The phase that each name stands for."""
+        """The phase for each name."""
         return {getattr(self, phase): phase for phase in PHASES if phase is not LaunchPhase.UNATTRIBUTED}
 
 
 class UnknownRangeError(ValueError):
-    """A range that a phase was said to have is not in the file."""
+    """The file has no range of the name that the caller gave for a phase."""
 
 
 def check_names(trace: Trace, names: PhaseNames) -> None:
-    """Raise UnknownRangeError for a name of the caller's own choice that no range of the trace has.
+    """Raise UnknownRangeError for a name that the caller chose and no range of the trace has.
 
-    Names left as they are need not occur: a file may have no ranges at all.
+    Default names need not occur, since a file may have no ranges at all.
     """
     there = [trace.strings[name] for name in np.unique(trace.ranges.name)]
     usual = PhaseNames()
@@ -84,7 +84,7 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Windows of one process in time: a launch on any of its threads belongs to the window that holds it."""
+    """Time windows of one process; a launch on any of its threads belongs to the window that contains it."""
 
     source: PhaseSource
     start: Ints
@@ -94,7 +94,7 @@ class Plan:
     step_end: Ints
     step_is_warmup: Mask
     around_steps: Ints
-    """Ranges that span phases, so they are no modules."""
+    """Ranges that contain whole phases, so they are not modules."""
     notes: tuple[str, ...] = ()
 
 
@@ -104,7 +104,7 @@ NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
 def make_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> Plan:
-    """The windows of a process, which has the ranges `rows` and whose kernels with a launch are `launched`."""
+    """The windows of a process; `rows` are its ranges and `launched` its kernels with a known launch."""
     ranges = trace.ranges
     of_phase = _named(trace, rows, names.forward, names.backward, names.optimizer)
     if len(of_phase):
@@ -114,7 +114,7 @@ def make_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: Pha
 
 
 def _outermost(ranges: Ranges, rows: Ints) -> Ints:
-    """Of `rows`, those inside no other, in order of their start."""
+    """The ranges among `rows` that are inside no other, in order of their start."""
     outer = rows[Timeline(ranges.start_ns[rows], ranges.end_ns[rows]).parent < 0]
     return outer[np.argsort(ranges.start_ns[outer], kind="stable")]
 
@@ -124,7 +124,7 @@ def _named(trace: Trace, rows: Ints, *names: str) -> Ints:
 
 
 def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> Plan:
-    """Windows are the outermost phase ranges of the main thread; in a step, what comes before forward is data."""
+    """The windows are the outermost phase ranges of the main thread; in a step, the time before forward is data."""
     ranges = trace.ranges
     phases = _outermost(ranges, _named(trace, rows, *names.phases))
     codes = {string: CODES[phase] for string, phase in names.phases.items()}
@@ -155,7 +155,10 @@ def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> Plan:
 
 
 def _steps_between(start: Ints, end: Ints, is_forward: Mask, is_optimizer: Mask) -> tuple[Ints, Ints]:
-    """Steps of phases in order: one begins with each first forward after an optimizer, or with each forward."""
+    """Steps from a sequence of phases: a step begins with the first forward after an optimizer.
+
+    Without any optimizer, a step begins with each forward.
+    """
     forward = np.flatnonzero(is_forward)
     if is_optimizer.any():
         done = np.cumsum(is_optimizer)[forward]
@@ -178,10 +181,10 @@ def _is_warmup(trace: Trace, rows: Ints, names: PhaseNames, step_start: Ints) ->
 
 
 def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> Plan:
-    """Windows from who launched: what a thread other than that of the model's ranges launched is backward.
+    """The windows from the launching threads: backward is what a thread without the model's ranges launched.
 
-    On the main thread, from the first of the model's ranges to the last is forward, then loss until backward begins;
-    after backward it is the optimizer, until a range opens that the first forward opened too.
+    On the main thread, forward lasts from the first of the model's ranges to the last, and loss from there until
+    backward begins. After backward comes the optimizer, until a range opens that the first forward opened too.
     """
     ranges, kernels = trace.ranges, trace.kernels
     all_rows = rows
@@ -191,7 +194,7 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
     main = ranges.thread[rows[ranges.start_ns[rows].argmin()]]
     rows = rows[ranges.thread[rows] == main]
     backward = np.sort(kernels.launch_ns[launched[kernels.thread[launched] != main]])
-    # forward is over when backward begins, so no range of the model spans a launch of backward's
+    # forward has ended when backward begins, so no range of the model spans a launch of backward
     is_around = np.searchsorted(backward, ranges.end_ns[rows]) > np.searchsorted(backward, ranges.start_ns[rows])
     is_around |= np.isin(rows, _named(trace, rows, names.step, names.warmup, names.measure))
     model = rows[~is_around]
@@ -199,12 +202,12 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
     if not len(backward) or not len(model):
         return _no_plan(trace, process, all_rows, names, True)
 
-    # one burst of backward: what it launched between two of the model's ranges
+    # a burst is what backward launched between two of the model's ranges
     opened_before = np.searchsorted(ranges.start_ns[model], backward, side="right")
     first = np.flatnonzero(np.diff(opened_before, prepend=-1))
     burst_start, burst_end = backward[first], backward[np.append(first[1:], len(backward)) - 1] + 1
 
-    gap = np.searchsorted(burst_start, ranges.start_ns[model])  # between which bursts each of the model's ranges lies
+    gap = np.searchsorted(burst_start, ranges.start_ns[model])  # number of bursts before each of the model's ranges
     is_forward = np.isin(ranges.name[model], np.unique(ranges.name[model[gap == gap[0]]]))
     forward, gap = model[is_forward], gap[is_forward]
     gap, first = np.unique(gap, return_index=True)
@@ -239,7 +242,7 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
 
 
 def _no_plan(trace: Trace, process: int, rows: Ints, names: PhaseNames, has_kernels: bool) -> Plan:
-    """No phases; steps where these have ranges, as around a CUDA graph of a whole step."""
+    """A plan without phases, with steps if these have ranges, as around a CUDA graph of a whole step."""
     ranges = trace.ranges
     steps = _outermost(ranges, _named(trace, rows, names.step))
     note = (

@@ -1,4 +1,4 @@
-"""One step to draw: its phases, and what ran on its streams."""
+"""The data of a picture of one step: its phases, and the kernels on its streams."""
 
 import numpy as np
 
@@ -10,13 +10,13 @@ from cs336_systems.analysis.kernels.step_profile import PicturedStep, Piece, Win
 from cs336_systems.analysis.kernels.windows import HostSteps
 
 CELLS = 2000
-"""Of the step's time, one cell is too short to see: about the width of a picture in pixels."""
+"""Cells that the step's time is divided into: about the width of a picture in pixels."""
 MAX_PIECES = 5000
-"""With more, those that begin in one cell become one, of the class that ran longest."""
+"""Beyond this number, the pieces that begin in one cell are merged, and get the class that ran longest."""
 
 
 def picture(steps: HostSteps, spans: DeviceSteps, windows: DeviceWindows, jobs: Jobs, kind: Codes) -> PicturedStep:
-    """The step of median wall time, the shorter of the middle two; `kind` is of the kernels that `jobs` begins with."""
+    """The step of median wall time (of two, the shorter); `kind` holds the classes of the kernels in `jobs`."""
     order = np.argsort(steps.end_ns - steps.start_ns, kind="stable")
     step = int(order[(len(order) - 1) // 2])
     start = int(steps.start_ns[step])
@@ -40,7 +40,7 @@ def picture(steps: HostSteps, spans: DeviceSteps, windows: DeviceWindows, jobs: 
 
 
 def _pieces(jobs: Jobs, kind: Codes, rows: Ints, origin: int, cell: int) -> tuple[Piece, ...]:
-    """Runs of kernels of one stream, phase and class less than a cell apart."""
+    """Merge kernels of one stream, phase and class that are less than a cell apart."""
     rows = rows[np.lexsort((jobs.start_ns[rows], jobs.stream[rows], jobs.device[rows]))]
     start, end = jobs.start_ns[rows], jobs.end_ns[rows]
     lane = np.stack((jobs.device[rows], jobs.stream[rows], jobs.phase[rows].astype(np.int64)))
@@ -54,7 +54,7 @@ def _pieces(jobs: Jobs, kind: Codes, rows: Ints, origin: int, cell: int) -> tupl
         return ()
     weight = np.zeros((len(first), len(CLASSES)), dtype=np.int64)
     piece = np.repeat(np.arange(len(first)), last - first + 1)
-    np.add.at(weight, (piece, kind[rows]), end - start + 1)  # a kernel of no length has a class too
+    np.add.at(weight, (piece, kind[rows]), end - start + 1)  # + 1, so that a kernel of no duration has weight too
     busy = np.add.reduceat(end - start, first)
     piece_end = np.maximum.reduceat(end, first)
     return tuple(

@@ -1,4 +1,4 @@
-"""Matrix products of linear layers and of attention, told apart; and the time of attention's parts."""
+"""Which matmul kernels belong to linear layers and which to attention, and the time of attention's parts."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from cs336_systems.analysis.kernels.step_profile import AttentionPart, Attention
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import AttentionFlops, attention_backward_flops, attention_forward_flops
 
-# helpers that add up the parts of a product or apply what follows it, and PyTorch's operators that call another
+# helpers that sum the parts of a matmul or apply its epilogue, and PyTorch's operators that call another one
 _NO_PRODUCT = re.compile(
     r"split_?K_?reduce|execute_split_k_kernel|cutlass::reduction|cublasLt::epilogue|^aten::(?:matmul|linear|linear_backward|einsum)$",
     re.IGNORECASE,
@@ -23,31 +23,31 @@ _NO_PRODUCT = re.compile(
 
 SCORES, SOFTMAX, VALUES = (PARTS.index(part) for part in AttentionPart)
 LINEAR, UNKNOWN = len(PARTS), len(PARTS) + 1
-"""Roles of a product beside the parts of attention."""
+"""Roles of a matmul besides the parts of attention."""
 _FORWARD, _LOSS, _BACKWARD = (CODES[phase] for phase in (LaunchPhase.FORWARD, LaunchPhase.LOSS, LaunchPhase.BACKWARD))
 
 
 def is_product_itself(name: str) -> bool:
-    """Whether the kernel of this name multiplies matrices, once per product: helpers of a product do not."""
+    """Whether the kernel of this name is a matmul itself, not a helper of one."""
     return classify_kernel(name) is KernelClass.MATRIX_PRODUCT and _NO_PRODUCT.search(name) is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles(Columns):
-    """What the kernels of a trace do for the model."""
+    """The role of each kernel of a trace in the model."""
 
     step: Ints
-    """Numbered as in a `Selection`, -1 for kernels that are in no step of it."""
+    """Index of the step in a `Selection`; -1 for kernels outside its steps."""
     phase: Codes
     duration_ns: Ints
     product: Parts
-    """For matrix products LINEAR, UNKNOWN or the part of attention; NO_PART for all others."""
+    """For matmuls LINEAR, UNKNOWN or the part of attention; NO_PART for all other kernels."""
     part: Parts
-    """In forward, the part of attention in whose range the kernel is; in backward, the one that it differentiates."""
+    """The part of attention whose range contains the kernel; in backward, the part that the kernel differentiates."""
 
 
 def roles(attribution: Attribution, parts: RangeParts, step: Ints, kind: Codes) -> tuple[Roles, tuple[str, ...]]:
-    """The roles of all kernels, which have the classes `kind`; and what cannot be told."""
+    """The roles of all kernels, whose classes are `kind`, and notes on what cannot be concluded."""
     trace, placed = attribution.trace, attribution.kernels
     phase, own_part = placed.phase, parts.part[placed.module]
     used, index = np.unique(trace.kernels.name, return_inverse=True)
@@ -66,7 +66,7 @@ def roles(attribution: Attribution, parts: RangeParts, step: Ints, kind: Codes) 
     told = is_product & (own_part != NO_PART)
     product[told] = own_part[told]
     mirrored = mirrored_products(attribution, is_product)
-    mirrored[own_part != NO_PART] = -1  # of forward, computed again
+    mirrored[own_part != NO_PART] = -1  # recomputed forward
     product[mirrored >= 0] = product[mirrored[mirrored >= 0]]
 
     part = np.where(in_forward, own_part, np.int8(NO_PART))
@@ -79,7 +79,7 @@ def roles(attribution: Attribution, parts: RangeParts, step: Ints, kind: Codes) 
 
 
 def _steps_with(step: Ints, chosen: Mask) -> Mask:
-    """Whether each step has a chosen kernel; the last element is for no step, and false."""
+    """Whether each step has a chosen kernel; the last element, for kernels in no step, is False."""
     has: Mask = np.zeros(int(step.max(initial=-1)) + 2, dtype=np.bool_)
     has[step[chosen & (step >= 0)]] = True
     return has
@@ -88,8 +88,8 @@ def _steps_with(step: Ints, chosen: Mask) -> Mask:
 def _softmax_of_backward(attribution: Attribution, parts: RangeParts, roles: Roles, is_softmax: Mask) -> Mask:
     """Kernels of class softmax that differentiate attention's softmax.
 
-    Where backward has ranges of its own, those inside attention. Else those after backward's first product, which the
-    loss comes before; only in steps in which these are as many as forward's, so that nothing else can be among them.
+    If backward has module ranges, they are those inside attention. Otherwise they are those after backward's first
+    matmul, since the loss comes before it, in steps where backward has as many of them as forward.
     """
     step, placed = roles.step, attribution.kernels
     again = parts.part[placed.module] != NO_PART
@@ -122,7 +122,7 @@ def _notes(roles: Roles) -> list[str]:
 
 
 def product_counts(roles: Roles) -> tuple[ProductCounts, ...]:
-    """Matrix products by phase, for phases that have any."""
+    """Matmuls by phase, for phases that have any."""
     rows = np.flatnonzero((roles.step >= 0) & (roles.product != NO_PART))
     shape = (len(PHASES), UNKNOWN + 1)
     count, time = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -146,7 +146,7 @@ def product_counts(roles: Roles) -> tuple[ProductCounts, ...]:
 def attention_times(
     roles: Roles, attribution: Attribution, parts: RangeParts, model: ModelConfig | None, batch_size: int | None
 ) -> tuple[tuple[AttentionTimes, ...], tuple[str, ...]]:
-    """The parts of attention in forward and backward, with their FLOPs where the model is known; and what is amiss."""
+    """The parts of attention in forward and backward, with their FLOPs if the model is known, and notes."""
     is_scores = (roles.step >= 0) & (roles.phase == _FORWARD) & (roles.part == SCORES)
     num_scores = len(np.unique(parts.part_range[attribution.kernels.module[is_scores]]))
     flops, notes = _flops(model, batch_size, num_scores)
@@ -172,7 +172,7 @@ def attention_times(
 def _flops(
     model: ModelConfig | None, batch_size: int | None, num_scores: int
 ) -> tuple[dict[tuple[LaunchPhase, AttentionPart], int], tuple[str, ...]]:
-    """FLOPs of all passes that the steps hold, which are as many as the ranges around scores over the layers."""
+    """FLOPs of all passes in the steps. The number of passes is that of ranges around scores over that of layers."""
     if model is None or batch_size is None or not num_scores:
         return {}, ()
     if num_scores % model.num_layers:

@@ -1,4 +1,4 @@
-"""Reads a profile of whichever profiler wrote it."""
+"""Reads a profile of nsys or of torch.profiler."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ HEAD_BYTES = 100
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file of nsys or torch.profiler, told apart by its first bytes; raise ProfileError for others."""
+    """Read a file of nsys or torch.profiler, recognised by its first bytes; raise ProfileError for other files."""
     needed = f"{NSYS_FILE}, or {KINETO_FILE}"
     head = read_head(path, HEAD_BYTES, needed)
     if head.startswith(SQLITE_MAGIC):

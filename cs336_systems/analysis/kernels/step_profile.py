@@ -1,7 +1,7 @@
-"""Where the time of the profiled steps went: all that is kept of one kernel trace, and all that its tables are made of.
+"""The explained profile of a kernel trace: everything that is kept of it and that its tables are made from.
 
-Raw values of every step are kept; what is "per step" is derived from them. Warm-up steps are left out, unless the trace
-holds no others. All times are seconds (`_s`) of device or host as said.
+Values of every step are kept; means per step are derived from them. Warm-up steps are left out, unless the trace has no
+others. Times are seconds (`_s`), on the device unless the host is named.
 """
 
 import math
@@ -27,37 +27,39 @@ _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
 
 
 class Work(StrEnum):
-    """What stands in the place of kernels."""
+    """What the profile lists as kernels."""
 
     KERNELS = "kernels"
     OPERATORS = "operators"
-    """A trace of a CPU has no kernels: PyTorch's operators, each with the time that it spent in no other one."""
+    """PyTorch's operators, for a trace of a CPU; each without the time of operators inside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
-    """One phase; each tuple has one entry per step."""
+    """Times of one phase; each tuple has one entry per step."""
 
     phase: LaunchPhase
     launches: tuple[Count, ...]
-    """Kernels."""
+    """Number of kernels."""
     kernel_s: tuple[Time, ...]
-    """Durations of the kernels, added up over streams."""
+    """Sum of the kernels' durations, over all streams."""
     busy_s: tuple[Time, ...]
-    """Time in which at least one kernel or copy launched in any phase ran on the device, within the wall time.
+    """The part of the wall time in which at least one kernel or copy, of whatever phase, ran on the device.
 
-    The mean over the devices that the step used.
+    It is the mean over the devices that the step used.
     """
     wall_s: tuple[Time, ...]
-    """On the device, from the end of the phase before to its own end, as CUDA events between the phases would see it:
-    a phase ends when the last of its kernels has, or when the host leaves it, if that is later. For `unattributed` what
-    follows the last phase: work launched between two phases is in the wall time of the later one."""
+    """Time on the device from the end of the previous phase to the end of this one, as CUDA events would show.
+
+    A phase ends when the last of its kernels ends, or when the host leaves it, if that is later. `unattributed` is the
+    time after the last phase; work launched between two phases is in the wall time of the later one.
+    """
     host_s: tuple[Time, ...]
-    """How long the host was in the phase, launching."""
+    """How long the host was in the phase."""
     recomputed_s: tuple[Time, ...]
-    """Of `kernel_s`, forward done again inside backward."""
+    """The part of `kernel_s` that recomputes forward inside backward."""
     copies: tuple[Count, ...]
-    """Copies and fills by the driver, which are no kernels."""
+    """Number of copies and fills by the driver, which are not kernels."""
     copy_s: tuple[Time, ...]
 
 
@@ -66,7 +68,7 @@ class KernelTimes:
     """All launches of one kernel over the steps, in one phase or (`phase` None) in the whole step."""
 
     name: str
-    """As the profiler gives it, shortened to MAX_NAME characters."""
+    """The profiler's name, cut off after MAX_NAME characters."""
     short_name: str
     kind: KernelClass
     phase: LaunchPhase | None
@@ -91,7 +93,7 @@ class ClassTimes:
 
 
 class AttentionPart(StrEnum):
-    """What attention written out consists of."""
+    """A part of naive attention."""
 
     SCORES = "scores"
     SOFTMAX = "softmax"
@@ -102,8 +104,8 @@ class AttentionPart(StrEnum):
 class AttentionTimes:
     """One part of attention over the steps, in forward or backward.
 
-    In forward: all kernels within the part's range. In backward, where the ranges are of modules only: the products
-    that differentiate the forward part's products, and the kernels of class softmax within attention.
+    In forward: all kernels within the part's range. In backward, which has ranges of modules only: the matmuls that
+    differentiate the matmuls of the forward part, and the kernels of class softmax within attention.
     """
 
     part: AttentionPart
@@ -112,33 +114,33 @@ class AttentionTimes:
     total_s: Time
     product_count: Count
     product_s: Time
-    """Of these, matrix products."""
+    """Time of the part's matmuls."""
     flops: Count | None
-    """Over the same steps; None where the model's shape is not known."""
+    """FLOPs over the same steps; None if the model's shape is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductCounts:
-    """Matrix products over the steps in one phase, without helpers such as the sum over split-K parts."""
+    """Matmuls over the steps in one phase, without helpers such as the sum over split-K parts."""
 
     phase: LaunchPhase
     linear: Count
-    """Of linear layers."""
+    """Matmuls of linear layers."""
     linear_s: Time
     attention: Count
-    """Scores and values."""
+    """Matmuls of attention's scores and values."""
     attention_s: Time
     unknown: Count
-    """Those of which that cannot be told: no ranges around attention, or a compiler changed the order."""
+    """Other matmuls: attention has no ranges, or a compiler changed the order."""
     unknown_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTimes:
-    """Kernels launched inside a range and inside none of its own ranges, over the steps, in one phase."""
+    """Kernels launched directly inside a range, not in a range nested in it, over the steps, in one phase."""
 
     path: tuple[str, ...]
-    """Names of the ranges around the kernel, the outermost first; empty for kernels in no module's range."""
+    """Names of the ranges around the launch, the outermost first; empty outside of all modules."""
     phase: LaunchPhase
     count: Count
     total_s: Time
@@ -148,22 +150,22 @@ class IdleCause(StrEnum):
     """Why the device had nothing to run."""
 
     LATE_LAUNCH = "late launch"
-    """The host was at work and had not launched the next kernel yet: the CPU is the limit."""
+    """The host was busy and had not yet launched the next kernel: the CPU is the limit."""
     HOST_PAUSE = "host pause"
-    """The host did neither launch nor wait for longer than HOST_PAUSE_S: it slept or computed something else."""
+    """The host neither launched nor waited for longer than HOST_PAUSE_S: it slept or computed something else."""
     HOST_WAITED = "host waited"
-    """The host waited for the device (a synchronisation, `.item()`), and launched nothing meanwhile."""
+    """The host waited for the device (a synchronisation, `.item()`) and launched nothing in the meantime."""
     BETWEEN_KERNELS = "between kernels"
-    """The next kernel was launched in time and the device took as long to begin it."""
+    """The next kernel was launched in time, and the device took this long to begin it."""
     END_OF_STEP = "end of step"
     """After the last kernel of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleTimes:
-    """Idle time of the device over the steps, by phase (of the kernel that ended the wait) and cause.
+    """Idle time of the device over the steps, by cause and by the phase of the kernel that ended it.
 
-    At the end of a step, the phase is its last. The time is the mean over the devices that a step used.
+    At the end of a step, the phase is the step's last. The time is the mean over the devices that a step used.
     """
 
     phase: LaunchPhase
@@ -178,14 +180,14 @@ class Gap:
 
     step: Count
     start_s: float
-    """From the start of its step."""
+    """Time from the start of the step."""
     duration_s: Time
     phase: LaunchPhase
     cause: IdleCause
     before: str
-    """Short name of the kernel that ended before; empty at the start of a step."""
+    """Short name of the kernel before the gap; empty at the start of a step."""
     after: str
-    """Short name of the kernel that ended the wait; empty at the end of a step."""
+    """Short name of the kernel after the gap; empty at the end of a step."""
     module: tuple[str, ...]
     """Ranges around the launch of `after`."""
     host_call: str
@@ -194,21 +196,21 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls:
-    """Calls of one function of the CUDA runtime or driver over the steps, in one phase; those that wait apart."""
+    """Calls of one CUDA function over the steps in one phase; calls that wait have an entry of their own."""
 
     name: str
     phase: LaunchPhase
     count: Count
     total_s: Time
     is_launch: bool
-    """It launches kernels, copies or fills."""
+    """The function launches kernels, copies or fills."""
     is_wait: bool
-    """It makes the host wait for the device: a synchronisation, or a copy to the host that is followed by one."""
+    """The calls make the host wait for the device: synchronisations, or copies to the host followed by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """When one phase of the pictured step was, on the host and on the device, in seconds from the step's start."""
+    """Start and end of a phase of the pictured step on the host and on the device, in seconds from the step's start."""
 
     phase: LaunchPhase
     host_start_s: float
@@ -219,9 +221,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernels of one class and phase that followed each other closely on one stream of the pictured step.
+    """Kernels of one class and phase that follow each other closely on one stream of the pictured step.
 
-    Where there are too many to draw, those in a sliver too thin to see, with the class that ran longest.
+    If there are too many to draw, a piece holds all kernels that begin within one pixel, with the class that ran
+    longest.
     """
 
     stream: int
@@ -230,12 +233,12 @@ class Piece:
     start_s: float
     end_s: float
     busy_s: Time
-    """How long of it kernels ran."""
+    """How long kernels ran during the piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturedStep:
-    """The step of median wall time, for a picture."""
+    """The step of median wall time, as data for a picture."""
 
     step: Count
     wall_s: Time
@@ -250,51 +253,51 @@ class Left:
     warmup: Count
     warmup_s: Time
     outside: Count
-    """Launched outside of every step."""
+    """Kernels launched outside of every step."""
     outside_s: Time
     no_launch: Count
-    """Without a launch in the file."""
+    """Kernels whose launch is not in the file."""
     no_launch_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """One trace, explained. The kernels of `phases` and of `left` together are all of the file's, to the nanosecond."""
+    """One explained trace. The kernels of `phases` and `left` add up to all kernels of the file, to the nanosecond."""
 
     source: str
     """Name of the file."""
     work: Work
     device_names: tuple[str, ...]
     phases_from: tuple[PhaseSource, ...]
-    """How the phases of each process were told."""
+    """The evidence for the phases of each process."""
     num_steps: Count
     is_whole_trace: bool
-    """There are no steps in the file: the whole of it counts as one."""
+    """The file has no steps, so the whole file counts as one."""
     is_warmup: bool
-    """There are only warm-up steps in the file: they are what is shown."""
+    """The file has only warm-up steps, which are shown."""
     num_kernels: Count
-    """In the whole file; or operators."""
+    """Number of kernels, or operators, in the whole file."""
     kernel_s: Time
-    """In the whole file."""
+    """Their total time in the whole file."""
     left: Left
     step_s: tuple[Time, ...]
-    """Wall time of each step by the host's clock: its range, which ends with a synchronisation in our own records."""
+    """Wall time of each step on the host: its range, which in this program's runs ends with a synchronisation."""
     phases: tuple[PhaseTimes, ...]
-    """In order; `unattributed` holds what is in a step and in no phase."""
+    """The phases in order; `unattributed` holds what is in a step but in no phase."""
     kernels: tuple[KernelTimes, ...]
-    """By total time, the longest first: those of the whole step, then those of each phase."""
+    """Kernels of the whole step, then of each phase; the longest total first."""
     classes: tuple[ClassTimes, ...]
     products: tuple[ProductCounts, ...]
     attention: tuple[AttentionTimes, ...]
-    """Empty where attention is not written out in ranges of its own."""
+    """Empty unless attention's parts have ranges."""
     modules: tuple[ModuleTimes, ...]
     idle: tuple[IdleTimes, ...]
     gaps: tuple[Gap, ...]
-    """The longest, in order of duration."""
+    """The longest idle times, the longest first."""
     host_calls: tuple[HostCalls, ...]
     pictured: PicturedStep | None
     notes: tuple[str, ...]
-    """What the file cannot tell, in sentences."""
+    """Sentences about what the file lacks."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -304,7 +307,7 @@ def encode_profile(profile: StepProfile) -> bytes:
 
 
 def decode_profile(data: bytes) -> StepProfile:
-    """The profile in `data`; raise ValueError where there is none."""
+    """Decode a profile; raise ValueError for other data and for a profile that contradicts itself."""
     try:
         profile = msgspec.json.decode(data, type=StepProfile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -315,7 +318,7 @@ def decode_profile(data: bytes) -> StepProfile:
 
 
 def _contradictions(profile: StepProfile) -> Iterator[str]:
-    """What cannot be, of a file that was cut or changed by hand."""
+    """Contradictions in a profile that was cut off or changed by hand, in words."""
     num_steps = profile.num_steps
     if not num_steps:
         yield "it needs at least one step"
@@ -340,9 +343,9 @@ def _contradictions(profile: StepProfile) -> Iterator[str]:
 
 
 def read_profile(path: Path) -> StepProfile | None:
-    """The profile that `write_profile` wrote to `path`; None where the file is of another kind.
+    """Read a profile that `write_profile` wrote; return None for a file of another kind.
 
-    Raises ProfileError where it is of this kind and damaged.
+    Raises ProfileError for a damaged profile.
     """
     if not path.is_file():
         return None

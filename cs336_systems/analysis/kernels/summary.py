@@ -1,4 +1,4 @@
-"""From kernels in their places to a `StepProfile`."""
+"""Summarise attributed kernels in a `StepProfile`."""
 
 from collections.abc import Iterator
 
@@ -38,10 +38,10 @@ def summarise(
     names: AttentionNames | None = None,
     phase_names: PhaseNames | None = None,
 ) -> StepProfile:
-    """The profile of the steps in a trace from the file `source`; `model` and `batch_size` give attention its FLOPs.
+    """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`, attention has FLOPs.
 
-    `phase_names` are those that `attribute` was given. Raises ValueError where they are not, and AttributionError if
-    the parts missed the whole.
+    `phase_names` must be those that `attribute` was given; raises ValueError for others. Raises AttributionError if the
+    parts do not add up to the whole.
     """
     trace, placed = attribution.trace, attribution.kernels
     selection = select(attribution, phase_names)
@@ -97,7 +97,7 @@ def _seconds(time_ns: Ints | Floats) -> tuple[float, ...]:
 
 
 def _left(attribution: Attribution, step: Ints) -> Left:
-    """The kernels in no profiled step; raise AttributionError unless they and those of the phases are all there are."""
+    """The kernels in no profiled step; raise AttributionError unless these and the phases' are all kernels."""
     work, placed = attribution.trace.kernels, attribution.kernels
     in_phases = _Table(int(step.max(initial=-1)) + 1)
     used = int(in_phases(step, placed.phase).sum()), int(in_phases(step, placed.phase, work.duration_ns).sum())
@@ -123,13 +123,13 @@ def _left(attribution: Attribution, step: Ints) -> Left:
 
 
 class _Table:
-    """Whole numbers by step and phase."""
+    """Sums whole numbers by step and phase."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
 
     def __call__(self, step: Ints, phase: Codes, values: Ints | int = 1) -> Ints:
-        """The sum of `values` of the rows in each step and phase; step -1 is none."""
+        """The sum of `values` over the rows of each step and phase, without rows of step -1 (none)."""
         table = np.zeros((self._num_steps + 1, len(PHASES)), dtype=np.int64)
         np.add.at(table, (step, phase), values)
         return table[:-1]
@@ -138,7 +138,7 @@ class _Table:
 def _phases(
     attribution: Attribution, selection: Selection, jobs: Jobs, windows: DeviceWindows, busy: Floats
 ) -> Iterator[PhaseTimes]:
-    """The phases that a step has, or has kernels or copies in."""
+    """The phases in which some step has a window, kernels or copies."""
     sums = _Table(len(selection.steps))
     trace, placed, num_kernels = attribution.trace, attribution.kernels, len(attribution.kernels)
     step, copy_step, copy_phase = jobs.step[:num_kernels], jobs.step[num_kernels:], attribution.copies.phase

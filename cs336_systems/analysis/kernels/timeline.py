@@ -1,4 +1,4 @@
-"""Which of many intervals holds a time."""
+"""Look up which of many intervals contains a time."""
 
 import numpy as np
 
@@ -6,9 +6,9 @@ from cs336_systems.analysis.columns import Ints
 
 
 class Timeline:
-    """Which of many intervals is innermost at a time: of those that hold it, the one that started last.
+    """Looks up the innermost interval at a time: of those that contain it, the one that started last.
 
-    An interval holds its start and not its end. Intervals may cross; of two that start together the shorter is inner.
+    An interval contains its start but not its end. Intervals may cross; of two with one start the shorter is inner.
     """
 
     __slots__ = ("_owner", "_time", "parent")

@@ -1,4 +1,4 @@
-"""What a profiler saw, in columns. Readers make a `Trace`, and nothing beyond them knows a file format."""
+"""A profile in columns. The readers make a `Trace`, and only they know file formats."""
 
 import re
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ import numpy as np
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 
 _DRIVERS_OWN = re.compile(r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?", re.ASCII)
-"""Names of the CUDA driver's own kernels that fill or copy memory."""
+"""Names of the CUDA driver's kernels that fill or copy memory."""
 
 MAX_TIME_NS = 2**61
-"""Seventy years on either side of zero, so that differences of two times fit 64 bits."""
+"""Largest absolute time (seventy years), so that the difference of two times fits 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWork(Columns):
-    """Kernels, or copies and fills, as the device ran them."""
+    """Kernels, or copies and fills, that a device ran."""
 
     name: Ints
     process: Ints
@@ -28,41 +28,41 @@ class DeviceWork(Columns):
     duration_ns: Ints
     correlation: Ints
     is_launched: Mask
-    """Whether the launch was seen; `launch_ns` and `thread` mean something only there."""
+    """Whether the trace has the launch; `launch_ns` and `thread` are valid only then."""
     launch_ns: Ints
     thread: Ints
     is_in_graph: Mask
-    """Launched by a CUDA graph: `graph` is the node, or the graph where the profiler saw only the whole of it,
-    or 0 where it says neither (torch.profiler)."""
+    """Launched by a CUDA graph."""
     graph: Ints
+    """Id of the graph's node, or of the graph if the profiler traced it as a whole; 0 if unknown (torch.profiler)."""
     num_bytes: Ints
     """Bytes copied or filled; 0 for kernels."""
 
 
 def join(first: DeviceWork, second: DeviceWork) -> DeviceWork:
-    """The rows of both, those of `first` first."""
+    """The rows of `first`, then those of `second`."""
     columns = [field.name for field in fields(DeviceWork)]
     return DeviceWork(**{name: np.concatenate((getattr(first, name), getattr(second, name))) for name in columns})
 
 
 def chosen(work: DeviceWork, rows: Mask) -> DeviceWork:
-    """Some of the rows."""
+    """The selected rows."""
     return DeviceWork(**{field.name: getattr(work, field.name)[rows] for field in fields(DeviceWork)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranges(Columns):
-    """What the program called the time between two points of one thread."""
+    """Named ranges of time, which the program marked."""
 
     name: Ints
     process: Ints
     thread: Ints
     start_ns: Ints
     end_ns: Ints
-    """The end of the trace for a range that is still open there."""
+    """End of the range; the end of the trace for a range that is still open."""
     is_open: Mask
     is_nested: Mask
-    """Pushed and popped on one thread; others may start and end anywhere in the process."""
+    """Pushed and popped on one thread; other ranges may start and end on any thread of the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,23 +79,23 @@ class ApiCalls(Columns):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One profile, whichever profiler took it.
+    """One profile, independent of the profiler.
 
-    Times are nanoseconds on one clock. A thread's number is its own among all processes, and belongs to one of them.
+    Times are nanoseconds on one clock. A thread's number is unique among all processes.
     """
 
     strings: tuple[str, ...]
-    """Every `name` column holds indices into this. Each string is there once."""
+    """Distinct strings; every `name` column holds indices into them."""
     kernels: DeviceWork
     copies: DeviceWork
     ranges: Ranges
     api_calls: ApiCalls
     device_names: tuple[str, ...] = ()
-    """Of the devices that the profiler knows, each name once; empty where it does not say."""
+    """Distinct names of the devices; empty if the profile has none."""
     is_of_host: bool = False
-    """No device was traced: the `kernels` are operators of the host, each with the time it spent in no other one."""
+    """No device was traced: the `kernels` are operators of the host, without the time of operators inside them."""
     notes: tuple[str, ...] = ()
-    """What the file cannot tell, in sentences."""
+    """Sentences about what the file lacks."""
 
     def __post_init__(self) -> None:
         if len(self._ids) < len(self.strings):
@@ -106,14 +106,14 @@ class Trace:
         return {string: index for index, string in enumerate(self.strings)}
 
     def string_ids(self, *names: str) -> Ints:
-        """Indices of those of `names` that occur."""
+        """Indices of the `names` that occur in the trace."""
         return np.array([self._ids[name] for name in names if name in self._ids], dtype=np.int64)
 
 
 def with_copies_apart(trace: Trace) -> Trace:
-    """The trace with fills and copies among the copies where a profiler shows them as kernels of the driver.
+    """The trace with the driver's kernels that copy and fill moved from the kernels to the copies.
 
-    torch.profiler does so for those in CUDA graphs.
+    torch.profiler shows copies and fills in CUDA graphs as such kernels.
     """
     names = [index for index, name in enumerate(trace.strings) if _DRIVERS_OWN.fullmatch(name)]
     is_copy = np.isin(trace.kernels.name, names)
@@ -124,7 +124,7 @@ def with_copies_apart(trace: Trace) -> Trace:
 
 
 def durations(start: Ints, end: Ints, what: str) -> Ints:
-    """End minus start; raise ValueError where that is no time."""
+    """End minus start; raise ValueError for times out of range and for negative durations."""
     for times in (start, end):
         if len(times) and not -MAX_TIME_NS <= int(times.min()) <= int(times.max()) <= MAX_TIME_NS:
             worst = max(int(times.max()), int(times.min()), key=abs)

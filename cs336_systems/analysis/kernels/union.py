@@ -1,4 +1,4 @@
-"""When at least one of many intervals is open, and when none is."""
+"""The times at which at least one of many intervals is open, and those at which none is."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holes(Columns):
-    """Times within windows in which no interval is open."""
+    """The times within windows at which no interval is open."""
 
     window: Ints
     """Index of the window."""
@@ -23,7 +23,7 @@ class Holes(Columns):
 
 
 class Union:
-    """The union of many intervals, which may overlap: disjoint stretches in order."""
+    """The union of many intervals, which may overlap, as disjoint stretches in order."""
 
     __slots__ = ("_before", "_first", "_last", "end", "start")
 
@@ -40,20 +40,20 @@ class Union:
         length = self.end - self.start
         self._before: Ints = np.append(0, np.cumsum(length) - length)  # before no stretch, before each
         self._first: Ints = order[first]
-        # who ended last in its stretch: the latest to raise what was reached
+        # the interval that ended last in each stretch is the last one that raised the running maximum
         raised = np.append(True, reached[1:] > reached[:-1])[: len(order)]
         at = np.maximum.accumulate(np.where(raised, np.arange(len(order)), 0))
         self._last: Ints = order[at[last]]
 
     def until(self, time: Ints) -> Ints:
-        """How long at least one interval was open before each time."""
+        """For each time, how long at least one interval was open before it."""
         at = np.searchsorted(self.start, time, side="right")
         inside = np.minimum(time, np.append(-MAX_TIME_NS, self.end)[at]) - np.append(-MAX_TIME_NS, self.start)[at]
         covered: Ints = self._before[at] + np.where(at > 0, inside, 0)
         return covered
 
     def holes(self, start: Ints, end: Ints) -> Holes:
-        """What the union leaves open of each window."""
+        """The parts of each window that the union does not cover."""
         hole_start = np.append(-MAX_TIME_NS, self.end)
         hole_end = np.append(self.start, MAX_TIME_NS)
         low = np.searchsorted(hole_end, start, side="right")

@@ -1,4 +1,4 @@
-"""Which steps a profile is of, and when the host was in which phase of them."""
+"""The steps that a profile covers, and the host's phases in them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ NO_CODES: Codes = np.zeros(0, dtype=np.int8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSteps(Columns):
-    """The steps that a profile is of: by process, each process in order."""
+    """The profiled steps by process, in order of time."""
 
     process: Ints
-    """Index into the trace's processes; 0 for a whole trace, however many these are."""
+    """Index into the trace's processes; 0 if the whole trace counts as one step."""
     start_ns: Ints
     end_ns: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWindows(Columns):
-    """When the host was in a phase of these steps: by step, each step in order."""
+    """The host's time in each phase of the steps, by step and in order of time."""
 
     step: Ints
     phase: Codes
@@ -41,18 +41,18 @@ class Selection:
     steps: HostSteps
     windows: HostWindows
     processes: Ints
-    """The trace's own numbers of its processes."""
+    """Process ids as in the trace."""
     is_whole_trace: bool
     is_warmup: bool
     number: Ints
-    """Index into `steps` of each of the attribution's steps, -1 for one left out; the last element is -1."""
+    """Index into `steps` for each of the attribution's steps, -1 for those left out; the last element is -1."""
 
     def step_of(self, step: Ints) -> Ints:
-        """Index into `steps`, of kernels or copies with these steps of the attribution; -1 for those in none."""
+        """Index into `steps` for kernels or copies with these steps of the attribution; -1 for those in no step."""
         return np.zeros_like(step) if self.is_whole_trace else self.number[step]
 
     def process_of(self, process: Ints) -> Ints:
-        """The index that `steps` has for the process of kernels, copies or calls; -1 for one that has no kernels."""
+        """Index into `processes` for process ids of kernels, copies or calls; -1 for processes without kernels."""
         if self.is_whole_trace:
             return np.zeros_like(process)
         at = np.searchsorted(self.processes, process)
@@ -60,9 +60,9 @@ class Selection:
 
 
 def select(attribution: Attribution, names: PhaseNames | None = None) -> Selection:
-    """The steps that are no warm-up, or all if there are no others, or the whole trace if there are none.
+    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps.
 
-    `names` are those that `attribute` was given; raise ValueError for others.
+    `names` must be those that `attribute` was given; raises ValueError for others.
     """
     plans = _plans(attribution, PhaseNames() if names is None else names)
     steps = attribution.steps
@@ -91,14 +91,14 @@ def select(attribution: Attribution, names: PhaseNames | None = None) -> Selecti
 
 
 def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each id and the rows that have it, in order."""
+    """Yield each id with its rows, in order."""
     order = np.argsort(ids, kind="stable")
     values, first = np.unique(ids[order], return_index=True)
     yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
 
 
 def _plans(attribution: Attribution, names: PhaseNames) -> Mapping[int, Plan]:
-    """The plan of each process, which `attribute` made and did not keep."""
+    """The plan of each process, made again because `attribute` does not keep it."""
     trace, kernels = attribution.trace, attribution.trace.kernels
     ranges = dict(groups(trace.ranges.process))
     is_launched = np.flatnonzero(kernels.is_launched)
@@ -120,7 +120,7 @@ def _plans(attribution: Attribution, names: PhaseNames) -> Mapping[int, Plan]:
 
 
 def _extent(trace: Trace) -> tuple[int, int]:
-    """When the first of anything in the trace began and the last ended; 0 and 0 for an empty one."""
+    """Start of the trace's first event and end of its last; 0 and 0 for an empty trace."""
     host = trace.ranges
     parts = [
         (part.start_ns, part.start_ns + part.duration_ns) for part in (trace.kernels, trace.copies, trace.api_calls)
@@ -131,7 +131,7 @@ def _extent(trace: Trace) -> tuple[int, int]:
 
 
 def _windows(plans: Mapping[int, Plan], steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
-    """The windows that begin in a step, cut where it ends."""
+    """The windows that begin in a step, cut off at its end."""
     found: list[tuple[Ints, Codes, Ints, Ints]] = [(NO_ROWS, NO_CODES, NO_ROWS, NO_ROWS)]
     for index, plan in enumerate(plans.values()):
         mine = np.flatnonzero((steps.process == index) | is_whole_trace)
