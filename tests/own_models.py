@@ -13,7 +13,7 @@ from cs336_systems.model.annotate import annotate
 
 
 class BasicsTransformerLM(nn.Module):
-    """A stand-in for the course's own model: its signature, and a small causal Transformer behind it."""
+    """A look-alike of the course's own model: its signature, the keys of its state dict, its formulas."""
 
     def __init__(
         self,
@@ -27,18 +27,59 @@ class BasicsTransformerLM(nn.Module):
     ) -> None:
         super().__init__()
         self.token_embeddings = nn.Embedding(vocab_size, d_model)
-        block = nn.TransformerEncoderLayer(d_model, num_heads, d_ff, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(block, num_layers, enable_nested_tensor=False)
+        self.layers = nn.ModuleList(_BasicsBlock(d_model, num_heads, d_ff) for _ in range(num_layers))
+        self.ln_final = nn.RMSNorm(d_model, eps=1e-5)
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
-        frequencies = rope_theta ** (-torch.arange(0, d_model, 2) / d_model)
-        angles = torch.outer(torch.arange(context_length), frequencies)
-        self.register_buffer("positions", torch.cat((angles.sin(), angles.cos()), -1)[:, :d_model], persistent=False)
+        d_head = d_model // num_heads
+        angles = torch.arange(context_length)[:, None] / rope_theta ** (torch.arange(0, d_head, 2) / d_head)
+        self.register_buffer("cos_sin", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        seq = tokens.shape[1]
-        x = self.token_embeddings(tokens) + self.positions[:seq]
-        future = torch.ones(seq, seq, dtype=torch.bool, device=tokens.device).triu(1)
-        return self.lm_head(self.layers(x, mask=future, is_causal=True))
+        x = self.token_embeddings(tokens)
+        cos, sin = self.cos_sin[:, : tokens.shape[1]]
+        for layer in self.layers:
+            x = x + layer.attn(layer.ln1(x), cos, sin)
+            x = x + layer.ffn(layer.ln2(x))
+        return self.lm_head(self.ln_final(x))
+
+
+class _BasicsBlock(nn.Module):
+    def __init__(self, d_model: int, num_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.RMSNorm(d_model, eps=1e-5), nn.RMSNorm(d_model, eps=1e-5)
+        self.attn, self.ffn = _BasicsAttention(d_model, num_heads), _BasicsFeedForward(d_model, d_ff)
+
+
+class _BasicsAttention(nn.Module):
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        for name in ("q_proj", "k_proj", "v_proj", "output_proj"):
+            setattr(self, name, nn.Linear(d_model, d_model, bias=False))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def rotated(pairs: Tensor) -> Tensor:
+            even, odd = pairs[..., 0::2], pairs[..., 1::2]
+            return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2)
+
+        batch, seq, _ = x.shape
+        q, k, v = (proj(x).reshape(batch, seq, self.num_heads, -1).transpose(1, 2)
+                   for proj in (self.q_proj, self.k_proj, self.v_proj))  # fmt: skip
+        scores = torch.einsum("bhqd,bhkd->bhqk", rotated(q), rotated(k)) / q.shape[-1] ** 0.5
+        mask = torch.arange(seq, device=x.device)[:, None] >= torch.arange(seq, device=x.device)
+        weights = torch.softmax(torch.where(mask, scores, -torch.inf), dim=-1)
+        return self.output_proj(torch.einsum("bhqk,bhkd->bqhd", weights, v).reshape(batch, seq, -1))
+
+
+class _BasicsFeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(d_model, d_ff, bias=False), nn.Linear(d_model, d_ff, bias=False)
+        self.w2 = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.w1(x)
+        return self.w2(gate * torch.sigmoid(gate) * self.w3(x))
 
 
 def talkative(vocab_size: int, d_model: int) -> nn.Module:

@@ -6,15 +6,21 @@ import sys
 from types import ModuleType
 from unittest.mock import patch
 
-from cs336_systems.model import layers
-from cs336_systems.model import transformer as model
+from cs336_systems.model import transformer
+from cs336_systems.model.fast import blocks
 
 
 @functools.cache
 def plain_model() -> ModuleType:
-    """The module `model` loaded once more, with layers that are loaded once more too."""
-    with patch.dict(sys.modules, {layers.__name__: _loaded(layers)}):
-        found = _loaded(model)
+    """The reference's module loaded once more."""
+    return _loaded(transformer)
+
+
+@functools.cache
+def plain_blocks() -> ModuleType:
+    """The module of the fast model's blocks loaded once more, with classes derived from those of `plain_model`."""
+    with patch.dict(sys.modules, {transformer.__name__: plain_model()}):
+        found = _loaded(blocks)
     sys.modules[found.__name__] = found  # where the compiler looks for a function's globals
     return found
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from cs336_systems.config import CompileMode, Phase
 from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import current_path
-from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.model.fast.model import FastLM
 from cs336_systems.ranges import Range
 
 MAX_EVENTS = 1_000_000
@@ -156,9 +156,9 @@ class MemoryRecorder:
         During recomputation the checkpoint's own hooks replace those of `watching`, so these hooks wrap them.
         """
         model = self._step.model
-        if not self._checkpoint_blocks or not isinstance(model, TransformerLM):
+        if not self._checkpoint_blocks:
             return
-        for index, block in enumerate(model.layers):
+        for index, block in enumerate(cast("FastLM", model).layers):
             if index % self._checkpoint_blocks == 0:
                 yield block.register_forward_pre_hook(self._see_input)
             yield block.register_forward_pre_hook(self._begin_again)
@@ -220,7 +220,7 @@ def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
     for parameter, name in names.items():
         yield Kind.PARAMETER, name, parameter
     copied: dict[Tensor, list[str]] = {}
-    for weight in step.weights:
+    for weight in step.model.weights if isinstance(step.model, FastLM) else ():
         if weight.source is not None:
             copied.setdefault(weight.source, []).append(names[weight.master])
     for source, masters in copied.items():
@@ -229,8 +229,7 @@ def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
 
 def _checkpoint_blocks(step: TrainingStep) -> int:
     """Blocks in a checkpoint; 0 without checkpoints, and for a compiled model, whose blocks run no hooks."""
-    is_eager = isinstance(step.model, TransformerLM) and step.config.compile is CompileMode.NONE
-    return step.config.checkpoint_blocks if is_eager else 0
+    return step.config.checkpoint_blocks if step.config.compile is CompileMode.NONE else 0
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,88 +1,22 @@
-"""One step of training, or the part of it that the mode asks for, told to a clock phase by phase."""
+"""One training step, or the part of it that the mode asks for, timed phase by phase."""
 
 import contextlib
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields
-from pathlib import Path
-from typing import cast
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cs336_systems.config import CompileMode, Mode, ModelConfig, Phase, RunConfig
+from cs336_systems.config import CompileMode, Mode, Phase, RunConfig
 from cs336_systems.measure.clock import Clock, StepTimes
-from cs336_systems.measure.precision import AUTOCAST_DTYPES, autocast, check_dtypes, make_grad_scaler
+from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_scaler
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch, make_batches
-from cs336_systems.model.fast.cross_entropy import fused_cross_entropy
-from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.factory import make_model
 from cs336_systems.model.fast.step_graph import StepGraph
-from cs336_systems.model.fast.weights import Weight, cast_linear_weights, drop_gradients
-from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.transformer import TransformerLM, num_parameters
+from cs336_systems.model.fast.trainable import make_trainable
+from cs336_systems.model.transformer import num_parameters
 from cs336_systems.ranges import Range
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""The mean loss of a batch, from its tokens and its targets."""
-
-
-def load_factory(name: str) -> Callable[..., nn.Module]:
-    """Import `package.module:factory`, looking in the current directory too; raise ValueError where it is not there."""
-    module_name, _, attribute = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: object = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {name}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"--model {name}: needed a callable that makes a model, got {type(found).__name__}")
-    return found
-
-
-def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Module:
-    """Call the factory with the fields of `model` that its signature names."""
-    known = {field.name: getattr(model, field.name) for field in fields(model)}
-    parameters = inspect.signature(factory).parameters.values()
-    missing = [p.name for p in parameters if p.name not in known and p.default is p.empty and p.kind not in (2, 4)]
-    if missing:
-        raise ValueError(f"the model factory needs {', '.join(missing)}; what there is: {', '.join(known)}")
-    made = factory(**{p.name: known[p.name] for p in parameters if p.name in known})
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"the model factory must return a torch.nn.Module, got {type(made).__name__}")
-    return made
-
-
-def make_model(config: RunConfig) -> nn.Module:
-    """The model of the configuration, made and initialised on its device."""
-    with torch.device(config.device.value):
-        if config.model_factory is None:
-            model = TransformerLM(config.model)
-            if config.checkpoint_blocks:
-                importlib.import_module("torch._dynamo")  # the first checkpoint imports it otherwise, in a step
-            model.checkpoint_blocks = config.checkpoint_blocks
-            model.lm_head.multiple = config.pad_vocabulary
-            return model
-        return call_factory(load_factory(config.model_factory), config.model).to(config.device.value)
-
-
-def compile_loss(loss: Loss, model: nn.Module, config: RunConfig) -> Loss:
-    """What computes the loss of a batch, with `model` in it, compiled as the configuration says; itself for `none`."""
-    if config.compile is CompileMode.NONE:
-        return loss
-    mode = None if config.compile is CompileMode.DEFAULT else config.compile.value
-    if config.compile_blocks:
-        for block in cast(TransformerLM, model).layers:
-            block.compile(mode=mode)
-        return loss
-    return cast(Loss, torch.compile(loss, mode=mode))
 
 
 class TrainingStep:
@@ -90,39 +24,23 @@ class TrainingStep:
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
         self.config = config
-        self.model = make_model(config) if model is None else model
-        parameters = ((f"parameter {name}", parameter.dtype) for name, parameter in self.model.named_parameters())
+        model = make_model(config) if model is None else model
+        parameters = ((f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters())
         check_dtypes(config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters])
-        self.model.train(config.mode is not Mode.INFERENCE)
         self.batches = make_batches(config)
         self.scaler = make_grad_scaler(config.precision, config.device)
-        self.num_parameters = num_parameters(self.model)
-        self.weights: tuple[Weight, ...] = ()
-        """With their copies; empty where every step casts the parameters."""
-        if config.cast_once:
-            self.weights = cast_linear_weights(self.model, AUTOCAST_DTYPES[config.precision], fp8=config.fp8)
-        if config.fused_blocks:
-            cast(TransformerLM, self.model).fuse_blocks()
-        self.optimizer = self._make_optimizer()
+        self.num_parameters = num_parameters(model)
+        self.trainable = make_trainable(model, config)
+        self.model = self.trainable.model
+        self.model.train(config.mode is not Mode.INFERENCE)
+        self.optimizer = self.trainable.make_optimizer() if config.mode is Mode.TRAIN else None
         self.phase = Phase.DATA
-        """What the step is at, for whoever has to say where it failed."""
+        """The phase that is running, which a failure's message names."""
         self.loss: Float[Tensor, ""]
-        """Of the last step; in a graph it stays where it is, to be overwritten by the next."""
-        self._loss = compile_loss(self._loss_of, self.model, config)
-        self._criterion = _make_criterion(config)
+        """Loss of the last step; a graph's next replay overwrites it."""
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
         recorded = tuple(phase for phase in config.phases if phase is not Phase.DATA)
-        self.graph = StepGraph(self._phases, recorded, self._captured) if config.cuda_graph else None
-
-    def _make_optimizer(self) -> torch.optim.Optimizer | None:
-        config = self.config
-        if config.mode is not Mode.TRAIN:
-            return None
-        if config.cast_once:
-            return MasterAdamW(self.weights, config.learning_rate)
-        return make_optimizer(
-            config.optimizer, self.model.parameters(), lr=config.learning_rate, capturable=config.cuda_graph
-        )
+        self.graph = StepGraph(self._phases, recorded, self.trainable.captured) if config.cuda_graph else None
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
         """Run one step by `clock`; return its times and its loss, still on the device."""
@@ -143,7 +61,6 @@ class TrainingStep:
         # before a capture too: gradients that it found would be added to in every replay
         if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
-            drop_gradients(self.weights)
         return times, self.loss
 
     def _run(self, batch: Batch, clock: Clock) -> None:
@@ -171,24 +88,13 @@ class TrainingStep:
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
         """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and nothing else."""
         with self._grad(), annotate(Range.FORWARD), autocast(self.config.precision, self.config.device):
-            return self._loss(*batch)
-
-    # below, plain tensors: the compiler cannot trace the shape checks of tests
-    def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        config = self.config
-        # these criteria cut off the surplus themselves, in their kernels
-        if config.fused_loss or config.compile_blocks:
-            model = cast(TransformerLM, self.model)
-            logits = model.lm_head(model.hidden(tokens), with_surplus=True)
-        else:
-            logits = check_logits(self.model(tokens), targets, config.model.vocab_size)
-        with annotate(Range.LOSS):
-            return self._criterion(logits, targets, config.model.vocab_size)
+            return self.trainable.loss(*batch)
 
     def logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-        """What the model, in the precision and with the weights of this step, makes of `tokens`."""
+        """Logits of the model in the precision of this step."""
         with torch.no_grad(), autocast(self.config.precision, self.config.device):
-            return cast(Tensor, self.model(tokens))
+            logits: Tensor = self.model(tokens)
+            return logits
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
         """Gradients of the loss, scaled where the precision needs it."""
@@ -208,31 +114,3 @@ class TrainingStep:
     def loss_scale(self) -> float | None:
         """GradScaler's factor, which falls exactly when a step was skipped; None without one. Synchronises."""
         return None if self.scaler is None else self.scaler.get_scale()
-
-    def _captured(self) -> None:
-        if isinstance(self.optimizer, MasterAdamW):
-            self.optimizer.captured()
-
-
-Criterion = Callable[[Tensor, Tensor, int], Tensor]
-"""The mean loss of logits, of which only so many columns count."""
-
-
-def _make_criterion(config: RunConfig) -> Criterion:
-    if config.fused_loss:
-        return fused_cross_entropy
-    return torch.compile(_cross_entropy) if config.compile_blocks else _cross_entropy
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    if logits.shape[-1] > vocab_size:
-        logits = logits[..., :vocab_size]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def check_logits(logits: object, targets: Tensor, vocab_size: int) -> Tensor:
-    """The logits; raise ValueError where a user's own model returned something else."""
-    if not isinstance(logits, Tensor) or logits.shape != (*targets.shape, vocab_size):
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"the model must return logits of shape {(*targets.shape, vocab_size)}, got {found}")
-    return logits

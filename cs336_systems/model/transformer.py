@@ -1,27 +1,21 @@
-"""A decoder-only Transformer language model, composed from its config and annotated in place.
+"""A decoder-only Transformer language model of either architecture, with named ranges in place.
 
-Written for the host's sake, which launches a kernel in 4-5 us: few kernels, tables computed once, no shape juggling.
+It is plain on purpose: this is the model that is measured and explained; `model/fast` computes the same from the same
+parameters. The host needs 4-5 us to launch a kernel, so tables are computed once and no line launches one in vain.
 """
 
 import math
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.fast.fused_blocks import bias_gelu
-from cs336_systems.model.fast.joint import cut_heads, rope_heads, swiglu
-from cs336_systems.model.layers import Copies, Embedding, LayerNorm, Linear, LMHead, Pending, RMSNorm, to_autocast_dtype
-from cs336_systems.model.rope import rope_rotations, rotate_pairs
 from cs336_systems.ranges import Range, block_range
 
 _SDPA_BACKENDS = {
@@ -32,12 +26,17 @@ _SDPA_BACKENDS = {
 }
 
 
-class TransformerLM(nn.Module):
-    """Language model of either architecture, built and initialised on the default device.
+Rotations = Float[Tensor, "seq pairs 2"]
+"""Cosine and sine of the angle by which RoPE rotates each pair of features at each position."""
+Future = Bool[Tensor, "queries keys"]
+"""True if a key comes after a query, which must not attend to it."""
 
-    `with torch.device("cuda"): TransformerLM(config)` puts it on the GPU without a detour over the host. The state dict
-    of architecture cs336 has the keys of the course's own model. Parameters are fp32; lower precision is autocast's
-    business.
+
+class TransformerLM(nn.Module):
+    """Language model, built and initialised on the default device: `with torch.device("cuda"): TransformerLM(config)`.
+
+    The state dict of architecture cs336 has the keys of the course's own model. Parameters are fp32; lower precision
+    is left to autocast.
     """
 
     rotations: Tensor | None
@@ -46,10 +45,6 @@ class TransformerLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_blocks = 0
-        """Blocks whose inside is computed again in backward instead of kept; 0 for none."""
-        self.has_fused_blocks = False
-        """Whether branches are added to the residual stream by the norms that read the sum; see `fuse_blocks`."""
         gpt2 = config.arch is Arch.GPT2
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, config.context_length if gpt2 else None)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
@@ -58,7 +53,7 @@ class TransformerLM(nn.Module):
         rotations = None if gpt2 else rope_rotations(config.context_length, config.d_head, config.rope_theta)
         naive = config.attention is Attention.NAIVE
         future = torch.ones(config.context_length, config.context_length, dtype=torch.bool).triu(1) if naive else None
-        # shared by all layers, and no part of a checkpoint
+        # all layers share these tables, which are no part of a checkpoint
         self.register_buffer("rotations", rotations, persistent=False)
         self.register_buffer("future", future, persistent=False)
         if gpt2:
@@ -69,82 +64,29 @@ class TransformerLM(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
-        return cast("Tensor", self.lm_head(self.hidden(tokens)))
+        rotations, future = self.tables(tokens.shape[1])
+        x: Tensor = self.token_embeddings(tokens)
+        # once around all layers: choosing takes 20 us, and blocks that are compiled one by one need it too
+        with attention_backend(self.config.sdpa_backend):
+            for index, block in enumerate(self.layers):
+                with annotate(block_range(index)):
+                    x = block(x, rotations, future)
+        x = self.ln_final(x)
+        logits: Tensor = self.lm_head(x)
+        return logits
 
-    def hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
-        """What the head reads: the residual stream at its end, normed. Raises ValueError like `forward`."""
-        seq = tokens.shape[1]
+    def tables(self, seq: int) -> tuple[Rotations | None, Future | None]:
+        """What all layers read, for `seq` positions; raise ValueError if that is more than the context holds."""
         if seq > self.config.context_length:
             raise ValueError(f"tokens: needed at most context_length = {self.config.context_length} a row, got {seq}")
         rotations = None if self.rotations is None else self.rotations[:seq]
-        future = None if self.future is None else self.future[:seq, :seq]
-        embedded = self.token_embeddings(tokens)
-        x: Tensor | Pending = self._nothing_added(embedded) if self.has_fused_blocks else embedded
-        del embedded  # kept here it would be until the last block
-        # around all layers, not in each: it takes 20 us, and here it is in force for blocks compiled one by one too
-        with _sdpa_backend(self.config.sdpa_backend):
-            blocks = list(cast("Iterable[Block]", self.layers))
-            if self.checkpoint_blocks and torch.is_grad_enabled():
-                for first in range(0, len(blocks), self.checkpoint_blocks):
-                    group = blocks[first : first + self.checkpoint_blocks]
-                    # nothing in a block is random
-                    x = checkpoint(
-                        _again, group, x, rotations, future, self.config.sdpa_backend,
-                        use_reentrant=False, preserve_rng_state=False,
-                    )  # fmt: skip
-            else:  # in place: a function's argument would keep the first x until the last block
-                for block in blocks:
-                    with annotate(block.range):
-                        x = block(x, rotations, future)
-        normed = self.ln_final(x)
-        return cast("Tensor", normed[1] if isinstance(x, Pending) else normed)
-
-    def _nothing_added(self, x: Float[Tensor, "batch seq d_model"]) -> Pending:
-        """A branch of zeros, like those of blocks in all else: a block is compiled once."""
-        last = cast("Block", self.layers[-1]).ffn.w2
-        assert last.copies is not None
-        make = partial(torch.zeros, dtype=last.copies.weight.dtype, device=x.device)
-        # like those of other blocks; the compiler makes no such tensor, and needs none where it sees all blocks at once
-        is_traced = torch.compiler.is_compiling()
-        needs_grad = torch.is_grad_enabled() and not is_traced
-        bias = None if last.copies.bias is None else make(len(last.copies.bias), requires_grad=not is_traced)
-        return Pending(x, make(x.shape, requires_grad=needs_grad), bias)
-
-    def fuse_blocks(self) -> None:
-        """Leave biases inside blocks, and what these add to the residual stream, to the kernels that read them next.
-
-        For linear layers that have copies (model/fast/weights.py), by model/fast/fused_blocks.py. The embedding before
-        them gets its gradient in one pass (model/fast/lookup.py).
-        """
-        for block in cast("Iterable[Block]", self.layers):
-            for layer in (block.attn.output_proj, block.ffn.w1, block.ffn.w2):
-                if layer.copies is not None and layer.copies.bias is not None:
-                    layer.copies = layer.copies._replace(is_bias_due=True)
-        self.has_fused_blocks = self.token_embeddings.has_fused_backward = True
-
-
-def _again(
-    blocks: Iterable["Block"],
-    x: Float[Tensor, "batch seq d_model"] | Pending,
-    rotations: Float[Tensor, "seq pairs 2"] | None,
-    future: Bool[Tensor, "seq seq"] | None,
-    backend: SdpaBackend,
-) -> Float[Tensor, "batch seq d_model"] | Pending:
-    """The blocks in a range of forward's, which tells a profiler inside backward that this is forward once more.
-
-    There the model has long left the context that chooses the attention's kernel.
-    """
-    with annotate(Range.FORWARD), _sdpa_backend(backend):
-        for block in blocks:
-            with annotate(block.range):
-                x = block(x, rotations, future)
-        return x
+        return rotations, None if self.future is None else self.future[:seq, :seq]
 
 
 class Block(nn.Module):
     """Pre-norm Transformer block: attention, then the feed-forward network, each added to the residual stream.
 
-    Its range is opened by the caller, so that it is there too when the block is compiled on its own.
+    The caller opens its range, so that a block which is compiled on its own has one too.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -153,28 +95,23 @@ class Block(nn.Module):
         self.ln1 = _norm(config)
         self.attn = SelfAttention(config)
         self.ln2 = _norm(config)
-        self.ffn = (
-            SwiGLU(config.d_model, config.d_ff) if config.arch is Arch.CS336 else GeluMLP(config.d_model, config.d_ff)
-        )
+        feed_forward = SwiGLU if config.arch is Arch.CS336 else GeluMLP
+        self.ffn = feed_forward(config.d_model, config.d_ff)
 
     def forward(
-        self,
-        x: Float[Tensor, "batch seq d_model"] | Pending,
-        rotations: Float[Tensor, "seq pairs 2"] | None,
-        future: Bool[Tensor, "seq seq"] | None,
-    ) -> Float[Tensor, "batch seq d_model"] | Pending:
-        """The residual stream with what the block adds to it, or has to be added, as in `x`."""
-        if not isinstance(x, Pending):
-            x = x + self.attn(self.ln1(x), rotations, future)
-            return cast("Tensor", x + self.ffn(self.ln2(x)))
-        stream, normed = self.ln1(x)
-        branch = self.attn(normed, rotations, future)
-        stream, normed = self.ln2(Pending(stream, branch, self.attn.output_proj.bias_due))
-        return Pending(stream, self.ffn(normed), self.ffn.w2.bias_due)
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, future: Future | None
+    ) -> Float[Tensor, "batch seq d_model"]:
+        """The residual stream after the block."""
+        x = x + self.attn(self.ln1(x), rotations, future)
+        output: Tensor = x + self.ffn(self.ln2(x))
+        return output
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head self-attention; RoPE on queries and keys where `rotations` are given."""
+    """Causal multi-head self-attention, with RoPE if `rotations` are given.
+
+    It is written out if `future` is given, and otherwise PyTorch's fused attention.
+    """
 
     range: str = Range.ATTENTION
 
@@ -186,56 +123,73 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.d_model, config.d_model, bias=bias)
         self.v_proj = Linear(config.d_model, config.d_model, bias=bias)
         self.output_proj = Linear(config.d_model, config.d_model, bias=bias)
-        self.joint: Copies | None = None
-        """Weights and biases of q_proj, k_proj and v_proj in one, to be read in their place (model/fast/weights.py)."""
 
     def forward(
-        self,
-        x: Float[Tensor, "batch seq d_model"],
-        rotations: Float[Tensor, "seq pairs 2"] | None,
-        future: Bool[Tensor, "seq seq"] | None,
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, future: Future | None
     ) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
             x = to_autocast_dtype(x)
-            if self.joint is not None and rotations is not None:
-                q, k, v = rope_heads(self.joint.product(x), rotations)
-            else:
-                q, k, v = self._projected(x)
-                if rotations is not None:
-                    # both in one tensor: half the kernels
-                    q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q, k, v = self.heads(x, rotations)
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
             if future is None:
                 values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
                 values = naive_attention(q, k, v, future)
-            return cast("Tensor", self.output_proj(values.transpose(1, 2).flatten(2)))
+            output: Tensor = self.output_proj(rearrange(values, "batch heads seq d_head -> batch seq (heads d_head)"))
+            return output
 
-    def _projected(self, x: Float[Tensor, "batch seq d_model"]) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v by heads, (batch, seq, heads, d_head); nobody else holds them, so that they go when turned."""
-        if self.joint is not None:
-            bias = self.joint.bias
-            assert bias is not None, "attention without biases has rotations"
-            return cut_heads(self.joint._replace(bias=bias.detach()).product(x), bias, self.num_heads)
-        heads = (*x.shape[:2], self.num_heads, -1)
-        return self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+    def heads(
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
+        q, k, v = (
+            rearrange(projection(x), "batch seq (heads d_head) -> batch seq heads d_head", heads=self.num_heads)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rotations is not None:
+            q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)  # one tensor of both halves the kernels
+        return q, k, v
 
 
 def naive_attention(
     q: Float[Tensor, "... queries d_k"],
     k: Float[Tensor, "... keys d_k"],
     v: Float[Tensor, "... keys d_v"],
-    hidden: Bool[Tensor, "queries keys"],
+    future: Future,
 ) -> Float[Tensor, "... queries d_v"]:
-    """Attend to the keys that are not `hidden`, one kernel after the other (Vaswani et al. 2017, eq. 1)."""
+    """Attend to all keys but the `future` ones, kernel by kernel (Vaswani et al. 2017, eq. 1).
+
+    A mask that says what is attended to would be inverted in every layer, by one more kernel.
+    """
     with annotate(Range.SCORES):
-        # to scale the queries is to scale the scores, of which there are more; keys are copied faster by rows
+        # the queries are scaled instead of the scores, of which there are more; keys are copied faster row by row
         scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.contiguous().transpose(-2, -1)
-        scores.masked_fill_(hidden, -math.inf)
+        scores.masked_fill_(future, -math.inf)
     with annotate(Range.SOFTMAX):
         weights = scores.softmax(dim=-1)
     with annotate(Range.VALUES):
         return weights @ v
+
+
+def rope_rotations(context_length: int, d_head: int, theta: float) -> Float[Tensor, "context_length pairs 2"]:
+    """Cosine and sine of position x theta^(-2 pair / d_head), in fp32 (Su et al. 2021, eq. 15)."""
+    frequencies = theta ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    angles = torch.outer(torch.arange(context_length, dtype=torch.float64), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
+
+
+def rotate_pairs(
+    x: Float[Tensor, "batch seq heads d_head"], rotations: Rotations
+) -> Float[Tensor, "batch seq heads d_head"]:
+    """Rotate each pair of features (2i, 2i + 1) by the angle of its position, in fp32 for any type of `x`."""
+    pairs = rearrange(x.float(), "batch seq heads (pairs two) -> batch seq heads pairs two", two=2)
+    rotations = rotations.unsqueeze(1)
+    if torch.compiler.is_compiling():  # Inductor generates no code for complex numbers, and fuses these
+        (even, odd), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:  # one kernel
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
+    return rotated.flatten(-2).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -248,15 +202,12 @@ class SwiGLU(nn.Module):
         self.w1 = Linear(d_model, d_ff)
         self.w2 = Linear(d_ff, d_model)
         self.w3 = Linear(d_model, d_ff)
-        self.joint: Copies | None = None
-        """Weights of w1 and w3 in one, to be read in their place (model/fast/weights.py)."""
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
             x = to_autocast_dtype(x)
-            if self.joint is None:
-                return cast("Tensor", self.w2(F.silu(self.w1(x)) * self.w3(x)))
-            return cast("Tensor", self.w2(swiglu(self.joint.product(x))))
+            output: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+            return output
 
 
 class GeluMLP(nn.Module):
@@ -271,9 +222,83 @@ class GeluMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
-            hidden, bias = self.w1(x), self.w1.bias_due
-            activated = F.gelu(hidden, approximate="tanh") if bias is None else bias_gelu(hidden, bias)
-            return cast("Tensor", self.w2(activated))
+            preactivations = self.w1(x)
+            activations = F.gelu(preactivations, approximate="tanh")
+            output: Tensor = self.w2(activations)
+            return output
+
+
+class Linear(nn.Module):
+    """x W^T, plus a bias if asked for."""
+
+    def __init__(self, d_in: int, d_out: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+        self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
+
+    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LMHead(Linear):
+    """Logits from the residual stream."""
+
+    range: str = Range.LM_HEAD
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
+        with annotate(self.range):
+            return super().forward(x)
+
+
+class Embedding(nn.Module):
+    """A vector for each token, plus one for each position if `context_length` is given."""
+
+    range: str = Range.EMBEDDING
+
+    def __init__(self, vocab_size: int, d_model: int, context_length: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.positions = None if context_length is None else nn.Parameter(torch.empty(context_length, d_model))
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        with annotate(self.range):
+            x = F.embedding(tokens, self.weight)
+            return x if self.positions is None else x + self.positions[: tokens.shape[1]]
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
+
+    range: str = Range.NORM
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        with annotate(self.range):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016)."""
+
+    range: str = Range.NORM
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        with annotate(self.range):
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -281,11 +306,14 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x in autocast's type; autocast alone would make, and backward would keep, a copy for each matmul that reads x."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def _sdpa_backend(backend: SdpaBackend) -> AbstractContextManager[object]:
+def attention_backend(backend: SdpaBackend) -> AbstractContextManager[object]:
+    """While open, PyTorch's fused attention uses this backend alone."""
     return nullcontext() if backend is SdpaBackend.AUTO else sdpa_kernel(_SDPA_BACKENDS[backend])
 
 

@@ -60,7 +60,7 @@ _NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans
 
 
 def full_attention(q: Rows, k: Rows, v: Rows) -> Rows:
-    """Written-out attention to all keys, as naive_attention computes it where some are hidden."""
+    """Written-out attention to all keys, as naive_attention computes it without those of the future."""
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     return scores.softmax(dim=-1) @ v
 
@@ -73,7 +73,7 @@ def make_attention(grid: AttentionGrid, cell: AttentionCell) -> AttentionFunctio
     if grid.causal:
         length = cell.context_length
         future = torch.ones(length, length, dtype=torch.bool, device=grid.device.value).triu(1)
-        function = partial(naive_attention, hidden=future)
+        function = partial(naive_attention, future=future)
     if cell.implementation is Implementation.NAIVE:
         return function
     torch._dynamo.reset()  # else it refuses the ninth shape of one function

@@ -39,7 +39,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.measure.step import call_factory
+from cs336_systems.model.factory import call_factory
 from cs336_systems.model.fast.choose import fastest
 from tests.neighbours import each_configuration
 

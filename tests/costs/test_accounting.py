@@ -58,6 +58,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.clock import make_clock
 from cs336_systems.measure.precision import AUTOCAST_DTYPES
 from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.transformer import TransformerLM
 
@@ -140,8 +141,7 @@ def test_every_part_of_a_step_is_as_torch_counts_it(arch, shape, batch_size, att
     config = run_config(
         replace(shape, arch=arch, **ATTENTIONS[attention]), batch_size=batch_size, checkpoint_blocks=checkpoint_blocks
     )
-    model = TransformerLM(config.model)
-    model.checkpoint_blocks = checkpoint_blocks
+    model = FastLM(TransformerLM(config.model), config)
     with ProductCounter(config.model, batch_size) as forward:
         logits = model(torch.zeros(batch_size, shape.context_length, dtype=torch.long))
     with ProductCounter(config.model, batch_size) as backward:

@@ -12,10 +12,10 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.config import Arch, ModelConfig
+from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model import annotate as profiling
 from cs336_systems.model.annotate import Annotator, annotate, backward_ranges, set_annotator
-from cs336_systems.model.fast.weights import cast_linear_weights
+from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 
@@ -175,8 +175,11 @@ def test_backward_ranges(arch, recording) -> None:
 def test_fused_blocks_have_the_same_ranges(arch, recording) -> None:
     """Though a block's branch is added by the norm that reads the sum, which is the next block's."""
     model, tokens = make(arch)
-    cast_linear_weights(model, torch.bfloat16)
-    model.fuse_blocks()
+    fused = RunConfig(
+        size="custom", model=model.config, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
+        fused_blocks=True,
+    )  # fmt: skip
+    model = FastLM(model, fused)
     with backward_ranges(model), torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, tokens)
         with profile(activities=[ProfilerActivity.CPU]) as prof:

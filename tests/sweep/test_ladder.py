@@ -400,7 +400,7 @@ def double_the_rate(step):
 
 def count_the_padding(step):
     """Logits of 0 for the surplus of a padded vocabulary take part in the loss."""
-    step._criterion = lambda logits, targets, _vocab_size: torch.nn.functional.cross_entropy(
+    step.trainable.criterion = lambda logits, targets, _vocab_size: torch.nn.functional.cross_entropy(
         torch.nn.functional.pad(logits, (0, -logits.shape[-1] % 128)).flatten(0, 1), targets.flatten()
     )
 

@@ -17,7 +17,7 @@ DTYPE = torch.float8_e4m3fn
 """Of all factors: 3 bits of mantissa, and a range of 2^18.
 
 Gradients have it too, though others give them e5m2 for its range (2 bits, 2^32): on a CPU that took the gradients of
-all weights further from those of fp32, by 4 to 57 %, also where the parts of a joint product have gradients
+all weights further from those of fp32, by 4 to 57 %, also where the parts of a packed matmul have gradients
 fifty times apart (q_proj and v_proj), where elements are lognormal with sigma 3, and where one token has 10^4 times the
 gradient of the others.
 """

@@ -1,21 +1,24 @@
-"""Weights kept twice: fp32 masters that the optimizer updates, and low-precision copies that the model reads.
+"""Weights kept twice: fp32 masters that the optimizer updates, and low-precision copies that matmuls read.
 
-Under autocast every step casts each weight, and each gradient back. Products see the same rounded weights either way,
-and gradients come out of them in low precision either way, so this is the same training with fewer bytes moved. The
-model's parameters are the masters, and its state dict knows nothing of copies.
+Under autocast every step casts each weight, and each gradient back. Matmuls read the same rounded weights either way,
+and their gradients are in low precision either way, so this is the same training with fewer bytes moved. The masters
+are the model's parameters; the copies are no part of its state dict.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.layers import Copies, Linear, LMHead
-from cs336_systems.model.transformer import SelfAttention, SwiGLU
+from cs336_systems.model.fast.fp8 import fp8_linear
+from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
-"""Bytes at which the parts of a joint weight must begin, as a kernel's threads read so many at once."""
+"""Bytes that each part of a packed weight starts at a multiple of, as a kernel's threads read so many at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +28,9 @@ class Weight:
     master: nn.Parameter
     """The model's parameter, in fp32."""
     source: Tensor | None = None
-    """Leaf that has the copy among its rows, and gathers its gradient; None where the model reads the master alone."""
+    """Leaf that has the copy among its rows, and gathers its gradient; None if the model reads the master alone."""
     rows: slice | None = None
-    """Those of the copy; None where there is none."""
+    """Rows of the copy in `source`; None without a copy."""
 
     @property
     def copy(self) -> Tensor | None:
@@ -41,70 +44,70 @@ class Weight:
         return own + copied
 
     def refresh(self) -> None:
-        """Make the copy that of the master again."""
+        """Copy the master again."""
         if (copy := self.copy) is not None:
             copy.copy_(self.master.detach())
 
 
 def drop_gradients(weights: Iterable[Weight]) -> None:
-    """Of the copies; the masters' are the optimizer's or the model's to drop."""
+    """Drop the gradients of the copies; those of the masters are left to the optimizer or the model."""
     for weight in weights:
         if weight.source is not None:
             weight.source.grad = None
 
 
-def cast_linear_weights(model: nn.Module, dtype: torch.dtype, *, fp8: bool = False) -> tuple[Weight, ...]:
-    """Give the linear layers of `model` copies in `dtype`; return all weights of the model, once each.
+class Copies(NamedTuple):
+    """Low-precision copies of the weight of a linear layer, or of several packed into one, and of the bias if any."""
 
-    Layers that read the same tensor share one copy, and so one product: q_proj, k_proj and v_proj; w1 and w3. That of
-    the head is padded to the multiple that it computes. With `fp8` all but the head compute in fp8, from copies in
-    `dtype`.
-    """
-    found: dict[nn.Parameter, Weight] = {}
-    for module in list(model.modules()):
-        if isinstance(module, SelfAttention):
-            module.joint = _join((module.q_proj, module.k_proj, module.v_proj), dtype, found, fp8)
-        elif isinstance(module, SwiGLU):
-            module.joint = _join((module.w1, module.w3), dtype, found, fp8)
-    for module in model.modules():
-        if isinstance(module, Linear) and module.weight not in found:
-            is_head = isinstance(module, LMHead)
-            surplus = -len(module.weight) % module.multiple if isinstance(module, LMHead) else 0
-            weight = _copy([module.weight], dtype, found, surplus)
-            bias = None if module.bias is None else _copy([module.bias], dtype, found)
-            module.copies = Copies(weight, bias, in_fp8=fp8 and not is_head)
-    weights = tuple(found.get(parameter) or Weight(master=parameter) for parameter in model.parameters())
-    model.register_load_state_dict_post_hook(lambda _model, _keys: _refresh(weights))
-    return weights
+    weight: Tensor
+    bias: Tensor | None
+    in_fp8: bool = False
+    """Whether the matmul casts both its factors to fp8."""
+
+    def matmul(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        """x W^T, plus the bias if there is one."""
+        return (fp8_linear if self.in_fp8 else F.linear)(x, self.weight, self.bias)
 
 
-def _join(
-    layers: Sequence[Linear], dtype: torch.dtype, found: dict[nn.Parameter, Weight], in_fp8: bool
-) -> Copies | None:
-    """One weight and bias for all layers; None where a part would not be aligned."""
-    weights = [layer.weight for layer in layers]
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    if any(part.numel() * dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
-        return None
-    bias = _copy(biases, dtype, found) if biases else None
-    return Copies(_copy(weights, dtype, found), bias, in_fp8)
+class CopyMaker:
+    """Makes the copies for a model's linear layers, and remembers which copy each parameter has."""
 
+    def __init__(self, dtype: torch.dtype, *, fp8: bool = False) -> None:
+        self._dtype, self._fp8 = dtype, fp8
+        self._found: dict[nn.Parameter, Weight] = {}
 
-def _copy(
-    masters: Sequence[nn.Parameter], dtype: torch.dtype, found: dict[nn.Parameter, Weight], surplus: int = 0
-) -> Tensor:
-    """A leaf with copies of the masters one below the other, and `surplus` rows of 0; `found` learns of them."""
-    first = masters[0]
-    num_rows = sum(len(master) for master in masters)
-    source = torch.zeros(num_rows + surplus, *first.shape[1:], dtype=dtype, device=first.device, requires_grad=True)
-    start = 0
-    for master in masters:
-        found[master] = Weight(master=master, source=source, rows=slice(start, start + len(master)))
-        found[master].refresh()
-        start += len(master)
-    return source
+    def copies(self, layer: Linear) -> Copies:
+        """Copies for one layer of a block."""
+        bias = None if layer.bias is None else self._copy([layer.bias])
+        return Copies(self._copy([layer.weight]), bias, self._fp8)
 
+    def packed(self, *layers: Linear) -> Copies | None:
+        """One weight and bias for layers that read the same tensor; None if a part would not be aligned."""
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if any(part.numel() * self._dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
+            return None
+        bias = self._copy(biases) if biases else None
+        return Copies(self._copy(weights), bias, self._fp8)
 
-def _refresh(weights: Iterable[Weight]) -> None:
-    for weight in weights:
-        weight.refresh()
+    def padded(self, layer: Linear, multiple: int) -> Copies:
+        """A copy with rows of 0 below, up to a number of rows that is such a multiple; never in fp8."""
+        return Copies(self._copy([layer.weight], surplus=-len(layer.weight) % multiple), None)
+
+    def weights(self, parameters: Iterable[nn.Parameter]) -> tuple[Weight, ...]:
+        """The parameters, with their copies if they have any."""
+        return tuple(self._found.get(parameter) or Weight(master=parameter) for parameter in parameters)
+
+    def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0) -> Tensor:
+        """A leaf with copies of the masters one below the other, and `surplus` rows of 0."""
+        first, num_rows = masters[0], sum(len(master) for master in masters)
+        source = torch.zeros(
+            num_rows + surplus, *first.shape[1:], dtype=self._dtype, device=first.device, requires_grad=True
+        )
+        start = 0
+        for master in masters:
+            weight = Weight(master=master, source=source, rows=slice(start, start + len(master)))
+            weight.refresh()
+            self._found[master] = weight
+            start += len(master)
+        return source

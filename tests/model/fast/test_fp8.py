@@ -18,7 +18,8 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model import transformer as model_module
 from cs336_systems.model.fast.fp8 import fp8_linear
-from tests.plain import plain_model
+from cs336_systems.model.fast.weights import CopyMaker
+from tests.plain import plain_blocks, plain_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4)
@@ -241,14 +242,14 @@ def test_a_block_with_copies_in_fp8_compiles_without_a_break(backend: str, dista
     """
     plain = plain_model()
     torch.manual_seed(0)
-    block = plain.Block(MODEL, 0)
-    for module in block.modules():
-        if isinstance(module, plain.Linear):
-            copied = torch.randn(module.weight.shape).bfloat16() / 6
-            module.copies = plain.Copies(copied.requires_grad_(), None, in_fp8=True)
-    joint = (torch.randn(3 * MODEL.d_model, MODEL.d_model).bfloat16() / 6).requires_grad_()
-    block.attn.joint = plain.Copies(joint, None, in_fp8=True)
-    leaves = [joint, block.attn.output_proj.copies[0], block.ffn.w1.copies[0], block.ffn.w2.copies[0]]
+    reference = plain.Block(MODEL, 0)
+    with torch.no_grad():
+        for module in reference.modules():
+            if isinstance(module, plain.Linear):
+                module.weight.normal_(std=1 / 6)
+    block = plain_blocks().CopiedBlock(reference, CopyMaker(torch.bfloat16, fp8=True))
+    read = block.attn.packed, block.attn.output_proj.copies, block.ffn.packed, block.ffn.w2.copies
+    leaves = [copies.weight for copies in read]
     rotations = plain.rope_rotations(16, MODEL.d_head, 1e4)
     future = torch.ones(16, 16, dtype=torch.bool).triu(1)
     x = torch.randn(2, 16, MODEL.d_model)

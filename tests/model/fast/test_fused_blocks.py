@@ -16,7 +16,7 @@ from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precisi
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fused_blocks
-from cs336_systems.model.layers import Norm
+from cs336_systems.model.fast.blocks import AddNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTHS = [37, 768, 2560, 4608, 8200]
@@ -172,7 +172,7 @@ def test_gradients_begin_where_adamw_s_kernel_can_read(d_model: int) -> None:
     """16 bytes at a time."""
     model = replace(MODEL, arch=Arch.GPT2, d_model=d_model, num_heads=2)
     step, _, _ = first_gradients(replace(BASE, model=model, fused_blocks=True))
-    norms = [module for module in step.model.modules() if isinstance(module, Norm)]
+    norms = [module for module in step.model.modules() if isinstance(module, AddNorm)]
     found = [parameter.grad for norm in norms for parameter in (norm.weight, norm.bias) if parameter is not None]
     assert len(found) == 2 * (2 * model.num_layers + 1)
     assert all(gradient is not None and gradient.data_ptr() % 16 == 0 for gradient in found)
@@ -185,7 +185,7 @@ def first_gradients(config: RunConfig) -> tuple[TrainingStep, float, dict[str, T
     step.backward(loss)
     names = [name for name, _ in step.model.named_parameters()]
     found = {name: torch.stack([g.float() for g in weight.gradients()]).sum(0)
-             for name, weight in zip(names, step.weights, strict=True)}  # fmt: skip
+             for name, weight in zip(names, step.model.weights, strict=True)}  # fmt: skip
     return step, loss.item(), found
 
 
@@ -246,7 +246,7 @@ model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_l
 config = RunConfig(size="custom", model=model, precision="bf16", optimizer="fused", cast_once=True, fused_blocks=True)
 step = TrainingStep(config)
 with torch.autocast("cpu", torch.bfloat16):
-    explained = torch._dynamo.explain(step._loss_of)(*step.batches())
+    explained = torch._dynamo.explain(step.trainable.loss)(*step.batches())
 print(json.dumps([explained.graph_count, explained.graph_break_count]))
 """
 

@@ -88,10 +88,10 @@ for name, again in (("backward", loss), ("logits", both)):
 print(json.dumps(refused))
 """
 
-JOINT = """
+PACKED = """
 import json, torch
-from cs336_systems.model.rope import rope_rotations
-from cs336_systems.model.fast import joint, joint_kernel as kernel
+from cs336_systems.model.transformer import rope_rotations
+from cs336_systems.model.fast import packed, packed_kernel as kernel
 
 torch.manual_seed(0)
 found = {}
@@ -102,18 +102,18 @@ def compare(name, found_here, expected):
 for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (2, 2, 16, 64), (2, 4, 8, 80)):
     rotations = rope_rotations(seq, d_head, 10_000.0)
     x = torch.randn(batch, seq, 3 * heads * d_head)
-    for part, expected in zip(kernel.rope_heads(x, rotations), joint._rope_heads(x, rotations)):
+    for part, expected in zip(kernel.rope_heads(x, rotations), packed._rope_heads(x, rotations)):
         compare("heads", part, expected)
     # as attention returns them: heads before tokens
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
-    compare("heads back", kernel.rope_heads_backward(*parts, rotations), joint._rope_heads_backward(*parts, rotations))
+    compare("heads back", kernel.rope_heads_backward(*parts, rotations), packed._rope_heads_backward(*parts, rotations))
     back = *parts, torch.float32
-    for name, here, there in zip(("cut", "bias"), kernel.cut_heads_backward(*back), joint._cut_heads_backward(*back)):
+    for name, here, there in zip(("cut", "bias"), kernel.cut_heads_backward(*back), packed._cut_heads_backward(*back)):
         compare(name, here, there)
 for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
     x, gradient = torch.randn(3, 7, 2 * width), torch.randn(3, 7, width)
-    compare("swiglu", kernel.swiglu(x), joint._swiglu(x))
-    compare("swiglu back", kernel.swiglu_backward(x, gradient), joint._swiglu_backward(x, gradient))
+    compare("swiglu", kernel.swiglu(x), packed._swiglu(x))
+    compare("swiglu back", kernel.swiglu_backward(x, gradient), packed._swiglu_backward(x, gradient))
 print(json.dumps(found))
 """
 
@@ -189,8 +189,8 @@ def test_the_loss_and_its_gradient_are_pytorch_s() -> None:
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
-def test_what_follows_joint_products_is_what_pytorch_computes() -> None:
-    found = interpreted(JOINT)
+def test_what_follows_packed_matmuls_is_what_pytorch_computes() -> None:
+    found = interpreted(PACKED)
     assert len(found) == 6
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 

@@ -12,7 +12,8 @@ from cs336_systems.config import Arch, Attention, Device, Mode, ModelConfig, Opt
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.master_adamw import MasterAdamW
-from cs336_systems.model.fast.weights import Weight, cast_linear_weights
+from cs336_systems.model.fast.model import FastLM
+from cs336_systems.model.fast.weights import Weight
 from cs336_systems.model.transformer import TransformerLM
 
 MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4)
@@ -26,6 +27,11 @@ AUTOCAST = RunConfig(
 def make(name: str, seed: int = 0) -> TransformerLM:
     torch.manual_seed(seed)
     return TransformerLM(MODELS[name])
+
+
+def fast(model: TransformerLM) -> FastLM:
+    """The model computed from copies of its weights."""
+    return FastLM(model, replace(AUTOCAST, model=model.config, cast_once=True))
 
 
 def trained(config: RunConfig, model: nn.Module, steps: int) -> tuple[TrainingStep, list[float]]:
@@ -56,22 +62,23 @@ def test_products_read_rounded_weights_and_all_else_fp32(monkeypatch: pytest.Mon
     """What F.linear and F.embedding are given, in a real forward pass."""
     model = make("cs336")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    weights = cast_linear_weights(model, torch.bfloat16)
+    computed = fast(model)
+    weights = computed.weights
     read: list[Tensor] = []
     linear, embedding = F.linear, F.embedding
     monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: read.append(weight) or linear(x, weight, bias))
     monkeypatch.setattr(F, "embedding", lambda x, weight: read.append(weight) or embedding(x, weight))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(torch.arange(16).view(1, 16))
+        computed(torch.arange(16).view(1, 16))
     expected = [before["token_embeddings.weight"]]
     for layer in ("layers.0", "layers.1"):
-        joint = (
+        packed = (
             ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
             ("attn.output_proj",),
             ("ffn.w1", "ffn.w3"),
             ("ffn.w2",),
         )
-        expected += [torch.cat([before[f"{layer}.{name}.weight"] for name in names]).bfloat16() for names in joint]
+        expected += [torch.cat([before[f"{layer}.{name}.weight"] for name in names]).bfloat16() for names in packed]
     expected.append(before["lm_head.weight"].bfloat16())
     assert [tensor.dtype for tensor in read] == [tensor.dtype for tensor in expected]
     assert all(torch.equal(found, wanted) for found, wanted in zip(read, expected, strict=True))
@@ -79,14 +86,13 @@ def test_products_read_rounded_weights_and_all_else_fp32(monkeypatch: pytest.Mon
     assert all(torch.equal(weight.copy, weight.master.bfloat16()) for weight in weights if weight.copy is not None)
 
 
-def test_what_a_joint_product_could_not_read_aligned_stays_apart() -> None:
+def test_layers_whose_weights_would_not_be_aligned_in_a_packed_one_stay_apart() -> None:
     torch.manual_seed(0)
     odd = ModelConfig(vocab_size=37, context_length=16, d_model=6, d_ff=9, num_layers=1, num_heads=1)
-    model = TransformerLM(odd)
-    reference = copy.deepcopy(model)
-    cast_linear_weights(model, torch.bfloat16)
+    reference = TransformerLM(odd)
+    model = fast(copy.deepcopy(reference))
     (block,) = model.layers
-    assert block.attn.joint is block.ffn.joint is None
+    assert block.attn.packed is block.ffn.packed is None
     tokens = torch.arange(16).view(1, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(model(tokens), reference(tokens))
@@ -94,9 +100,9 @@ def test_what_a_joint_product_could_not_read_aligned_stays_apart() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_are_those_of_the_plain_model(name: str) -> None:
-    plain, other = make(name, seed=1), make(name, seed=2)
+    plain, other = make(name, seed=1), fast(make(name, seed=2))
     expected = {key: value.clone() for key, value in plain.state_dict().items()}
-    weights = cast_linear_weights(other, torch.bfloat16)
+    weights = other.weights
     other.load_state_dict(plain.state_dict())
     assert all(torch.equal(weight.copy, weight.master.bfloat16()) for weight in weights if weight.copy is not None)
     saved = other.state_dict()
@@ -106,8 +112,7 @@ def test_checkpoints_are_those_of_the_plain_model(name: str) -> None:
 
 
 def test_a_checkpoint_of_another_shape_is_refused_as_always() -> None:
-    model = make("cs336")
-    cast_linear_weights(model, torch.bfloat16)
+    model = fast(make("cs336"))
     wrong = {**model.state_dict(), "lm_head.weight": torch.zeros(3, 3)}
     before = model.state_dict()["lm_head.weight"].clone()
     with pytest.raises(RuntimeError, match=r"size mismatch for lm_head.weight"):
@@ -128,10 +133,9 @@ def test_a_loaded_checkpoint_gives_the_reference_s_logits(name: str) -> None:
 
 def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
     """Gradients of the embedding and of the head add up: against autograd on one fp32 weight."""
-    model = make("gpt2")
-    oracle = copy.deepcopy(model)
-    weights = cast_linear_weights(model, torch.bfloat16)
-    tied = next(weight for weight in weights if weight.master is model.token_embeddings.weight)
+    oracle = make("gpt2")
+    model = fast(copy.deepcopy(oracle))
+    tied = next(weight for weight in model.weights if weight.master is model.token_embeddings.weight)
     assert model.lm_head.copies is not None
     assert tied.source is model.lm_head.copies[0]
     tokens = torch.arange(16).view(1, 16)
@@ -146,10 +150,10 @@ def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
 def test_gradients_are_dropped_everywhere() -> None:
     step = TrainingStep(replace(AUTOCAST, cast_once=True), make("cs336"))
     step.backward(step.forward(step.batches()))
-    assert all(len(weight.gradients()) == 1 for weight in step.weights)
+    assert all(len(weight.gradients()) == 1 for weight in step.model.weights)
     assert isinstance(step.optimizer, MasterAdamW)
     step.optimizer.zero_grad()
-    assert not any(weight.gradients() for weight in step.weights)
+    assert not any(weight.gradients() for weight in step.model.weights)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in Mode if mode is not Mode.TRAIN])
@@ -160,7 +164,7 @@ def test_other_modes_cast_once_too(mode: Mode) -> None:
     step, losses = trained(replace(config, cast_once=True), model, 2)
     assert losses == pytest.approx(expected, rel=1e-6)
     assert step.model.lm_head.copies[0].dtype is torch.bfloat16
-    assert not any(weight.gradients() for weight in step.weights)
+    assert not any(weight.gradients() for weight in step.model.weights)
 
 
 def test_the_parameters_are_counted_once() -> None:
@@ -169,24 +173,8 @@ def test_the_parameters_are_counted_once() -> None:
     assert TrainingStep(replace(AUTOCAST, model=MODELS["gpt2"], cast_once=True), model).num_parameters == expected
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("multiple", [37, 64, 100])
-def test_a_padded_vocabulary_is_the_same_function(name: str, multiple: int) -> None:
-    model = make(name)
-    padded = copy.deepcopy(model)
-    padded.lm_head.multiple = multiple
-    tokens = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(1))
-    gradients: list[Tensor] = []
-    for each in (model, padded):
-        logits = each(tokens)
-        logits.square().sum().backward()
-        assert each.lm_head.weight.grad is not None
-        gradients += [logits.detach(), each.lm_head.weight.grad]
-    torch.testing.assert_close(gradients[2:], gradients[:2])
-
-
 def test_a_state_is_refused_whose_count_of_steps_would_be_lost() -> None:
-    optimizer = MasterAdamW(cast_linear_weights(make("cs336"), torch.bfloat16))
+    optimizer = MasterAdamW(fast(make("cs336")).weights)
     with pytest.raises(RuntimeError, match="make it anew"):
         optimizer.load_state_dict(optimizer.state_dict())
 
@@ -199,7 +187,7 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
     twin = copy.deepcopy(model).cuda()
     optimizers = []
     for each in (model, twin):
-        weights = cast_linear_weights(each, torch.bfloat16)
+        weights = fast(each).weights
         optimizers.append((MasterAdamW(weights, lr=0.01, weight_decay=0.1), weights))
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):

@@ -9,8 +9,7 @@ from matplotlib.image import imread
 
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.config import Arch, CompileMode, Phase, Precision, Profiler
-from cs336_systems.model.layers import Linear
-from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.model.transformer import Linear, TransformerLM
 from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.kernels.shares import expected_linear

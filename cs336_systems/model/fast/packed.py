@@ -1,6 +1,6 @@
-"""What follows the joint products of a block, one kernel each way: heads cut apart and turned, and the gate of SwiGLU.
+"""What follows the packed matmuls of a block, one kernel each way: heads cut apart and turned, and the gate of SwiGLU.
 
-The gradient of a joint product is put together from parts. torch.compile does so with a mask for each part, and reads
+The gradient of a packed matmul is put together from parts. torch.compile does so with a mask for each part, and reads
 every part again for the others: 4 to 7 times as long as the bytes take. Here each part is read once, and written where
 it belongs, and the gradient of a bias is gathered on the way. On a CPU the same is computed by PyTorch.
 """
@@ -12,38 +12,38 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.rope import rotate_pairs
+from cs336_systems.model.transformer import rotate_pairs
 
 Heads = Float[Tensor, "batch seq heads d_head"]
 
 
-def swiglu(joint: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]:
-    """silu(gate) x up, of which `joint` is made; on a GPU computed in fp32 and rounded once."""
-    return cast(Tensor, _swiglu(joint))
+def swiglu(packed: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]:
+    """silu(gate) x up, of which `packed` is made; on a GPU computed in fp32 and rounded once."""
+    return cast(Tensor, _swiglu(packed))
 
 
 def rope_heads(
-    joint: Float[Tensor, "batch seq thrice_d_model"], rotations: Float[Tensor, "seq pairs 2"]
+    packed: Float[Tensor, "batch seq thrice_d_model"], rotations: Float[Tensor, "seq pairs 2"]
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, of which `joint` is made; q and k turned by the angles of their positions (RoPE).
+    """The heads of q, k and v, of which `packed` is made; q and k turned by the angles of their positions (RoPE).
 
     Raises ValueError where there are other positions than tokens.
     """
-    if joint.shape[1] != len(rotations):
-        raise ValueError(f"needed rotations of {joint.shape[1]} positions, got {len(rotations)}")
-    return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(joint, rotations))
+    if packed.shape[1] != len(rotations):
+        raise ValueError(f"needed rotations of {packed.shape[1]} positions, got {len(rotations)}")
+    return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(packed, rotations))
 
 
 def cut_heads(
-    joint: Float[Tensor, "batch seq thrice_d_model"], bias: Float[Tensor, " thrice_d_model"], num_heads: int
+    packed: Float[Tensor, "batch seq thrice_d_model"], bias: Float[Tensor, " thrice_d_model"], num_heads: int
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, views of `joint`, which has the bias in it as a constant: here that gets its gradient.
+    """The heads of q, k and v, views of `packed`, which has the bias in it as a constant: here that gets its gradient.
 
     Raises ValueError for a bias of another width.
     """
-    if bias.shape != joint.shape[-1:]:
-        raise ValueError(f"needed a bias of {joint.shape[-1]} elements, got {tuple(bias.shape)}")
-    heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(joint, bias, num_heads)  # type: ignore[no-untyped-call]
+    if bias.shape != packed.shape[-1:]:
+        raise ValueError(f"needed a bias of {packed.shape[-1]} elements, got {tuple(bias.shape)}")
+    heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(packed, bias, num_heads)  # type: ignore[no-untyped-call]
     return heads
 
 
@@ -57,9 +57,9 @@ class _CutHeads(torch.autograd.Function):
     """No operator, whose results could not be views."""
 
     @staticmethod
-    def forward(ctx: _Context, joint: Tensor, bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: _Context, packed: Tensor, bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.bias_type = bias.dtype
-        q, k, v = joint.unflatten(-1, (3, num_heads, -1)).unbind(2)
+        q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
         return q, k, v
 
     @staticmethod
@@ -71,41 +71,41 @@ class _CutHeads(torch.autograd.Function):
 
 
 @torch.library.custom_op("cs336_systems::swiglu", mutates_args=())
-def _swiglu(joint: Tensor) -> Tensor:
-    if joint.is_cuda:
-        from cs336_systems.model.fast import joint_kernel  # Triton, which only comes with PyTorch for GPUs
+def _swiglu(packed: Tensor) -> Tensor:
+    if packed.is_cuda:
+        from cs336_systems.model.fast import packed_kernel  # Triton, which only comes with PyTorch for GPUs
 
-        return joint_kernel.swiglu(joint)
-    gate, up = joint.contiguous().chunk(2, dim=-1)
+        return packed_kernel.swiglu(packed)
+    gate, up = packed.contiguous().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 @torch.library.custom_op("cs336_systems::swiglu_backward", mutates_args=())
-def _swiglu_backward(joint: Tensor, gradient: Tensor) -> Tensor:
-    if joint.is_cuda:
-        from cs336_systems.model.fast import joint_kernel
+def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
+    if packed.is_cuda:
+        from cs336_systems.model.fast import packed_kernel
 
-        return joint_kernel.swiglu_backward(joint, gradient)
-    gate, up = joint.contiguous().chunk(2, dim=-1)
+        return packed_kernel.swiglu_backward(packed, gradient)
+    gate, up = packed.contiguous().chunk(2, dim=-1)
     return torch.cat((torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1)
 
 
 @torch.library.custom_op("cs336_systems::rope_heads", mutates_args=())
-def _rope_heads(joint: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if joint.is_cuda:
-        from cs336_systems.model.fast import joint_kernel
+def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if packed.is_cuda:
+        from cs336_systems.model.fast import packed_kernel
 
-        return joint_kernel.rope_heads(joint, rotations)
-    q, k, v = joint.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
+        return packed_kernel.rope_heads(packed, rotations)
+    q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
     return rotate_pairs(q, rotations), rotate_pairs(k, rotations), v.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("cs336_systems::rope_heads_backward", mutates_args=())
 def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
     if q.is_cuda:
-        from cs336_systems.model.fast import joint_kernel
+        from cs336_systems.model.fast import packed_kernel
 
-        return joint_kernel.rope_heads_backward(q, k, v, rotations)
+        return packed_kernel.rope_heads_backward(q, k, v, rotations)
     back = rotations * rotations.new_tensor((1, -1))
     turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
     return torch.stack((*turned, v), dim=2).flatten(2)
@@ -114,29 +114,29 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
 @torch.library.custom_op("cs336_systems::cut_heads_backward", mutates_args=())
 def _cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
-        from cs336_systems.model.fast import joint_kernel
+        from cs336_systems.model.fast import packed_kernel
 
-        return joint_kernel.cut_heads_backward(q, k, v, bias_type)
-    joint = torch.stack((q, k, v), dim=2).flatten(2)
-    return joint, joint.float().sum(dim=(0, 1)).to(bias_type)
+        return packed_kernel.cut_heads_backward(q, k, v, bias_type)
+    packed = torch.stack((q, k, v), dim=2).flatten(2)
+    return packed, packed.float().sum(dim=(0, 1)).to(bias_type)
 
 
 @_swiglu.register_fake
-def _(joint: Tensor) -> Tensor:
-    return joint.new_empty(*joint.shape[:-1], joint.shape[-1] // 2)
+def _(packed: Tensor) -> Tensor:
+    return packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 2)
 
 
 @_swiglu_backward.register_fake
-def _(joint: Tensor, gradient: Tensor) -> Tensor:
+def _(packed: Tensor, gradient: Tensor) -> Tensor:
     del gradient
-    return joint.new_empty(*joint.shape)
+    return packed.new_empty(*packed.shape)
 
 
 @_rope_heads.register_fake
-def _(joint: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     d_head = 2 * rotations.shape[1]
-    shape = (*joint.shape[:2], joint.shape[-1] // (3 * d_head), d_head)
-    return joint.new_empty(shape), joint.new_empty(shape), joint.new_empty(shape)
+    shape = (*packed.shape[:2], packed.shape[-1] // (3 * d_head), d_head)
+    return packed.new_empty(shape), packed.new_empty(shape), packed.new_empty(shape)
 
 
 @_rope_heads_backward.register_fake
@@ -158,8 +158,8 @@ def _keep_swiglu(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # no
 
 
 def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
-    (joint,) = ctx.saved_tensors
-    return cast(Tensor, _swiglu_backward(joint, gradient))
+    (packed,) = ctx.saved_tensors
+    return cast(Tensor, _swiglu_backward(packed, gradient))
 
 
 def _keep_rope_heads(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ANN401

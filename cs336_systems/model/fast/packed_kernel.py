@@ -1,4 +1,4 @@
-"""What follows the joint products of a block, written in Triton: a program has a stretch of one token's row.
+"""What follows the packed matmuls of a block, written in Triton: a program has a stretch of one token's row.
 
 All is read once and written once: 5 and 3 times the bytes of SwiGLU's result, twice those of q, k and v. Where q, k and
 v have biases, a program has a stretch of many rows, and gathers the gradients of these (sums_kernel.py).
@@ -20,40 +20,40 @@ BIASED_BLOCK = 256
 """The same where the gradients of biases are gathered."""
 
 
-def swiglu(joint: Tensor) -> Tensor:
+def swiglu(packed: Tensor) -> Tensor:
     """silu(gate) x up."""
-    joint = joint.contiguous()
-    width = joint.shape[-1] // 2
-    result = joint.new_empty(*joint.shape[:-1], width)
-    _swiglu_values[_grid(result, width)](joint, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    packed = packed.contiguous()
+    width = packed.shape[-1] // 2
+    result = packed.new_empty(*packed.shape[:-1], width)
+    _swiglu_values[_grid(result, width)](packed, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return result
 
 
-def swiglu_backward(joint: Tensor, gradient: Tensor) -> Tensor:
-    """Gradient of `joint`, of which `swiglu` made that which has this gradient."""
-    joint, gradient = joint.contiguous(), gradient.contiguous()
+def swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
+    """Gradient of `packed`, of which `swiglu` made that which has this gradient."""
+    packed, gradient = packed.contiguous(), gradient.contiguous()
     width = gradient.shape[-1]
-    result = torch.empty_like(joint)
-    _swiglu_grads[_grid(gradient, width)](joint, gradient, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    result = torch.empty_like(packed)
+    _swiglu_grads[_grid(gradient, width)](packed, gradient, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return result
 
 
-def rope_heads(joint: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, the first two turned."""
-    joint = joint.contiguous()
+    packed = packed.contiguous()
     d_head = 2 * rotations.shape[1]
-    shape = (*joint.shape[:2], joint.shape[-1] // (3 * d_head), d_head)
-    q, k, v = (joint.new_empty(shape) for _ in range(3))
-    _launch_rope(joint, q, k, v, rotations, back=False)
+    shape = (*packed.shape[:2], packed.shape[-1] // (3 * d_head), d_head)
+    q, k, v = (packed.new_empty(shape) for _ in range(3))
+    _launch_rope(packed, q, k, v, rotations, back=False)
     return q, k, v
 
 
 def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
     """One row of q, k and v for each token, the first two turned back."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    joint = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
-    _launch_rope(joint, q, k, v, rotations, back=True)
-    return joint
+    packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
+    _launch_rope(packed, q, k, v, rotations, back=True)
+    return packed
 
 
 def cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -63,18 +63,18 @@ def cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) 
     rows = q.shape[0] * q.shape[1]
     blocks = triton.cdiv(width, BIASED_BLOCK)
     programs = num_programs(rows, 4 * BIASED_BLOCK, q.device)
-    joint = q.new_empty(*q.shape[:2], 3 * width)
+    packed = q.new_empty(*q.shape[:2], 3 * width)
     partial = q.new_empty(1, programs, 3 * width, dtype=torch.float32)
     _cut_heads_grads[(programs, blocks)](
-        q, k, v, joint, partial, rows, width, BLOCK=BIASED_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS // 4
+        q, k, v, packed, partial, rows, width, BLOCK=BIASED_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS // 4
     )
-    return joint, summed(partial, bias_type)[1]
+    return packed, summed(partial, bias_type)[1]
 
 
-def _launch_rope(joint: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool) -> None:
-    width = joint.shape[-1] // 3
+def _launch_rope(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool) -> None:
+    width = packed.shape[-1] // 3
     _rope_heads[_grid(q, width)](
-        joint, q, k, v, rotations.contiguous(), joint.shape[1], width,
+        packed, q, k, v, rotations.contiguous(), packed.shape[1], width,
         D_HEAD=2 * rotations.shape[1], BACK=back, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
 
@@ -84,11 +84,11 @@ def _grid(part: Tensor, width: int) -> tuple[int, int]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_values(joint, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    at = joint + row * 2 * width + column
+    at = packed + row * 2 * width + column
     gate = tl.load(at, mask=inside).to(tl.float32)
     up = tl.load(at + width, mask=inside).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
@@ -96,13 +96,13 @@ def _swiglu_values(joint, result, width, BLOCK: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_grads(joint, gradient, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     whole = row * 2 * width + column
-    gate = tl.load(joint + whole, mask=inside).to(tl.float32)
-    up = tl.load(joint + whole + width, mask=inside).to(tl.float32)
+    gate = tl.load(packed + whole, mask=inside).to(tl.float32)
+    up = tl.load(packed + whole + width, mask=inside).to(tl.float32)
     own = tl.load(gradient + row * width + column, mask=inside).to(tl.float32)
     share = tl.sigmoid(gate)
     of_gate = own * up * share * (1 + gate * (1 - share))
@@ -112,7 +112,7 @@ def _swiglu_grads(joint, gradient, result, width, BLOCK: tl.constexpr):  # type:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rope_heads(  # type: ignore[no-untyped-def]
-    joint, q, k, v, rotations, length, width,
+    packed, q, k, v, rotations, length, width,
     D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -121,7 +121,7 @@ def _rope_heads(  # type: ignore[no-untyped-def]
     cos, sin = _pairs(tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK)
     if BACK:
         sin = -sin
-    whole, part = joint + row * 3 * width + column, row * width + column
+    whole, part = packed + row * 3 * width + column, row * width + column
     _rope_part(whole, q + part, cos, sin, inside, BACK, BLOCK)
     _rope_part(whole + width, k + part, cos, sin, inside, BACK, BLOCK)
     if BACK:
@@ -132,7 +132,7 @@ def _rope_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut_heads_grads(  # type: ignore[no-untyped-def]
-    q, k, v, joint, partial, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    q, k, v, packed, partial, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -142,7 +142,7 @@ def _cut_heads_grads(  # type: ignore[no-untyped-def]
     of_k = tl.zeros((BLOCK,), tl.float32)
     of_v = tl.zeros((BLOCK,), tl.float32)
     part = program.to(tl.int64) * width + column
-    whole = joint + program.to(tl.int64) * 3 * width + column
+    whole = packed + program.to(tl.int64) * 3 * width + column
     for _ in tl.range(program, rows, programs, num_stages=STAGES):
         own_q = tl.load(q + part, mask=inside, other=0.0)
         own_k = tl.load(k + part, mask=inside, other=0.0)

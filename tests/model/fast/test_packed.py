@@ -1,12 +1,12 @@
-"""What follows joint products, against the layers with a product for each part, differentiated by autograd."""
+"""What follows packed matmuls, against the layers with a product for each part, differentiated by autograd."""
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.model.fast import joint
-from cs336_systems.model.rope import rope_rotations, rotate_pairs
+from cs336_systems.model.fast import packed
+from cs336_systems.model.transformer import rope_rotations, rotate_pairs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(2, 5, 3, 8), (1, 3, 25, 64), (2, 16, 4, 80), (4, 512, 12, 64)]
@@ -42,7 +42,7 @@ def test_swiglu(width: int, device: str) -> None:
     x = made(3, 7, 2 * width, dtype=dtype, device=device)
     gradient = made(3, 7, width, dtype=dtype, device=device).detach()
     wide = x.detach().float().requires_grad_()
-    found, expected = joint.swiglu(x), swiglu_of_parts(wide)
+    found, expected = packed.swiglu(x), swiglu_of_parts(wide)
     found.backward(gradient)
     expected.backward(gradient.float())
     assert x.grad is not None
@@ -60,7 +60,7 @@ def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
     rotations = rope_rotations(seq, d_head, 10_000.0).to(device)
     x = made(batch, seq, 3 * heads * d_head, dtype=dtype, device=device)
     wide = x.detach().float().requires_grad_()
-    found, expected = joint.rope_heads(x, rotations), heads_of_parts(wide, rotations)
+    found, expected = packed.rope_heads(x, rotations), heads_of_parts(wide, rotations)
     gradients = made(3, batch, heads, seq, d_head, dtype=dtype, device=device).detach().transpose(2, 3).unbind()
     torch.autograd.backward(found, gradients)
     torch.autograd.backward(expected, [gradient.float() for gradient in gradients])
@@ -79,7 +79,7 @@ def test_heads_with_a_bias(shape: tuple[int, int, int, int], dtype: torch.dtype,
     width = 3 * heads * d_head
     product, bias = (made(*size, dtype=dtype, device=device) for size in ((batch, seq, width), (width,)))
     wide, wide_bias = (each.detach().double().requires_grad_() for each in (product, bias))
-    found = joint.cut_heads(product + bias.detach(), bias, heads)
+    found = packed.cut_heads(product + bias.detach(), bias, heads)
     expected = [part.unflatten(-1, (heads, d_head)) for part in (wide + wide_bias).chunk(3, dim=-1)]
     gradients = made(3, batch, heads, seq, d_head, dtype=dtype, device=device).detach().transpose(2, 3).unbind()
     torch.autograd.backward(found, gradients)
@@ -103,7 +103,7 @@ def test_heads_with_a_bias(shape: tuple[int, int, int, int], dtype: torch.dtype,
 def test_a_bias_gets_the_gradients_of_all_rows(rows: int, device: str) -> None:
     """None left out, none counted twice. Of small integers, so that sums are exact."""
     product, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((1, rows, 72), (72,)))
-    q, k, v = joint.cut_heads(product, bias, 3)
+    q, k, v = packed.cut_heads(product, bias, 3)
     (q.sum() + 2 * k.sum() + 3 * v.sum()).backward()
     assert bias.grad is not None
     assert bias.grad.tolist() == [share * rows for share in (1.0, 2.0, 3.0) for _ in range(24)]
@@ -113,35 +113,35 @@ def test_a_bias_gets_the_gradients_of_all_rows(rows: int, device: str) -> None:
 def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     x = made(2, 4, 48, dtype=torch.float32, device=device)
-    torch.library.opcheck(joint._swiglu, (x,))
-    torch.library.opcheck(joint._rope_heads, (x, rope_rotations(4, 8, 10_000.0).to(device)))
+    torch.library.opcheck(packed._swiglu, (x,))
+    torch.library.opcheck(packed._rope_heads, (x, rope_rotations(4, 8, 10_000.0).to(device)))
     parts = x.detach().view(2, 4, 3, 2, 8).unbind(2)
-    torch.library.opcheck(joint._cut_heads_backward, (*parts, torch.bfloat16))
+    torch.library.opcheck(packed._cut_heads_backward, (*parts, torch.bfloat16))
 
 
 def test_rows_that_do_not_lie_one_after_the_other() -> None:
     x = made(4, 2, 48, dtype=torch.float32, device="cpu").transpose(0, 1)
-    torch.library.opcheck(joint._swiglu, (x.detach().requires_grad_(),))
+    torch.library.opcheck(packed._swiglu, (x.detach().requires_grad_(),))
 
 
 def test_rotations_of_other_positions_are_refused() -> None:
     """A kernel would read beside them."""
     with pytest.raises(ValueError, match="needed rotations of 4 positions, got 3"):
-        joint.rope_heads(torch.zeros(2, 4, 48), rope_rotations(3, 8, 10_000.0))
+        packed.rope_heads(torch.zeros(2, 4, 48), rope_rotations(3, 8, 10_000.0))
 
 
 def test_a_bias_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match=r"needed a bias of 48 elements, got \(16,\)"):
-        joint.cut_heads(torch.zeros(2, 4, 48), torch.zeros(16), 2)
+        packed.cut_heads(torch.zeros(2, 4, 48), torch.zeros(16), 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_they_compile_without_a_break(device: str) -> None:
     def all_three(x: Tensor, rotations: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = joint.rope_heads(x, rotations)
+        q, k, v = packed.rope_heads(x, rotations)
         product = F.linear(torch.cat((q, k, v), dim=-1).flatten(2), torch.eye(48, device=device), bias.detach())
-        q, k, v = joint.cut_heads(product, bias, 2)
-        return joint.swiglu(torch.cat(((q * k).flatten(2), v.flatten(2)), dim=-1))
+        q, k, v = packed.cut_heads(product, bias, 2)
+        return packed.swiglu(torch.cat(((q * k).flatten(2), v.flatten(2)), dim=-1))
 
     x, bias = (made(*shape, dtype=torch.float32, device=device) for shape in ((2, 4, 48), (48,)))
     rotations = rope_rotations(4, 8, 10_000.0).to(device)

@@ -1,0 +1,212 @@
+"""The reference's layers and blocks, computed from low-precision copies of their weights, in fewer kernels.
+
+Each takes over a module of the reference: it has the same parameters under the same names, which are masters, and
+computes the same with copies. Layers that read the same tensor are packed into one matmul: q, k and v; w1 and w3.
+Deferred is what a layer leaves to the kernel that reads its result: a bias, or the sum of residual stream and branch.
+"""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from cs336_systems.model.annotate import annotate
+from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu
+from cs336_systems.model.fast.lookup import lookup
+from cs336_systems.model.fast.packed import cut_heads, rope_heads, swiglu
+from cs336_systems.model.fast.weights import Copies, CopyMaker
+from cs336_systems.model.transformer import (
+    Block,
+    Embedding,
+    Future,
+    GeluMLP,
+    LayerNorm,
+    Linear,
+    LMHead,
+    RMSNorm,
+    Rotations,
+    SelfAttention,
+    SwiGLU,
+    to_autocast_dtype,
+)
+from cs336_systems.ranges import Range
+
+# Constructors below call nn.Module's alone: the parameters are there already.
+
+
+class CopiedLinear(Linear):
+    """x W^T from a copy of W, plus a bias unless that is deferred."""
+
+    def __init__(self, linear: Linear, maker: CopyMaker, *, defers_bias: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias = linear.weight, linear.bias
+        copies = maker.copies(linear)
+        self.deferred_bias = copies.bias if defers_bias else None
+        """Left to the kernel that reads the result; None if added already or absent."""
+        self.copies = copies._replace(bias=None) if defers_bias else copies
+
+    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        return self.copies.matmul(x)
+
+
+class PackedAttention(SelfAttention):
+    """Attention whose q, k and v are one matmul, unless a part of the packed weight would not be aligned."""
+
+    output_proj: CopiedLinear
+
+    def __init__(self, attention: SelfAttention, maker: CopyMaker, *, defers_bias: bool) -> None:
+        nn.Module.__init__(self)
+        self.num_heads = attention.num_heads
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        self.packed = maker.packed(*parts)
+        self.q_proj, self.k_proj, self.v_proj = parts if self.packed else (CopiedLinear(p, maker) for p in parts)
+        self.output_proj = CopiedLinear(attention.output_proj, maker, defers_bias=defers_bias)
+
+    def heads(
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
+        if self.packed is None:
+            return super().heads(x, rotations)
+        if rotations is not None:
+            return rope_heads(self.packed.matmul(x), rotations)
+        bias = self.packed.bias
+        assert bias is not None, "attention without biases has rotations"
+        return cut_heads(self.packed._replace(bias=bias.detach()).matmul(x), bias, self.num_heads)
+
+
+class PackedSwiGLU(SwiGLU):
+    """SwiGLU whose w1 and w3 are one matmul, unless a part of the packed weight would not be aligned."""
+
+    w2: CopiedLinear
+
+    def __init__(self, ffn: SwiGLU, maker: CopyMaker) -> None:
+        nn.Module.__init__(self)
+        self.packed = maker.packed(ffn.w1, ffn.w3)
+        self.w1 = ffn.w1 if self.packed else CopiedLinear(ffn.w1, maker)
+        self.w2 = CopiedLinear(ffn.w2, maker)
+        self.w3 = ffn.w3 if self.packed else CopiedLinear(ffn.w3, maker)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        if self.packed is None:
+            return super().forward(x)
+        with annotate(self.range):
+            x = to_autocast_dtype(x)
+            output: Tensor = self.w2(swiglu(self.packed.matmul(x)))
+            return output
+
+
+class CopiedGeluMLP(GeluMLP):
+    """GPT-2's feed-forward network; GELU adds the bias of w1 if that is deferred."""
+
+    w1: CopiedLinear
+    w2: CopiedLinear
+
+    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, defers_bias: bool) -> None:
+        nn.Module.__init__(self)
+        self.w1 = CopiedLinear(ffn.w1, maker, defers_bias=defers_bias)
+        self.w2 = CopiedLinear(ffn.w2, maker, defers_bias=defers_bias)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        if self.w1.deferred_bias is None:
+            return super().forward(x)
+        with annotate(self.range):
+            preactivations = self.w1(x)
+            activations = bias_gelu(preactivations, self.w1.deferred_bias)
+            output: Tensor = self.w2(activations)
+            return output
+
+
+class CopiedBlock(Block):
+    """The reference's block, computed from copies."""
+
+    def __init__(self, block: Block, maker: CopyMaker) -> None:
+        nn.Module.__init__(self)
+        self.range = block.range
+        self.ln1 = block.ln1
+        self.attn = PackedAttention(block.attn, maker, defers_bias=False)
+        self.ln2 = block.ln2
+        self.ffn = _copied_ffn(block.ffn, maker, defers_bias=False)
+
+
+class Deferred(NamedTuple):
+    """A residual stream, and what the norm that reads it has to add first: a branch and its bias, if it has one."""
+
+    stream: Float[Tensor, "batch seq d_model"]
+    branch: Float[Tensor, "batch seq d_model"]
+    bias: Float[Tensor, " d_model"] | None
+
+
+class AddNorm(nn.Module):
+    """Adds what was deferred to the residual stream; returns the stream and its norm."""
+
+    range: str = Range.NORM
+
+    def __init__(self, norm: RMSNorm | LayerNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.bias: nn.Parameter | None = getattr(norm, "bias", None)
+        self.eps = norm.eps
+
+    def forward(self, x: Deferred) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"]]:
+        with annotate(self.range):
+            return add_norm(*x, self.weight, self.bias, self.eps)
+
+
+class DeferredBlock(nn.Module):
+    """The reference's block, computed from copies, which leaves its sums to the norms that read them."""
+
+    def __init__(self, block: Block, maker: CopyMaker) -> None:
+        super().__init__()
+        self.range = block.range
+        self.ln1 = AddNorm(block.ln1)
+        self.attn = PackedAttention(block.attn, maker, defers_bias=True)
+        self.ln2 = AddNorm(block.ln2)
+        self.ffn = _copied_ffn(block.ffn, maker, defers_bias=True)
+
+    def forward(self, x: Deferred, rotations: Rotations | None, future: Future | None) -> Deferred:
+        """The residual stream, and what the block has to add to it."""
+        stream, normed = self.ln1(x)
+        branch = self.attn(normed, rotations, future)
+        stream, normed = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias))
+        return Deferred(stream, self.ffn(normed), self.ffn.w2.deferred_bias)
+
+
+class FusedEmbedding(Embedding):
+    """The reference's embedding, whose gradients are added to their rows in one pass."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.positions = embedding.weight, embedding.positions
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        with annotate(self.range):
+            x = lookup(self.weight, tokens)
+            return x if self.positions is None else x + self.positions[: tokens.shape[1]]
+
+
+class PaddedHead(nn.Module):
+    """The reference's head with rows of 0 below its weight, up to a number of rows that is such a multiple."""
+
+    range: str = Range.LM_HEAD
+
+    def __init__(self, head: LMHead, multiple: int, maker: CopyMaker | None) -> None:
+        super().__init__()
+        self.weight = head.weight
+        self.copies: Copies | None = None if maker is None else maker.padded(head, multiple)
+        self._surplus = -len(head.weight) % multiple
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... padded"]:
+        with annotate(self.range):
+            if self.copies is not None:
+                return self.copies.matmul(x)
+            if self._surplus:
+                return F.linear(x, F.pad(to_autocast_dtype(self.weight), (0, 0, 0, self._surplus)))
+            return F.linear(x, self.weight)
+
+
+def _copied_ffn(ffn: SwiGLU | GeluMLP, maker: CopyMaker, *, defers_bias: bool) -> PackedSwiGLU | CopiedGeluMLP:
+    if isinstance(ffn, SwiGLU):
+        return PackedSwiGLU(ffn, maker)
+    return CopiedGeluMLP(ffn, maker, defers_bias=defers_bias)

@@ -1,0 +1,135 @@
+"""The reference model computed faster, from the same parameters."""
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.config import RunConfig, SdpaBackend
+from cs336_systems.model.annotate import annotate
+from cs336_systems.model.fast.blocks import (
+    AddNorm,
+    CopiedBlock,
+    Deferred,
+    DeferredBlock,
+    FusedEmbedding,
+    PaddedHead,
+)
+from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
+from cs336_systems.model.transformer import Block, Future, Rotations, TransformerLM, attention_backend
+from cs336_systems.ranges import Range, block_range
+
+COPY_DTYPE = torch.bfloat16
+"""Type of the copies of weights; the configuration allows them with this precision alone."""
+
+
+class FastLM(nn.Module):
+    """The model that has the parameters of `reference`, under the same names, and computes it as the settings say.
+
+    Of the settings it takes those of the model's inside: copies of weights, fused blocks, fp8, a padded vocabulary,
+    checkpoints. Parts that no setting changes are the reference's own.
+    """
+
+    def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
+        super().__init__()
+        self.config, self._settings, self._tables = reference.config, settings, reference.tables
+        maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8) if settings.cast_once else None
+        fused = settings.fused_blocks
+        self.token_embeddings = FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
+        self.layers = nn.ModuleList(_fast_block(cast("Block", b), maker, fused=fused) for b in reference.layers)
+        self.ln_final = AddNorm(reference.ln_final) if fused else reference.ln_final
+        self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
+        self.register_buffer("rotations", reference.rotations, persistent=False)
+        self.register_buffer("future", reference.future, persistent=False)
+        self.weights = maker.weights(self.parameters()) if maker else ()
+        """All parameters with their copies; empty if the model reads the parameters themselves."""
+        if maker:
+            self.register_load_state_dict_post_hook(_refresh_copies)  # type: ignore[no-untyped-call]
+        if settings.checkpoint_blocks:
+            importlib.import_module("torch._dynamo")  # else the first checkpoint imports it, within a step
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+        """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
+        logits = self.padded_logits(tokens)
+        vocab_size = self.config.vocab_size
+        return logits if logits.shape[-1] == vocab_size else logits[..., :vocab_size]
+
+    def padded_logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq padded"]:
+        """The same, and logits of 0 for the surplus of a padded vocabulary."""
+        logits: Tensor = self.lm_head(self._hidden(tokens))
+        return logits
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of parameters and copies."""
+        super().zero_grad(set_to_none)
+        drop_gradients(self.weights)
+
+    def _hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        """What the head reads: the norm of the residual stream at its end."""
+        rotations, future = self._tables(tokens.shape[1])
+        embedded = self.token_embeddings(tokens)
+        x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
+        del embedded  # else it stays allocated through all blocks
+        backend = self.config.sdpa_backend
+        with attention_backend(backend):
+            if self._settings.checkpoint_blocks and torch.is_grad_enabled():
+                for group in self._groups():
+                    # nothing in a block is random
+                    x = checkpoint(
+                        _run_again, group, x, rotations, future, backend, use_reentrant=False, preserve_rng_state=False
+                    )
+            else:
+                for index, block in enumerate(self.layers):
+                    with annotate(block_range(index)):
+                        x = block(x, rotations, future)
+        normed = self.ln_final(x)
+        return cast("Tensor", normed[1] if self._settings.fused_blocks else normed)
+
+    def _groups(self) -> list[list[nn.Module]]:
+        """The blocks of each checkpoint."""
+        blocks, size = list(self.layers), self._settings.checkpoint_blocks
+        return [blocks[first : first + size] for first in range(0, len(blocks), size)]
+
+    def _nothing_deferred(self, x: Float[Tensor, "batch seq d_model"]) -> Deferred:
+        """x and a zero branch, so that all blocks have one input type and compile once."""
+        last = cast("DeferredBlock", self.layers[-1]).ffn.w2
+        make = partial(torch.zeros, dtype=last.copies.weight.dtype, device=x.device)
+        # as those of other blocks; the compiler makes no such tensor, and needs none where it sees all blocks at once
+        is_traced = torch.compiler.is_compiling()
+        needs_grad = torch.is_grad_enabled() and not is_traced
+        bias = None if last.deferred_bias is None else make(len(last.deferred_bias), requires_grad=not is_traced)
+        return Deferred(x, make(x.shape, requires_grad=needs_grad), bias)
+
+
+def _refresh_copies(model: FastLM, _incompatible_keys: object) -> None:
+    for weight in model.weights:
+        weight.refresh()
+
+
+def _fast_block(block: Block, maker: CopyMaker | None, *, fused: bool) -> nn.Module:
+    if maker is None:
+        return block
+    return DeferredBlock(block, maker) if fused else CopiedBlock(block, maker)
+
+
+def _run_again(
+    blocks: Sequence[nn.Module],
+    x: Tensor | Deferred,
+    rotations: Rotations | None,
+    future: Future | None,
+    backend: SdpaBackend,
+) -> Tensor | Deferred:
+    """Run the blocks of a checkpoint inside a range of forward, which in backward tells them from backward's own work.
+
+    By then the model has left the context that chooses attention's backend.
+    """
+    with annotate(Range.FORWARD), attention_backend(backend):
+        for block in blocks:
+            with annotate(cast("str", block.range)):
+                x = block(x, rotations, future)
+        return x

@@ -1,0 +1,61 @@
+"""The fast model as a training step uses it: its loss, and the optimizer that writes the copies of its weights."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.config import RunConfig
+from cs336_systems.model.annotate import annotate
+from cs336_systems.model.fast.cross_entropy import fused_cross_entropy
+from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.model import FastLM
+from cs336_systems.model.trainable import Loss, Trainable, cross_entropy, mode_of
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.ranges import Range
+
+
+def make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
+    """The model as it is, or the fast one with its parameters if a setting asks for what only that can do."""
+    # fused blocks and fp8 need copies too
+    is_fast = config.cast_once or config.fused_loss or config.compile_blocks
+    if is_fast or config.checkpoint_blocks or config.pad_vocabulary > 1:
+        return FastTrainable(cast("TransformerLM", model), config)
+    return Trainable(model, config)
+
+
+class FastTrainable(Trainable):
+    """The fast model with the parameters of `reference`."""
+
+    def __init__(self, reference: TransformerLM, config: RunConfig) -> None:
+        self._fast = FastLM(reference, config)
+        super().__init__(self._fast, config)
+        if config.fused_loss:
+            self.criterion = fused_cross_entropy
+        elif config.compile_blocks:
+            self.criterion = torch.compile(cross_entropy)
+        self._master_adamw: MasterAdamW | None = None
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self._fast.padded_logits(tokens)
+        with annotate(Range.LOSS):
+            return self.criterion(logits, targets, self.config.model.vocab_size)
+
+    def _compiled(self, loss: Loss) -> Loss:
+        if not self.config.compile_blocks:
+            return super()._compiled(loss)
+        for block in self._fast.layers:
+            block.compile(mode=mode_of(self.config.compile))
+        return loss
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """The configuration's optimizer, or one that updates the parameters and writes their copies."""
+        if not self._fast.weights:
+            return super().make_optimizer()
+        self._master_adamw = MasterAdamW(self._fast.weights, self.config.learning_rate)
+        return self._master_adamw
+
+    def captured(self) -> None:
+        """A graph with a whole step in it has been captured, and is about to be replayed."""
+        if self._master_adamw is not None:
+            self._master_adamw.captured()

@@ -1,0 +1,69 @@
+"""A model as a training step uses it: its loss and its optimizer."""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from cs336_systems.config import CompileMode, RunConfig
+from cs336_systems.model.annotate import annotate
+from cs336_systems.model.optimizer import make_optimizer
+from cs336_systems.ranges import Range
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The mean loss of a batch, from its tokens and its targets."""
+Criterion = Callable[[Tensor, Tensor, int], Tensor]
+"""The mean loss of logits, from these, the targets and the vocabulary's size, beyond which logits do not count."""
+
+
+class Trainable:
+    """Any model as it is, with PyTorch's cross-entropy; `model/fast` has one that computes faster."""
+
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        self.model, self.config = model, config
+        self.criterion: Criterion = cross_entropy
+        self.loss = self._compiled(self._loss)
+        """Mean cross-entropy of a batch, compiled as the configuration says."""
+
+    # below, plain tensors: the compiler cannot trace the shape checks of tests
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        vocab_size = self.config.model.vocab_size
+        logits = check_logits(self.model(tokens), targets, vocab_size)
+        with annotate(Range.LOSS):
+            return self.criterion(logits, targets, vocab_size)
+
+    def _compiled(self, loss: Loss) -> Loss:
+        mode = self.config.compile
+        return loss if mode is CompileMode.NONE else cast("Loss", torch.compile(loss, mode=mode_of(mode)))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """The configuration's optimizer, for all parameters."""
+        config = self.config
+        return make_optimizer(
+            config.optimizer, self.model.parameters(), lr=config.learning_rate, capturable=config.cuda_graph
+        )
+
+    def captured(self) -> None:
+        """A graph with a whole step in it has been captured, and is about to be replayed."""
+
+
+def mode_of(mode: CompileMode) -> str | None:
+    """The mode as torch.compile has it."""
+    return None if mode is CompileMode.DEFAULT else mode.value
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Mean over all targets; logits from `vocab_size` on are left out."""
+    if logits.shape[-1] > vocab_size:
+        logits = logits[..., :vocab_size]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def check_logits(logits: object, targets: Tensor, vocab_size: int) -> Tensor:
+    """The logits; raise ValueError if a user's own model returned something else."""
+    if not isinstance(logits, Tensor) or logits.shape != (*targets.shape, vocab_size):
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"the model must return logits of shape {(*targets.shape, vocab_size)}, got {found}")
+    return logits

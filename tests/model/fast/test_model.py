@@ -1,0 +1,77 @@
+"""The fast model's checkpoints and its padded vocabulary, against the reference whose parameters it has."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.config import Arch, Attention, ModelConfig, RunConfig, SdpaBackend
+from cs336_systems.model.fast.model import FastLM
+from cs336_systems.model.transformer import TransformerLM
+
+MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=3, num_heads=2)
+
+
+def gradients(model: TransformerLM | FastLM, tokens: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(tokens).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
+    torch.manual_seed(0)
+    reference = TransformerLM(replace(MODEL, arch=arch))
+    settings = RunConfig(size="custom", model=reference.config, checkpoint_blocks=blocks)
+    tokens = torch.randint(11, (2, 8))
+    expected = gradients(reference, tokens)
+    for kept, computed_again in zip(expected, gradients(FastLM(reference, settings), tokens), strict=True):
+        assert torch.equal(kept, computed_again)
+
+
+def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
+    """PyTorch checks that what is computed again is what was there: by another kernel it would not be."""
+    config = replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)
+    reference, tokens = TransformerLM(config), torch.arange(8).view(1, 8)
+    expected = gradients(reference, tokens)
+    found = gradients(FastLM(reference, RunConfig(size="custom", model=config, checkpoint_blocks=1)), tokens)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("multiple", [11, 16, 100])
+def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> None:
+    torch.manual_seed(0)
+    reference = TransformerLM(replace(MODEL, arch=arch))
+    padded = FastLM(copy.deepcopy(reference), RunConfig(size="custom", model=reference.config, pad_vocabulary=multiple))
+    tokens = torch.randint(11, (2, 8))
+    assert padded.padded_logits(tokens).shape == (2, 8, -(-11 // multiple) * multiple)
+    torch.testing.assert_close(padded(tokens), reference(tokens))
+    torch.testing.assert_close(gradients(padded, tokens), gradients(reference, tokens))
+
+
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    model = FastLM(TransformerLM(MODEL), RunConfig(size="custom", model=MODEL))
+    with pytest.raises(ValueError, match="needed at most context_length = 8 a row, got 9"):
+        model(torch.zeros(1, 9, dtype=torch.long))
+
+
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("arch", Arch)
+def test_it_has_the_reference_s_parameters_under_their_names(arch: Arch, attention: Attention) -> None:
+    """In their order, which is that of the optimizer's state; and its tables, which no checkpoint has."""
+    reference = TransformerLM(replace(MODEL, arch=arch, attention=attention))
+    for changes in ({}, {"cast_once": True}, {"cast_once": True, "fused_blocks": True}):
+        settings = RunConfig(size="custom", model=reference.config, precision="bf16", optimizer="fused", **changes)  # type: ignore[arg-type]
+        fast = FastLM(reference, settings)
+        for mine, theirs in (
+            (fast.named_parameters(), reference.named_parameters()),
+            (fast.named_buffers(), reference.named_buffers()),
+        ):
+            found, expected = dict(mine), dict(theirs)
+            assert list(found) == list(expected)
+            assert all(found[name] is expected[name] for name in expected)
+        assert list(fast.state_dict()) == list(reference.state_dict())
