@@ -2,10 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
-from cs336_systems.report.numbers import change, count, in_percent, label, mean_and_std, rounded, significant
+from cs336_systems.report.numbers import (
+    change,
+    count,
+    derived_text,
+    in_percent,
+    interval_text,
+    label,
+    mean_and_std,
+    rounded,
+    significant,
+)
 
 Row = TypeVar("Row")
 
@@ -52,16 +61,21 @@ class Column(Generic[Row]):
         return self.write(value if self.scale == 1 else value * self.scale)
 
 
-class Changes(TypedDict, total=False):
-    """What one table may have otherwise than COLUMNS; see `Column`."""
+class Options(TypedDict, total=False):
+    """What most columns leave as it is; see `Column`."""
 
-    name: str
-    unit: str
     spare: int
     says: Callable[[Any], str]
     scale: float
     write: Callable[[Any], str]
     std: str
+
+
+class Changes(Options, total=False):
+    """What one table may have otherwise than COLUMNS."""
+
+    name: str
+    unit: str
 
 
 def column(key: str, **changes: Unpack[Changes]) -> Column[Any]:
@@ -70,141 +84,153 @@ def column(key: str, **changes: Unpack[Changes]) -> Column[Any]:
     return found
 
 
-STEP_INTERVAL: Column[Any] = Column("95 % interval", "ms, over processes", spare=1)
-"""Of the mean step, over the means of fresh processes (Student's t)."""
+def two_digits(value: float) -> str:
+    """To two significant digits."""
+    return significant(value, 2)
+
+
+def three_digits(value: float) -> str:
+    """To three significant digits."""
+    return significant(value, 3)
+
+
+def _step_interval(row: Mapping[str, Any]) -> str:
+    return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
+
+
+def _speed_up(row: Mapping[str, Any]) -> str:
+    return derived_text(row["speed_up"], row["speed_up_std"], is_doubted=row["is_doubted"], digits=3)
+
+
+def _number(name: str, unit: str, about: str, **options: Unpack[Options]) -> Column[Any]:
+    """A column of numbers."""
+    found: Column[Any] = replace(Column(name, unit, about=about), **options)
+    return found
+
+
+def _text(name: str, about: str, spare: int = 0, write: Callable[[Any], str] = str) -> Column[Any]:
+    """A column of texts."""
+    return Column(name, numeric=False, spare=spare, write=write, about=about)
+
 
 COLUMNS: dict[str, Column[Any]] = {
-    "phase": Column("phase", numeric=False, write=str, about="Phase of a training step, or the whole step."),
-    "share": Column("share", "%", spare=1, write=in_percent, about="Part of the sum of all rows."),
+    "phase": _text("phase", "Phase of a training step, or the whole step."),
+    "share": _number("share", "%", "Part of the sum of all rows.", spare=1, write=in_percent),
+    # times of a step and what follows from them
+    "data_mean_ms": _number("data", "ms", "Time to make a batch.", spare=9, std="data_std_ms"),
+    "forward_mean_ms": _number("forward", "ms", "Time of forward, the loss included.", spare=6, std="forward_std_ms"),
+    "backward_mean_ms": _number("backward", "ms", "Time of backward.", spare=7, std="backward_std_ms"),
+    "optimizer_mean_ms": _number("optimizer", "ms", "Time of the optimizer's step.", spare=8, std="optimizer_std_ms"),
+    "step_mean_ms": _number("step", "ms", "Mean time of a whole step, with its deviation.", std="step_std_ms"),
+    "step_ci95_low_ms": _number("95 % interval", "ms, over processes",
+                                "Of the mean step, over the means of fresh processes (Student's t).",
+                                spare=1, says=_step_interval),
+    "step_cv": _number("std/mean", "%", "Standard deviation of a step over its mean.",
+                       spare=10, scale=100, write=two_digits),
+    "first_step_ms": _number("first measured step", "ms", "Time of the first step after warm-up.", spare=2),
+    "tokens_per_s": _number("tokens/s", "", "Tokens of a step over its mean time.", spare=5),
+    "mfu": _number("MFU", "%", "The model's FLOPs per second over the peak of the data sheet at this precision.",
+                   spare=3, scale=100, write=three_digits),
+    "ceiling_share": _number("of ceiling", "%", "The model's FLOPs per second over the highest measured rate.",
+                             spare=12, scale=100, write=three_digits),
+    "peak_allocated_gib": _number("peak", "GiB", "The most memory that was allocated at any time.",
+                                  spare=2, write=three_digits),
+    "predicted_peak_gib": _number("predicted", "GiB", "The peak that the configuration was predicted to have.",
+                                  spare=11, write=three_digits),
+    "speed_up": _number("speed-up", "vs fp32", "How many times faster than the same configuration in fp32.",
+                        spare=4, says=_speed_up),
     # kernels, per step
-    "kernels_per_step": Column("kernels", spare=4, write=count, about="Kernels that were launched."),
-    "kernel_mean_ms": Column("GPU time", "ms", write=rounded, about="Durations of the kernels, added up."),
-    "wall_mean_ms": Column(
-        "wall", "ms", spare=1, write=rounded, about="Time on the device until the phase's last kernel has ended."
-    ),
-    "busy_share": Column(
-        "GPU busy", "%", spare=2, write=in_percent, about="Part of the wall time in which a kernel or copy ran."
-    ),
-    "host_mean_ms": Column(
-        "CPU", "ms", spare=5, write=rounded, about="Time that the host was in the phase, waits included."
-    ),
-    "host_per_launch_s": Column(
-        "CPU per launch", "µs", spare=6, scale=1e6, about="The host's time in the phase, over its launches."
-    ),
-    "copies_per_step": Column("copies", spare=8, write=count, about="Copies and fills by the driver."),
-    "recomputed_mean_ms": Column(
-        "recomputed", "ms", spare=7, write=rounded, about="GPU time of forward that backward does again."
-    ),
-    "clock_mean_ms": Column("clock", "ms", spare=3, about="Time of the same phase in a run without a profiler."),
-    "wall_over_clock": Column(
-        "wall vs clock",
-        "%",
-        spare=5,
-        write=change,
-        about="By how much the wall time is longer than without a profiler.",
-    ),
-    "plain_step_mean_ms": Column("step", "ms", about="Mean step of the run without a profiler."),
-    "profiled_step_mean_ms": Column("with profiler", "ms", spare=1, about="Mean step of the profiled run."),
-    "slowdown": Column(
-        "slowdown", "times", write=partial(significant, digits=3), about="Profiled step over plain step."
-    ),
-    "total_ms_per_step": Column("time", "ms", write=rounded, about="Durations of these kernels, added up."),
-    "count_per_step": Column("launches", write=count, about="Launches of these kernels."),
-    "class": Column("class", numeric=False, write=str, about="What kind of work the kernels do, by their names."),
-    "short_name": Column(
-        "kernel", numeric=False, write=label, about="Name of the kernel without its template arguments."
-    ),
-    "mean_s": Column("mean", "µs", spare=4, scale=1e6, about="Mean duration of one launch."),
-    "median_s": Column("median", "µs", spare=6, scale=1e6, about="Median duration of one launch."),
-    "min_s": Column("min", "µs", spare=8, scale=1e6, about="Shortest launch."),
-    "max_s": Column("max", "µs", spare=7, scale=1e6, about="Longest launch."),
-    "std_s": Column("std", "µs", spare=5, scale=1e6, about="Standard deviation of the launches' durations."),
-    "of": Column("of", numeric=False, write=str, about="Forward, or the whole step."),
-    "linear_per_step": Column("linear", write=count, about="Matrix products of linear layers."),
-    "linear_ms_per_step": Column(
-        "linear time", "ms", write=rounded, about="GPU time of linear layers' matrix products."
-    ),
-    "attention_per_step": Column("attention", write=count, about="Matrix products of attention's scores and values."),
-    "attention_ms_per_step": Column(
-        "attention time", "ms", write=rounded, about="GPU time of attention's matrix products."
-    ),
-    "unknown_per_step": Column(
-        "unknown", write=count, about="Matrix products that may be a linear layer's or attention's."
-    ),
-    "unknown_ms_per_step": Column("unknown time", "ms", write=rounded, about="GPU time of those."),
-    "linear_expected": Column(
-        "expected", spare=2, write=count, about="One for each linear layer in forward, two in backward."
-    ),
-    "as_expected": Column(
-        "as expected", numeric=False, spare=1, write=str, about="Whether as many were launched as expected."
-    ),
-    "part": Column("part", numeric=False, write=str, about="Scores, softmax or values."),
-    "share_of_attention": Column("share", "%", spare=1, write=in_percent, about="Part of attention's GPU time."),
-    "share_of_phase": Column("of phase", "%", spare=4, write=in_percent, about="Part of the phase's GPU time."),
-    "products_ms_per_step": Column("products", "ms", spare=1, write=rounded, about="GPU time of matrix products."),
-    "flops_per_step": Column("FLOPs", "G", spare=7, scale=1e-9, about="Floating-point operations."),
-    "flops_per_s": Column(
-        "rate", "TFLOP/s", spare=3, scale=1e-12, write=partial(significant, digits=3), about="FLOPs over GPU time."
-    ),
-    "softmax_ms_per_step": Column("softmax", "ms", write=rounded, about="GPU time of the softmax."),
-    "whole_ms_per_step": Column(
-        "all of attention", "ms", spare=2, write=rounded, about="GPU time of all kernels of attention."
-    ),
-    "time_ratio": Column(
-        "time ratio", spare=3, write=partial(significant, digits=3), about="Softmax over matrix products, in time."
-    ),
-    "flops_ratio": Column(
-        "FLOP ratio", spare=3, write=partial(significant, digits=3), about="Softmax over matrix products, in FLOPs."
-    ),
-    "time_per_flop_ratio": Column(
-        "time per FLOP",
-        spare=3,
-        write=partial(significant, digits=3),
-        about="Softmax over matrix products, in time per FLOP.",
-    ),
+    "kernels_per_step": _number("kernels", "", "Kernels that were launched.", spare=4, write=count),
+    "kernel_mean_ms": _number("GPU time", "ms", "Durations of the kernels, added up.", write=rounded),
+    "wall_mean_ms": _number("wall", "ms", "Time on the device until the phase's last kernel has ended.",
+                            spare=1, write=rounded),
+    "busy_share": _number("GPU busy", "%", "Part of the wall time in which a kernel or copy ran.",
+                          spare=2, write=in_percent),
+    "host_mean_ms": _number("CPU", "ms", "Time that the host was in the phase, waits included.",
+                            spare=5, write=rounded),
+    "host_per_launch_s": _number("CPU per launch", "µs", "The host's time in the phase, over its launches.",
+                                 spare=6, scale=1e6),
+    "copies_per_step": _number("copies", "", "Copies and fills by the driver.", spare=8, write=count),
+    "recomputed_mean_ms": _number("recomputed", "ms", "GPU time of forward that backward does again.",
+                                  spare=7, write=rounded),
+    "clock_mean_ms": _number("clock", "ms", "Time of the same phase in a run without a profiler.", spare=3),
+    "wall_over_clock": _number("wall vs clock", "%", "By how much the wall time is longer than without a profiler.",
+                               spare=5, write=change),
+    "plain_step_mean_ms": _number("step", "ms", "Mean step of the run without a profiler."),
+    "profiled_step_mean_ms": _number("with profiler", "ms", "Mean step of the profiled run.", spare=1),
+    "slowdown": _number("slowdown", "times", "Profiled step over plain step.", write=three_digits),
+    "total_ms_per_step": _number("time", "ms", "Durations of these kernels, added up.", write=rounded),
+    "count_per_step": _number("launches", "", "Launches of these kernels.", write=count),
+    "class": _text("class", "What kind of work the kernels do, by their names."),
+    "short_name": _text("kernel", "Name of the kernel without its template arguments.", write=label),
+    "mean_s": _number("mean", "µs", "Mean duration of one launch.", spare=4, scale=1e6),
+    "median_s": _number("median", "µs", "Median duration of one launch.", spare=6, scale=1e6),
+    "min_s": _number("min", "µs", "Shortest launch.", spare=8, scale=1e6),
+    "max_s": _number("max", "µs", "Longest launch.", spare=7, scale=1e6),
+    "std_s": _number("std", "µs", "Standard deviation of the launches' durations.", spare=5, scale=1e6),
+    "of": _text("of", "Forward, or the whole step."),
+    "linear_per_step": _number("linear", "", "Matrix products of linear layers.", write=count),
+    "linear_ms_per_step": _number("linear time", "ms", "GPU time of linear layers' matrix products.", write=rounded),
+    "attention_per_step": _number("attention", "", "Matrix products of attention's scores and values.", write=count),
+    "attention_ms_per_step": _number("attention time", "ms", "GPU time of attention's matrix products.", write=rounded),
+    "unknown_per_step": _number("unknown", "", "Matrix products that may be a linear layer's or attention's.",
+                                write=count),
+    "unknown_ms_per_step": _number("unknown time", "ms", "GPU time of those.", write=rounded),
+    "linear_expected": _number("expected", "", "One for each linear layer in forward, two in backward.",
+                               spare=2, write=count),
+    "as_expected": _text("as expected", "Whether as many were launched as expected.", spare=1),
+    "part": _text("part", "Scores, softmax or values."),
+    "share_of_attention": _number("share", "%", "Part of attention's GPU time.", spare=1, write=in_percent),
+    "share_of_phase": _number("of phase", "%", "Part of the phase's GPU time.", spare=4, write=in_percent),
+    "products_ms_per_step": _number("products", "ms", "GPU time of matrix products.", spare=1, write=rounded),
+    "flops_per_step": _number("FLOPs", "G", "Floating-point operations.", spare=7, scale=1e-9),
+    "flops_per_s": _number("rate", "TFLOP/s", "FLOPs over GPU time.", spare=3, scale=1e-12, write=three_digits),
+    "softmax_ms_per_step": _number("softmax", "ms", "GPU time of the softmax.", write=rounded),
+    "whole_ms_per_step": _number("all of attention", "ms", "GPU time of all kernels of attention.",
+                                 spare=2, write=rounded),
+    "time_ratio": _number("time ratio", "", "Softmax over matrix products, in time.", spare=3, write=three_digits),
+    "flops_ratio": _number("FLOP ratio", "", "Softmax over matrix products, in FLOPs.", spare=3, write=three_digits),
+    "time_per_flop_ratio": _number("time per FLOP", "", "Softmax over matrix products, in time per FLOP.",
+                                   spare=3, write=three_digits),
     # memory
-    "quantity": Column("quantity", numeric=False, write=str, about="What the value is of."),
-    "value": Column("value", about="Bytes, or how many."),
-    "about": Column("what it is", numeric=False, spare=2, write=str, about="What the quantity is, in words."),
-    "category": Column("category", numeric=False, spare=3, write=str, about="What the memory is used for."),
-    "bytes": Column("size", about="Bytes in blocks of the allocator."),
-    "requested_bytes": Column("asked for", about="Bytes that the program asked for; a block may be larger."),
-    "blocks": Column("blocks", spare=2, write=count, about="Blocks of the allocator."),
-    "status": Column("status", numeric=False, write=str, about="How the run ended."),
-    "peak_allocated_bytes": Column("peak", about="The most that was allocated at any time."),
-    "peak_phase": Column("in", numeric=False, write=str, about="The phase in which memory was at its peak."),
-    "plain_peak_allocated_bytes": Column(
-        "without recording", about="The allocator's own peak in a run that was not recorded."
-    ),
-    "predicted_peak_allocated_bytes": Column(
-        "predicted", about="The peak that the configuration was predicted to have."
-    ),
-    "peak_reserved_bytes": Column("reserved", about="The most that PyTorch held in segments at any time."),
-    "residual_stream_bytes": Column("residual", about="One tensor of batch x context x d_model in fp32."),
-    "block_saved_bytes": Column("saved per block", about="What a typical block of the model saves for backward."),
-    "block_gradient_bytes": Column("gradients per block", about="Gradients of a typical block of the model."),
-    "step": Column("step", write=str, about="Number of the recorded step, from 0."),
-    "moment": Column("moment", numeric=False, write=str, about="When: the end of a phase, or the peak."),
-    "time_s": Column("at", "ms", spare=4, about="Time from the first recorded event."),
-    "allocated_bytes": Column("allocated", about="All categories together, in blocks."),
-    "counted_bytes": Column("PyTorch's count", about="What PyTorch's allocator itself counted."),
-    "counted_requested_bytes": Column("PyTorch's count", about="What PyTorch's allocator counted as asked for."),
-    "reserved_bytes": Column("reserved", about="Segments that PyTorch held then."),
-    "begin_s": Column("begins", "ms", spare=3, about="Time from the first recorded event to the phase's start."),
-    "duration_s": Column("takes", "ms", spare=3, about="Time from the phase's start to its end."),
-    "begin_bytes": Column("at its start", about="Allocated when the phase began."),
-    "peak_bytes": Column("peak", about="The most that was allocated during the phase."),
-    "peak_s": Column("peak at", "ms", spare=4, about="Time from the first recorded event to the phase's peak."),
-    "end_bytes": Column("at its end", about="Allocated when the phase ended."),
-    "count": Column("count", spare=2, write=count, about="Allocations that are alike."),
-    "bytes_at_peak": Column("together", about="Bytes of all of them at the peak, in blocks."),
-    "share_of_peak": Column("share", "%", spare=1, write=in_percent, about="Part of the peak."),
-    "count_at_peak": Column("count", spare=2, write=count, about="How many of them there were at the peak."),
-    "name": Column("name", numeric=False, write=label, about="Name of the tensor in the model."),
-    "shape_and_type": Column("shape", numeric=False, spare=7, write=str, about="Shape and data type of the tensor."),
-    "explanation": Column(
-        "formula", numeric=False, spare=5, write=str, about="The size as a product of the model's dimensions."
-    ),
-    "place": Column("place", numeric=False, spare=6, write=str, about="The line of code that allocated it."),
-}
+    "quantity": _text("quantity", "What the value is of."),
+    "value": _number("value", "", "Bytes, or how many."),
+    "about": _text("what it is", "What the quantity is, in words.", spare=2),
+    "category": _text("category", "What the memory is used for.", spare=3),
+    "bytes": _number("size", "", "Bytes in blocks of the allocator."),
+    "requested_bytes": _number("asked for", "", "Bytes that the program asked for; a block may be larger."),
+    "blocks": _number("blocks", "", "Blocks of the allocator.", spare=2, write=count),
+    "status": _text("status", "How the run ended."),
+    "peak_allocated_bytes": _number("peak", "", "The most that was allocated at any time."),
+    "peak_phase": _text("in", "The phase in which memory was at its peak."),
+    "plain_peak_allocated_bytes": _number("without recording", "",
+                                          "The allocator's own peak in a run that was not recorded."),
+    "predicted_peak_allocated_bytes": _number("predicted", "",
+                                              "The peak that the configuration was predicted to have."),
+    "peak_reserved_bytes": _number("reserved", "", "The most that PyTorch held in segments at any time."),
+    "residual_stream_bytes": _number("residual", "", "One tensor of batch x context x d_model in fp32."),
+    "block_saved_bytes": _number("saved per block", "", "What a typical block of the model saves for backward."),
+    "block_gradient_bytes": _number("gradients per block", "", "Gradients of a typical block of the model."),
+    "step": _number("step", "", "Number of the recorded step, from 0.", write=str),
+    "moment": _text("moment", "When: the end of a phase, or the peak."),
+    "time_s": _number("at", "ms", "Time from the first recorded event.", spare=4),
+    "allocated_bytes": _number("allocated", "", "All categories together, in blocks."),
+    "counted_bytes": _number("PyTorch's count", "", "What PyTorch's allocator itself counted."),
+    "counted_requested_bytes": _number("PyTorch's count", "", "What PyTorch's allocator counted as asked for."),
+    "reserved_bytes": _number("reserved", "", "Segments that PyTorch held then."),
+    "begin_s": _number("begins", "ms", "Time from the first recorded event to the phase's start.", spare=3),
+    "duration_s": _number("takes", "ms", "Time from the phase's start to its end.", spare=3),
+    "begin_bytes": _number("at its start", "", "Allocated when the phase began."),
+    "peak_bytes": _number("peak", "", "The most that was allocated during the phase."),
+    "peak_s": _number("peak at", "ms", "Time from the first recorded event to the phase's peak.", spare=4),
+    "end_bytes": _number("at its end", "", "Allocated when the phase ended."),
+    "count": _number("count", "", "Allocations that are alike.", spare=2, write=count),
+    "bytes_at_peak": _number("together", "", "Bytes of all of them at the peak, in blocks."),
+    "share_of_peak": _number("share", "%", "Part of the peak.", spare=1, write=in_percent),
+    "count_at_peak": _number("count", "", "How many of them there were at the peak.", spare=2, write=count),
+    "name": _text("name", "Name of the tensor in the model.", write=label),
+    "shape_and_type": _text("shape", "Shape and data type of the tensor.", spare=7),
+    "explanation": _text("formula", "The size as a product of the model's dimensions.", spare=5),
+    "place": _text("place", "The line of code that allocated it.", spare=6),
+}  # fmt: skip
 """The columns that tables name by key, with the unit, digits and place that most tables give them."""

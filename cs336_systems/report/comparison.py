@@ -3,15 +3,13 @@
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.compare import Comparison
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.analysis.warnings import STEPS, in_doubt
-from cs336_systems.files import write_atomically
-from cs336_systems.report.columns import STEP_INTERVAL, Column
-from cs336_systems.report.formats import WRITERS
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.listing import Listing, texts_of, write_files
 from cs336_systems.report.numbers import interval_text, mean_and_std
 from cs336_systems.report.table import Table, make_table
 
@@ -35,7 +33,7 @@ def comparison_table(
         Column("configuration", numeric=False, says=lambda row: row[1]),
         Column("processes", spare=2, says=lambda row: str(len(row[2]))),
         Column("step", "ms", says=lambda row: _step(row[2])),
-        replace(STEP_INTERVAL, says=lambda row: _interval(row[2])),
+        column("step_ci95_low_ms", says=lambda row: _interval(row[2])),
         Column("step of each process", "ms", numeric=False, spare=3, says=lambda row: _each(row[2])),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
@@ -56,8 +54,8 @@ def _doubts(codes: Sequence[Sequence[Sequence[str]]]) -> Iterator[str]:
 
 def write_comparison(table: Table, directory: Path) -> None:
     """Write comparison.md, .tex and .typ."""
-    for ending, write in WRITERS.items():
-        write_atomically(directory / f"comparison.{ending}", write(table).encode(errors="replace"))
+    texts = texts_of(Listing(name="comparison", tables=(table,), csv=""))
+    write_files({name: text for name, text in texts.items() if text}, directory)
 
 
 def _step(means_s: Sequence[float]) -> str:

@@ -1,13 +1,12 @@
 """A ladder for people: a table of the speed, one of what it is compared by, one of the reasons; a picture; CSV."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.config import SETTINGS, Device, RunConfig
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
-from cs336_systems.report.columns import STEP_INTERVAL, Column
+from cs336_systems.report.columns import Column, column
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.ladder.plots import draw_ladder
@@ -17,7 +16,6 @@ from cs336_systems.report.ladder.words import interval_text, ratio_text
 from cs336_systems.report.listing import Listing, csv_of, in_si, texts_of, write_files
 from cs336_systems.report.numbers import mean_and_std, significant
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.report.tables import step_interval
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.sweep.ladder import GATE_STEPS
 
@@ -64,7 +62,7 @@ def _speed_table(rows: Rows) -> Table:
         _name(),
         Column("change", numeric=False, spare=9, says=lambda row: row.rung.change),
         Column("step", "ms", says=_step),
-        replace(STEP_INTERVAL, says=lambda row: step_interval(row.row)),
+        column("step_ci95_low_ms", says=lambda row: column("step_ci95_low_ms").cell(row.row)),
         _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=5),
         _quantity("MFU", "%", "mfu", 100, 3, spare=6),
         _quantity("of ceiling", "%", "ceiling_share", 100, 3, spare=10),
