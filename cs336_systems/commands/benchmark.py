@@ -1,11 +1,13 @@
 """`benchmark.py`: one configuration, measured in this process: it is fresh already, and nsys sees it."""
 
 import contextlib
+import os
 import sys
 from dataclasses import field, replace
 from pathlib import Path
 
 from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
+from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
     AXES,
     Flags,
@@ -27,6 +29,7 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.sweep.explain import has_explanation
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.text import inert_line
@@ -88,7 +91,7 @@ def run(arguments: BenchmarkArguments) -> int:
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
         print(f"fast: {describe_fast(config)}", file=sys.stderr)
-    from cs336_systems.sweep.store import PROFILE_DIRECTORIES, make_writable, set_aside_run
+    from cs336_systems.sweep.store import PROFILE_DIRECTORIES, fresh_profile_path, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
     from cs336_systems.report.status_line import StatusLine
@@ -104,19 +107,24 @@ def run(arguments: BenchmarkArguments) -> int:
         is_disturbed = are_others()
         with StatusLine() as say:
             say("importing PyTorch")
-            from cs336_systems.sweep.worker import run_here
+            from cs336_systems.measure.run import measure
 
-            record = run_here(config, runs, say)
-        if (is_disturbed or are_others()) and record.status is Status.OK:
-            record = replace(record, warnings=(*record.warnings, CPU_SHARED))
+            here = Path.cwd()
+            # nsys writes where its own command line says
+            profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
+            record = measure(config, profile=profile, say=say)
+            os.chdir(here)  # the user's own model may have changed it
+            if (is_disturbed or are_others()) and record.status is Status.OK:
+                record = replace(record, warnings=(*record.warnings, CPU_SHARED))
             write_record(record, runs)
+            is_explained = profile is None or explain_or_warn([record], runs, say, "explaining what was recorded")
         if print_json is not None:
             print_json(encode_record(record))
             print(inert_line(f"record: {runs / record.key}.json"))
         else:
             _print(record, runs)
         print_profile_paths([config], runs)
-    return status_of([record])
+    return status_of([record], () if is_explained else [config])
 
 
 def _print(record: RunRecord, runs: Path) -> None:
@@ -125,9 +133,9 @@ def _print(record: RunRecord, runs: Path) -> None:
 
     config = record.config
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))
-    if config.profiler is Profiler.KINETO and record.status is Status.OK:
+    if config.profiler is Profiler.KINETO and has_explanation(config, runs):
         _print_kernels(config, runs)
-    if config.profiler is Profiler.MEMORY:
+    if config.profiler is Profiler.MEMORY and has_explanation(config, runs):
         _print_memory(config, runs)
 
 
@@ -138,8 +146,7 @@ def _print_memory(config: RunConfig, runs: Path) -> None:
     from cs336_systems.report.terminal import print_table
     from cs336_systems.sweep.store import memory_profile_path
 
-    path = memory_profile_path(config, runs)
-    for table in memory_tables(read_memory_profile(path), TOP) if path.is_file() else ():
+    for table in memory_tables(read_memory_profile(memory_profile_path(config, runs)), TOP):
         print_table(table)
 
 

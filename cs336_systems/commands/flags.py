@@ -28,10 +28,10 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.measure.inputs import check_factory
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.settings import Setting, declared, flag_of
-from cs336_systems.sweep.inputs import check_factory
 
 MAX_NAME_LENGTH = 100
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu_fallback, plain_word, resolve_device
+from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
     Flags,
     Switch,
@@ -21,6 +22,7 @@ from cs336_systems.commands.flags import (
     with_flags,
 )
 from cs336_systems.commands.outcome import (
+    FAILED,
     INTERRUPTED,
     OK,
     PrintJson,
@@ -37,7 +39,7 @@ from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.record import RunRecord, Status
+from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
@@ -156,8 +158,9 @@ def run(arguments: LadderArguments) -> int:
     with json_alone(arguments.json) as print_json:
         if arguments.report is not None:
             existing(arguments.report / LADDER_FILE, "the rungs of a ladder")
+            is_explained = _explain(arguments.report / "runs")
             _report(arguments.report, print_json)
-            return OK
+            return OK if is_explained else FAILED
         return _climb(arguments, print_json)
 
 
@@ -230,7 +233,7 @@ def _measure(
     if outcome.interrupted:
         return INTERRUPTED
     wanted = {config.key for config in configs}
-    return status_of([record for record in outcome.records if record.key in wanted])
+    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
@@ -265,6 +268,14 @@ def rebuild(directory: Path, status: "StatusLine") -> "Sequence[LadderRow]":
     status("drawing and writing")
     write_ladder_report(rows, directory)
     return rows
+
+
+def _explain(runs: Path) -> bool:
+    """Explain raw profiles of the rungs that have no explanation; return whether all could be."""
+    from cs336_systems.report.status_line import StatusLine
+
+    with StatusLine() as status:
+        return explain_or_warn(load_records(runs)[0], runs, status)
 
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:

@@ -1,13 +1,14 @@
 """How a command ends: its exit status, and the errors that mean wrong usage.
 
-0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed, or of
-several records one is damaged; 2: wrong usage, a file that is not there or not what it should be; 130: interrupted.
+0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed, a profile
+could not be explained, or of several records one is damaged; 2: wrong usage, a file that is not there or not what it
+should be; 130: interrupted.
 """
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -41,9 +42,10 @@ def existing(path: Path, needed: str) -> Path:
     return path
 
 
-def status_of(records: Sequence[RunRecord]) -> int:
-    """The exit status for these records."""
-    return OK if all(record.status.is_result for record in records) else FAILED
+def status_of(records: Sequence[RunRecord], unexplained: Container[RunConfig] = ()) -> int:
+    """The exit status for these records; a run in `unexplained` lacks the explanation of its profile."""
+    is_well = all(record.status.is_result and record.config not in unexplained for record in records)
+    return OK if is_well else FAILED
 
 
 def load_records_or_warn(runs: Path) -> list[RunRecord]:

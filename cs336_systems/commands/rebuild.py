@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, compare, ladder
+from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, load_ceilings_or_warn
 from cs336_systems.commands.sweep import Results
 from cs336_systems.files import FileError, encode_json
@@ -36,9 +37,10 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
 
     if not root.is_dir() or not (directories := results_below(root)):
         raise UsageError(f"{root}: no results in or below it; needed a sweep's directory, or one that holds several")
-    problems = {}
+    problems, is_explained = {}, True
     for directory in directories:
         try:
+            is_explained &= explain_or_warn(load_records(directory / RUNS)[0], directory / RUNS, status)
             source = rebuild(directory, status)
         except (FileError, UsageError, SweepError) as error:
             status.end()
@@ -51,7 +53,7 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
     if print_json is not None:
         rebuilt = [str(directory) for directory in directories if directory not in problems]
         print_json(encode_json({"rebuilt": rebuilt, "failed": {str(path): text for path, text in problems.items()}}))
-    return FAILED if problems else OK
+    return OK if is_explained and not problems else FAILED
 
 
 def rebuild(directory: Path, status: "StatusLine") -> str:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, json_alone
 from cs336_systems.commands.sweep import report
@@ -22,6 +23,8 @@ class ReportArguments:
 
     A directory that holds no runs itself stands for all results below it, of sweeps, ladders and studies: each is
     written again where it is, as in `cs336 report data`.
+
+    A run under a profiler whose raw profile was not explained, or whose explanation was lost, is explained first.
     """
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR ...]")]
@@ -55,8 +58,9 @@ def run(arguments: ReportArguments) -> int:
     from cs336_systems.report.status_line import StatusLine
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
+        is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
         report(found, output, status, keep=True, print_json=print_json)
-    return FAILED if any(problems.values()) else OK
+    return OK if all(is_explained) and not any(problems.values()) else FAILED
 
 
 def _everything(root: Path, is_json: bool) -> int:

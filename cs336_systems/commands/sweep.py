@@ -52,7 +52,7 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.plan import Plan, make_plan
-from cs336_systems.sweep.store import PROFILE_DIRECTORIES
+from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def measure_all(
     with TerminalListener() as listener:
         outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
     with StatusLine() as status:
-        report({directory: outcome.records}, directory, status, keep=True, print_json=print_json)
+        report({directory: outcome.records}, directory, status, print_json=print_json)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
         print(
             f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
@@ -288,7 +288,7 @@ def measure_all(
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
     wanted = {config.key for config in configs}
-    return status_of([record for record in outcome.records if record.key in wanted])
+    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
 
 
 def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
@@ -313,8 +313,9 @@ def report(
 ) -> None:
     """Write and print what the records, by the sweep's directory, support together; with `print_json` as JSON.
 
-    The times of profiled runs are in the tables of profiles alone. With `keep`, raises UsageError, before it writes,
-    where a profile that is missing would be lost from the tables in `output`.
+    The times of profiled runs are in the tables of profiles alone. Where a profile that is missing would be lost from
+    those tables in `output`: with `keep`, raises UsageError before anything is written; else, if the raw profile is
+    missing too, leaves those tables as they are.
     """
     status("reading records and profiles")
     from cs336_systems.report.kernels.sweep import sweep_tables
@@ -323,15 +324,21 @@ def report(
     from cs336_systems.report.terminal import print_sweep, print_table, say
 
     results = [Results.load(own, directory) for directory, own in found.items()]
-    for one, directory in zip(results, found, strict=True) if keep else ():
-        _refuse_to_lose(one, directory, output)
+    is_lost = False
+    for one, directory in zip(results, found, strict=True):
+        if keep:
+            _refuse_to_lose(one, directory, output)
+        elif not all(raw_profile_path(config, directory / "runs").is_file() for config in one.without_profile):
+            is_lost = True
+            said = "raw profiles too; the tables of profiles stay as they were, and --fresh measures these runs again"
+            print(inert_line(f"warning: {directory}: {one.lost}, {said}"), file=sys.stderr)
     together = Results(
         records=[record for one in results for record in one.records],
         kernels=[entry for one in results for entry in one.kernels],
         memory=[entry for one in results for entry in one.memory],
     )
     ceilings = load_ceilings_or_warn(ceilings_beside(output))
-    together.write(output, ceilings, status)
+    (replace(together, kernels=(), memory=()) if is_lost else together).write(output, ceilings, status)
     status.end()
     if print_json is not None:
         explained = {
@@ -371,15 +378,21 @@ class Results:
         return [record for record in self.records if record.config.profiler is Profiler.NONE]
 
     @property
-    def lost(self) -> str:
-        """How many runs ended well and lost their profile, in words; nothing where none did.
+    def _profiled(self) -> list[RunConfig]:
+        """Runs that ended well under a profiler; one that ran out of memory need not have a profile."""
+        return [r.config for r in self.records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
 
-        One that ran out of memory need not have had any.
-        """
-        watched = [r.config for r in self.records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
+    @property
+    def without_profile(self) -> list[RunConfig]:
+        """Runs that ended well under a profiler, and whose explained profile is missing."""
         loaded = {entry.config for entry in self.kernels} | {entry.config for entry in self.memory}
-        num_missing = len([config for config in watched if config not in loaded])
-        words = f"the profiles of {num_missing} of {len(watched)} runs that ended well are missing"
+        return [config for config in self._profiled if config not in loaded]
+
+    @property
+    def lost(self) -> str:
+        """How many runs ended well and lost their profile, in words; nothing where none did."""
+        num_missing = len(self.without_profile)
+        words = f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are missing"
         return words if num_missing else ""
 
     def write(self, output: Path, ceilings: Ceilings, status: "StatusLine") -> None:

@@ -22,6 +22,7 @@ from cs336_systems.measure.clock import Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.failure import classify, describe
+from cs336_systems.measure.inputs import inputs_of
 from cs336_systems.measure.nvml import GpuMonitor, visible_gpus
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.progress import Progress, Say, say_nothing
@@ -49,6 +50,7 @@ def measure(
     `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
     profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
     """
+    inputs = inputs_of(config)  # before the user's module is imported, which it may be some time after an edit
     progress = Progress(
         config=config,
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -57,13 +59,14 @@ def measure(
         say=say,
     )
     try:
-        return _measure(progress, model)
+        record = _measure(progress, model)
     except SystemExit as error:  # for example from a model's module that parses arguments of its own
-        return _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
+        record = _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # Ctrl-C; with another handler installed, the model's own code raised it
-        return _failed(progress, error)
+        record = _failed(progress, error)
+    return replace(record, inputs=inputs)
 
 
 def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:

@@ -20,10 +20,11 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.sweep.run import Listener
 from cs336_systems.text import counted, inert_line
 
 
-class TerminalListener:
+class TerminalListener(Listener):
     """Draws on standard error and only when told to: a drawing thread would share the host with what is timed."""
 
     def __init__(self, names: Mapping[RunConfig, str] | None = None) -> None:
@@ -44,6 +45,8 @@ class TerminalListener:
         )
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
+        self._own: set[RunConfig] = set()
+        """What has been started here, and not in an earlier sweep."""
         self._lines = StatusLine()
         self._num_started = self._total = 0
 
@@ -72,6 +75,7 @@ class TerminalListener:
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those at work; where there is no bar, in a line of its own."""
         label = self._label(config)
+        self._own.add(config)
         self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and gpu.index else label
         if not self.console.is_terminal:
             self._lines(self._running[config.key], self._num_started, self._total)
@@ -84,6 +88,20 @@ class TerminalListener:
         self._print(describe_run(record, self._label(record.config)))
         if self._task is not None:
             self._progress.advance(self._task)
+        self._show()
+
+    def explaining(self, config: RunConfig) -> None:
+        """Show what is explained; in a line of its own if an earlier sweep has measured it, and there is no bar."""
+        self._running[config.key] = doing = f"explaining the profile of {self._label(config)}"
+        if not self.console.is_terminal and config not in self._own:
+            self._lines(doing)
+        self._show()
+
+    def explained(self, config: RunConfig, failure: str | None) -> None:
+        """Print in one line why there is no explanation."""
+        self._running.pop(config.key, None)
+        if failure is not None:
+            self._print(f"[yellow]not explained[/] {escape(inert_line(f'{self._label(config)}: {failure}'))}")
         self._show()
 
     def tick(self) -> None:

@@ -36,8 +36,7 @@ from cs336_systems.studies.attention_records import (
     CellStatus,
     Implementation,
 )
-from cs336_systems.sweep.process import STOP_SIGNALS, adopt_orphans
-from cs336_systems.sweep.worker import die_with_parent
+from cs336_systems.sweep.process import STOP_SIGNALS, adopt_orphans, die_with_parent
 
 Rows = Float[Tensor, "batch seq d_head"]
 AttentionFunction = Callable[[Rows, Rows, Rows], Rows]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -16,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
+from typing import TypeAlias
 
 import psutil
 
@@ -36,6 +38,10 @@ _DEATH_S = 10.0
 
 _PRELOAD = ("cs336_systems.sweep.preload", "cs336_systems.cli")
 """Imported once for all workers. Each imports the command line again, as part of the program that started it."""
+_PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", "cs336_systems.cli")
+"""The same where nothing is measured: without torch, which takes seconds to import."""
+Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
+"""What a worker does with a run, the directory of records, and where its output is to go."""
 _MARK = "cs336-systems.lock"
 """File in a temporary directory that this program uses, locked by the process that does."""
 
@@ -81,8 +87,21 @@ def remove_temporaries() -> None:
 
 
 def preload(*modules: str) -> None:
-    """Let the fork server, unless it is running, import these too: every run that needs them would import them anew."""
+    """Let the fork server, unless it is running, import these too: every run that needs them would import them anew.
+
+    One that was started to explain profiles is ended first, because it has not imported torch.
+    """
+    if _server() in _started_to_explain:
+        _kill_server(_server())
     fork_server().set_forkserver_preload([*_PRELOAD, *modules])
+
+
+def preload_to_explain() -> None:
+    """Let the fork server, unless it is running, import no more than what explains profiles."""
+    if not _server():
+        fork_server().set_forkserver_preload([*_PRELOAD_TO_EXPLAIN])
+        ensure_fork_server()
+        _started_to_explain.add(_server())
 
 
 def ensure_fork_server() -> None:
@@ -120,6 +139,8 @@ def _ensure_tracker() -> None:
 
 _answering: set[int] = set()
 """Fork servers, by process, that have started a worker."""
+_started_to_explain: set[int] = set()
+"""Fork servers that have not imported torch."""
 _silent: set[int] = set()
 """Fork servers that were killed because they did not answer; all of their workers died with them."""
 
@@ -182,9 +203,9 @@ def _kill_server(server: int) -> None:
 
 
 class Worker:
-    """One run in its own process and process group."""
+    """One run, measured or explained by `entry` in its own process and process group."""
 
-    def __init__(self, config: RunConfig, directory: Path, gpu_uuid: str | None) -> None:
+    def __init__(self, config: RunConfig, directory: Path, entry: Entry) -> None:
         self.config = config
         self._tail = b""
         self._exit_code: int | None = None
@@ -193,7 +214,7 @@ class Worker:
         self.log, log_of_child = context.Pipe(duplex=False)
         os.set_blocking(self.log.fileno(), False)
         self.process: BaseProcess = context.Process(
-            target=_run_worker, args=(config, directory.absolute(), log_of_child, gpu_uuid), name=config.key
+            target=entry, args=(config, directory.absolute(), log_of_child), name=config.key
         )
         self._server = start(self.process)
         self.started = monotonic()
@@ -258,11 +279,15 @@ class Worker:
         return code
 
 
-def _run_worker(config: RunConfig, directory: Path, log: Connection, gpu_uuid: str | None) -> None:
-    # Imported here, in the child, because the parent must not import torch.
-    from cs336_systems.sweep import worker
+_own_children: set[psutil.Process] = set()
 
-    worker.main(config, directory, log, gpu_uuid)
+
+def spare_children() -> None:
+    """Let the children that this process has now live on, whatever orphans are killed later.
+
+    For a process that has measured, whose model or compiler may have started some.
+    """
+    _own_children.update(psutil.Process().children())
 
 
 def kill_orphans() -> None:
@@ -272,7 +297,7 @@ def kill_orphans() -> None:
     worker's descendants do not, because a worker leads a session of its own.
     """
     deadline = monotonic() + _DEATH_S
-    while strangers := [child for child in psutil.Process().children() if _in_other_session(child)]:
+    while strangers := [c for c in psutil.Process().children() if _in_other_session(c) and c not in _own_children]:
         for stranger in strangers:
             with contextlib.suppress(psutil.Error):
                 stranger.kill()

@@ -1,21 +1,9 @@
-"""What the fork server imports once for all workers: importing this is its whole use. It must not touch CUDA."""
+"""What the fork server imports once for all workers that measure. It must not touch CUDA."""
 
 import gc
-import os
-import signal
 
-from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker
-
-die_with_forker(signal.SIGKILL)  # a worker keeps it alive otherwise, even when the sweep is dead
-if os.getppid() != int(os.environ.pop(FORKER_VARIABLE, os.getppid())):
-    os._exit(1)  # dead already
-for number in STOP_SIGNALS:
-    signal.signal(number, signal.SIG_IGN)  # the sweep answers them
-signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-import cs336_systems.analysis.kernels.explain  # noqa: E402
-import cs336_systems.analysis.memory.explain  # noqa: E402
-import cs336_systems.sweep.worker  # noqa: E402, F401
+import cs336_systems.sweep.server  # isort: skip
+import cs336_systems.sweep.worker  # noqa: F401
 
 gc.collect()
 gc.freeze()

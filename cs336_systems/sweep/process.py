@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import select
 import signal
 import sys
 import sysconfig
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,8 @@ import cs336_systems
 
 RECORD_NOT_WRITTEN = 74
 """Exit status (EX_IOERR) of a worker that could not write its record: the disk failed, not the run."""
+NOT_EXPLAINED = 65
+"""Exit status (EX_DATAERR) of a worker that could not explain a profile; the last line of its output says why."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a sweep: Ctrl-C, the system, a closing terminal; often sent to the whole process group."""
 FORKER_VARIABLE = "CS336_FORKER"
@@ -26,6 +30,30 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def die_with_forker(signal_number: int) -> None:
     """Ask the kernel to send `signal_number` to this process when the process that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def begin_worker(log: Connection) -> None:
+    """Turn this forked process into a worker: its own session and process group, its output into `log`.
+
+    Signals that the fork server ignores end it again, and it dies as soon as the sweep does.
+    """
+    os.setsid()
+    die_with_parent()
+    adopt_orphans()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
+        os.dup2(source, target)
+    log.close()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the fork server ends, as it does with the sweep; now if that is past."""
+    die_with_forker(signal.SIGKILL)
+    sweep = multiprocessing.parent_process()
+    if sweep is not None and not sweep.is_alive():
+        os._exit(1)
 
 
 def die_with(supervisor: int) -> None:

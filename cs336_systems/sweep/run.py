@@ -1,23 +1,25 @@
 """A grid of runs, each in a fresh process: what is done is kept, what fails is a row, what is left can be resumed.
 
 The directory of records is the whole state. A run that has a result (`ok` or `oom`) is not run again; one that
-crashed, hung or was killed is, because nothing says that it would again, and so is one whose profile was lost.
+crashed, hung or was killed is, because nothing says that it would again. What a profiler recorded is explained in
+another process after the run; where that failed, or the explanation was lost, the raw profile is explained again.
 """
 
 import contextlib
 import datetime
+import functools
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from typing import Protocol
 
 from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.environment import identity
+from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import (
     CPU_SHARED,
@@ -32,15 +34,15 @@ from cs336_systems.record import (
     read_record,
     write_record,
 )
-from cs336_systems.sweep.inputs import all_inputs
+from cs336_systems.sweep import explain
+from cs336_systems.sweep.explain import can_be_explained, has_explanation, lacks_explanation
 from cs336_systems.sweep.interrupts import Interrupts
-from cs336_systems.sweep.isolation import Worker, kill_orphans, preload
+from cs336_systems.sweep.isolation import Entry, Worker, kill_orphans, preload, preload_to_explain, spare_children
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
-from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, adopt_orphans
+from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.sweep.store import (
     SweepError,
     changed_inputs,
-    lacks_profile,
     make_writable,
     quarantine,
     refuse_to_mix,
@@ -54,8 +56,8 @@ _TICK_S = 1.0
 """How often the sweep wakes while nothing happens: seldom, because it shares the host with what it times."""
 
 
-class Listener(Protocol):
-    """Hears what the sweep does, as it does it."""
+class Listener:
+    """Is told what the sweep does, as it does it; a subclass shows what it wants to."""
 
     def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
         """What there is already, what will run, and which files were set aside as unreadable."""
@@ -65,6 +67,12 @@ class Listener(Protocol):
 
     def finished(self, record: RunRecord) -> None:
         """A run has its record."""
+
+    def explaining(self, config: RunConfig) -> None:
+        """A worker has been started that explains what the profiler of this run recorded."""
+
+    def explained(self, config: RunConfig, failure: str | None) -> None:
+        """That worker has ended; `failure` says in one line why there is no explanation, and is None where there is."""
 
     def tick(self) -> None:
         """A second has passed."""
@@ -78,6 +86,8 @@ class Outcome:
     """Every record of the directory, those of earlier sweeps too."""
     measured: tuple[RunRecord, ...]
     """Those that this sweep added."""
+    unexplained: tuple[RunConfig, ...] = ()
+    """Runs under a profiler, among all of the directory, of which no explanation can be read."""
     interrupted: bool
     wall_s: float
     slots: int
@@ -122,29 +132,53 @@ def run_sweep(
         records, problems = load_records(runs)
         set_aside_unreadable(problems)
         wanted = {config.key for config in configs}
-        kept = [r for r in records if r.key not in wanted or (r.status.is_result and not lacks_profile(r, runs))]
+        kept = [record for record in records if record.key not in wanted or record.status.is_result]
         present = identity(configs[0].device, gpus[0]) if configs else None
         inputs = () if allow_mixed else all_inputs(configs)
         if present and not allow_mixed:
             refuse_to_mix(kept, present, inputs, directory)
         done = {record.key for record in kept}
         todo = [config for config in configs if config.key not in done]
-        preload(*compiler_modules(todo))
+        unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
+        if todo:
+            preload(*compiler_modules(todo))
+        elif unexplained:
+            preload_to_explain()
         listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts())
         is_on_cpu = any(config.device is Device.CPU for config in todo)
         are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
-        loop = _Loop(runs, listener, gpus, timeout_s, interrupts, are_others, inputs)
+        loop = _Loop(runs, listener, gpus, timeout_s, interrupts, are_others, inputs, deque(unexplained))
         measured = loop.run(todo)
         every, _ = load_records(runs)
         write_environment(every, directory)
         return Outcome(
             records=tuple(every),
             measured=tuple(measured),
+            unexplained=tuple(record.config for record in every if lacks_explanation(record, runs)),
             interrupted=interrupts.count > 0,
             wall_s=monotonic() - started,
             slots=len(gpus),
         )
+
+
+def explain_again(
+    records: Sequence[RunRecord], runs: Path, listener: Listener, *, timeout_s: float = 600.0
+) -> tuple[RunConfig, ...]:
+    """Explain those of `records` in `runs` that lack an explanation and whose raw profile is there; measure nothing.
+
+    Return those that could not be explained. Raises KeyboardInterrupt where it is stopped.
+    """
+    waiting = [record.config for record in records if can_be_explained(record, runs)]
+    if waiting:
+        preload_to_explain()
+        spare_children()
+        adopt_orphans()
+        with Interrupts() as interrupts:
+            _Loop(runs, listener, (None,), timeout_s, interrupts, lambda: False, unexplained=deque(waiting)).run(())
+            if interrupts.count:
+                raise KeyboardInterrupt
+    return tuple(config for config in waiting if not has_explanation(config, runs))
 
 
 @dataclass(slots=True)
@@ -160,6 +194,9 @@ class _Loop:
     """Whether another process measures on this CPU now."""
     inputs: Sequence[Input] = ()
     """As the sweep found them; a run that found them changed has no result."""
+    unexplained: deque[RunConfig] = field(default_factory=deque)
+    """Runs to explain, each as soon as a slot is free: before any other run is measured there."""
+    explaining: set[Worker] = field(default_factory=set)
     disturbed: set[Worker] = field(default_factory=set)
     """Workers beside which another process measured on their CPU."""
     measured: list[RunRecord] = field(default_factory=list)
@@ -169,10 +206,13 @@ class _Loop:
         working: dict[Worker, Gpu | None] = {}
         ticked = monotonic()
         try:
-            while (waiting or working) and not self.interrupts.count:
-                while waiting and free and not self.interrupts.count:
+            while (waiting or self.unexplained or working) and not self.interrupts.count:
+                while (waiting or self.unexplained) and free and not self.interrupts.count:
                     gpu = free.pop(0)
-                    working[self._start(waiting.popleft(), gpu)] = gpu
+                    if self.unexplained:
+                        working[self._explain(self.unexplained.popleft())] = gpu
+                    else:
+                        working[self._measure(waiting.popleft(), gpu)] = gpu
                 for worker in self._ended(list(working)):
                     free.append(working.pop(worker))
                     self.interrupts.workers.remove(worker)
@@ -187,15 +227,25 @@ class _Loop:
             kill_orphans()
         return self.measured
 
-    def _start(self, config: RunConfig, gpu: Gpu | None) -> Worker:
+    def _measure(self, config: RunConfig, gpu: Gpu | None) -> Worker:
         (self.runs / f"{config.key}.json").unlink(missing_ok=True)
+        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuid=gpu.uuid if gpu else None))
+        self._look_for_others()
+        self.listener.started(config, gpu)
+        return worker
+
+    def _explain(self, config: RunConfig) -> Worker:
+        worker = self._start(config, explain.main)
+        self.explaining.add(worker)
+        self.listener.explaining(config)
+        return worker
+
+    def _start(self, config: RunConfig, entry: Entry) -> Worker:
         try:
-            worker = Worker(config, self.runs, gpu.uuid if gpu else None)
+            worker = Worker(config, self.runs, entry)
         except (EOFError, ConnectionError) as error:
             raise SweepError("the process that starts the workers died; run the same command again") from error
         self.interrupts.workers.append(worker)
-        self._look_for_others()
-        self.listener.started(config, gpu)
         return worker
 
     def _look_for_others(self) -> None:
@@ -203,7 +253,7 @@ class _Loop:
             self.disturbed.update(self.interrupts.workers)
 
     def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
-        """Wait for something to happen, then yield the workers that ended, each with its record written."""
+        """Wait for something to happen, then yield the workers that ended, with what they did on record."""
         listening = [worker for worker in working if not worker.log_closed]
         patience = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
         ready = wait(
@@ -225,12 +275,33 @@ class _Loop:
                 timed_out = timed_out and worker.process.is_alive()
                 if timed_out:
                     worker.kill()
-                record = self._collect(worker, worker.reap(), timed_out)
-                if worker in self.disturbed and record.status is Status.OK:
-                    record = self._write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
-                self.measured.append(record)
-                self.listener.finished(record)
+                if worker in self.explaining:
+                    self.listener.explained(worker.config, self._why_unexplained(worker, worker.reap(), timed_out))
+                else:
+                    self._finish(worker, worker.reap(), timed_out)
                 yield worker
+
+    def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
+        """Keep the record of a worker that has measured; what its profiler left is to be explained next."""
+        record = self._collect(worker, exit_code, timed_out)
+        if worker in self.disturbed and record.status is Status.OK:
+            record = self._write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
+        self.measured.append(record)
+        self.listener.finished(record)
+        if can_be_explained(record, self.runs):
+            self.unexplained.append(record.config)
+
+    def _why_unexplained(self, worker: Worker, exit_code: int, timed_out: bool) -> str | None:
+        """In one line, why a worker that has ended left no explanation, and what to do; None where it left one."""
+        if has_explanation(worker.config, self.runs):
+            return None
+        if timed_out:
+            why = f"not done within {self.timeout_s:g} s"
+        elif exit_code == NOT_EXPLAINED:
+            why = (worker.log_tail() or "").splitlines()[-1]
+        else:
+            why = worker.silence or _end_in_words(exit_code)
+        return f"{why}; the record and the raw profile are kept: `cs336 report {self.runs.parent}` tries again"
 
     def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
         """The record of a worker that has ended: its own where it left one, else one of its failure."""
@@ -258,13 +329,10 @@ class _Loop:
         if exit_code == RECORD_NOT_WRITTEN:
             why = (worker.log_tail() or "").splitlines()[-1:]
             raise SweepError(f"the record of {worker.config.key} could not be written: {''.join(why)}")
-        if exit_code == -signal.SIGKILL:
-            message = "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
-            return self._fail(worker, Status.KILLED, message, "SIGKILL")
+        status = Status.KILLED if exit_code == -signal.SIGKILL else Status.CRASHED
         if exit_code < 0:
-            name = _signal_name(-exit_code)
-            return self._fail(worker, Status.CRASHED, f"died of {name}", name)
-        return self._fail(worker, Status.CRASHED, f"ended with status {exit_code} and no record")
+            return self._fail(worker, status, _end_in_words(exit_code), _signal_name(-exit_code))
+        return self._fail(worker, status, f"{_end_in_words(exit_code)} and no record")
 
     def _with_teardown(self, worker: Worker, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
         how = f"ended by {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
@@ -294,11 +362,25 @@ class _Loop:
         return record
 
 
+def _end_in_words(exit_code: int) -> str:
+    """How a process ended that did not do what it was to do."""
+    if exit_code == -signal.SIGKILL:
+        return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
+    return f"died of {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # most of the real-time signals have no name
         return f"signal {number}"
+
+
+def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuid: str | None) -> None:
+    """Entry of a worker that measures. What it needs is imported there: this process must not import torch."""
+    from cs336_systems.sweep import worker
+
+    worker.main(config, runs, log, gpu_uuid)
 
 
 def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:

@@ -9,7 +9,7 @@ import msgspec
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, remedy, write_atomically
-from cs336_systems.record import Identity, Input, RecordError, RunRecord, Status
+from cs336_systems.record import Identity, Input, RecordError, RunRecord
 from cs336_systems.text import LONGEST_PART, inert_line
 
 _PROBE_BYTES = 2**16
@@ -28,6 +28,8 @@ _RAW_PROFILES = {
     Profiler.KINETO: ("traces", ".json.gz"),
     Profiler.MEMORY: ("snapshots", ".pickle"),
 }
+_KERNELS, _MEMORY = "kernels", "memory"
+"""Directories for explained profiles, beside the directory of records."""
 VIEWERS = {
     Profiler.NSYS: "nsys-ui",
     Profiler.KINETO: "https://ui.perfetto.dev",
@@ -61,21 +63,31 @@ def raw_profile_path(config: RunConfig, runs: Path) -> Path:
 
 def kernel_profile_path(config: RunConfig, runs: Path) -> Path:
     """Path of this run's explained kernel profile, a `StepProfile`."""
-    return runs.with_name("kernels") / f"{config.key}.json"
+    return runs.with_name(_KERNELS) / f"{config.key}.json"
 
 
 def memory_profile_path(config: RunConfig, runs: Path) -> Path:
     """Path of this run's explained memory snapshot, a `MemoryProfile`."""
-    return runs.with_name("memory") / f"{config.key}.json"
+    return runs.with_name(_MEMORY) / f"{config.key}.json"
 
 
-def lacks_profile(record: RunRecord, runs: Path) -> bool:
-    """Whether the run ended well under a profiler, and the explanation of what it recorded is no longer there."""
-    profiler = record.config.profiler
-    if profiler is Profiler.NONE or record.status is not Status.OK:
-        return False
-    path_of = memory_profile_path if profiler is Profiler.MEMORY else kernel_profile_path
-    return not path_of(record.config, runs).is_file()
+def explanation_path(config: RunConfig, runs: Path) -> Path:
+    """Path of the explanation of this run's raw profile, for any profiler."""
+    return (memory_profile_path if config.profiler is Profiler.MEMORY else kernel_profile_path)(config, runs)
+
+
+def fresh_profile_path(config: RunConfig, runs: Path) -> Path | None:
+    """Path for the raw profile of this run; None without a profiler.
+
+    Removes the raw profile and the explanation of an earlier run of the same configuration.
+    """
+    if config.profiler is Profiler.NONE:
+        return None
+    raw = raw_profile_path(config, runs)
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    for path in (raw, explanation_path(config, runs)):
+        path.unlink(missing_ok=True)
+    return raw
 
 
 def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
@@ -117,8 +129,9 @@ def _stamp() -> str:
 
 def remove_temporary_files(runs: Path) -> None:
     """Remove half-written files that processes left behind when they ended."""
-    for leftover in runs.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+    for folder in (runs, runs.with_name(_KERNELS), runs.with_name(_MEMORY)):
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
 
 
 def quarantine(path: Path) -> Path:

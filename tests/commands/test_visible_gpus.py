@@ -16,7 +16,7 @@ from cs336_systems.measure import nvml
 from cs336_systems.record import load_records
 from cs336_systems.sweep import run as sweep
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
-from cs336_systems.sweep.run import gpus_left_out, run_sweep
+from cs336_systems.sweep.run import Listener, gpus_left_out, run_sweep
 from tests.fake_nvml import Slice, fake_driver
 
 SMALL = (
@@ -109,19 +109,13 @@ def test_a_slice_is_a_gpu_to_auto(
     assert resolve_device("auto") is Device.CUDA
 
 
-class Witness:
+class Witness(Listener):
     def __init__(self) -> None:
         self.gpus: list[str] = []
-
-    def planned(self, *_: object) -> None: ...
 
     def started(self, config: RunConfig, gpu: nvml.Gpu | None) -> None:
         assert gpu is not None
         self.gpus.append(gpu.uuid)
-
-    def finished(self, record: object) -> None: ...
-
-    def tick(self) -> None: ...
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import Worker
 from cs336_systems.sweep.process import STOP_SIGNALS
-from cs336_systems.sweep.run import run_sweep
+from cs336_systems.sweep.run import Listener, run_sweep
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
@@ -45,11 +45,12 @@ def time_is_up(when):
         yield
 
 
-class Witness:
+class Witness(Listener):
     """Remembers what a sweep told it."""
 
     def __init__(self):
         self.kept, self.todo, self.problems, self.runs, self.ticks = [], [], [], [], 0
+        self.explaining_runs, self.explanations = [], []
 
     def planned(self, kept, todo, problems):
         self.kept, self.todo, self.problems = list(kept), list(todo), list(problems)
@@ -57,8 +58,11 @@ class Witness:
     def started(self, config, gpu):
         self.runs.append(config)
 
-    def finished(self, record):
-        pass
+    def explaining(self, config):
+        self.explaining_runs.append(config)
+
+    def explained(self, config, failure):
+        self.explanations.append((config, failure))
 
     def tick(self):
         self.ticks += 1

@@ -10,7 +10,6 @@ import pytest
 from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import LOG_TAIL_BYTES
-from cs336_systems.sweep.worker import run_here
 from tests.faults.harness import Witness, config, contents, path_of, sweep, time_is_up
 from tests.faults.models import HANGING
 
@@ -196,8 +195,6 @@ def test_a_worker_that_prints_does_not_make_the_terminal_busy(place):
 def test_a_model_that_changes_directory(place):
     outcome = sweep(Path("relative"), config("changes_directory"))
     assert [record.status for record in outcome.records] == [Status.OK]
-    run_here(config("changes_directory", seed=1), Path("relative", "runs"))
-    assert path_of(config("changes_directory", seed=1), place / "relative").exists()
 
 
 def test_the_time_allowed_does_not_include_the_making_of_the_fork_server(place, monkeypatch):

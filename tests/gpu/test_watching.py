@@ -24,7 +24,8 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.model.fast.choose import fastest
-from cs336_systems.record import Status, load_records
+from cs336_systems.record import Status, load_records, write_record
+from cs336_systems.sweep.explain import can_be_explained, explain_run
 from cs336_systems.sweep.store import kernel_profile_path
 from cs336_systems.sweep.worker import run_here
 
@@ -59,7 +60,10 @@ OTHERS = {
 
 def run_all(configs: list[RunConfig], runs: Path) -> None:
     for config in configs:
-        run_here(config, runs)
+        record = run_here(config, runs)
+        write_record(record, runs)
+        if can_be_explained(record, runs):
+            explain_run(config, runs)
 
 
 def watched(config: RunConfig, folder: Path) -> dict[Profiler, StepProfile]:

@@ -64,8 +64,6 @@ def test_a_run_under_nsys_leaves_its_record_its_report_and_the_explanation(fate:
     [
         ("no record", "status 3"),
         ("no report", "left no"),
-        ("no export", "the importer is broken"),
-        ("garbage", "SQLite"),
     ],
 )
 def test_without_a_profile_the_run_has_failed_the_time_of_the_plain_run_is_kept_and_the_next_try_is_made(
@@ -86,6 +84,30 @@ def test_without_a_profile_the_run_has_failed_the_time_of_the_plain_run_is_kept_
     assert witness.todo == [UNDER_NSYS]
     assert record_of(out).status is Status.OK
     assert (out / "runs" / f"{PLAIN.key}.json").read_bytes() == plain
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "is_mended"), [("no export", "the importer is broken", True), ("garbage", "SQLite", False)]
+)
+def test_a_report_that_cannot_be_explained_is_kept_and_explained_when_it_can_be(
+    fate: Path, tmp_path: Path, end: str, said: str, is_mended: bool
+) -> None:
+    out = tmp_path / "out"
+    fate.write_text(end)
+    witness = Witness()
+    outcome = run_sweep([PLAIN, UNDER_NSYS], out, witness, timeout_s=60)
+    assert outcome.unexplained == (UNDER_NSYS,)
+    assert {record.status for record in outcome.records} == {Status.OK}
+    ((_, failure),) = witness.explanations
+    assert said in failure
+    fate.write_text("")
+    before = {path: path.read_bytes() for path in out.rglob("*/*") if path.is_file()}
+    witness = Witness()
+    outcome = run_sweep([PLAIN, UNDER_NSYS], out, witness, timeout_s=60)
+    assert witness.runs == []
+    assert outcome.unexplained == (() if is_mended else (UNDER_NSYS,))
+    assert {path: path.read_bytes() for path in before} == before
+    assert kernel_profile_path(UNDER_NSYS, out / "runs").is_file() == is_mended
 
 
 def test_out_of_memory_under_nsys_is_a_result_without_a_profile(fate: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.sweep.inputs import all_inputs, check_factory, inputs_of, source_digest
+from cs336_systems.measure.inputs import all_inputs, check_factory, inputs_of, source_digest
 
 CONFIG = RunConfig(size="custom", model=ModelConfig(d_model=8, d_ff=16, num_layers=1, num_heads=2))
 FILES = {

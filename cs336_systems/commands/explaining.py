@@ -1,0 +1,35 @@
+"""Explaining profiles where nothing is measured: after `benchmark.py`, and in reports of earlier runs."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.config import RunConfig
+from cs336_systems.record import RunRecord
+from cs336_systems.sweep.run import Listener, explain_again
+from cs336_systems.text import inert_line
+
+
+def explain_or_warn(records: Sequence[RunRecord], runs: Path, say: Callable[[str], None], doing: str = "") -> bool:
+    """Explain the raw profiles of `records` in `runs` that have no explanation; say which cannot be explained, and why.
+
+    `say` what is done before each, in the words of `doing` where they are given. Return whether all of them could be
+    explained.
+    """
+    return not explain_again(records, runs, _Lines(say, doing))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines(Listener):
+    """One line for each profile, and one for each failure."""
+
+    say: Callable[[str], None]
+    doing: str
+
+    def explaining(self, config: RunConfig) -> None:
+        self.say(self.doing or f"explaining the profile of {config.label}")
+
+    def explained(self, config: RunConfig, failure: str | None) -> None:
+        if failure is not None:
+            print(inert_line(f"warning: not explained: {config.label}: {failure}"), file=sys.stderr)

@@ -1,0 +1,106 @@
+"""Explain the raw profile that a run has left: in a process of its own, after the run, and again when it is wanted.
+
+The run's record is not touched. A defect of the analysis costs an explanation, never a measurement.
+"""
+
+import contextlib
+import os
+import resource
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.files import FileError, error_in_words
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.sweep.process import NOT_EXPLAINED, begin_worker
+from cs336_systems.sweep.store import explanation_path, raw_profile_path
+from cs336_systems.text import inert_line
+
+
+def lacks_explanation(record: RunRecord, runs: Path) -> bool:
+    """Whether the run ended under a profiler as one does that can be explained, and no explanation can be read.
+
+    A run that failed has one only if its memory snapshot is there: that is evidence of how it ran out of memory.
+    """
+    config = record.config
+    if config.profiler is Profiler.NONE:
+        return False
+    has_snapshot = config.profiler is Profiler.MEMORY and raw_profile_path(config, runs).is_file()
+    return (record.status is Status.OK or has_snapshot) and not has_explanation(config, runs)
+
+
+def can_be_explained(record: RunRecord, runs: Path) -> bool:
+    """Whether the run lacks an explanation, and the raw profile is there to make it from."""
+    return lacks_explanation(record, runs) and raw_profile_path(record.config, runs).is_file()
+
+
+def has_explanation(config: RunConfig, runs: Path) -> bool:
+    """Whether the explanation of this run's raw profile can be read, if not by this version of the program."""
+    path = explanation_path(config, runs)
+    if not path.is_file():
+        return False
+    from cs336_systems.analysis.kernels.step_profile import decode_profile
+    from cs336_systems.analysis.memory.profile import read_memory_profile
+
+    try:
+        if config.profiler is Profiler.MEMORY:
+            read_memory_profile(path)
+        else:
+            decode_profile(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileError) and error.is_newer
+    return True
+
+
+def explain_run(config: RunConfig, runs: Path) -> None:
+    """Read the raw profile of the run and write its explanation. Raises what the analysis raises."""
+    raw, target = raw_profile_path(config, runs), explanation_path(config, runs)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if config.profiler is Profiler.MEMORY:
+        from cs336_systems.analysis.memory.explain import explain_memory
+        from cs336_systems.analysis.memory.profile import write_memory_profile
+
+        is_own_model = config.model_factory is not None  # whose shape is not known
+        shape = (None, None) if is_own_model else (config.model, config.batch_size)
+        write_memory_profile(explain_memory(raw, *shape), target)
+    else:
+        from cs336_systems.analysis.kernels.explain import explain
+        from cs336_systems.analysis.kernels.step_profile import write_profile
+
+        write_profile(explain(raw, config), target)
+
+
+def main(config: RunConfig, runs: Path, log: Connection) -> None:
+    """Entry of a forked worker that explains one run; what prevents it is the last line of its output."""
+    begin_worker(log)
+    _limit_memory()
+    try:
+        explain_run(config, runs)
+    except Exception as error:
+        print(f"\n{_in_words(error)}", file=sys.stderr, flush=True)
+        os._exit(NOT_EXPLAINED)
+
+
+def _limit_memory() -> None:
+    """Let this process have no more memory than the machine has, and be the first to be killed when that runs out."""
+    with contextlib.suppress(OSError, ValueError):  # of a system other than Linux, or with a lower limit already
+        resource.setrlimit(resource.RLIMIT_DATA, (psutil.virtual_memory().total, resource.RLIM_INFINITY))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _in_words(error: Exception) -> str:
+    """What went wrong, in one line; of a defect in the analysis, where it is too."""
+    from cs336_systems.analysis.kernels.nsys_export import NsysError
+
+    if isinstance(error, FileError | NsysError):
+        return inert_line(str(error))
+    if isinstance(error, OSError):
+        return inert_line(error_in_words(error))
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    what = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+    return inert_line(": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})")

@@ -1,0 +1,240 @@
+"""Whatever the analysis of a profile dies of, the run keeps its record and its raw profile, and is explained later."""
+
+import gzip
+import shutil
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems import cli
+from cs336_systems.analysis.kernels.step_profile import decode_profile
+from cs336_systems.analysis.memory.notes import notes_path
+from cs336_systems.analysis.memory.profile import read_memory_profile
+from cs336_systems.config import Device, Profiler
+from cs336_systems.record import Status, load_records, read_record, write_record
+from cs336_systems.sweep import explain
+from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path, raw_profile_path
+from tests.analysis.memory.programs import Training
+from tests.faults import analyses
+from tests.faults.analyses import HANGING, NOTES
+from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, sweep, time_is_up
+from tests.report.making import make_failure, make_record
+
+WATCHED = config(profiler=Profiler.KINETO)
+
+
+@pytest.fixture(scope="module")
+def unexplained(tmp_path_factory, preloaded):
+    """What a sweep of one profiled run leaves whose analysis has a defect."""
+    directory = tmp_path_factory.mktemp("measured")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr(explain, "main", analyses.raises)
+        outcome = sweep(directory / "sweep", WATCHED)
+    assert outcome.unexplained == (WATCHED,)
+    return directory / "sweep"
+
+
+@pytest.fixture
+def measured(unexplained, place):
+    """The same, in the test's own directory."""
+    return shutil.copytree(unexplained, place / "sweep", copy_function=shutil.copy2)
+
+
+def explanation(directory):
+    return kernel_profile_path(WATCHED, directory / "runs")
+
+
+def raw(directory):
+    return raw_profile_path(WATCHED, directory / "runs")
+
+
+def kept(directory):
+    """What no explanation may change."""
+    return contents(directory / "runs"), contents(raw(directory).parent)
+
+
+def assert_explained(directory):
+    profile = decode_profile(explanation(directory).read_bytes())
+    assert profile.num_steps == WATCHED.measured_steps
+
+
+def test_a_defect_of_the_analysis_is_no_failure_of_the_run(unexplained):
+    record = read_record(path_of(WATCHED, unexplained))
+    assert record.status is Status.OK
+    assert len(record.measurements[-1].times_s) == WATCHED.measured_steps
+    assert raw(unexplained).is_file()
+    assert not explanation(unexplained).exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raises", r"KeyError: 'no such lane\n\x1b' (analyses.py:"),
+        ("killed", "killed by SIGKILL"),
+        ("segfault", "died of SIGSEGV"),
+        ("exits_well", "ended with status 0"),
+        ("takes_all_memory", "out of memory"),
+        ("cannot_write", "Is a directory"),
+        ("hangs", "not done within"),
+    ],
+)
+def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring(measured, monkeypatch, fault, words):
+    before = kept(measured)
+    witness = Witness()
+    with monkeypatch.context() as patch, time_is_up(lambda _: HANGING.exists()):
+        patch.setattr(explain, "main", getattr(analyses, fault))
+        outcome = sweep(measured, WATCHED, witness=witness)
+    assert (witness.runs, witness.explaining_runs, outcome.unexplained) == ([], [WATCHED], (WATCHED,))
+    ((_, failure),) = witness.explanations
+    assert words in failure
+    assert failure.isprintable()
+    assert f"cs336 report {measured}" in failure
+    assert kept(measured) == before
+    HANGING.unlink(missing_ok=True)
+    if explanation(measured).is_dir():
+        explanation(measured).rmdir()
+    witness = Witness()
+    outcome = sweep(measured, WATCHED, witness=witness)
+    assert (witness.runs, witness.explanations, outcome.unexplained) == ([], [(WATCHED, None)], ())
+    assert kept(measured) == before
+    assert_explained(measured)
+
+
+def test_a_run_that_is_explained_is_not_explained_again(measured):
+    sweep(measured, WATCHED)
+    before = contents(explanation(measured).parent)
+    witness = Witness()
+    sweep(measured, WATCHED, witness=witness)
+    assert witness.explaining_runs == []
+    assert contents(explanation(measured).parent) == before
+    explanation(measured).write_text("{")
+    sweep(measured, WATCHED)
+    assert_explained(measured)
+
+
+def report(monkeypatch, analysis, directory, *words):
+    """`cs336 report` in a process of its own, whose workers explain by `analysis`."""
+    code = (
+        "import sys; from cs336_systems import cli; from cs336_systems.sweep import explain; "
+        f"from tests.faults import analyses; explain.main = analyses.{analysis}; sys.exit(cli.main())"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return [sys.executable, "-c", code, "report", str(directory), *words]
+
+
+def test_a_report_explains_what_is_missing_and_says_so(measured, launch, monkeypatch):
+    """Neither it nor its workers import torch: no CUDA context is made, and no second is spent."""
+    before = kept(measured)
+    done = launch(report(monkeypatch, "notes_its_modules", measured))
+    assert done.wait() == 0, done.stderr
+    assert f"explaining the profile of {WATCHED.label}" in done.stderr
+    assert "torch" not in NOTES.read_text().split()
+    assert kept(measured) == before
+    assert_explained(measured)
+    assert (measured / "phases.csv").is_file()
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda _: gzip.compress(b"[]")],
+                         ids=["cut", "of another program"])  # fmt: skip
+def test_a_damaged_raw_profile_is_named_and_kept(measured, damage, capsys):
+    raw(measured).write_bytes(damage(raw(measured).read_bytes()))
+    before = kept(measured)
+    assert cli.main(["report", str(measured), "--output", "elsewhere"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not explained" in line]
+    assert raw(measured).name in line
+    witness = Witness()
+    assert sweep(measured, WATCHED, witness=witness).unexplained == (WATCHED,)
+    assert witness.runs == []
+    assert kept(measured) == before
+
+
+def test_ctrl_c_while_a_report_explains(measured, launch, monkeypatch):
+    before = kept(measured)
+    running = launch(report(monkeypatch, "hangs", measured))
+    running.wait_for(HANGING)
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.stderr
+    assert "Traceback" not in running.stderr
+    assert kept(measured) == before
+    assert cli.main(["report", str(measured)]) == 0
+    assert_explained(measured)
+
+
+def test_a_profiled_sweep_that_cannot_be_explained_ends_with_status_1_and_its_tables(place, monkeypatch, capsys):
+    words = [*command("good", contexts=(4,))[2:], "--profile"]
+    folder = place / "data" / "kineto_profiles" / "faulty"
+    with monkeypatch.context() as patch:
+        patch.setattr(explain, "main", analyses.raises)
+        assert cli.sweep(words) == 1
+    said = capsys.readouterr()
+    (line,) = [line for line in said.err.splitlines() if "not explained" in line]
+    assert "no such lane" in line
+    assert {record.status for record in load_records(folder / "runs")[0]} == {Status.OK}
+    assert len((folder / "results.csv").read_text().splitlines()) == 2
+    before = contents(folder / "runs")
+    assert cli.sweep(words) == 0
+    assert "not explained" not in capsys.readouterr().err
+    (explained,) = (folder / "kernels").iterdir()
+    tables = contents(folder)["phases.csv"][0]
+    # without the raw profile there is nothing to explain again: that is said, and costs neither a run nor the tables
+    (trace,) = (folder / "traces").iterdir()
+    explained.unlink()
+    trace.unlink()
+    assert cli.sweep(words) == 1
+    said = capsys.readouterr().err
+    assert "no kernel profile" in said
+    assert "the profiles of 1 of 1 runs that ended well are missing, raw profiles too" in said
+    assert contents(folder)["phases.csv"][0] == tables
+    assert contents(folder / "runs") == before
+
+
+def test_benchmark_with_a_defect_in_the_analysis_keeps_its_run(place, monkeypatch, capsys):
+    """The model changes the current directory, too."""
+    words = [*command("changes_directory", contexts=())[2:], "--context-length", "8", "--profile"]
+    for flag in ("--context-lengths", "--name", "--timeout-s"):
+        at = words.index(flag)
+        del words[at : at + (1 if flag == "--context-lengths" else 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(explain, "main", analyses.killed)
+        assert cli.benchmark(words) == 1
+    assert "not explained" in capsys.readouterr().err
+    folder = place / "data" / "kineto_profiles" / "single"
+    (record,), _ = load_records(folder / "runs")
+    assert record.status is Status.OK
+    assert not list(folder.glob("kernels/*"))
+    assert cli.main(["report", str(folder)]) == 0
+    profile = decode_profile(kernel_profile_path(record.config, folder / "runs").read_bytes())
+    assert profile.num_steps == record.config.measured_steps
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.OOM])
+def test_a_report_explains_memory_snapshots_too(place, status):
+    """That of a run that was out of memory as well: it is evidence."""
+    runs, device = place / "sweep" / "runs", Device.CUDA
+    recorded = replace(config(), model_factory=None, profiler=Profiler.MEMORY, device=device)
+    record = make_record(recorded, (0.5,)) if status is Status.OK else make_failure(recorded)
+    assert record.status is status
+    runs.mkdir(parents=True)
+    write_record(record, runs)
+    snapshot = raw_profile_path(recorded, runs)
+    snapshot.parent.mkdir()
+    training = Training()
+    training.step(0)
+    made = training.end(place)
+    notes_path(made).rename(notes_path(snapshot))
+    made.rename(snapshot)
+    assert cli.main(["report", "sweep"]) == 0
+    profile = read_memory_profile(memory_profile_path(recorded, runs))
+    assert (profile.num_steps, profile.source) == (1, snapshot.name)
+    assert (place / "sweep" / "peaks.csv").is_file()
+
+
+def test_a_run_that_is_measured_again_does_not_keep_the_explanation_of_the_one_before(measured, monkeypatch):
+    sweep(measured, WATCHED)
+    assert_explained(measured)
+    monkeypatch.setattr(explain, "main", analyses.raises)
+    assert sweep(measured, WATCHED, fresh=True).unexplained == (WATCHED,)
+    assert not explanation(measured).exists()
