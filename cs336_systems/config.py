@@ -12,15 +12,15 @@ from typing import Annotated, Any
 from cs336_systems.settings import ByDevice, Rule, Setting, check, declared, in_words, make_choices, non_defaults
 
 MAX_PARAMETERS = 10**12
-"""More fp32 parameters than this (4 TB) fit no device there is: surely a slip of the keyboard."""
+"""Most parameters of a model. In fp32 they take 4 TB, which fit no device, so a larger number is a typing error."""
 MAX_ELEMENTS = 2**42
 """Bound on the elements of the logits and of one block's attention scores, for the same reason."""
 FP8_MULTIPLE = 16
-"""Of which all sizes of a product in fp8 must be multiples, for cuBLAS."""
+"""All sizes of a matmul in fp8 must be multiples of this, for cuBLAS."""
 MAX_PADDING = 2**16
-"""Multiple to pad a vocabulary to: above any that a kernel likes."""
+"""Largest multiple that a vocabulary may be padded to; no kernel needs a larger one."""
 EAGER_STEPS_BEFORE_GRAPH = 3
-"""Before a step is recorded: compiling, the optimizer's state, and a step that finds both there."""
+"""Eager steps before a CUDA graph is recorded: one compiles, one makes the optimizer's state, one runs with both."""
 
 
 class Arch(StrEnum):
@@ -50,7 +50,7 @@ class Phase(StrEnum):
 
 
 class Precision(StrEnum):
-    """Arithmetic of the matrix products; parameters are always fp32."""
+    """Precision of the matmuls; parameters are always fp32."""
 
     FP32 = "fp32"
     TF32 = "tf32"
@@ -59,7 +59,7 @@ class Precision(StrEnum):
 
 
 class Attention(StrEnum):
-    """Scores, softmax and values each on its own, or PyTorch's fused attention."""
+    """Scores, softmax and values as separate operations, or PyTorch's fused attention."""
 
     NAIVE = "naive"
     SDPA = "sdpa"
@@ -93,8 +93,7 @@ class CompileMode(StrEnum):
 
 
 class Profiler(StrEnum):
-    """Who watches the measured steps: nobody, Nsight Systems (from outside), torch.profiler (Kineto), or the
-    allocator's own history."""
+    """Profiler of the measured steps: none, Nsight Systems, torch.profiler (Kineto), or the allocator's history."""
 
     NONE = "none"
     NSYS = "nsys"
@@ -251,7 +250,7 @@ _CAST_ONCE = _needs("--cast-once", lambda run: run.cast_once, "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One configuration to measure: everything that a fresh process needs to know.
+    """One configuration to measure, complete enough for a fresh process to run it.
 
     To add a setting, add a field here, with its declaration, and the code that obeys it.
     """
