@@ -1,1 +1,1 @@
-"""What is timed: the model, its optimizer, its batches, and the named ranges within them."""
+"""What a run times: the model, its optimizer and its batches, with named ranges."""

@@ -28,13 +28,13 @@ class Annotator(StrEnum):
 
 @contextmanager
 def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
-    """torch.profiler around what is inside; its trace, gzipped JSON, is at `path` once that has ended well."""
+    """Record with torch.profiler while open; a clean exit leaves the trace at `path`, as gzipped JSON."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if with_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         yield
-    temporary = path.with_name(f".{path.name}.tmp.gz")  # torch compresses where the name ends so
+    temporary = path.with_name(f".{path.name}.tmp.gz")  # torch compresses a file of such a name
     profiler.export_chrome_trace(str(temporary))
     temporary.replace(path)
 
@@ -68,7 +68,7 @@ def _pop_path() -> None:
 
 
 def current_path() -> tuple[str, ...]:
-    """Names of the ranges that are open on this thread, the outermost first; none unless the annotator is PATH."""
+    """Names of the open ranges of this thread, the outermost first; empty unless the annotator is PATH."""
     return tuple(_thread.path)
 
 
@@ -82,7 +82,7 @@ def _nvtx_push_pop() -> "PushPop":
 
 
 class _Annotation:
-    """Stateless, so that one object per name serves every use of it, nested and threaded ones too."""
+    """Opens and closes a range. It has no state, so one object per name serves nested uses and several threads."""
 
     __slots__ = ("_name", "_pop", "_push")
 
@@ -97,7 +97,7 @@ class _Annotation:
 
 
 class _Annotations(dict[str, _Annotation]):
-    """The annotation of each name, made when it is first asked for."""
+    """The annotation of each name, made on first use."""
 
     def __init__(self, push: Callable[[str], None], pop: Callable[[], None]) -> None:
         super().__init__()
@@ -127,28 +127,28 @@ def set_annotator(annotator: Annotator) -> None:
 
 
 def annotate(name: str) -> AbstractContextManager[None]:
-    """Range `name` around a `with` block. It vanishes where torch.compile traces, and without an annotator."""
+    """Range `name` around a `with` block; nothing without an annotator, and inside what torch.compile traces."""
     if torch.compiler.is_compiling():
-        return nullcontext()  # Dynamo enters only what it has seen made
+        return nullcontext()  # Dynamo enters only contexts that it has seen created
     return _NOTHING if _annotations is None else _annotations[name]
 
 
 @contextmanager
 def backward_ranges(model: nn.Module) -> Iterator[None]:
-    """While open, the backward of what `model` computes shows the ranges of its modules that have a `range: str`.
+    """While open, backward through `model` has a range for each of its modules that has a `range: str`.
 
     A module's range opens when the gradient of its output is ready and closes when that of its input is (for an
-    embedding, whose input has none: when those of its parameters are). Nodes of autograd's graph are hooked, not the
-    modules' inputs and outputs: no identity nodes come in and no gradient lives longer, so that numbers and memory stay
-    as they are. What torch.compile has traced has no such nodes, and no ranges. A backward that raises, or that ends in
-    the outermost of these modules, leaves open ranges behind.
+    embedding, whose input has no gradient: when those of its parameters are). The hooks are on nodes of autograd's
+    graph, not on the modules' inputs and outputs, so no identity nodes are added and no gradient lives longer: numbers
+    and memory stay the same. Compiled code has no such nodes, and no ranges. A backward that raises, or that ends in
+    the outermost of these modules, leaves ranges open.
     """
     handles = []
     for module in model.modules():
         if isinstance(name := getattr(module, "range", None), str):
             calls = _Calls(name)
             handles.append(module.register_forward_pre_hook(calls.begin))
-            # always: by an exception a checkpoint ends what it computes again
+            # always: a checkpoint ends its recomputation by an exception
             handles.append(module.register_forward_hook(calls.end, always_call=True))
     try:
         yield
@@ -158,7 +158,7 @@ def backward_ranges(model: nn.Module) -> Iterator[None]:
 
 
 class _Calls:
-    """The hooks of one module, and those of its calls that have not returned."""
+    """The hooks of one module, and its calls that have not returned."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -181,14 +181,14 @@ class _Calls:
 class _Call:
     """One call of a module, and its range in backward.
 
-    Backward may pass by either end of it: the nodes of what a checkpoint computes again do not run, nor do those of a
-    result that nobody uses. So the range closes only where it is open, and closes those that were left open inside it.
+    Backward may miss either end of it: the nodes of what a checkpoint recomputes do not run, nor do those of an unused
+    result. So `close` does nothing unless the range is open, and also closes ranges that were left open inside it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.has_input = False
-        """Whether backward goes on to what computed the input."""
+        """Whether the input has a gradient."""
 
     def open(self) -> None:
         annotate(self._name).__enter__()
@@ -200,9 +200,9 @@ class _Call:
 
 
 def _first_node(values: Iterable[object]) -> Node | None:
-    """The node that backward runs first of those that computed `values` and what tuples among them hold.
+    """Of the nodes that computed `values`, or members of tuples among them, the one that backward runs first.
 
-    None where no tensor has one, and while compiling.
+    None if no tensor has a node, and while compiling.
     """
     if torch.compiler.is_compiling():
         return None
@@ -212,7 +212,7 @@ def _first_node(values: Iterable[object]) -> Node | None:
 
 
 def _at(node: Node, action: Callable[[], None]) -> None:
-    """Do `action` just before `node` runs, the last one asked for first: backward is forward in reverse."""
+    """Call `action` just before `node` runs; the action added last runs first, as backward is forward in reverse."""
     metadata = cast("dict[str, list[Callable[[], None]]]", node.metadata)  # a property that torch's stub calls a method
     actions = metadata.get("ranges")
     if actions is None:
@@ -229,7 +229,7 @@ def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> No
 class _CloseAfter:
     """Closes the range of `call` when, once started, each of `leaves` has run.
 
-    A leaf outlives its graph where two graphs overlap, so a hook left on it by an earlier graph must do nothing.
+    A leaf belongs to all graphs of its parameter, so a hook that an earlier graph left on it must do nothing.
     """
 
     def __init__(self, call: _Call, leaves: list[Node]) -> None:
@@ -250,7 +250,7 @@ class _CloseAfter:
 
 
 def _leaves(node: Node) -> list[Node]:
-    """The nodes behind `node` that lead no further: those that accumulate the gradients of parameters."""
+    """The leaves of the graph behind `node`, which accumulate the gradients of parameters."""
     found: dict[Node, bool] = {}
     pending = [node]
     while pending:

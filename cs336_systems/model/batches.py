@@ -12,7 +12,7 @@ from cs336_systems.config import Device, RunConfig
 from cs336_systems.model.tokens import open_tokens
 
 Batch = tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]
-"""Tokens and, shifted by one, the tokens to predict; int64."""
+"""Tokens, and the tokens to predict, which are the next ones; int64."""
 
 
 def random_batches(config: RunConfig) -> Callable[[], Batch]:

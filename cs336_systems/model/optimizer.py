@@ -91,9 +91,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW of the given kind: the same update, to rounding, in many small kernels or in few.
 
-    `capturable`: the fused one counts its steps on the device, as a CUDA graph needs.
-
-    Raises ValueError for hyperparameters out of range, and where there is no parameter.
+    With `capturable` the fused one counts its steps on the device, as a CUDA graph needs. Raises ValueError for
+    hyperparameters out of range, and without parameters.
     """
     _check_hyperparameters(lr, betas, eps, weight_decay)
     match kind:

@@ -46,7 +46,7 @@ class Trainable:
         )
 
     def captured(self) -> None:
-        """A graph with a whole step in it has been captured, and is about to be replayed."""
+        """Prepare for replays of a graph that has captured a step."""
 
 
 def mode_of(mode: CompileMode) -> str | None:

@@ -1,4 +1,4 @@
-"""AdamW on many tensors in one launch, written in Triton: what it reads and writes is all that must move.
+"""AdamW on many tensors in one launch, written in Triton, which reads and writes each tensor once.
 
 For a weight with a low-precision gradient and copy that is 28 bytes per parameter: the master, both moments and the
 gradient are read (14), the master, both moments and the copy are written (14).
@@ -16,7 +16,7 @@ from torch import Tensor
 from cs336_systems.model.fast.weights import ALIGNMENT
 
 CHUNK = 1024
-"""Elements to a program: 4.09 TB/s on an H200, which copies at 4.26. More, or more warps, are a little slower."""
+"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More, or more warps, are a little slower."""
 NUM_WARPS = 4
 
 
@@ -125,7 +125,7 @@ class ChunkedAdamW:
         )  # fmt: skip
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Say where the gradients are, unless they are where they were."""
+        """Update the gradients' addresses if they have changed."""
         found = torch.stack([_addresses(column) for column in zip(*gradients, strict=True)], dim=1)
         if (found % ALIGNMENT).any():
             raise RuntimeError(f"the kernel reads {ALIGNMENT} bytes at a time, and a gradient does not start at such")
@@ -135,7 +135,7 @@ class ChunkedAdamW:
                 self.upload()
 
     def upload(self) -> None:
-        """Tell the device where the gradients are."""
+        """Copy the gradients' addresses to the device."""
         self._on_device.copy_(self._pointers)
 
 

@@ -2,7 +2,7 @@
 
 Each takes over a module of the reference: it has the same parameters under the same names, which are masters, and
 computes the same with copies. Layers that read the same tensor are packed into one matmul: q, k and v; w1 and w3.
-Deferred is what a layer leaves to the kernel that reads its result: a bias, or the sum of residual stream and branch.
+A layer may defer an addition to the kernel that reads its result: that of its bias, or of branch and residual stream.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from cs336_systems.model.transformer import (
 )
 from cs336_systems.ranges import Range
 
-# Constructors below call nn.Module's alone: the parameters are there already.
+# Constructors below call nn.Module's instead of the base class's, which would allocate parameters.
 
 
 class CopiedLinear(Linear):

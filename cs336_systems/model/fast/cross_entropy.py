@@ -1,7 +1,7 @@
-"""Cross-entropy that turns logits into their own gradient, in place: no copy in fp32, no slice without the padding.
+"""Cross-entropy that replaces logits by their own gradient, in place, without a copy in fp32.
 
-PyTorch's goes over logits in low precision several times, widens them, and cuts a padded vocabulary out of gradients
-that it must fill with zeros first. Here forward reads them from memory once, and overwrites them once.
+PyTorch's cross-entropy reads low-precision logits several times, converts them to fp32, and slices a padded vocabulary
+out of gradients that it first fills with zeros. Here forward reads the logits from memory once, and overwrites them.
 """
 
 from typing import Protocol, cast
@@ -16,14 +16,14 @@ def fused_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean over all targets, computed in fp32; logits from `vocab_size` on are padding and left out.
 
-    Where they need a gradient, forward already writes it in place of `logits`, which nobody else may read then: a
-    linear layer does not need what it returned.
+    If a gradient is needed, forward already writes it over `logits`, which must not be read again: the linear layer
+    that returned them does not need them for its backward.
     """
     return cast(Tensor, _FusedCrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), vocab_size))  # type: ignore[no-untyped-call]
 
 
 class _Context(Protocol):
-    """What forward leaves for backward."""
+    """Autograd's context, which forward fills for backward."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
@@ -49,7 +49,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
-    """What the kernel of the same name does."""
+    """The same as the kernel of that name, in PyTorch's operators."""
     real = logits[:, :vocab_size]
     wide = real.float()
     log_sums = wide.logsumexp(dim=1)
@@ -71,7 +71,7 @@ def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gr
 
     found = cross_entropy_kernel.losses(logits, targets, vocab_size, write_gradients=write_gradients)
     if write_gradients:
-        _say_overwritten(logits)
+        _report_write(logits)
     return found
 
 
@@ -79,9 +79,9 @@ def _kernel_scale(rows: Tensor, factor: Tensor) -> None:
     from cs336_systems.model.fast import cross_entropy_kernel
 
     cross_entropy_kernel.scale_rows(rows, factor)
-    _say_overwritten(rows)
+    _report_write(rows)
 
 
-def _say_overwritten(rows: Tensor) -> None:
-    """Autograd does not see what a kernel writes; told, it refuses who reads the rows later, as on a CPU."""
+def _report_write(rows: Tensor) -> None:
+    """Report the write to autograd, which does not see what a kernel writes, so that it refuses later reads."""
     torch.autograd.graph.increment_version(rows)

@@ -1,7 +1,7 @@
-"""Cross-entropy over rows of logits, written in Triton: a program is at one row at a time, which memory gives it once.
+"""Cross-entropy over rows of logits, written in Triton: a program handles one row at a time, read from memory once.
 
-The second time a program reads its row, for the gradient, it is still in the cache, where the rows of all programs fit
-there: 40 MB of 50,304 logits in bf16, on 132 processors. With a program for each row memory gave all of them twice.
+A program reads its row again for the gradient. The row is still in the cache then, if the rows of all programs fit:
+40 MB for 50,304 logits in bf16 on 132 processors. With one program per row, every row was read from memory twice.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -14,16 +14,16 @@ from torch import Tensor
 BLOCK = 4096
 """Logits that a program holds at once."""
 LONG_ROW = 16_384
-"""Logits in a row from which few programs are better, with more threads each."""
+"""From this many logits in a row on, fewer programs with more threads each are faster."""
 WIDTH: tl.constexpr = tl.constexpr(8)
-"""Of them in one thread, which are 16 bytes of low precision."""
+"""Logits of one thread: 16 bytes in low precision."""
 LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
-"""Below all logits, and finite, times LOG2_E too: infinity less infinity is not a number."""
+"""Below all logits, and finite even times LOG2_E, since infinity minus infinity is not a number."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
-    """Of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
+    """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
     With `write_gradients` the logits become the gradient of the mean of these: softmax less one at the target, over the
     number of rows, and 0 where padded. Logits are taken to lie within 1e38; a target that is none of the vocabulary's
@@ -40,7 +40,7 @@ def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients:
 
 
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place; where the factor, which only the device knows, is 1 there is nothing to do."""
+    """Multiply in place; a factor of 1, which only the device knows, costs no memory traffic."""
     _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8)
 
 

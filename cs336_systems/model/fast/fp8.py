@@ -1,7 +1,7 @@
-"""Linear layers in fp8, of which tensor cores from Ada and Hopper on multiply twice as much in a second as of bf16.
+"""Linear layers in fp8, in which tensor cores from Ada and Hopper on compute twice as fast as in bf16.
 
-Each tensor is divided by one unit, so that it fills the range of the type. The unit is found anew in every step, on the
-device, from the largest element: nothing is remembered from step to step, and the host waits for nothing.
+Each tensor is divided by one scale, here called its unit, so that it fills the range of the type. The unit is computed
+in every step, on the device, from the largest element, so no state is kept between steps and the host never waits.
 """
 
 from typing import Protocol, cast
@@ -14,24 +14,24 @@ from torch import Tensor
 from cs336_systems.config import FP8_MULTIPLE
 
 DTYPE = torch.float8_e4m3fn
-"""Of all factors: 3 bits of mantissa, and a range of 2^18.
+"""Type of all factors: 3 bits of mantissa, and a range of 2^18.
 
-Gradients have it too, though others give them e5m2 for its range (2 bits, 2^32): on a CPU that took the gradients of
+Gradients have it too, though others use e5m2 there, for its range (2 bits, 2^32): on a CPU that took the gradients of
 all weights further from those of fp32, by 4 to 57 %, also where the parts of a packed matmul have gradients
 fifty times apart (q_proj and v_proj), where elements are lognormal with sigma 3, and where one token has 10^4 times the
 gradient of the others.
 """
 TINY = 1e-30
-"""Below it the largest element is taken for this, as the zeros of a tensor of zeros have no unit."""
+"""Lower bound on the largest element, so that a tensor of zeros has a unit too."""
 
 
 def fp8_linear(
     x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None = None
 ) -> Float[Tensor, "... d_out"]:
-    """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; backward's two products alike.
+    """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; so are backward's two matmuls.
 
-    Where d_in, d_out or the number of rows of x is no multiple of 16, the layer stays in the weight's type. What
-    backward reads of x and of the weight is kept in fp8: half the bytes of bf16, and cast only once.
+    Unless d_in, d_out and the number of rows of x are multiples of 16, the layer computes in the weight's type. x and
+    the weight are kept for backward in fp8: half the bytes of bf16, and cast only once.
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
@@ -42,7 +42,7 @@ def fp8_linear(
 
 
 class _Context(Protocol):
-    """What forward leaves for backward."""
+    """Autograd's context, which forward fills for backward."""
 
     has_bias: bool
     saved_tensors: tuple[Tensor, ...]
@@ -57,7 +57,7 @@ class _Fp8Linear(torch.autograd.Function):
         weight8, weight_unit = _cast(weight)
         ctx.save_for_backward(x8, x_unit, weight8, weight_unit)
         ctx.has_bias = bias is not None
-        # fast: partial sums keep fewer bits than fp32's. Gradients are sums over all tokens, and get them in full
+        # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
         return _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
 
     @staticmethod
@@ -80,8 +80,8 @@ def _matmul(
 ) -> Tensor:
     """a b, of factors in fp8, times both units, plus a bias, in `dtype`.
 
-    On a CPU the same factors are multiplied in fp32. PyTorch's own product in fp8 depends on the processor there: on
-    some it overflows to NaN, or takes a thousand times as long.
+    On a CPU the same factors are multiplied in fp32, because PyTorch's own fp8 matmul overflows to NaN on some
+    processors, and takes a thousand times as long on others.
     """
     if a.is_cuda:
         return torch._scaled_mm(a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
@@ -90,14 +90,14 @@ def _matmul(
 
 
 def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in fp8, by rows, and the unit to multiply it by again, in fp32. Where anything is not finite, all is NaN."""
-    # first of each row: that much the compiler finds while it makes the row, as a norm does
+    """x in fp8, row-major, and its unit in fp32. If any element is not finite, all become NaN."""
+    # by row first, which the compiler fuses with the kernel that makes the row, such as a norm
     largest = x.abs().amax(dim=1).amax().float()
     unit = largest.clamp(min=TINY) / torch.finfo(DTYPE).max
-    # the largest may miss the end of the range by a rounding: only 3 % further on it would be no number any more
+    # rounding may take the largest element past the end of the range, but only 3 % beyond it would it become NaN
     return (x.float() * unit.reciprocal()).to(DTYPE).contiguous(), unit
 
 
 def _by_columns(matrix: Tensor) -> Tensor:
-    """The same matrix, each column contiguous: Hopper multiplies fp8 along what is contiguous in both factors."""
+    """The same matrix in column-major order; Hopper's fp8 matmul needs the inner axis contiguous in both factors."""
     return matrix.t().contiguous().t()

@@ -1,8 +1,8 @@
-"""What is between the products of a block, one kernel each way: residual addition with norm, and bias with GELU.
+"""The operations between a block's matmuls, one kernel each way: residual addition with norm, and bias with GELU.
 
-A branch is added to the residual stream where the sum is read next, for its norm: torch.compile cannot, as that is in
-another block where it compiles block by block, and gathers gradients of gains and biases by kernels of their own. On a
-CPU the same is computed by PyTorch. What is added keeps the stream's type, fp32 under autocast.
+The norm that reads the sum adds the branch to the residual stream. torch.compile cannot fuse these when it compiles
+block by block, since that norm is in the next block, and it sums the gradients of gains and biases in separate kernels.
+On a CPU PyTorch's operators compute the same. The sum keeps the stream's type, fp32 under autocast.
 """
 
 from typing import Any, cast
@@ -23,8 +23,7 @@ def add_norm(
 ) -> tuple[Float[Tensor, "... d_model"], Float[Tensor, "... d_model"]]:
     """stream + branch + branch_bias in the type of `stream`, and the norm of that in the type of `branch`.
 
-    The norm is LayerNorm where there is a `bias`, and RMSNorm otherwise, both computed in fp32. Raises ValueError where
-    the shapes do not fit.
+    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. Raises ValueError if shapes do not fit.
     """
     if stream.shape != branch.shape:
         raise ValueError(f"needed a branch of the stream's shape {tuple(stream.shape)}, got {tuple(branch.shape)}")
@@ -52,7 +51,7 @@ def bias_gelu(x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"]) -> Flo
 def _add_norm(
     stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Also 1 / deviation of each row and, where the norm takes it away, its mean, for backward."""
+    """Also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean."""
     if stream.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel  # Triton, which only comes with PyTorch for GPUs
 
@@ -78,9 +77,9 @@ def _add_norm_backward(
     is_centred: bool,
     branch_bias_type: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias.
+    """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
-    The last in its own type, and empty where there is none.
+    The last has its own type, and is empty without a bias.
     """
     if total.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
@@ -104,7 +103,7 @@ def _add_norm_backward(
 
 
 def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
-    """Rows in fp32, each at an address that AdamW's kernel can read 16 bytes at a time from."""
+    """Rows in fp32, each at a multiple of 16 bytes, which AdamW's kernel reads at once."""
     return like.new_empty(num_rows, -(-width // 4) * 4)[:, :width]
 
 
@@ -167,7 +166,7 @@ def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(total, statistics, gain)
     ctx.types = (branch.dtype, None if branch_bias is None else branch_bias.dtype, None if bias is None else bias.dtype)
     ctx.mark_non_differentiable(statistics)
-    ctx.set_materialize_grads(False)  # nobody reads the sum after the last norm
+    ctx.set_materialize_grads(False)  # the sum has no gradient after the last norm
 
 
 def _differentiate_add_norm(

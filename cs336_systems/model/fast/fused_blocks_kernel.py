@@ -1,4 +1,4 @@
-"""What is between the products of a block, written in Triton: residual addition with norm, and bias with GELU.
+"""The operations between a block's matmuls, written in Triton: residual addition with norm, and bias with GELU.
 
 All is read once and written once. Gradients of gains and biases, sums over all rows, are gathered on the way
 (sums_kernel.py).
@@ -14,10 +14,10 @@ from torch import Tensor
 from cs336_systems.model.fast.sums_kernel import STAGES, num_programs, summed
 
 GELU_BLOCK = 1024
-"""Columns to a program of GELU."""
+"""Columns of one program of GELU."""
 NUM_WARPS = 4
 MAX_STAGED = 4096
-"""Elements of the widest row of which so many fit into the memory that a program shares."""
+"""Elements of the widest row for which that many stages fit into a program's shared memory."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """2 sqrt(2 / pi), of GELU."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)

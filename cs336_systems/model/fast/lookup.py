@@ -1,8 +1,8 @@
-"""Rows of a table by number, with a backward that adds each row's gradient where it belongs, in one pass.
+"""Embedding lookup whose backward adds each token's gradient to its row in one pass.
 
-PyTorch's backward of an embedding sorts the numbers, or lets one thread block own each row: 3 to 6 times as long as the
-bytes take. Here the gradients of equal tokens are added in no fixed order, like those of the queries in cuDNN's
-attention. On a CPU the same is computed by PyTorch.
+PyTorch's backward of an embedding sorts the tokens, or gives each row to one thread block: 3 to 6 times as long as the
+bytes take. Here the gradients of equal tokens are added in no fixed order, as cuDNN's attention adds those of queries.
+On a CPU PyTorch's operators compute the same.
 """
 
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def lookup(weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]) -> Float[Tensor, "... d_model"]:
-    """The rows of `weight` that `tokens` name; each must be one of the table's, as for PyTorch's embedding."""
+    """The rows of `weight` that `tokens` index; like PyTorch's embedding it needs indices within the table."""
     return cast(Tensor, _lookup(weight, tokens))
 
 

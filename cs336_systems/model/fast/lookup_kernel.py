@@ -1,4 +1,4 @@
-"""The gradient of a table of rows, written in Triton: a program adds a stretch of one token's gradient to its row."""
+"""The gradient of an embedding, written in Triton: a program adds a stretch of one token's gradient to its row."""
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 512
-"""Elements to a program; each thread has 4, which are 16 bytes of fp32."""
+"""Elements of one program; each thread has 4, which are 16 bytes of fp32."""
 NUM_WARPS = 4
 
 

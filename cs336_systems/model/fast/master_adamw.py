@@ -1,4 +1,4 @@
-"""AdamW for weights that are kept twice: on a GPU one kernel per kind of weight, fit to be recorded in a graph."""
+"""AdamW for fp32 masters and their low-precision copies: one kernel per kind of weight, which a CUDA graph can hold."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class MasterAdamW(EagerOptimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their copies.
 
-    The same update as torch.optim.AdamW on the masters, to rounding. The count of steps is on the device, so that a
-    recorded step counts too. On a CPU it is the same formula, tensor by tensor.
+    The same update as torch.optim.AdamW on the masters, to rounding. Steps are counted on the device, so that a graph's
+    replays count too. On a CPU PyTorch's operators compute the same, tensor by tensor.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class MasterAdamW(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all weights that have a gradient; every step must find the same ones."""
+        """Update all weights that have a gradient, which must be the same ones in every step."""
         del closure
         self._steps += 1
         kinds: dict[tuple[bool, int], list[Weight]] = {}
@@ -57,12 +57,12 @@ class MasterAdamW(EagerOptimizer):
         drop_gradients(self._weights)
 
     def load_state_dict(self, state_dict: object) -> NoReturn:
-        """Raises RuntimeError: the count of steps is no part of a state, and the kernels know where it lies."""
+        """Raise RuntimeError: the state lacks the count of steps, whose address the kernels keep."""
         del state_dict
         raise RuntimeError("MasterAdamW cannot go on from a saved state: make it anew")
 
     def captured(self) -> None:
-        """A graph with this step in it has been captured, and is about to be replayed."""
+        """Prepare for replays of a graph that has captured this step."""
         for kernel in self._kernels.values():
             kernel.upload()
 

@@ -1,8 +1,8 @@
-"""What follows the packed matmuls of a block, one kernel each way: heads cut apart and turned, and the gate of SwiGLU.
+"""The operations after a block's packed matmuls, one kernel each way: splitting and rotating heads, SwiGLU's gate.
 
-The gradient of a packed matmul is put together from parts. torch.compile does so with a mask for each part, and reads
-every part again for the others: 4 to 7 times as long as the bytes take. Here each part is read once, and written where
-it belongs, and the gradient of a bias is gathered on the way. On a CPU the same is computed by PyTorch.
+The gradient of a packed matmul's result is assembled from parts. torch.compile does so with a mask for each part, and
+reads all parts for each: 4 to 7 times as long as the bytes take. Here each part is read once and written where it
+belongs, and the gradient of a bias is summed on the way. On a CPU PyTorch's operators compute the same.
 """
 
 from typing import Any, Protocol, cast
@@ -18,16 +18,16 @@ Heads = Float[Tensor, "batch seq heads d_head"]
 
 
 def swiglu(packed: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]:
-    """silu(gate) x up, of which `packed` is made; on a GPU computed in fp32 and rounded once."""
+    """silu(gate) x up, whose factors are packed side by side; on a GPU computed in fp32 and rounded once."""
     return cast(Tensor, _swiglu(packed))
 
 
 def rope_heads(
     packed: Float[Tensor, "batch seq thrice_d_model"], rotations: Float[Tensor, "seq pairs 2"]
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, of which `packed` is made; q and k turned by the angles of their positions (RoPE).
+    """The heads of q, k and v, which are packed side by side; q and k rotated by RoPE.
 
-    Raises ValueError where there are other positions than tokens.
+    Raises ValueError if the number of positions is not that of the tokens.
     """
     if packed.shape[1] != len(rotations):
         raise ValueError(f"needed rotations of {packed.shape[1]} positions, got {len(rotations)}")
@@ -37,7 +37,7 @@ def rope_heads(
 def cut_heads(
     packed: Float[Tensor, "batch seq thrice_d_model"], bias: Float[Tensor, " thrice_d_model"], num_heads: int
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, views of `packed`, which has the bias in it as a constant: here that gets its gradient.
+    """The heads of q, k and v, as views of `packed`. It has the bias in it as a constant, whose gradient is made here.
 
     Raises ValueError for a bias of another width.
     """
@@ -48,13 +48,13 @@ def cut_heads(
 
 
 class _Context(Protocol):
-    """What forward leaves for backward."""
+    """Autograd's context, which forward fills for backward."""
 
     bias_type: torch.dtype
 
 
 class _CutHeads(torch.autograd.Function):
-    """No operator, whose results could not be views."""
+    """Not a custom operator, because the results of one cannot be views."""
 
     @staticmethod
     def forward(ctx: _Context, packed: Tensor, bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What follows the packed matmuls of a block, written in Triton: a program has a stretch of one token's row.
+"""The operations after a block's packed matmuls, written in Triton: a program handles a stretch of one token's row.
 
 All is read once and written once: 5 and 3 times the bytes of SwiGLU's result, twice those of q, k and v. Where q, k and
 v have biases, a program has a stretch of many rows, and gathers the gradients of these (sums_kernel.py).
@@ -14,10 +14,10 @@ from torch import Tensor
 from cs336_systems.model.fast.sums_kernel import STAGES, num_programs, summed
 
 BLOCK = 1024
-"""Elements of a part to a program; each thread has 8, which are 16 bytes."""
+"""Elements of a part in one program; each thread has 8, which are 16 bytes."""
 NUM_WARPS = 4
 BIASED_BLOCK = 256
-"""The same where the gradients of biases are gathered."""
+"""The same if the gradients of biases are summed too."""
 
 
 def swiglu(packed: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
-    """Gradient of `packed`, of which `swiglu` made that which has this gradient."""
+    """Gradient of `packed` from the gradient of `swiglu(packed)`."""
     packed, gradient = packed.contiguous(), gradient.contiguous()
     width = gradient.shape[-1]
     result = torch.empty_like(packed)
@@ -39,7 +39,7 @@ def swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
 
 
 def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, the first two turned."""
+    """q, k and v, the first two rotated."""
     packed = packed.contiguous()
     d_head = 2 * rotations.shape[1]
     shape = (*packed.shape[:2], packed.shape[-1] // (3 * d_head), d_head)
@@ -49,7 +49,7 @@ def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
-    """One row of q, k and v for each token, the first two turned back."""
+    """One row of q, k and v for each token, the first two rotated back."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
     _launch_rope(packed, q, k, v, rotations, back=True)

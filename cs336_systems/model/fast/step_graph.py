@@ -1,4 +1,4 @@
-"""A step as CUDA graphs, one for each phase: each launched by one call of the host, however many kernels it has."""
+"""A step as CUDA graphs, one for each phase, each of which the host launches by one call."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,19 +9,19 @@ from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch
 
 Phases = Callable[[Batch], Iterator[Phase]]
-"""Launches the phases of a step, one after the other, and says of each that it is launched."""
+"""Launches the phases of a step, and yields each after it was launched."""
 
 
 class StepGraph:
-    """Runs the phases of a step: the first steps as they are, then captured once and replayed.
+    """Runs the phases of a step: the first steps eagerly; the next one captures them, and is replayed from then on.
 
-    Every call is one step of training, the one that captures too. The batch is copied to where the graphs read it.
-    A graph for each phase, because clocks and profilers see no boundary inside a graph; the device goes from one to
-    the next without the host.
+    Every call is one training step, including the one that captures. The batch is copied to where the graphs read it.
+    Each phase has a graph of its own, because clocks and profilers see no boundary inside a graph; the device goes from
+    one graph to the next without waiting for the host.
     """
 
     def __init__(self, phases: Phases, order: tuple[Phase, ...], captured: Callable[[], None]) -> None:
-        """`order`: the phases in `phases`; `captured` is called between the capture and the first replay."""
+        """`order` lists the phases that `phases` yields; `captured` is called between capture and first replay."""
         self._phases = phases
         self._order = order
         self._captured = captured
@@ -30,10 +30,10 @@ class StepGraph:
         self._batch: Batch | None = None
         self._graphs: dict[Phase, torch.cuda.CUDAGraph] = {}
         self.peak_bytes: int | None = None
-        """Allocated at most while they were captured, which a replay needs too but does not count; None before."""
+        """Peak of memory during the capture, which replays need but do not report; None before the capture."""
 
     def __call__(self, batch: Batch, lap: Callable[[Phase], None]) -> None:
-        """One step, `lap` called after each phase; what it computes is overwritten by the next."""
+        """One step; `lap` is called after each phase. The next step overwrites its results."""
         self._num_steps += 1
         if self._num_steps <= EAGER_STEPS_BEFORE_GRAPH:
             self._eagerly(batch, lap)
@@ -50,7 +50,7 @@ class StepGraph:
             lap(phase)
 
     def _eagerly(self, batch: Batch, lap: Callable[[Phase], None]) -> None:
-        """On the stream of the capture, where autograd and the libraries then have all they need."""
+        """Run on the capture's stream, so that autograd and the libraries have set up what they need there."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -61,7 +61,7 @@ class StepGraph:
     def _capture(self, batch: Batch) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        pool = torch.cuda.graph_pool_handle()  # what one phase has freed, the next may use
+        pool = torch.cuda.graph_pool_handle()  # a phase may reuse memory that an earlier one has freed
         running = self._phases(batch)
         for phase in self._order:
             graph = torch.cuda.CUDAGraph()

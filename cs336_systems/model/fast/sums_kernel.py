@@ -1,6 +1,6 @@
-"""Sums over all rows, such as gradients of gains and biases, gathered by kernels that go through the rows anyway.
+"""Sums over all rows, such as gradients of gains and biases, made by kernels that read the rows anyway.
 
-Each program goes through many rows and keeps their sum; a last kernel adds up what the programs found.
+Each program reads many rows and keeps their sum; a last kernel adds up the sums of the programs.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 STAGES = 3
-"""Rows that a program is reading at once: a fourth less time than one after the other."""
+"""Rows that a program loads ahead: a fourth less time than without."""
 COLUMNS, ROWS = 16, 256
-"""Of what the programs found, to a program that adds it up."""
+"""Columns and rows of partial sums in one program of the last kernel."""
 NUM_WARPS = 8
 
 
 def num_programs(rows: int, block: int, device: torch.device) -> int:
-    """To gather sums in: enough to keep the memory busy, few enough that each has rows to gather."""
+    """Number of programs: enough to keep the memory busy, few enough that each has several rows."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     per_processor = min(4096 // block, rows // (8 * processors))
     return min(rows, processors * max(2, per_processor))

@@ -56,6 +56,6 @@ class FastTrainable(Trainable):
         return self._master_adamw
 
     def captured(self) -> None:
-        """A graph with a whole step in it has been captured, and is about to be replayed."""
+        """Prepare for replays of a graph that has captured a step."""
         if self._master_adamw is not None:
             self._master_adamw.captured()
