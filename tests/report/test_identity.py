@@ -29,12 +29,12 @@ from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import file_names, identities, names_of
 from cs336_systems.report.kernels import sweep as kernel_sweep
+from cs336_systems.report.kernels.answers import sweep_answers as kernel_answers
 from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.kernels.shares import classes_by_configuration
-from cs336_systems.report.kernels.sweep_answers import sweep_answers as kernel_answers
 from cs336_systems.report.memory import sweep as memory_sweep
+from cs336_systems.report.memory.answers import sweep_answers as memory_answers
 from cs336_systems.report.memory.entries import MemoryEntry
-from cs336_systems.report.memory.sweep_answers import sweep_answers as memory_answers
 from cs336_systems.report.memory.words import size
 from cs336_systems.report.series import AXES
 from cs336_systems.report.tables import results_table, write_tables

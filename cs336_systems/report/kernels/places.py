@@ -2,18 +2,19 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
 from statistics import median
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, IdleTimes, ModuleTimes, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, ModuleTimes, StepProfile, Work
 from cs336_systems.ranges import Range
-from cs336_systems.report.columns import Column
-from cs336_systems.report.kernels.terms import WHOLE_STEP, count_per_step, microseconds, milliseconds, terms
-from cs336_systems.report.listing import Listing, csv_of
-from cs336_systems.report.numbers import label, percent, share
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.entries import Values
+from cs336_systems.report.kernels.terms import WHOLE_STEP, terms
+from cs336_systems.report.listing import Listing, csv_by_keys
+from cs336_systems.report.numbers import count as count_text
+from cs336_systems.report.numbers import label, percent, rounded, share
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import inert_line
 
@@ -70,18 +71,24 @@ def _sums(modules: Iterable[tuple[tuple[str, ...], ModuleTimes]]) -> dict[tuple[
 def modules_listing(profile: StepProfile) -> Listing:
     """Time of the kernels in each module and in none of its own modules; blocks are added up."""
     sums = list(_sums((collapsed(row.path), row) for row in profile.modules).values())
-    rows = sums[:MAX_MODULES]
-    words, steps, whole_s = terms(profile), profile.num_steps, sum(row.whole_s for row in sums)
-    columns: list[Column[ModuleSum]] = [
-        Column("module", numeric=False, says=lambda row: path_text(row.path)),
-        *(_module_time(phase, steps) for phase in _phases(profile)),
-        Column("share", "%", says=lambda row: percent(row.whole_s, whole_s)),
-        Column(words.items, spare=4, says=lambda row: count_per_step(sum(row.count.values()), steps)),
+    shown, words = sums[:MAX_MODULES], terms(profile)
+    steps, whole_s = profile.num_steps, sum(row.whole_s for row in sums)
+    rows = [
+        {"module": path_text(row.path), "share": share(row.whole_s, whole_s)}
+        | {"kernels_per_step": sum(row.count.values()) / steps}
+        | {phase: row.total_s[phase] / steps * 1e3 if phase in row.total_s else None for phase in LaunchPhase}
+        for row in shown
+    ]
+    columns: list[Column[Values]] = [
+        column("module"),
+        *(Column(phase, "ms", key=phase, write=rounded) for phase in _phases(profile)),
+        column("share", spare=0),
+        column("kernels_per_step", name=words.items),
     ]
     notes = [f"{words.time} per step, of a module without the modules in it; a star stands for all blocks."]
-    if len(rows) < len(sums):
-        part = percent(sum(row.whole_s for row in rows), whole_s)
-        notes.append(f"Shown are {len(rows)} of {len(sums)} modules, {part} % of the time.")
+    if len(shown) < len(sums):
+        part = percent(sum(row.whole_s for row in shown), whole_s)
+        notes.append(f"Shown are {len(shown)} of {len(sums)} modules, {part} % of the time.")
     tables = (make_table("Modules", columns, rows, notes),) if rows else ()
     return Listing(name="modules", tables=tables, csv=_modules_csv(profile, sums))
 
@@ -90,25 +97,21 @@ def _phases(profile: StepProfile) -> list[LaunchPhase]:
     return [phase.phase for phase in profile.phases if any(phase.launches)]
 
 
-def _module_time(phase: LaunchPhase, steps: int) -> Column[ModuleSum]:
-    def cell(row: ModuleSum) -> str:
-        return milliseconds(row.total_s[phase] / steps) if phase in row.total_s else ""
-
-    return Column(phase, "ms", says=cell)
-
-
 def _modules_csv(profile: StepProfile, sums: Iterable[ModuleSum]) -> str:
     """A row for each module and phase."""
-    rows = [(row, phase) for row in sums for phase in row.count]
-    whole_s = sum(row.total_s for row in profile.modules)
-    columns: dict[str, Callable[[tuple[ModuleSum, LaunchPhase]], object]] = {
-        "module": lambda row: " > ".join(row[0].path) or OUTSIDE,
-        "phase": itemgetter(1),
-        "count_per_step": lambda row: row[0].count[row[1]] / profile.num_steps,
-        "total_ms_per_step": lambda row: row[0].total_s[row[1]] * 1e3 / profile.num_steps,
-        "share": lambda row: share(row[0].total_s[row[1]], whole_s),
-    }
-    return csv_of(columns, rows)
+    steps, whole_s = profile.num_steps, sum(row.total_s for row in profile.modules)
+    rows = [
+        {
+            "module": " > ".join(row.path) or OUTSIDE,
+            "phase": phase,
+            "count_per_step": row.count[phase] / steps,
+            "total_ms_per_step": row.total_s[phase] / steps * 1e3,
+            "share": share(row.total_s[phase], whole_s),
+        }
+        for row in sums
+        for phase in row.count
+    ]
+    return csv_by_keys(("module", "phase", "count_per_step", "total_ms_per_step", "share"), rows)
 
 
 def blocks_listing(profile: StepProfile) -> Listing:
@@ -116,18 +119,24 @@ def blocks_listing(profile: StepProfile) -> Listing:
     within = [(key, row) for row in profile.modules if (key := _block_of(row.path)) is not None]
     blocks = dict(sorted(_sums(within).items(), key=lambda item: _in_order(item[0])))
     steps = profile.num_steps
-    rows = [(phase, _of_phase(blocks.values(), phase)) for phase in _phases(profile)]
-    columns: list[Column[tuple[LaunchPhase, list[ModuleSum]]]] = [
-        Column("phase", numeric=False, says=itemgetter(0)),
-        Column("blocks", spare=3, says=lambda row: str(len(row[1]))),
-        Column("min", "ms", spare=2, says=lambda row: milliseconds(row[1][0].total_s[row[0]] / steps)),
-        Column("median", "ms", says=lambda row: milliseconds(median(b.total_s[row[0]] for b in row[1]) / steps)),
-        Column("max", "ms", spare=1, says=lambda row: milliseconds(row[1][-1].total_s[row[0]] / steps)),
-        Column("longest", numeric=False, spare=4, says=lambda row: path_text(row[1][-1].path)),
+    rows = []
+    for phase in _phases(profile):
+        if not (own := _of_phase(blocks.values(), phase)):
+            continue
+        times_s = [block.total_s[phase] for block in own]
+        rows.append({"phase": phase, "blocks": len(own), "min": times_s[0] / steps, "median": median(times_s) / steps,
+                     "max": times_s[-1] / steps, "longest": path_text(own[-1].path)})  # fmt: skip
+    columns: list[Column[Values]] = [
+        column("phase"),
+        column("blocks", spare=3),
+        Column("min", "ms", spare=2, key="min", scale=1e3, write=rounded),
+        Column("median", "ms", key="median", scale=1e3, write=rounded),
+        Column("max", "ms", spare=1, key="max", scale=1e3, write=rounded),
+        Column("longest", numeric=False, spare=4, key="longest", write=str),
     ]
     notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
-    table = make_table("Blocks", columns, [row for row in rows if row[1]], notes)
-    return Listing(name="blocks", tables=(table,) if blocks else (), csv=_modules_csv(profile, blocks.values()))
+    tables = (make_table("Blocks", columns, rows, notes),) if blocks else ()
+    return Listing(name="blocks", tables=tables, csv=_modules_csv(profile, blocks.values()))
 
 
 def _of_phase(blocks: Iterable[ModuleSum], phase: LaunchPhase) -> list[ModuleSum]:
@@ -146,107 +155,113 @@ def idle_listing(profile: StepProfile, top: int) -> Listing:
     if profile.work is Work.OPERATORS or not profile.idle:
         return Listing(name="idle", tables=(), csv="")
     steps, wall_s = profile.num_steps, sum(sum(phase.wall_s) for phase in profile.phases)
-    whole = sum(row.count for row in profile.idle), sum(row.total_s for row in profile.idle)
-    rows: list[tuple[str, str, int, float]] = [
-        *((row.phase, row.cause, row.count, row.total_s) for row in profile.idle), (WHOLE_STEP, "all", *whole)
+    whole = (WHOLE_STEP, "all", sum(row.count for row in profile.idle), sum(row.total_s for row in profile.idle))
+    rows = [
+        {
+            "phase": phase,
+            "cause": cause,
+            "idle_ms_per_step": total_s / steps * 1e3,
+            "share_of_wall": share(total_s, wall_s),
+            "count_per_step": count / steps,
+            "idle_each_s": share(total_s, count),
+        }
+        for phase, cause, count, total_s in (
+            *((row.phase, row.cause, row.count, row.total_s) for row in profile.idle), whole
+        )
     ]  # fmt: skip
-    columns: list[Column[tuple[str, str, int, float]]] = [
-        Column("phase", numeric=False, says=itemgetter(0)),
-        Column("cause", numeric=False, says=itemgetter(1)),
-        Column("idle", "ms", says=lambda row: milliseconds(row[3] / steps)),
-        Column("of wall", "%", spare=1, says=lambda row: percent(row[3], wall_s)),
-        Column("times", spare=2, says=lambda row: count_per_step(row[2], steps)),
-        Column("each", "µs", spare=3, says=lambda row: microseconds(share(row[3], row[2]))),
+    columns = [
+        column("phase"),
+        column("cause"),
+        column("idle_ms_per_step"),
+        column("share_of_wall"),
+        column("count_per_step", name="times", spare=2),
+        column("idle_each_s"),
     ]
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", columns, rows, notes)
     tables = (table, _gaps_table(profile.gaps[:top])) if profile.gaps else (table,)
-    csv_columns: dict[str, Callable[[IdleTimes], object]] = {
-        "phase": attrgetter("phase"),
-        "cause": attrgetter("cause"),
-        "idle_ms_per_step": lambda row: row.total_s * 1e3 / steps,
-        "share_of_wall": lambda row: share(row.total_s, wall_s),
-        "count_per_step": lambda row: row.count / steps,
+    csv = csv_by_keys(("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step"), rows[:-1])
+    return Listing(name="idle", tables=tables, csv=csv)
+
+
+def _gap(gap: Gap) -> Values:
+    return {
+        "step": gap.step,
+        "start_ms": gap.start_s * 1e3,
+        "idle_ms": gap.duration_s * 1e3,
+        "phase": gap.phase,
+        "cause": gap.cause,
+        "before": gap.before,
+        "after": gap.after,
+        "module": path_text(gap.module) if gap.module else None,
+        "host_call": gap.host_call,
     }
-    return Listing(name="idle", tables=tables, csv=csv_of(csv_columns, profile.idle))
 
 
 def _gaps_table(gaps: Iterable[Gap]) -> Table:
-    columns: list[Column[Gap]] = [
-        Column("idle", "ms", says=lambda gap: milliseconds(gap.duration_s)),
-        Column("step", spare=5, says=lambda gap: str(gap.step)),
-        Column("at", "ms", spare=6, says=lambda gap: milliseconds(gap.start_s)),
-        Column("phase", numeric=False, says=attrgetter("phase")),
-        Column("cause", numeric=False, says=attrgetter("cause")),
-        Column("before it", numeric=False, spare=8, says=lambda gap: label(gap.before) or "start of the step"),
-        Column("after it", numeric=False, spare=4, says=lambda gap: label(gap.after) or "end of the step"),
-        Column("module", numeric=False, spare=7, says=lambda gap: path_text(gap.module)),
-        Column("host was in", numeric=False, spare=3, says=lambda gap: label(gap.host_call) or "no CUDA call"),
+    columns = [
+        column("idle_ms"),
+        column("step", spare=5),
+        column("start_ms"),
+        column("phase"),
+        column("cause"),
+        column("before", write=lambda name: label(name) or "start of the step"),
+        column("after", write=lambda name: label(name) or "end of the step"),
+        column("module", spare=7, says=lambda row: row["module"] or OUTSIDE),
+        column("host_call", write=lambda name: label(name) or "no CUDA call"),
     ]
     notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
-    return make_table("Longest idle times", columns, gaps, notes)
+    return make_table("Longest idle times", columns, map(_gap, gaps), notes)
 
 
 def gaps_listing(profile: StepProfile) -> Listing:
     """All of the longest idle times that the profile keeps, as CSV; those to read stand below the idle times."""
-    columns: dict[str, Callable[[Gap], object]] = {
-        "step": attrgetter("step"),
-        "start_ms": lambda gap: gap.start_s * 1e3,
-        "idle_ms": lambda gap: gap.duration_s * 1e3,
-        "phase": attrgetter("phase"),
-        "cause": attrgetter("cause"),
-        "before": attrgetter("before"),
-        "after": attrgetter("after"),
-        "module": lambda gap: path_text(gap.module) if gap.module else None,
-        "host_call": attrgetter("host_call"),
-    }
-    return Listing(name="gaps", tables=(), csv=csv_of(columns, profile.gaps))
+    keys = ("step", "start_ms", "idle_ms", "phase", "cause", "before", "after", "module", "host_call")
+    return Listing(name="gaps", tables=(), csv=csv_by_keys(keys, [*map(_gap, profile.gaps)]))
 
 
 def host_calls_listing(profile: StepProfile) -> Listing:
     """Launches and waits of the host in each phase; as CSV every function."""
     steps = profile.num_steps
-    phases = list(dict.fromkeys(row.phase for row in profile.host_calls if row.is_launch or row.is_wait))
-    rows = [phase for phase in LaunchPhase if phase in phases]
-    columns: list[Column[LaunchPhase]] = [
-        Column("phase", numeric=False, says=str),
-        *(
-            column
-            for name, chosen in (
-                ("launches", [row for row in profile.host_calls if row.is_launch and not row.is_wait]),
-                ("waits", [row for row in profile.host_calls if row.is_wait]),
-            )
-            for column in _call_columns(name, chosen, steps)
-        ),
+    launches = [row for row in profile.host_calls if row.is_launch and not row.is_wait]
+    waits = [row for row in profile.host_calls if row.is_wait]
+    phases = {row.phase for row in (*launches, *waits)}
+    rows = [
+        {"phase": phase} | _calls("launches", launches, phase, steps) | _calls("waits", waits, phase, steps)
+        for phase in LaunchPhase
+        if phase in phases
     ]
+    columns: list[Column[Values]] = [column("phase")]
+    for name in ("launches", "waits"):
+        columns.append(Column(name, spare=1, key=f"{name}_per_step", write=count_text))
+        columns.append(Column("time", "ms", key=f"{name}_ms", write=rounded))
+        columns.append(Column("each", "µs", spare=2, key=f"{name}_each_s", scale=1e6))
     notes = [
         "Calls of CUDA by the host, per step, in the phase that the host was in. Waits: synchronisations, and copies "
         "to the host that are followed by one."
     ]
     tables = (make_table("Launches and waits of the host", columns, rows, notes),) if rows else ()
-    csv_columns: dict[str, Callable[[HostCalls], object]] = {
-        "phase": attrgetter("phase"),
-        "function": attrgetter("name"),
-        "is_launch": attrgetter("is_launch"),
-        "is_wait": attrgetter("is_wait"),
-        "count_per_step": lambda row: row.count / steps,
-        "total_ms_per_step": lambda row: row.total_s * 1e3 / steps,
-        "mean_ms": lambda row: share(row.total_s * 1e3, row.count),
-    }
-    return Listing(name="host_calls", tables=tables, csv=csv_of(csv_columns, profile.host_calls))
-
-
-def _call_columns(name: str, calls: list[HostCalls], steps: int) -> list[Column[LaunchPhase]]:
-    def sums(phase: LaunchPhase) -> tuple[int, float]:
-        chosen = [row for row in calls if row.phase is phase]
-        return sum(row.count for row in chosen), sum(row.total_s for row in chosen)
-
-    def mean(phase: LaunchPhase) -> str:
-        count, total_s = sums(phase)
-        return microseconds(share(total_s, count))
-
-    return [
-        Column(name, spare=1, says=lambda phase: count_per_step(sums(phase)[0], steps)),
-        Column("time", "ms", says=lambda phase: milliseconds(sums(phase)[1] / steps)),
-        Column("each", "µs", spare=2, says=mean),
+    every = [
+        {
+            "phase": row.phase,
+            "function": row.name,
+            "is_launch": row.is_launch,
+            "is_wait": row.is_wait,
+            "count_per_step": row.count / steps,
+            "total_ms_per_step": row.total_s / steps * 1e3,
+            "mean_ms": share(row.total_s * 1e3, row.count),
+        }
+        for row in profile.host_calls
     ]
+    return Listing(name="host_calls", tables=tables, csv=csv_by_keys(tuple(every[0]), every) if every else "")
+
+
+def _calls(name: str, calls: Iterable[HostCalls], phase: LaunchPhase, steps: int) -> Values:
+    """Number and time of the calls in the phase."""
+    chosen = [row for row in calls if row.phase is phase]
+    count, total_s = sum(row.count for row in chosen), sum(row.total_s for row in chosen)
+    return {
+        f"{name}_per_step": count / steps,
+        f"{name}_ms": total_s / steps * 1e3,
+        f"{name}_each_s": share(total_s, count),
+    }

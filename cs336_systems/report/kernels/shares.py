@@ -58,7 +58,7 @@ def _class(profile: StepProfile, kind: KernelClass | None, phase: LaunchPhase | 
         "class": kind or "sum",
         "phase": phase or WHOLE_STEP,
         "count_per_step": sum(row.count for row in rows) / profile.num_steps,
-        "total_ms_per_step": total_s * 1e3 / profile.num_steps,
+        "total_ms_per_step": total_s / profile.num_steps * 1e3,
         "share": share(total_s, sum(row.total_s for row in of_phase)),
     }
 
@@ -118,7 +118,7 @@ def _product_rows(profile: StepProfile) -> list[Values]:
     return [
         {"phase": row.phase}
         | {f"{kind}_per_step": getattr(row, kind) / steps for kind in PRODUCTS}
-        | {f"{kind}_ms_per_step": getattr(row, f"{kind}_s") * 1e3 / steps for kind in PRODUCTS}
+        | {f"{kind}_ms_per_step": getattr(row, f"{kind}_s") / steps * 1e3 for kind in PRODUCTS}
         for row in profile.products
     ]
 
@@ -179,7 +179,7 @@ def _part(profile: StepProfile, row: AttentionTimes) -> Values:
         "phase": row.phase,
         "part": row.part,
         "count_per_step": row.count / steps,
-        "total_ms_per_step": row.total_s * 1e3 / steps,
+        "total_ms_per_step": row.total_s / steps * 1e3,
         "share_of_attention": share(
             row.total_s, sum(part.total_s for part in profile.attention if part.phase is row.phase)
         ),
@@ -187,7 +187,7 @@ def _part(profile: StepProfile, row: AttentionTimes) -> Values:
             row.total_s, sum(sum(phase.kernel_s) for phase in profile.phases if phase.phase is row.phase)
         ),
         "products_per_step": row.product_count / steps,
-        "products_ms_per_step": row.product_s * 1e3 / steps,
+        "products_ms_per_step": row.product_s / steps * 1e3,
         "flops_per_step": None if row.flops is None else row.flops / steps,
         "flops_per_s": None if row.flops is None else share(row.flops, row.total_s),
     }
@@ -245,7 +245,7 @@ def _softmax_costs(entry: Profiled) -> Iterator[Values]:
         times_s = {"softmax": cost.softmax_s, "products": cost.products_s, "whole": cost.whole_s}
         yield {
             "phase": phase,
-            **{f"{name}_ms_per_step": time_s * 1e3 / entry.profile.num_steps for name, time_s in times_s.items()},
+            **{f"{name}_ms_per_step": time_s / entry.profile.num_steps * 1e3 for name, time_s in times_s.items()},
             "time_ratio": cost.time_ratio,
             "flops_ratio": cost.flops_ratio,
             "time_per_flop_ratio": cost.time_per_flop_ratio,

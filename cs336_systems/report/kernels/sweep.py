@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cs336_systems.report import drawing
 from cs336_systems.report.entries import labels
+from cs336_systems.report.kernels.answers import sweep_answers
 from cs336_systems.report.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.kernels.plots import draw_configurations
 from cs336_systems.report.kernels.shares import (
@@ -12,7 +13,6 @@ from cs336_systems.report.kernels.shares import (
     classes_by_configuration,
     products_by_configuration,
 )
-from cs336_systems.report.kernels.sweep_answers import sweep_answers
 from cs336_systems.report.kernels.tables import (
     phases_by_configuration,
     slowdown_by_configuration,

@@ -202,7 +202,7 @@ def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: Mapping[LaunchPh
         "class": kernel.kind,
         "short_name": kernel.short_name,
         "share": share(kernel.total_s, total_s[kernel.phase]),
-        "total_ms_per_step": kernel.total_s * 1e3 / profile.num_steps,
+        "total_ms_per_step": kernel.total_s / profile.num_steps * 1e3,
         "count_per_step": kernel.count / profile.num_steps,
         "count": kernel.count,
         **{f"{name}_s": value for name, value in each_s.items()},
@@ -258,7 +258,7 @@ def _top_kernels(entry: Profiled) -> Iterator[Values]:
         yield {
             "of": where,
             "share": share(kernel.total_s, whole_s),
-            "total_ms_per_step": kernel.total_s * 1e3 / profile.num_steps,
+            "total_ms_per_step": kernel.total_s / profile.num_steps * 1e3,
             "count_per_step": kernel.count / profile.num_steps,
             "class": kernel.kind,
             "short_name": kernel.short_name,

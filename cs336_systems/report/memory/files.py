@@ -8,13 +8,12 @@ from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.listing import Listing, texts_of, write_files
 from cs336_systems.report.memory.allocations import at_peak_listing, blocks_listing, largest_listing, saved_listing
-from cs336_systems.report.memory.answers import answers
+from cs336_systems.report.memory.answers import profile_answers
 from cs336_systems.report.memory.findings import findings
 from cs336_systems.report.memory.phases import boundaries_listing, phases_listing
 from cs336_systems.report.memory.plots import write_pictures
 from cs336_systems.report.memory.tables import allocator_listing, categories_listing, peak_listing
 from cs336_systems.report.memory.words import about
-from cs336_systems.report.sentences import answers_markdown
 from cs336_systems.report.table import Table
 
 
@@ -58,12 +57,7 @@ def write_memory(profile: MemoryProfile, directory: Path, top: int = 10) -> list
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_memory_profile(profile, directory / "memory.json")
-    texts = {"findings.md": to_markdown(_of(profile, findings_table(profile))), "answers.md": _answers(profile)}
+    texts = {"findings.md": to_markdown(_of(profile, findings_table(profile))), "answers.md": profile_answers(profile)}
     for listing in listings(profile, top):
         texts |= texts_of(listing, about(profile))
     return [directory / "memory.json", *write_files(texts, directory), *write_pictures(profile, directory)]
-
-
-def _answers(profile: MemoryProfile) -> str:
-    sections = [(answer.question.value, [("", answer.text)]) for answer in answers(profile)]
-    return answers_markdown("Where the memory goes: the questions of CS336", sections)

@@ -10,11 +10,11 @@ from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.listing import Listing, texts_of, write_files
 from cs336_systems.report.memory.allocations import largest_by_configuration
+from cs336_systems.report.memory.answers import sweep_answers
 from cs336_systems.report.memory.entries import MemoryEntry
 from cs336_systems.report.memory.peak_bars import draw_peaks
 from cs336_systems.report.memory.phases import boundaries_by_configuration
 from cs336_systems.report.memory.plots import draw_memory
-from cs336_systems.report.memory.sweep_answers import sweep_answers
 from cs336_systems.report.memory.tables import categories_by_configuration, peaks_by_configuration
 from cs336_systems.report.table import Table
 

@@ -27,7 +27,7 @@ from tests.report.making import HOSTILE
 
 
 def answer(question, profile, clock_s=None):
-    return {found.question: found.text for found in answers(profile, clock_s)}[question]
+    return answers(profile, clock_s)[question]
 
 
 def without(profile, phase):
@@ -41,8 +41,8 @@ def without(profile, phase):
 @pytest.mark.parametrize("make", [make_profile, make_inference, make_cpu_profile])
 def test_every_question_has_an_answer_in_the_course_s_order(make, clock_s: float | None) -> None:
     found = answers(make(), clock_s)
-    assert [answer.question for answer in found] == list(Question)
-    assert all(answer.text.endswith(".") for answer in found)
+    assert list(found) == list(Question)
+    assert all(text.endswith(".") for text in found.values())
 
 
 def test_forward_agrees_with_the_clock() -> None:
@@ -164,9 +164,9 @@ def test_attention_that_cannot_be_told_says_what_to_run() -> None:
 
 
 def test_a_trace_without_forward_says_what_to_do() -> None:
-    for found in answers(without(make_profile(), FORWARD)):
-        assert "nothing in it was launched in a phase called forward" in found.text
-        assert "--forward RANGE" in found.text
+    for text in answers(without(make_profile(), FORWARD)).values():
+        assert "nothing in it was launched in a phase called forward" in text
+        assert "--forward RANGE" in text
 
 
 def test_a_trace_of_a_cpu_has_operators() -> None:
@@ -190,7 +190,7 @@ def test_markup_in_a_name_is_inert() -> None:
     name = HOSTILE + "x" * 8000
     profile = make_profile(kernels=make_kernels({FORWARD: ((name, 2, 10),), BACKWARD: ((name, 2, 10),)}), source=name)
     found = answers(replace(profile, attention=()))
-    text = answers_markdown("T", [(answer.question.value, [("label *", answer.text)]) for answer in found])
+    text = answers_markdown("T", [(question.value, [("label *", text)]) for question, text in found.items()])
     lines = text.splitlines()
     assert [line for line in lines if line.startswith("#")] == ["# T", *(f"## {q.value}" for q in Question)]
     assert len(lines) == 2 * (1 + 2 * len(Question)) - 1, "a heading and a paragraph each, blank lines between"

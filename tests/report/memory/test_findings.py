@@ -33,7 +33,7 @@ def said(profile):
 
 
 def answer(question, profile):
-    return {found.question: found.text for found in answers(profile)}[question]
+    return answers(profile)[question]
 
 
 def first_steps():
@@ -214,8 +214,8 @@ def test_what_nothing_is_known_of_is_told() -> None:
 @pytest.mark.parametrize("make", [make_memory, make_inference, make_bare, make_oom, first_steps])
 def test_every_question_has_an_answer_in_the_course_s_order(make) -> None:
     found = answers(make())
-    assert [one.question for one in found] == list(Question)
-    assert all(one.text.endswith(".") for one in found)
+    assert list(found) == list(Question)
+    assert all(text.endswith(".") for text in found.values())
 
 
 def test_the_answers_of_a_training_step() -> None:
@@ -265,6 +265,6 @@ def test_a_bare_snapshot_says_what_it_does_not_tell() -> None:
 
 def test_answers_are_inert() -> None:
     profile = make_memory(source=HOSTILE, largest=(make_like(1, name=HOSTILE, explanation=HOSTILE),))
-    text = answers_markdown(HOSTILE, [(one.question, [(HOSTILE, one.text)]) for one in answers(profile)])
+    text = answers_markdown(HOSTILE, [(question, [(HOSTILE, text)]) for question, text in answers(profile).items()])
     assert "<" not in text
     assert not any(character in text for character in "\r\t\0\x1b")
