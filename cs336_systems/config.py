@@ -108,7 +108,8 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-PRESETS_OWN = "the preset's"
+_PRESET = "the preset's"
+"""In the help, the default of what the size decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class ModelConfig:
     vocab_size: Annotated[
         int,
         Setting(
-            "Entries of the vocabulary (tokens).", default=PRESETS_OWN, least=1, heading="vocab_size",
+            "Entries of the vocabulary (tokens).", default=_PRESET, least=1, heading="vocab_size",
             note="vocabulary of {}", axis="size of the vocabulary",
         ),
     ] = 10_000
@@ -133,16 +134,16 @@ class ModelConfig:
         ),
     ] = 512
     d_model: Annotated[
-        int, Setting("Width of the residual stream (elements).", default=PRESETS_OWN, least=1, heading="d_model")
+        int, Setting("Width of the residual stream (elements).", default=_PRESET, least=1, heading="d_model")
     ]
     d_ff: Annotated[
-        int, Setting("Width of the feed-forward layer (elements).", default=PRESETS_OWN, least=1, heading="d_ff")
+        int, Setting("Width of the feed-forward layer (elements).", default=_PRESET, least=1, heading="d_ff")
     ]
     num_layers: Annotated[
-        int, Setting("Blocks, one after the other.", default=PRESETS_OWN, least=1, heading="num_layers")
+        int, Setting("Blocks, one after the other.", default=_PRESET, least=1, heading="num_layers")
     ]
     num_heads: Annotated[
-        int, Setting("Attention heads; must divide d_model.", default=PRESETS_OWN, least=1, heading="num_heads")
+        int, Setting("Attention heads; must divide d_model.", default=_PRESET, least=1, heading="num_heads")
     ]
     rope_theta: Annotated[
         float,
@@ -229,6 +230,9 @@ SIZES: Mapping[str, ModelConfig] = MappingProxyType(
     }
 )
 """The presets by name (CS336 assignment 2, table 1; Radford et al. 2019, table 2)."""
+
+
+# rules that several settings share
 
 
 def _needs(needed: str, is_met: Callable[[Any], bool], found: str, subject: str = "{flag}") -> Rule:
@@ -543,18 +547,22 @@ class RunConfig:
     @property
     def configuration(self) -> "RunConfig":
         """The same run as repeat 0: what all repeats of it share."""
-        return replace(self, repeat=0)
+        return self.with_defaults("repeat")
 
     @property
     def without_shortcuts(self) -> "RunConfig":
         """The same run without what makes its step faster, and seldom larger."""
-        plain: dict[str, Any] = {each.name: each.default for each, setting in declared(self) if setting.is_shortcut}
-        return replace(self, **plain)
+        return self.with_defaults(*(each.name for each, setting in declared(self) if setting.is_shortcut))
+
+    def with_defaults(self, *names: str) -> "RunConfig":
+        """The same run with these settings at their defaults."""
+        values: dict[str, Any] = {each.name: each.default for each, _ in declared(self) if each.name in names}
+        return replace(self, **values)
 
     @property
     def unprofiled(self) -> "RunConfig":
         """The same run without a profiler."""
-        return replace(self, profiler=Profiler.NONE)
+        return self.with_defaults("profiler")
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -1,7 +1,7 @@
-"""How a setting of a run is declared: beside its type and its default stands, once, all that anything else needs of it.
+"""How a setting of a run is declared: in one place, everything beside its type and default that other modules need.
 
-`fused_loss: Annotated[bool, Setting("...", rules=(...))] = False` in a configuration class makes the flag, its help,
-its checks, its word in labels, its column in tables and its place in notes.
+`fused_loss: Annotated[bool, Setting("...", rules=(...))] = False` in a configuration class gives the setting its flag,
+help, checks, place in labels, column in tables and phrase in notes.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,17 +17,17 @@ MAX_WORD = 40
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a setting asks of the others wherever it is not at its default."""
+    """A condition that the configuration must meet wherever a setting is not at its default."""
 
     is_met: Callable[[Any], bool]
-    """Of the configuration."""
+    """Takes the configuration."""
     otherwise: str
-    """The error where it is not; `{flag}` stands for the flag of the setting, `{config.name}` for any value."""
+    """Error message; `{flag}` stands for the flag of the setting, `{config.name}` for any value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByDevice:
-    """A default that depends on the device: of one run, and the values of a sweep."""
+    """Defaults that depend on the device: the value of a single run, and the values of a sweep."""
 
     gpu: Any
     cpu: Any
@@ -37,44 +37,46 @@ class ByDevice:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting; what is not given follows from the field's name, type and default."""
+    """The declaration of one setting; what it leaves out follows from the name, type and default of the field."""
 
     help: str = ""
-    """What the flag does, in the help; a setting without has no flag."""
+    """Help text of the flag; a setting without it has no flag."""
     flag: str = ""
-    """Name of the flag; by default that of the field."""
+    """Name of the flag, if it is not the field's."""
     metavar: str = ""
-    """What stands for the value in the help; by default the type."""
+    """Placeholder for the value in the help, if it is not the type."""
     default: str = ""
-    """Rule that makes the default, in the help, where that is not the field's own."""
+    """The default in the words of the help, where a rule decides it."""
     by_device: ByDevice | None = None
     plural: str = ""
-    """Name of the flag of a sweep that takes several values; empty if a sweep takes one."""
+    """Name of the flag of a sweep, which takes several values; empty if a sweep takes one value too."""
     several: str = ""
-    """What several values are good for, in the help of a sweep."""
+    """Sentence that the help of a sweep adds."""
     chosen_by_fast: bool = False
-    """Whether --fast chooses the value, and refuses to be given another."""
+    """--fast chooses the value, and refuses a flag that asks for another."""
     is_shortcut: bool = False
-    """Whether it makes the same step faster: the ladder begins without it, and forecasts of memory do not know it."""
+    """Makes the same step faster: the ladder starts without it, and memory is predicted only without it."""
     least: int | None = None
     most: int | None = None
     rules: tuple[Rule, ...] = ()
+    """What the setting needs, and what it cannot be combined with."""
     word: str | None = None
-    """In labels and names, beside the value: `batch 8`; empty if the value says what it is of. Default: the heading."""
+    """Word before the value in labels and names, as in `batch 8`; empty for none. By default the heading."""
     label: int | None = 4
-    """Place in labels, where equal ones are in order of declaration; 0 is always said, None never."""
+    """Place in labels: smaller first, then by order of declaration. 0 is always shown, the others where unusual, None
+    never."""
     heading: str = ""
-    """Of its column; by default the name in words."""
+    """Heading of its column; by default the name with spaces."""
     column: str | None = None
-    """Name of its column; by default the field's, empty if the column of another setting says it."""
+    """Name of its column, if it is not the field's; empty if the column of another setting shows the value."""
     cells: Mapping[Any, str] = field(default_factory=dict)
-    """What the column has for a value; by default the value."""
+    """Texts of values in the column, where they are not the values."""
     note: str = ""
-    """How notes below tables say the value: `batch {}`; by default as labels do."""
+    """Phrase in notes below tables, with `{}` for the value; by default as in labels."""
     notes: Mapping[Any, str] = field(default_factory=dict)
-    """How notes say a special value."""
+    """Phrases for single values."""
     axis: str = ""
-    """Of a picture over this setting, which is drawn where a sweep has several values; empty for no picture."""
+    """Axis label of the picture that is drawn where a sweep varies the setting; empty for no picture."""
 
 
 _DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu_fallback, resolve_device
+from cs336_systems.commands.device import DeviceFlag, device_word, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Switch, checked_name, choices, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing, json_alone
 from cs336_systems.config import SIZES, Device
@@ -83,8 +83,7 @@ class CeilingsArguments:
     """Record of the profiled run; it says what was computed."""
     measured: Annotated[Path | None, unset("FILE", "measure now")] = None
     """ceilings.json of an earlier study: measure nothing, and write its tables and plots again beside it."""
-    device: DeviceChoice = "auto"
-    """Where to run; auto is the GPU if there is one."""
+    device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the matrices."""
     name: Annotated[str | None, unset("NAME", "the device's")] = None

@@ -2,13 +2,16 @@
 
 import re
 import sys
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import Device
 from cs336_systems.measure.nvml import visible_gpus, wants_slice, why_none_visible
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+DeviceFlag = Annotated[DeviceChoice, tyro.conf.arg(help="Where to run; auto is the GPU if there is one.")]
 
 
 def resolve_device(device: DeviceChoice) -> Device:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from cs336_systems.commands.device import DeviceChoice, device_word, plain_word, resolve_device
+from cs336_systems.commands.device import DeviceChoice, DeviceFlag, device_word, plain_word, resolve_device
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import (
     SIZES,
@@ -179,8 +179,7 @@ class ModelArguments(Flags):
 class StepArguments(Flags):
     """What one step does."""
 
-    device: DeviceChoice = "auto"
-    """Where to run; auto is the GPU if there is one."""
+    device: DeviceFlag = "auto"
 
 
 def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:

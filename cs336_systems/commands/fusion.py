@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, resolve_device
+from cs336_systems.commands.device import DeviceFlag, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Switch, study_name, unset, value_or
 from cs336_systems.commands.outcome import OK, checked, json_alone
 from cs336_systems.config import Device, Precision
@@ -38,8 +38,7 @@ class FusionArguments:
     """Timed passes, one forward and one backward each."""
     warmup_passes: int = 5
     """Passes before the timed ones."""
-    device: DeviceChoice = "auto"
-    """Where to run; auto is the GPU if there is one."""
+    device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
     name: Annotated[str | None, unset("NAME", "precisions and device")] = None

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands.device import DeviceChoice, device_word, explain_cpu_fallback, plain_word, resolve_device
+from cs336_systems.commands.device import DeviceFlag, device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
     Flags,
@@ -93,8 +93,7 @@ class LadderArguments(Flags):
     """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True
     """Run each rung once more under torch.profiler."""
-    device: DeviceChoice = "auto"
-    """Where to run; auto is the GPU if there is one."""
+    device: DeviceFlag = "auto"
     report: Annotated[Path | None, unset("DIR", "measure")] = None
     """Directory of a ladder: measure nothing, and write its tables and picture again."""
     name: Annotated[str | None, unset("NAME", "size, context, batch and device")] = None

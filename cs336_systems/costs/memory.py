@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from cs336_systems.config import Device, Phase, Precision, Profiler, RunConfig, SdpaBackend
+from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
@@ -20,6 +20,10 @@ STEPS = 3
 """Steps simulated: the optimizer makes its state in the first, and the allocator's blocks settle in the second."""
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 that ran out of memory."""
+WITHOUT_MEMORY = (
+    "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
+)  # fmt: skip
+"""Settings that change no prediction: configurations that differ in these alone share one."""
 MAX_LAYERS = 1000
 """Most layers that are simulated; more would take minutes."""
 
@@ -79,12 +83,7 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """
     if not _is_predictable(config):
         return None
-    return _predict(
-        replace(
-            config, size="", seed=0, repeat=0, learning_rate=1e-3, warmup_steps=5, measured_steps=10,
-            sync_phases=False, ranges=True, tokens=None, profiler=Profiler.NONE,
-        )
-    )  # fmt: skip
+    return _predict(replace(config, size="").with_defaults(*WITHOUT_MEMORY))
 
 
 @lru_cache(maxsize=4096)
