@@ -14,10 +14,9 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.block_sizes import block_sizes, may_be_larger, rounds_to_powers
-from cs336_systems.analysis.memory.device_memory import Action, BlockState, DeviceMemory
+from cs336_systems.analysis.memory.device_memory import NO_STACK, Action, BlockState, DeviceMemory
 from cs336_systems.analysis.memory.lifetimes import BEFORE, LifetimeReader, Lifetimes
 from cs336_systems.analysis.memory.snapshot import Setting
-from cs336_systems.analysis.memory.stacks import NO_STACK
 from cs336_systems.text import counted
 
 

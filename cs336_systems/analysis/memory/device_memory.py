@@ -2,8 +2,48 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
+
+NO_STACK = 0
+"""Number of the empty stack: none was recorded."""
+
+
+class Frame(NamedTuple):
+    """One call of a stack."""
+
+    filename: str
+    line: int
+    name: str
+
+
+Stack = tuple[Frame, ...]
+"""The innermost call first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """The call stacks of a snapshot. Each list of frames in the file has a number; equal stacks may have several."""
+
+    different: tuple[Stack, ...]
+    of_list: Ints
+    """Index in `different` for each number."""
+
+    def __getitem__(self, number: int) -> Stack:
+        """The stack with this number."""
+        return self.different[self.of_list[number]]
+
+    def distinct(self, numbers: Ints) -> tuple[Ints, tuple[Stack, ...]]:
+        """The stacks with these numbers, each once, and for each number the index of its stack among them."""
+        unique, inverse = np.unique(numbers, return_inverse=True)
+        found = self.of_list[unique]
+        used = list(dict.fromkeys(found.tolist()))
+        index_of = np.zeros(len(self.different), dtype=np.int64)
+        index_of[used] = np.arange(len(used))
+        return index_of[found][inverse], tuple(self.different[index] for index in used)
 
 
 class Action(IntEnum):
@@ -20,7 +60,6 @@ class Action(IntEnum):
     SEGMENT_UNMAP = 6
     OOM = 7
     SNAPSHOT = 8
-    UNKNOWN = 9
 
 
 class BlockState(IntEnum):
@@ -46,7 +85,7 @@ class Events(Columns):
     time_us: Ints
     """Since 1970."""
     stack: Ints
-    """Number of the stack of the call, or NO_STACK; that of a free is where the memory was freed, where it is known."""
+    """Number of the call's stack, or NO_STACK. A free has the stack of the call that freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.memory.allocations import Replay
 from cs336_systems.analysis.memory.categories import CATEGORIES, NOT_SIGHTED, Contents
+from cs336_systems.analysis.memory.device_memory import Stack, Stacks
 from cs336_systems.analysis.memory.formulas import HALF_BYTES, OR, Formulas, Role, element_bytes
 from cs336_systems.analysis.memory.lifetimes import BEFORE
 from cs336_systems.analysis.memory.names import like_name, short_name, what_saved
@@ -16,7 +17,6 @@ from cs336_systems.analysis.memory.notes import Kind, Sighting
 from cs336_systems.analysis.memory.places import places_of
 from cs336_systems.analysis.memory.positions import Phases
 from cs336_systems.analysis.memory.profile import Category, LikeAllocations, Place
-from cs336_systems.analysis.memory.stacks import Stack, Stacks
 from cs336_systems.config import Phase
 
 _ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
-from cs336_systems.analysis.memory.device_memory import Action, Events
-from cs336_systems.analysis.memory.stacks import NO_STACK
+from cs336_systems.analysis.memory.device_memory import NO_STACK, Action, Events
 from cs336_systems.text import counted
 
 BEFORE = -1

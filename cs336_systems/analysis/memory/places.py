@@ -2,8 +2,8 @@
 
 import re
 
+from cs336_systems.analysis.memory.device_memory import Stack
 from cs336_systems.analysis.memory.profile import Place
-from cs336_systems.analysis.memory.stacks import Stack
 
 MAX_PLACES = 6
 NUM_PARTS = 2

@@ -1,314 +1,319 @@
-"""Reads a pickle that holds nothing but plain data: a machine of its own, which knows no globals and calls nothing.
+"""Reads the pickle of a memory snapshot in a process of its own, and hands it back as columns of numbers.
 
-Python's unpickler, with `find_class` closed, still runs out of memory, hangs or crashes on files of a few bytes: an
-index of its memo may be any number, and a tuple that is a key of a dict is hashed to whatever depth it has. Here a dict
-has only strings as keys, objects are numbered one after the other, and their number is bound to the size of the file.
+`snapshot.py` runs this file as a script, with the pickle on standard input. A hostile pickle can crash Python's
+unpickler, keep it busy for ever or fill the memory, whatever classes it is refused: then only this process dies. So it
+imports the standard library alone (`python -I -S` finds nothing else), which also lets it start in 20 ms.
 """
 
-import pickletools
+import ctypes
+import gc
+import json
+import os
+import pickle
+import resource
+import signal
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NoReturn, TypeVar
 
-from cs336_systems.analysis.columns import ProfileError
+Wanted = TypeVar("Wanted")
+Buffer = bytes | bytearray
+Items = Sequence[Mapping[str, Any]]
 
-MAX_PROTOCOL = 5
-MAX_DEPTH = 1000
-"""Of containers that are begun and not yet filled."""
-MAX_STACK = 2**20
-"""Objects that wait for their container. Pickles hand them over a thousand at a time."""
-BYTES_PER_CONTAINER = 8
-"""Of the file, on average, for each list, dict or tuple. Those of a snapshot take thirty and more."""
-FREE_CONTAINERS = 1000
-PADDING = 512
-"""Zeros after the content, which are no opcode: whoever reads a few bytes ahead finds the end there."""
-
-PASSED_OVER = object()
-"""In the memo, in the place of an object that was not read."""
-RUNS_CODE = {"GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX",
-             "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}  # fmt: skip
-
-Operation = Callable[["Machine"], object]
-Operations = list[Operation | None]
-
-
-class Reference:
-    """An object of the pickle that was passed over: known by its number in the memo, and read by whoever needs it."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+REFUSED = 3
+"""Exit status if the file holds no snapshot; standard output then says why."""
+CHUNK = 1000
+"""Events that are converted at a time, so that they stay in the processor's cache."""
+MAX_SHOWN = 40
+"""Characters of a value that a message quotes."""
+MAX_REASON = 200
+"""Characters of the unpickler's own message."""
+MAX_NOTES = 6
+"""Notes on unknown actions and keys."""
+KNOWN_KEYS = frozenset(
+    {"action", "addr", "size", "stream", "time_us", "frames", "device_free", "compile_context", "user_metadata",
+     "forward_frames", "pool_id"}
+)  # fmt: skip
+"""Keys of an event, up to torch 2.13."""
+_PR_SET_PDEATHSIG = 1
 
 
-class Shortcut(Protocol):
-    """Reads many items of a list at once."""
+class ContentError(ValueError):
+    """The pickle was read, and holds no snapshot."""
 
-    def __call__(self, machine: "Machine", items: list[Any]) -> None:
-        """Continue `items` with what follows the mark at which the machine stands, as far as this is known.
 
-        Whoever reads anything moves the machine behind it, where a batch of the list is open.
+class PlainUnpickler(pickle.Unpickler):
+    """The standard library's unpickler without any class, function, extension code or persistent id."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse all globals. Extension codes, of which none is registered here, would come here too."""
+        raise pickle.UnpicklingError(f"{shown(module)} {shown(name)} would run code of others, so nothing was loaded")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        """Refuse all persistent ids."""
+        raise pickle.UnpicklingError(f"persistent id {shown(pid)} would run code of others, so nothing was loaded")
+
+
+class Converter:
+    """Makes columns of the dicts and lists of a snapshot."""
+
+    def __init__(self, actions: Mapping[str, int], states: Mapping[str, int]) -> None:
+        """`actions` and `states` give the numbers that stand for these texts in the columns."""
+        self._actions, self._states = actions, states
+        self._unknown: Counter[str] = Counter()
+        self._frames: dict[tuple[str, int, str], int] = {}
+        self._stacks: dict[tuple[int, ...], int] = {(): 0}
+        self._number_of_list: dict[int, int] = {}
+        self._stack_of_list = [0]
+        self._number_of: dict[tuple[int, ...], int] = {}
+        """Of the stack whose frames have these ids."""
+        self._alike: dict[tuple[int, int], tuple[list[Any], int]] = {}
+
+    def convert(self, content: object) -> tuple[dict[str, Any], list[Buffer]]:
+        """A description of the snapshot, and its columns of 64-bit integers in the order of the description."""
+        top = need(content, dict, "the top level")
+        traces = need(top.get("device_traces"), list, "'device_traces'")
+        segments = [need(item, dict, "a segment") for item in need(top.get("segments"), list, "'segments'")]
+        columns: list[Buffer] = []
+        of_device: dict[int, list[Mapping[str, Any]]] = {}
+        column_of(segments, "device", "segments")  # raises for what is no number
+        for segment in segments:
+            of_device.setdefault(segment["device"], []).append(segment)
+            blocks = need(segment.get("blocks"), list, "'blocks' of a segment")
+            check_types(blocks, {dict}, "a segment", "blocks that are dicts")
+            lists = [segment.get("frames"), *(block.get("frames") for block in blocks)]
+            first = len(self._stack_of_list)
+            self._list_numbers(lists, "a segment")
+            for number, frames in enumerate(lists, first):
+                self._number_of_list.setdefault(id(frames), number)
+        trace_of = {device: trace for device, trace in enumerate(traces) if trace}
+        devices = []
+        for device in sorted({*of_device, *trace_of}):
+            tables = (
+                self._events(need(trace_of.get(device, []), list, f"trace {device}"), f"trace {device}"),
+                self._segments(found := of_device.get(device, []), f"the segments of device {device}"),
+                self._blocks(found, f"the blocks of device {device}"),
+            )
+            columns += chain.from_iterable(tables)
+            devices.append([device, *(len(table[0]) // 8 for table in tables)])
+        description = {
+            "devices": devices,
+            "frames": list(self._frames),
+            "stacks": list(self._stacks),
+            "settings": dict(self._settings(top)),
+            "notes": list(self._notes()),
+        }
+        return description, [*columns, numbers(self._stack_of_list, "stacks")]
+
+    def _events(self, trace: Items, where: str) -> list[Buffer]:
+        """The columns of `Events`."""
+        columns: list[Buffer] = [bytearray() for _ in range(6)]
+        for begin in range(0, len(trace), CHUNK):
+            events = trace[begin : begin + CHUNK]
+            values = values_of(events, where)
+            check_types(values["action"], {str}, f"'action' of {where}", "texts")
+            for key in values.keys() - KNOWN_KEYS:
+                self._unknown[f"key {shown(key)} of an event"] += sum(key in event for event in events)
+            try:
+                codes = [self._actions[action] for action in values["action"]]
+            except KeyError:
+                values = values_of(self._with_known_actions(events), where)
+                codes = [self._actions[action] for action in values["action"]]
+            columns[0] += numbers(codes, where)
+            addresses = values["addr"]
+            if "device_free" in values:
+                pairs = zip(values["action"], addresses, values["device_free"], strict=True)
+                addresses = [free if action == "oom" else address for action, address, free in pairs]
+            columns[1] += numbers(addresses, f"'addr' (of an oom 'device_free') of {where}")
+            for column, key in zip(columns[2:5], ("size", "stream", "time_us"), strict=True):
+                column += numbers(values[key], f"'{key}' of {where}")
+            columns[5] += self._list_numbers(values["frames"], where)
+        return columns
+
+    def _with_known_actions(self, events: Items) -> Items:
+        """The events without those of unknown actions, which are counted."""
+        actions = [event["action"] for event in events]
+        self._unknown.update(f"action {shown(action)}" for action in actions if action not in self._actions)
+        return [event for event in events if event["action"] in self._actions]
+
+    def _segments(self, items: Items, where: str) -> list[Buffer]:
+        """The columns of `Segments`."""
+        is_expandable = [item.get("is_expandable") is True for item in items]
+        return [
+            *(column_of(items, key, where) for key in ("address", "total_size", "stream")),
+            numbers(is_expandable, where),
+        ]
+
+    def _blocks(self, segments: Items, where: str) -> list[Buffer]:
+        """The columns of `Blocks`, those of each segment in turn."""
+        lists = [segment["blocks"] for segment in segments]
+        items = list(chain.from_iterable(lists))
+        states: list[Any] = [item.get("state") for item in items]
+        if wrong := [state for state in states if type(state) is not str or state not in self._states]:
+            raise ContentError(f"'state' of a block needs one of {', '.join(self._states)}, got {shown(wrong[0])}")
+        return [
+            numbers(chain.from_iterable([row] * len(found) for row, found in enumerate(lists)), where),
+            *(column_of(items, key, where) for key in ("address", "size", "requested_size")),
+            numbers(map(self._states.__getitem__, states), where),
+            self._list_numbers([item.get("frames") for item in items], where),
+        ]
+
+    def _list_numbers(self, lists: Sequence[Any], where: str) -> bytes:
+        """For each list of frames a number, in the order of the file; 0 for none, and for an empty one.
+
+        A list of an event that a segment or block has too keeps the number that it has there.
         """
+        check_types(lists, {list, type(None)}, f"'frames' of {where}", "lists")
+        first, earlier = len(self._stack_of_list), self._number_of_list
+        self._stack_of_list += [self._stack_number(frames) if frames else 0 for frames in lists]
+        return numbers(
+            [earlier.get(id(frames), row) if frames else 0 for row, frames in enumerate(lists, first)], where
+        )
+
+    def _stack_number(self, frames: list[Any]) -> int:
+        """The number of a stack, the same for equal ones.
+
+        Most lists are different objects with the same frames. Comparing a list with one that has the same first and
+        middle frame is three times as fast as looking all its frames up.
+        """
+        key = id(frames[0]), id(frames[len(frames) // 2])
+        alike, number = self._alike.get(key, ([], 0))
+        if alike != frames:
+            ids = tuple(map(id, frames))
+            if ids not in self._number_of:
+                stack = tuple(self._frame_number(frame) for frame in frames)
+                self._number_of[ids] = self._stacks.setdefault(stack, len(self._stacks))
+            number = self._number_of[ids]
+            self._alike[key] = frames, number
+        return number
+
+    def _frame_number(self, frame: object) -> int:
+        values = need(frame, dict, "a frame of a stack").get
+        filename, line, name = values("filename"), values("line"), values("name")
+        if not (type(filename) is str and type(line) is int and type(name) is str):
+            raise ContentError(f"a frame of a stack needs a filename, a line and a name, got {shown(line)} as its line")
+        return self._frames.setdefault((filename, line, name), len(self._frames))
+
+    def _settings(self, top: Mapping[str, Any]) -> Iterator[tuple[str, str | int | float | bool]]:
+        for name, value in need(top.get("allocator_settings", {}), dict, "'allocator_settings'").items():
+            inner = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+            yield from ((key, setting) for key, setting in inner.items() if isinstance(setting, str | int | float))
+
+    def _notes(self) -> Iterator[str]:
+        named, others = self._unknown.most_common(MAX_NOTES - 1), len(self._unknown) - (MAX_NOTES - 1)
+        yield from (f"Passed over: {count} times {what}." for what, count in named)
+        if others > 0:
+            rest = self._unknown.total() - sum(count for _, count in named)
+            yield f"Passed over: {rest} times one of {others} other unknown actions and keys."
 
 
-class Machine:
-    """Executes the opcodes of one pickle. `load` gives its object, or raises ProfileError."""
-
-    def __init__(self, path: Path, content: bytearray, shortcut: Shortcut | None = None) -> None:
-        """`content` ends in `PADDING` zeros; the `shortcut` is offered every list of which a batch has been read."""
-        self.path = path
-        self.content = content
-        self.size = len(content) - PADDING
-        self.position = 0
-        self.memo: list[Any] = []
-        """Objects in the order of their numbers, and PASSED_OVER."""
-        self._list_numbers: dict[int, int] = {}
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._shortcut = shortcut
-        self._num_containers = 0
-        self._max_containers = FREE_CONTAINERS + self.size // BYTES_PER_CONTAINER
-
-    def load(self) -> Any:  # noqa: ANN401
-        """The object that the pickle holds: dicts, lists, tuples, strings, numbers, booleans and None."""
-        if (code := self._run(_OPERATIONS)) != _STOP:
-            raise self._refusal(code)
-        if self._marks or len(self._stack) != 1:
-            raise self.error(f"needed one object at the end, got {len(self._stack)} and {len(self._marks)} open marks")
-        return self._stack.pop()
-
-    def load_dict(self, position: int) -> Any:  # noqa: ANN401
-        """The dict that begins at `position`; the machine stands behind it then."""
-        stack, marks = self._stack, self._marks
-        self._stack, self._marks, self.position = [], [], position
-        while self.position == position or self._marks or len(self._stack) != 1:
-            if (code := self._run(_UP_TO_SETITEMS)) != _SETITEMS:
-                raise self._refusal(code)
-            self.position += 1
-            self._set(self._since_mark())
-        (found,) = self._stack
-        self._stack, self._marks = stack, marks
-        return found
-
-    def open_batch(self) -> None:
-        """The machine stands within a batch of the list on top: behind its mark, and behind some of its items."""
-        self._mark()
-
-    def number_of_list(self, found: list[Any]) -> int:
-        """The number in the memo of a list that the machine has read."""
-        if id(found) not in self._list_numbers:  # a pickle may leave objects out of its memo
-            self._list_numbers[id(found)] = len(self.memo)
-            self.memo.append(found)
-        return self._list_numbers[id(found)]
-
-    def remembered(self, number: int) -> Any:  # noqa: ANN401
-        """The object with this number in the memo, or PASSED_OVER."""
-        return self.memo[number] if number < len(self.memo) else PASSED_OVER
-
-    def references(self, code: bytes) -> list[Any]:
-        """The objects that these opcodes refer to, which are all references to the memo."""
-        machine = Machine(self.path, bytearray(code) + bytes(PADDING))
-        machine.memo = self.memo
-        machine._run(_OPERATIONS)
-        return machine._stack
-
-    def _run(self, operations: Operations) -> int:
-        """Execute up to the first opcode that is not among the operations."""
-        content = self.content
-        while (operation := operations[code := content[self.position]]) is not None:
-            self.position += 1
-            operation(self)
-        return code
-
-    def error(self, problem: str) -> ProfileError:
-        """What is wrong here, which is the end of the file where the machine went beyond it."""
-        if self.position > self.size:
-            return self._truncated()
-        return ProfileError(self.path, f"byte {self.position} of the pickle: {problem}; no memory snapshot")
-
-    def _truncated(self) -> ProfileError:
-        return ProfileError(self.path, f"truncated after {self.size} bytes: copy it again or dump it again")
-
-    def _refusal(self, code: int) -> ProfileError:
-        if self.position >= self.size:
-            return self._truncated()
-        if (name := _NAMES.get(code)) is None:
-            return self.error(f"opcode {code:#04x} is unknown")
-        if name in RUNS_CODE:
-            return self.error(f"opcode {name} would run code of others, so nothing was loaded")
-        return self.error(f"opcode {name} is for data that no snapshot holds")
-
-    def _take(self, num_bytes: int) -> bytearray:
-        end = self.position + num_bytes
-        if end > self.size:
-            raise self._truncated()
-        taken = self.content[self.position : end]
-        self.position = end
-        return taken
-
-    def _number(self, num_bytes: int) -> int:
-        begin = self.position
-        self.position += num_bytes  # into the padding at most, where there is no opcode
-        return int.from_bytes(self.content[begin : self.position], "little")
-
-    def _push(self, thing: object) -> None:
-        self._stack.append(thing)
-        self._check_stack()
-
-    def _check_stack(self) -> None:
-        if len(self._stack) > MAX_STACK:
-            raise self.error(f"more than {MAX_STACK} objects wait for a container")
-
-    def _last(self) -> Any:  # noqa: ANN401
-        if not self._stack:
-            raise self.error("needed an object that is not there")
-        return self._stack[-1]
-
-    def _pop(self) -> Any:  # noqa: ANN401
-        last = self._last()
-        self._stack.pop()
-        return last
-
-    def _push_container(self, container: object) -> None:
-        self._num_containers += 1
-        if self._num_containers > self._max_containers:
-            raise self.error(f"more than {self._max_containers} lists, dicts and tuples in {self.size} bytes")
-        self._push(container)
-
-    def _mark(self) -> None:
-        if len(self._marks) >= MAX_DEPTH:
-            raise self.error(f"nested more than {MAX_DEPTH} deep")
-        self._marks.append(len(self._stack))
-
-    def _since_mark(self) -> list[Any]:
-        if not self._marks:
-            raise self.error("needed a mark that is not there")
-        begin = self._marks.pop()
-        taken = self._stack[begin:]
-        del self._stack[begin:]
-        return taken
-
-    def _top(self, kind: type) -> Any:  # noqa: ANN401
-        if type(last := self._last()) is not kind:
-            raise self.error(f"needed a {kind.__name__}, got a {type(last).__name__}")
-        return last
-
-    def _protocol(self) -> None:
-        if (protocol := self._number(1)) > MAX_PROTOCOL:
-            raise self.error(f"needed protocol {MAX_PROTOCOL} or lower, got {protocol}")
-
-    def _long(self, size_bytes: int) -> None:
-        if (num_bytes := self._number(size_bytes)) > 255:
-            raise self.error(f"a whole number of {num_bytes} bytes")
-        self._push(int.from_bytes(self._take(num_bytes), "little", signed=True))
-
-    def _text(self, size_bytes: int) -> None:
-        self._push(self._take(self._number(size_bytes)).decode(errors="replace"))
-
-    def _float(self) -> None:
-        self._push(struct.unpack(">d", self._take(8))[0])
-
-    def _byte(self) -> None:
-        self._push(self.content[self.position])
-        self.position += 1
-
-    def _signed(self) -> None:
-        self._push(int.from_bytes(self._take(4), "little", signed=True))
-
-    def _tuple(self, length: int) -> None:
-        items = [self._pop() for _ in range(length)]
-        self._push_container(tuple(reversed(items)))
-
-    def _memoise(self) -> None:
-        thing = self._last()
-        if type(thing) is list:
-            self._list_numbers[id(thing)] = len(self.memo)
-        self.memo.append(thing)
-
-    def _put(self, size_bytes: int) -> None:
-        if (number := self._number(size_bytes)) != len(self.memo):
-            raise self.error(f"needed memo index {len(self.memo)}, got {number}")
-        self._memoise()
-
-    def _gets(self) -> None:
-        """All the references to the memo that stand here: most of a snapshot is lists of these."""
-        content, memo, stack, position = self.content, self.memo, self._stack, self.position - 1
-        for _ in range(MAX_STACK):
-            if (code := content[position]) == _LONG_GET:
-                (number,) = _unpack_number(content, position + 1)
-                position += 5
-            elif code == _GET:
-                number = content[position + 1]
-                position += 2
-            else:
-                break
-            if number >= len(memo):
-                raise self.error(f"memo index {number} of {len(memo)}")
-            thing = memo[number]
-            stack.append(Reference(number) if thing is PASSED_OVER else thing)
-        self.position = position
-        self._check_stack()
-
-    def _append(self) -> None:
-        item = self._pop()
-        self._top(list).append(item)
-
-    def _appends(self) -> None:
-        items = self._since_mark()
-        target = self._top(list)
-        target.extend(items)
-        if self._shortcut and self.content[self.position] == _MARK:
-            self._shortcut(self, target)
-
-    def _set(self, items: list[Any]) -> None:
-        target = self._top(dict)
-        keys = items[::2]
-        if len(items) % 2 or not {str}.issuperset(map(type, keys)):
-            raise self.error("needed strings as keys, each with a value")
-        target.update(zip(keys, items[1::2], strict=True))
-
-    def _set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self._set([key, value])
+def need(thing: object, kind: type[Wanted], where: str) -> Wanted:
+    """The thing, which must be of that kind."""
+    if not isinstance(thing, kind):
+        raise ContentError(f"{where} needs a {kind.__name__}, got {shown(thing)}")
+    return thing
 
 
-_MARK, _STOP, _SETITEMS, _GET, _LONG_GET = b"(.uhj"
-_unpack_number = struct.Struct("<I").unpack_from
-_PLAIN: dict[str, Operation] = {
-    "PROTO": Machine._protocol,
-    "FRAME": lambda machine: machine._take(8),
-    "MARK": Machine._mark,
-    "NONE": lambda machine: machine._push(None),
-    "NEWTRUE": lambda machine: machine._push(True),
-    "NEWFALSE": lambda machine: machine._push(False),
-    "BININT": Machine._signed,
-    "BININT1": Machine._byte,
-    "BININT2": lambda machine: machine._push(machine._number(2)),
-    "LONG1": lambda machine: machine._long(1),
-    "LONG4": lambda machine: machine._long(4),
-    "BINFLOAT": Machine._float,
-    "SHORT_BINUNICODE": lambda machine: machine._text(1),
-    "BINUNICODE": lambda machine: machine._text(4),
-    "BINUNICODE8": lambda machine: machine._text(8),
-    "EMPTY_DICT": lambda machine: machine._push_container({}),
-    "EMPTY_LIST": lambda machine: machine._push_container([]),
-    "EMPTY_TUPLE": lambda machine: machine._push(()),
-    "TUPLE": lambda machine: machine._push_container(tuple(machine._since_mark())),
-    "TUPLE1": lambda machine: machine._tuple(1),
-    "TUPLE2": lambda machine: machine._tuple(2),
-    "TUPLE3": lambda machine: machine._tuple(3),
-    "APPEND": Machine._append,
-    "APPENDS": Machine._appends,
-    "SETITEM": Machine._set_item,
-    "SETITEMS": lambda machine: machine._set(machine._since_mark()),
-    "MEMOIZE": Machine._memoise,
-    "BINPUT": lambda machine: machine._put(1),
-    "LONG_BINPUT": lambda machine: machine._put(4),
-    "BINGET": Machine._gets,
-    "LONG_BINGET": Machine._gets,
-}
-"""What plain data needs, in protocols 2 to 5."""
-_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-_OPERATIONS: Operations = [_PLAIN.get(_NAMES.get(code, "")) for code in range(256)]
-_UP_TO_SETITEMS = [None if code == _SETITEMS else operation for code, operation in enumerate(_OPERATIONS)]
+def check_types(things: Sequence[object], kinds: set[type], where: str, needed: str) -> None:
+    """Raise ContentError for the first thing that is of none of the kinds."""
+    if not kinds >= set(map(type, things)):
+        wrong = next(thing for thing in things if type(thing) not in kinds)
+        raise ContentError(f"{where} needs {needed}, got {shown(wrong)}")
+
+
+def values_of(events: Items, where: str) -> Mapping[str, Sequence[Any]]:
+    """The values of all events for each key, None where an event has no such key."""
+    try:
+        keys = list(events[0])
+        if len(keys) > 1 and set(map(len, events)) == {len(keys)}:
+            columns = zip(*map(itemgetter(*keys), events), strict=True)  # a KeyError unless all have the same keys
+            return defaultdict(lambda: [None] * len(events), zip(keys, columns, strict=True))
+    except (IndexError, KeyError, TypeError):
+        pass
+    check_types(events, {dict}, where, "dicts")
+    found = {key: [event.get(key) for event in events] for key in set().union(*events)}
+    return defaultdict(lambda: [None] * len(events), found)
+
+
+def column_of(items: Items, key: str, where: str) -> bytes:
+    """The values that the items have for a key."""
+    return numbers([item.get(key) for item in items], f"'{key}' of {where}")
+
+
+def numbers(values: Iterable[Any], where: str) -> bytes:
+    """The values as 64-bit integers, one after the other."""
+    values = tuple(values)
+    try:
+        return struct.pack(f"{len(values)}q", *values)
+    except struct.error:
+        wrong = next(value for value in values if not isinstance(value, int) or not -(2**63) <= value < 2**63)
+        raise ContentError(f"{where} needs whole numbers of 64 bits, got {shown(wrong)}") from None
+
+
+def readable(text: str) -> str:
+    """The text with marks in place of what is no Unicode, such as bytes of a file's name."""
+    return text.encode(errors="surrogatepass").decode(errors="replace")
+
+
+def shown(thing: object) -> str:
+    """A short text for a message; never the text of a container, which may be endless."""
+    if thing is None:
+        return "nothing"
+    return repr(thing)[:MAX_SHOWN] if isinstance(thing, str | int | float) else f"a {type(thing).__name__}"
+
+
+def limit(what: int, most: int) -> None:
+    """Bound what this process may use of a resource, unless less is allowed anyway."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def die_with(parent: int) -> None:
+    """End this process when the process `parent`, which has started it, ends; on Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def main(parent: int, max_memory_bytes: int, max_cpu_s: int, codes: str) -> int:
+    """Convert the pickle on standard input; return the exit status."""
+    die_with(parent)
+    limit(resource.RLIMIT_AS, max_memory_bytes)
+    limit(resource.RLIMIT_CPU, max_cpu_s)
+    limit(resource.RLIMIT_CORE, 0)
+    gc.disable()  # millions of objects are made and kept: looking through them again and again finds nothing
+    try:
+        content = PlainUnpickler(sys.stdin.buffer).load()
+        description, columns = Converter(**json.loads(codes)).convert(content)
+        reply = readable(json.dumps(description, ensure_ascii=False, allow_nan=False)).encode()
+    except MemoryError:
+        problem = (
+            f"it would take more than {max_memory_bytes >> 20} MiB of memory: no memory snapshot, or a damaged one"
+        )
+    except ContentError as error:
+        problem = f"{error}: no memory snapshot, or a damaged one"
+    except Exception as error:  # the unpickler raises almost all there are
+        problem = f"the pickle cannot be read ({str(error)[:MAX_REASON]}): truncated, damaged or no memory snapshot"
+    else:
+        write(struct.pack("q", sum(map(len, columns)) // 8), *columns, reply)
+        return 0
+    write(problem.encode(errors="replace"))
+    return REFUSED
+
+
+def write(*parts: Buffer) -> None:
+    """Write to standard output."""
+    for part in parts:
+        sys.stdout.buffer.write(part)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    parent, max_memory_bytes, max_cpu_s = map(int, sys.argv[1:4])
+    status = main(parent, max_memory_bytes, max_cpu_s, sys.argv[4])
+    os._exit(status)  # taking millions of objects apart takes time, and may overflow the stack

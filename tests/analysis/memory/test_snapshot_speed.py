@@ -3,24 +3,29 @@
 The bounds are those that the project promises, for the best of a few runs, in processor time.
 """
 
+import gc
+import pickle
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cs336_systems.analysis.memory.allocations import Replay, replay
+from cs336_systems.analysis.memory.device_memory import Stack
 from cs336_systems.analysis.memory.snapshot import read_snapshot
-from cs336_systems.analysis.memory.stacks import Stack
-from tests.analysis.kernels.test_speed import best_s
 from tests.analysis.memory.snapshots import Allocator, repeated, snapshot_of, train, write
 
 pytestmark = pytest.mark.speed
-LIMIT_S = 1.0
+MAX_SLOWDOWN = 1.8
+"""Times what the standard library takes to load the same file, its collector off."""
 NUM_EVENTS = 1_000_000
-MAX_MEMORY = 8
+MAX_MEMORY = 12
 """Times the file."""
+RUNS = 5
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +43,36 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Allocator]:
     return write(tmp_path_factory.mktemp("speed") / "snapshot.pickle", content), made
 
 
-def peak_of(path: Path) -> tuple[Replay, tuple[Stack, ...]]:
+def peak_of(path: Path) -> tuple[Replay, set[Stack]]:
     """All that is needed to list what is in use at the peak, with its stacks."""
-    found = read_snapshot(path)
-    replayed = replay(found.devices[0], found.settings)
+    (memory,) = (found := read_snapshot(path)).devices
+    replayed = replay(memory, found.settings)
     in_use = replayed.in_use(replayed.peak)
-    _, stacks = found.stacks.distinct(replayed.allocations.stack[in_use])
-    return replayed, stacks
+    return replayed, {found.stacks[number] for number in replayed.allocations.stack[in_use].tolist()}
+
+
+def load(path: Path) -> object:
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def took_s(run: Callable[[Path], object], path: Path) -> float:
+    """Processor time of this process and its children."""
+
+    def used_s() -> float:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(each.ru_utime + each.ru_stime for each in used)
+
+    gc.collect()
+    gc.disable()
+    begun = used_s()
+    try:
+        made = run(path)
+        took = used_s() - begun
+        del made
+        return took
+    finally:
+        gc.enable()
 
 
 def test_a_million_events(million: tuple[Path, Allocator], capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,14 +85,18 @@ def test_a_million_events(million: tuple[Path, Allocator], capsys: pytest.Captur
     assert replayed.active_bytes.max() == max(active)
     assert len(replayed.in_use(replayed.peak)) == len(made.truth[active.index(max(active))].in_use) > 400
     del replayed
-    took_s = best_s(lambda: peak_of(path), LIMIT_S)
+    times_s = [[took_s(run, path) for run in (read_snapshot, load, peak_of)] for _ in range(RUNS)]
+    read_s, load_s, peak_s = map(min, zip(*times_s, strict=True))
     with capsys.disabled():
-        print(f"\nsnapshot, a million events, {path.stat().st_size / 1e6:.0f} MB: {took_s:.2f} s")
-    assert took_s <= LIMIT_S
+        print(
+            f"\nsnapshot, a million events, {path.stat().st_size / 1e6:.0f} MB: {read_s:.2f} s to read, {peak_s:.2f} s"
+        )
+        print(f"with the peak; {load_s:.2f} s to load alone")
+    assert read_s <= MAX_SLOWDOWN * load_s
 
 
 MEASURE = """
-import sys
+import resource, sys
 from pathlib import Path
 import numpy.ma
 from tests.analysis.memory.test_snapshot_speed import peak_of
@@ -74,7 +106,7 @@ def peak_kib():
 
 before = peak_kib()
 found = peak_of(Path(sys.argv[1]))
-print((peak_kib() - before) * 1024)
+print((peak_kib() - before) * 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 """
 
 
@@ -82,7 +114,7 @@ print((peak_kib() - before) * 1024)
 def test_memory_is_bounded_by_the_file(million: tuple[Path, Allocator], capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = million
     done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
-    share = int(done.stdout) / path.stat().st_size
+    own, child = (int(peak) / path.stat().st_size for peak in done.stdout.split())
     with capsys.disabled():
-        print(f"\nsnapshot, a million events: memory {share:.2f} times the file")
-    assert 1 < share <= MAX_MEMORY
+        print(f"\nsnapshot, a million events: memory {own:.2f} times the file, and {child:.2f} times in the child")
+    assert 1 < own + child <= MAX_MEMORY
