@@ -51,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are planned but not drawn, which takes a quarter of a second each; tests of plots draw them."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _figure, file, **_: file.write(b"a picture"))
+
+
+@pytest.fixture
 def fp8_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers in fp8 call the operation on this CPU that they call on a GPU, whose calls a test counts."""
     import torch

@@ -28,6 +28,8 @@ from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.report.kernels.profiles import make_profile
 from tests.report.memory.profiles import make_memory
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "--device", "cpu", "--vocab-size", "11", "--d-model", "8", "--d-ff", "12", "--num-layers", "1", "--num-heads", "2",

@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from cs336_systems.commands.rebuild import rebuild, results_below
 from cs336_systems.record import load_records
 from cs336_systems.report.memory.entries import load_memory
 from cs336_systems.report.memory.sweep import write_memory_sweep
 from cs336_systems.report.status_line import StatusLine
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 DATA = Path(__file__).parents[1] / "data"
 INPUTS = ("runs", "kernels", "memory", "examples")
@@ -48,10 +49,7 @@ def inputs_alone(directory: Path, data: Path) -> Path:
 
 
 @pytest.mark.parametrize("directory", results_below(DATA), ids=lambda path: str(path.relative_to(DATA)))
-def test_committed_tables_are_those_of_the_committed_records(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Figure, "savefig", lambda _figure, file, **_: file.write(b"a picture"))
+def test_committed_tables_are_those_of_the_committed_records(directory: Path, tmp_path: Path) -> None:
     made = inputs_alone(directory, tmp_path / "data")
     given = {path.name: path.read_bytes() for path in made.glob("*.json")}
     with StatusLine() as status:
@@ -74,9 +72,8 @@ def is_of_memory(name: str) -> bool:
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_of_a_sweep_that_kept_some_profiles_their_rows_are_in_its_tables(
-    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(Figure, "savefig", lambda _figure, file, **_: file.write(b"a picture"))
     made = tmp_path_factory.getbasetemp() / PARTLY_KEPT.name
     if not made.exists():
         write_memory_sweep(load_memory(load_records(PARTLY_KEPT / "runs")[0], PARTLY_KEPT), made)

@@ -21,6 +21,8 @@ from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecisi
 from tests.report.ceilings import make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.kernels.profiles import make_profile
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 TINY = "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001"
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4)
 

@@ -27,6 +27,8 @@ from tests.report.ladders import make_ladder, make_records
 from tests.report.making import H200, make_config, make_failure, make_record
 from tests.report.memory.profiles import make_memory
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SCALED = re.compile(r"(_(ms|us|ns|kib|mib|gib|kb|mb|gb|percent|pct)|tflops(_per_s)?|gb_per_s)$")
 GIB = 2**30
 

@@ -13,6 +13,8 @@ from cs336_systems.record import RunRecord, Status, write_record
 from tests.analysis.kernels.tracing import Recording, Span, training, write_export
 from tests.report.kernels.profiles import make_profile
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:

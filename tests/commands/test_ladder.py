@@ -22,6 +22,8 @@ from cs336_systems.sweep.run import Listener, Outcome
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ROOT = Path(__file__).parents[2]
 CPU = ["--device", "cpu"]
 SMALL = [

@@ -27,6 +27,8 @@ from tests.report.making import make_config, make_record
 from tests.report.memory.profiles import make_memory
 from tests.report.studies import make_fusion, make_result, make_row, make_study
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 TINY = "--device cpu --vocab-size 11 --d-model 8 --d-ff 12 --num-layers 1 --num-heads 2 --measured-steps 2"
 COMMANDS = {
     "benchmark": (f"{TINY} --context-length 8 --warmup-steps 2", "PyTorch", "making", "warm-up", "timed steps: 2"),

@@ -9,6 +9,8 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.commands.rebuild import results_below
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 DATA = Path(__file__).parents[2] / "data"
 
 

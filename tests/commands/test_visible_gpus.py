@@ -19,6 +19,8 @@ from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.run import Listener, gpus_left_out, run_sweep
 from tests.fake_nvml import Slice, fake_driver
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SMALL = (
     "--vocab-size", "11", "--d-model", "8", "--d-ff", "16", "--num-layers", "1", "--num-heads", "2",
     "--warmup-steps", "10", "--measured-steps", "10",

@@ -10,6 +10,8 @@ from cs336_systems import cli
 from cs336_systems.sweep.store import SweepError
 from tests.faults.harness import ROOT, Witness, config, path_of, sweep
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 WORDS = {
     errno.ENOSPC: "space",
     errno.EDQUOT: "quota",

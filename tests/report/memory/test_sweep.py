@@ -60,6 +60,7 @@ def test_every_file_is_written(tmp_path) -> None:
     assert imread(tmp_path / "sweep" / "plots" / "peaks.png").ndim == 3
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_peaks_of_every_run(tmp_path) -> None:
     write_memory_sweep(grid(), tmp_path)
     found = read(tmp_path, "peaks")
@@ -92,6 +93,7 @@ def test_forward_alone_against_a_whole_step() -> None:
     assert len(memory_sweep_tables([entry()])) == 2, "one mode needs no table by mode"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_categories_add_up_in_every_row(tmp_path) -> None:
     write_memory_sweep(grid(), tmp_path)
     for row in read(tmp_path, "categories"):
@@ -102,6 +104,7 @@ def test_categories_add_up_in_every_row(tmp_path) -> None:
         assert sum(parts) == int(row["peak_allocated_bytes"])
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_answers_of_each_configuration_below_what_they_share(tmp_path) -> None:
     write_memory_sweep(grid(), tmp_path)
     text = (tmp_path / "answers.md").read_text()
@@ -120,6 +123,7 @@ def test_answers_of_each_configuration_below_what_they_share(tmp_path) -> None:
     assert "At context 512" not in text, "there the run in fp32 ran out of memory"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_of_many_runs_some_are_answered_for_one_by_one(tmp_path) -> None:
     """Three sizes in three modes at two contexts; the longer one was too long for all but inference of small."""
     failed = {("small", Mode.INFERENCE): make_inference()}
@@ -138,11 +142,13 @@ def test_of_many_runs_some_are_answered_for_one_by_one(tmp_path) -> None:
     assert "6 of the runs" in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_text_that_answers_for_several_runs_is_told_once(tmp_path) -> None:
     write_memory_sweep(grid(), tmp_path)
     assert (tmp_path / "answers.md").read_text().count("6.25 MiB: batch x T") == 1
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_largest_of_all_is_told_with_all_of_its_size(tmp_path) -> None:
     """3 and 2 of 31 MiB, which is more than the 30 of the other run."""
     rows = (make_like(31, 3, phase="backward"), make_like(31, 2, phase="forward"), make_like(30, 9))
@@ -153,6 +159,7 @@ def test_the_largest_of_all_is_told_with_all_of_its_size(tmp_path) -> None:
     ) in (tmp_path / "answers.md").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_copies_that_nothing_names_are_told_in_mixed_precision(tmp_path) -> None:
     """Two weights of 40 MiB, three temporary blocks of 20, so two of these may be copies; one weight is bf16."""
     weights = make_like(40, 2, 2, Category.PARAMETERS, dtype="float32")
@@ -166,6 +173,7 @@ def test_copies_that_nothing_names_are_told_in_mixed_precision(tmp_path) -> None
     ) in (tmp_path / "answers.md").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_every_boundary_is_beside_the_allocators_count(tmp_path) -> None:
     """Of make_memory: 8 boundaries, each what profiles.py says; make_oom has 5, make_inference 2."""
     write_memory_sweep([entry(), entry(make_oom(), context_length=512)], tmp_path)
@@ -183,6 +191,7 @@ def test_every_boundary_is_beside_the_allocators_count(tmp_path) -> None:
     assert "Check, over 13 boundaries of 2 recordings: the categories add up to what PyTorch's allocator" in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_boundary_that_is_not_what_the_allocator_counted_is_told(tmp_path) -> None:
     first, *others = make_memory().boundaries
     wrong = replace(first, counted_bytes=first.allocated_bytes + 512)
@@ -200,6 +209,7 @@ def test_what_ran_out_of_memory_is_no_result(tmp_path) -> None:
         assert any(later in note for note in categories.notes) is is_early
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_first_step_is_compared_with_nothing_that_came_later(tmp_path) -> None:
     """The measured first step of xl at context 512 in fp32 peaked at 30.18 GiB on one H200, later ones at 41.72."""
     config = make_config("xl", 512, profiler=Profiler.MEMORY, warmup_steps=0, measured_steps=1)
@@ -211,6 +221,7 @@ def test_the_first_step_is_compared_with_nothing_that_came_later(tmp_path) -> No
     assert "0 warm-up steps, 1 measured step" in (tmp_path / "peaks.md").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_pages_of_bars_hold_whole_sizes_as_far_as_there_is_room(tmp_path, monkeypatch) -> None:
     runs = [entry(size=size, context_length=context) for size in ("small", "medium") for context in (128, 256, 512)]
     monkeypatch.setattr(sweep, "MAX_BARS", 4)
@@ -223,6 +234,7 @@ def test_pages_of_bars_hold_whole_sizes_as_far_as_there_is_room(tmp_path, monkey
     assert not (tmp_path / "plots" / "peaks2.png").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_single_run_needs_no_summary(tmp_path) -> None:
     write_memory_sweep([entry()], tmp_path)
     assert "A picture of each" not in (tmp_path / "answers.md").read_text()
