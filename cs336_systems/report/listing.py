@@ -1,13 +1,13 @@
 """One subject of a report, as tables for people and as all of its values, and how both become files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from cs336_systems.files import write_atomically
 from cs336_systems.report.formats import WRITERS, to_csv
-from cs336_systems.report.table import Table
+from cs336_systems.report.table import Table, with_note
 
 Row = TypeVar("Row")
 
@@ -33,7 +33,7 @@ class Listing:
 
 def texts_of(listing: Listing, note: str = "") -> dict[str, str]:
     """The text of each file of the listing, empty where it has nothing to say; `note` comes before a table's own."""
-    tables = [replace(table, notes=(note, *table.notes)) if note else table for table in listing.tables]
+    tables = [with_note(table, note) if note else table for table in listing.tables]
     readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     return {f"{listing.name}.{ending}": text for ending, text in {"csv": listing.csv, **readable}.items()}
 

@@ -1,7 +1,7 @@
 """One table for people: rows of values below known columns, a title, and notes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.report.columns import Column, Row
@@ -34,8 +34,20 @@ class Table:
         """The values below the headings that have a key, with None for unknown."""
         import pandas as pd  # takes half a second, which a printed table can spare
 
-        keys = [key for column in self.headings for key in (column.key, column.std) if key]
+        keys = list(dict.fromkeys(key for column in self.headings for key in (column.key, column.std) if key))
         return pd.DataFrame([{key: row[key] for key in keys} for row in self.values], columns=keys, dtype=object)
+
+
+def findings_table(findings: Sequence[str], none: str = "") -> Table:
+    """What stands out, the most important first; without any, the note `none`."""
+    headings: tuple[Column[Any], ...] = (Column("no."), Column("finding", numeric=False))
+    rows = tuple((str(number), text) for number, text in enumerate(findings, 1))
+    return Table(title="Findings", headings=headings, rows=rows, notes=() if rows or not none else (none,))
+
+
+def with_note(table: Table, note: str) -> Table:
+    """The table with the note before its own."""
+    return replace(table, notes=(note, *table.notes))
 
 
 def make_table(

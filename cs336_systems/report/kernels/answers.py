@@ -26,8 +26,7 @@ from cs336_systems.report.kernels.facts import (
     softmax_cost,
     top_kernel,
 )
-from cs336_systems.report.kernels.terms import terms
-from cs336_systems.report.kernels.words import launches, ms
+from cs336_systems.report.kernels.words import launches, ms, terms
 from cs336_systems.report.numbers import label, significant
 from cs336_systems.report.sentences import answers_markdown, percent_of
 from cs336_systems.text import counted

@@ -1,11 +1,9 @@
 """All of one `StepProfile` as files of a directory, and as tables for a terminal."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
 from cs336_systems.config import RunConfig
-from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.kernels.findings import findings
 from cs336_systems.report.kernels.places import (
@@ -18,9 +16,9 @@ from cs336_systems.report.kernels.places import (
 from cs336_systems.report.kernels.plots import write_pictures
 from cs336_systems.report.kernels.shares import attention_listing, classes_listing, products_listing
 from cs336_systems.report.kernels.tables import kernels_listing, phases_listing
-from cs336_systems.report.kernels.terms import about
+from cs336_systems.report.kernels.words import about
 from cs336_systems.report.listing import Listing, texts_of, write_files
-from cs336_systems.report.table import Table
+from cs336_systems.report.table import Table, findings_table, with_note
 
 
 def listings(profile: StepProfile, top: int) -> list[Listing]:
@@ -39,24 +37,17 @@ def listings(profile: StepProfile, top: int) -> list[Listing]:
     ]
 
 
-def findings_table(profile: StepProfile, config: RunConfig | None = None) -> Table:
-    """What stands out, the most important first; with the `config` of the run, no advice that it follows already."""
-    rows = tuple((str(number), text) for number, text in enumerate(findings(profile, config), 1))
-    headings: tuple[Column[object], ...] = (Column("no."), Column("finding", numeric=False))
-    return Table(title="Findings", headings=headings, rows=rows, notes=() if rows else ("Nothing stands out.",))
+def _findings(profile: StepProfile, config: RunConfig | None) -> Table:
+    """What stands out; with the `config` of the run, no advice that it follows already."""
+    return findings_table(findings(profile, config), "Nothing stands out.")
 
 
 def profile_tables(profile: StepProfile, top: int, config: RunConfig | None = None) -> list[Table]:
     """The tables for a terminal: first the findings, if any; below the first table stands what it is of."""
     tables = [table for listing in listings(profile, top) for table in listing.tables]
-    found = findings_table(profile, config)
+    found = _findings(profile, config)
     tables = [found, *tables] if found.rows else tables
-    return [_of(profile, tables[0]), *tables[1:]]
-
-
-def _of(profile: StepProfile, table: Table) -> Table:
-    """The table with the file and device that it is of, before its notes."""
-    return replace(table, notes=(about(profile), *table.notes))
+    return [with_note(tables[0], about(profile)), *tables[1:]]
 
 
 def write_profile(profile: StepProfile, directory: Path, top: int = 10, config: RunConfig | None = None) -> list[Path]:
@@ -65,7 +56,7 @@ def write_profile(profile: StepProfile, directory: Path, top: int = 10, config: 
     Returns the paths. A subject that the profile has nothing of has no files: those of another profile are removed.
     """
     texts = {"profile.json": encode_profile(profile).decode()}
-    texts["findings.md"] = to_markdown(_of(profile, findings_table(profile, config)))
+    texts["findings.md"] = to_markdown(with_note(_findings(profile, config), about(profile)))
     for listing in listings(profile, top):
         texts |= texts_of(listing, about(profile))
     return [*write_files(texts, directory), *write_pictures(profile, directory)]

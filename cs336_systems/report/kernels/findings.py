@@ -16,8 +16,7 @@ from cs336_systems.costs.hardware import DeviceSpec, faster_precisions, find_dev
 from cs336_systems.report.kernels.facts import MIN_LATE_SHARE, idle_s, is_launch_bound, kernel_s, wall_s
 from cs336_systems.report.kernels.one_offs import OneOff, find_one_offs, without
 from cs336_systems.report.kernels.places import path_text
-from cs336_systems.report.kernels.terms import terms
-from cs336_systems.report.kernels.words import WHERE, items, launches, ms, per_step, us
+from cs336_systems.report.kernels.words import WHERE, items, launches, ms, per_step, terms, us
 from cs336_systems.report.numbers import label
 from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted

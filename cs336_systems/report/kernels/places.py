@@ -11,7 +11,7 @@ from cs336_systems.analysis.kernels.step_profile import Gap, HostCalls, ModuleTi
 from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.kernels.terms import WHOLE_STEP, terms
+from cs336_systems.report.kernels.words import WHOLE_STEP, terms
 from cs336_systems.report.listing import Listing, csv_by_keys
 from cs336_systems.report.numbers import count as count_text
 from cs336_systems.report.numbers import label, percent, rounded, share

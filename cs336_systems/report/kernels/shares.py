@@ -13,7 +13,7 @@ from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.kernels.facts import class_shares, softmax_cost
-from cs336_systems.report.kernels.terms import WHOLE_STEP, milliseconds, terms
+from cs336_systems.report.kernels.words import WHOLE_STEP, terms
 from cs336_systems.report.listing import Listing, csv_by_keys
 from cs336_systems.report.numbers import in_percent, label, rounded, share, significant
 from cs336_systems.report.table import Table, make_table
@@ -70,11 +70,11 @@ def _others(profile: StepProfile) -> Iterator[str]:
     if not rows:
         return
     times = [
-        f"{label(row.short_name)} ({milliseconds(row.total_s / profile.num_steps)} ms)" for row in rows[:MAX_OTHERS]
+        f"{label(row.short_name)} ({rounded(row.total_s / profile.num_steps * 1e3)} ms)" for row in rows[:MAX_OTHERS]
     ]
     if len(rows) > MAX_OTHERS:
         rest_s = sum(row.total_s for row in rows[MAX_OTHERS:]) / profile.num_steps
-        times.append(f"{len(rows) - MAX_OTHERS} more ({milliseconds(rest_s)} ms)")
+        times.append(f"{len(rows) - MAX_OTHERS} more ({rounded(rest_s * 1e3)} ms)")
     yield f"Class other, {words.items} that no rule knows: {', '.join(times)}."
 
 

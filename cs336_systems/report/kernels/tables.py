@@ -13,9 +13,9 @@ from cs336_systems.report.columns import column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.kernels.entries import Profiled
 from cs336_systems.report.kernels.facts import top_kernel
-from cs336_systems.report.kernels.terms import WHOLE_STEP, Terms, milliseconds, terms
+from cs336_systems.report.kernels.words import WHOLE_STEP, Terms, terms
 from cs336_systems.report.listing import Listing, csv_by_keys
-from cs336_systems.report.numbers import mean_and_std, percent, share
+from cs336_systems.report.numbers import mean_and_std, percent, rounded, share
 from cs336_systems.report.table import Table, make_table
 
 _SUMMED = ("launches", "kernel_s", "busy_s", "wall_s", "host_s", "recomputed_s", "copies", "copy_s")
@@ -119,7 +119,7 @@ def _check(profile: StepProfile, words: Terms) -> str:
         kept["without a launch"] = left.no_launch
     named = [f"{name} {count:,}" for name, count in parts.items() if count]
     named += [f"{name} {count:,}" for name, count in kept.items()]
-    whole = f"all {profile.num_kernels:,} {words.items} of the file, {milliseconds(profile.kernel_s)} ms"
+    whole = f"all {profile.num_kernels:,} {words.items} of the file, {rounded(profile.kernel_s * 1e3)} ms"
     return f"Check: {' + '.join(named)} = {whole}."
 
 

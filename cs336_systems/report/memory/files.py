@@ -1,10 +1,8 @@
 """All of one `MemoryProfile` as files of a directory, and as tables for a terminal."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import MemoryProfile, write_memory_profile
-from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.listing import Listing, texts_of, write_files
 from cs336_systems.report.memory.allocations import at_peak_listing, blocks_listing, largest_listing, saved_listing
@@ -14,7 +12,7 @@ from cs336_systems.report.memory.phases import boundaries_listing, phases_listin
 from cs336_systems.report.memory.plots import write_pictures
 from cs336_systems.report.memory.tables import allocator_listing, categories_listing, peak_listing
 from cs336_systems.report.memory.words import about
-from cs336_systems.report.table import Table
+from cs336_systems.report.table import Table, findings_table, with_note
 
 
 def listings(profile: MemoryProfile, top: int) -> list[Listing]:
@@ -32,21 +30,10 @@ def listings(profile: MemoryProfile, top: int) -> list[Listing]:
     ]
 
 
-def findings_table(profile: MemoryProfile) -> Table:
-    """What stands out, the most important first."""
-    rows = tuple((str(number), text) for number, text in enumerate(findings(profile), 1))
-    return Table(title="Findings", headings=(Column("no."), Column("finding", numeric=False)), rows=rows)
-
-
 def memory_tables(profile: MemoryProfile, top: int = 10) -> list[Table]:
     """The tables for a terminal: first the findings; below the first table stands what it is of."""
-    found = findings_table(profile)
-    return [_of(profile, found), *(table for listing in listings(profile, top) for table in listing.tables)]
-
-
-def _of(profile: MemoryProfile, table: Table) -> Table:
-    """The table with the file and device that it is of, before its notes."""
-    return replace(table, notes=(about(profile), *table.notes))
+    found = with_note(findings_table(findings(profile)), about(profile))
+    return [found, *(table for listing in listings(profile, top) for table in listing.tables)]
 
 
 def write_memory(profile: MemoryProfile, directory: Path, top: int = 10) -> list[Path]:
@@ -57,7 +44,10 @@ def write_memory(profile: MemoryProfile, directory: Path, top: int = 10) -> list
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_memory_profile(profile, directory / "memory.json")
-    texts = {"findings.md": to_markdown(_of(profile, findings_table(profile))), "answers.md": profile_answers(profile)}
+    texts = {
+        "findings.md": to_markdown(with_note(findings_table(findings(profile)), about(profile))),
+        "answers.md": profile_answers(profile),
+    }
     for listing in listings(profile, top):
         texts |= texts_of(listing, about(profile))
     return [directory / "memory.json", *write_files(texts, directory), *write_pictures(profile, directory)]

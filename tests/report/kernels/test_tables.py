@@ -11,7 +11,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile, decode_profile, encode_profile
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.kernels import files as kernel_files
-from cs336_systems.report.kernels.files import findings_table, listings, profile_tables, write_profile
+from cs336_systems.report.kernels.files import listings, profile_tables, write_profile
 from cs336_systems.report.kernels.places import (
     MAX_MODULES,
     blocks_listing,
@@ -23,7 +23,7 @@ from cs336_systems.report.kernels.places import (
 )
 from cs336_systems.report.kernels.shares import MAX_OTHERS, attention_listing, classes_listing, products_listing
 from cs336_systems.report.kernels.tables import kernels_listing, phases_listing
-from cs336_systems.report.kernels.terms import about
+from cs336_systems.report.kernels.words import about
 from cs336_systems.report.numbers import MAX_LABEL, label
 from tests.report.kernels.profiles import (
     BACKWARD,
@@ -424,13 +424,13 @@ def test_host_calls_by_hand():
 # all of it
 
 
-def test_findings_are_numbered_in_their_order(monkeypatch):
+def test_findings_are_numbered_in_their_order(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_files, "findings", lambda profile, config: ("first", "second"))
-    assert findings_table(make_profile()).rows == (("1", "first"), ("2", "second"))
-    assert profile_tables(make_profile(), 3)[0].title == "Findings"
+    table = profile_tables(make_profile(), 3)[0]
+    assert (table.title, table.rows) == ("Findings", (("1", "first"), ("2", "second")))
     monkeypatch.setattr(kernel_files, "findings", lambda profile, config: ())
-    assert findings_table(make_profile()).notes == ("Nothing stands out.",)
     assert profile_tables(make_profile(), 3)[0].title == "Phases of a step"
+    assert "Nothing stands out." in write_profile(make_profile(), tmp_path)[1].read_text()
 
 
 def test_a_file_without_calls_of_the_host_leaves_their_columns_empty():
