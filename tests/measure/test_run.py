@@ -537,8 +537,8 @@ def test_a_model_of_the_user_s_own_is_measured_like_ours(mode: Mode, factory: st
     record = measure(replace(CONFIG, mode=mode, model_factory=f"tests.own_models:{factory}"))
     assert not codes(record)
     assert [m.phase for m in record.measurements] == [*record.config.phases, Phase.STEP]
-    block = 4 * (8 * 8 + 8) + (8 * 12 + 12) + (12 * 8 + 8) + 4 * 8  # attention, two linear layers, two norms; biases
-    assert record.num_parameters == {"bigram": 11 * 11, "BasicsTransformerLM": 2 * 11 * 8 + 2 * block}[factory]
+    block = 4 * 8 * 8 + 3 * 8 * 12 + 2 * 8  # attention, feed-forward with a gate, two norms
+    assert record.num_parameters == {"bigram": 11 * 11, "BasicsTransformerLM": 2 * 11 * 8 + 2 * block + 8}[factory]
     if mode is Mode.TRAIN:
         assert record.losses[-1] < record.losses[0]
 
