@@ -22,6 +22,7 @@ from typing import TypeAlias
 import psutil
 
 from cs336_systems.config import RunConfig
+from cs336_systems.record import Failure, Status
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 
 LOG_TAIL_BYTES = 16 * 1024
@@ -202,20 +203,20 @@ def _kill_server(server: int) -> None:
         os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
 
 
-class Worker:
-    """One run, measured or explained by `entry` in its own process and process group."""
+class WorkerProcess:
+    """A process in a session of its own that calls `entry` with `args` and its log, and the end of what it prints.
 
-    def __init__(self, config: RunConfig, directory: Path, entry: Entry) -> None:
-        self.config = config
+    `entry` begins with `begin_worker`, and imports what it needs itself, because the parent must not import torch.
+    """
+
+    def __init__(self, entry: Callable[..., None], *args: object, name: str | None = None) -> None:
         self._tail = b""
         self._exit_code: int | None = None
         self.log_closed = False
         context = fork_server()
         self.log, log_of_child = context.Pipe(duplex=False)
         os.set_blocking(self.log.fileno(), False)
-        self.process: BaseProcess = context.Process(
-            target=entry, args=(config, directory.absolute(), log_of_child), name=config.key
-        )
+        self.process: BaseProcess = context.Process(target=entry, args=(*args, log_of_child), name=name)
         self._server = start(self.process)
         self.started = monotonic()
         log_of_child.close()
@@ -277,6 +278,45 @@ class Worker:
         self._exit_code = code
         self.process.close()
         return code
+
+    def failure(self, exit_code: int, timeout_s: float | None = None) -> tuple[Status, Failure]:
+        """Why a reaped worker gave no result; `timeout_s` is the time limit where it was killed at that limit."""
+        status, name = Status.CRASHED, None
+        if timeout_s is not None:
+            status = Status.TIMEOUT
+            message = f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer"
+            message = "; ".join(filter(None, [message, self.silence]))
+        elif self.silence:
+            message = f"ended early: {self.silence}; run the same command again"
+        elif exit_code < 0:
+            status = Status.KILLED if exit_code == -signal.SIGKILL else Status.CRASHED
+            message, name = end_in_words(exit_code), signal_name(-exit_code)
+        else:
+            message = f"{end_in_words(exit_code)} and gave no result"
+        return status, Failure(message=message, signal=name, log_tail=self.log_tail())
+
+
+class Worker(WorkerProcess):
+    """One run, measured or explained by `entry`."""
+
+    def __init__(self, config: RunConfig, directory: Path, entry: Entry) -> None:
+        super().__init__(entry, config, directory.absolute(), name=config.key)
+        self.config = config
+
+
+def end_in_words(exit_code: int) -> str:
+    """How a process ended that did not do what it was to do."""
+    if exit_code == -signal.SIGKILL:
+        return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
+    return f"died of {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGSEGV`, or `signal 40` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have no name
+        return f"signal {number}"
 
 
 _own_children: set[psutil.Process] = set()

@@ -8,7 +8,6 @@ another process after the run; where that failed, or the explanation was lost, t
 import contextlib
 import datetime
 import functools
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,16 @@ from cs336_systems.record import (
 from cs336_systems.sweep import explain
 from cs336_systems.sweep.explain import can_be_explained, has_explanation, lacks_explanation
 from cs336_systems.sweep.interrupts import Interrupts
-from cs336_systems.sweep.isolation import Entry, Worker, kill_orphans, preload, preload_to_explain, spare_children
+from cs336_systems.sweep.isolation import (
+    Entry,
+    Worker,
+    end_in_words,
+    kill_orphans,
+    preload,
+    preload_to_explain,
+    signal_name,
+    spare_children,
+)
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.sweep.store import (
@@ -300,7 +308,7 @@ class _Loop:
         elif exit_code == NOT_EXPLAINED:
             why = (worker.log_tail() or "").splitlines()[-1]
         else:
-            why = worker.silence or _end_in_words(exit_code)
+            why = worker.silence or end_in_words(exit_code)
         return f"{why}; the record and the raw profile are kept: `cs336 report {self.runs.parent}` tries again"
 
     def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
@@ -310,40 +318,30 @@ class _Loop:
             try:
                 record = read_record(path)
             except RecordError as error:
-                return self._fail(
-                    worker, Status.INVALID, f"the record was not readable; kept as {quarantine(path).name}: {error}"
-                )
+                return self._refuse(worker, f"the record was not readable; kept as {quarantine(path).name}: {error}")
             if record.config != worker.config:
-                return self._fail(
-                    worker, Status.INVALID, f"the record is of another run; kept as {quarantine(path).name}"
-                )
+                return self._refuse(worker, f"the record is of another run; kept as {quarantine(path).name}")
             if record.status.is_result and (changed := changed_inputs(record, self.inputs)):
                 message = f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
-                return self._fail(worker, Status.INVALID, message)
+                return self._refuse(worker, message)
             return self._with_teardown(worker, record, exit_code, timed_out) if exit_code else record
-        if timed_out:
-            message = f"no result within {self.timeout_s:g} s; raise --timeout-s if it needs longer"
-            return self._fail(worker, Status.TIMEOUT, "; ".join(filter(None, [message, worker.silence])))
-        if worker.silence:
-            return self._fail(worker, Status.CRASHED, f"ended early: {worker.silence}; run the same command again")
-        if exit_code == RECORD_NOT_WRITTEN:
+        if exit_code == RECORD_NOT_WRITTEN and not timed_out:
             why = (worker.log_tail() or "").splitlines()[-1:]
             raise SweepError(f"the record of {worker.config.key} could not be written: {''.join(why)}")
-        status = Status.KILLED if exit_code == -signal.SIGKILL else Status.CRASHED
-        if exit_code < 0:
-            return self._fail(worker, status, _end_in_words(exit_code), _signal_name(-exit_code))
-        return self._fail(worker, status, f"{_end_in_words(exit_code)} and no record")
+        return self._fail(worker, *worker.failure(exit_code, self.timeout_s if timed_out else None))
 
     def _with_teardown(self, worker: Worker, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
-        how = f"ended by {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
+        how = f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
         if timed_out:
             how = f"did not end within {self.timeout_s:g} s"
         message = f"after the record was written {worker.silence or f'the worker {how}'}"
         warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=message)
         return self._write(replace(record, warnings=(*record.warnings, warning)))
 
-    def _fail(self, worker: Worker, status: Status, message: str, signal_name: str | None = None) -> RunRecord:
-        failure = Failure(message=message, signal=signal_name, log_tail=worker.log_tail())
+    def _refuse(self, worker: Worker, message: str) -> RunRecord:
+        return self._fail(worker, Status.INVALID, Failure(message=message, log_tail=worker.log_tail()))
+
+    def _fail(self, worker: Worker, status: Status, failure: Failure) -> RunRecord:
         started_at = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=worker.elapsed_s)
         return self._write(
             RunRecord(
@@ -360,20 +358,6 @@ class _Loop:
         except OSError as error:
             raise SweepError(error_in_words(error)) from error
         return record
-
-
-def _end_in_words(exit_code: int) -> str:
-    """How a process ended that did not do what it was to do."""
-    if exit_code == -signal.SIGKILL:
-        return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
-    return f"died of {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most of the real-time signals have no name
-        return f"signal {number}"
 
 
 def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuid: str | None) -> None:
