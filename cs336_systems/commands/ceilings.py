@@ -7,24 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.commands.device import DeviceFlag, device_word, explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import Switch, checked_name, choices, unset, value_or
-from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing, json_alone
+from cs336_systems.commands.device import device_word, explain_cpu_fallback, resolve_device
+from cs336_systems.commands.flags import checked_name, choices, unset, value_or
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
+from cs336_systems.commands.study import StudyArguments, show_study
 from cs336_systems.config import SIZES, Device
 from cs336_systems.files import encode_json, read_json, write_atomically
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.record import RecordError, read_record
-from cs336_systems.studies.ceilings_files import FILE_NAME, encode_study, keep_earlier, read_study
+from cs336_systems.studies.ceilings_files import FILE_NAME, keep_earlier
 from cs336_systems.studies.ceilings_records import (
     MAX_BYTES,
     ONLY_ON_GPUS,
     PADDED,
     CeilingsGrid,
+    CeilingsStudy,
     ProductPrecision,
     Shape,
 )
+from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import inert_line
 
@@ -44,7 +47,7 @@ _PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trac
 
 
 @dataclass(frozen=True, kw_only=True)
-class CeilingsArguments:
+class CeilingsArguments(StudyArguments):
     """Measure what this machine reaches: matrix products by precision and size, memory, launches, all-reduce.
 
     Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables and plots; other commands take them for the
@@ -83,15 +86,8 @@ class CeilingsArguments:
     """Record of the profiled run; it says what was computed."""
     measured: Annotated[Path | None, unset("FILE", "measure now")] = None
     """ceilings.json of an earlier study: measure nothing, and write its tables and plots again beside it."""
-    device: DeviceFlag = "auto"
-    seed: int = 0
-    """Seed of the matrices."""
     name: Annotated[str | None, unset("NAME", "the device's")] = None
     """Name of the directory."""
-    output: Path = Path("data")
-    """Directory for results."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def grid(self) -> CeilingsGrid:
         """What these flags mean to measure; raise ValueError where they mean nothing."""
@@ -166,42 +162,34 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
 
 def run(arguments: CeilingsArguments) -> int:
-    """Measure in this process, or read what was measured; print, and write."""
+    """Measure, or read what was measured; print, and write."""
     if arguments.measured is None:
         explain_cpu_fallback(arguments.device)
     directory, grid = checked(arguments.directory), checked(arguments.grid)
-    study = None if arguments.measured is None else read_study(existing(arguments.measured, "a study of ceilings"))
-    device_name = identity(grid.device).device_name if study is None else study.device_name
+    earlier = arguments.measured and read_study(existing(arguments.measured, "a study of ceilings"), CeilingsStudy)
+    device_name = earlier.device_name if earlier else identity(grid.device).device_name
     step = None if arguments.profile is None else _profiled_step(arguments.profile, arguments.record, directory)
-    if step is None and arguments.measured is not None:
+    if step is None and earlier is not None:
         step = _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
-    from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
+    from cs336_systems.studies.ceilings_study import run_ceilings_study
 
-    with json_alone(arguments.json) as print_json:
-        with StatusLine() as status:
-            if study is None:
-                status("importing PyTorch")
-                from cs336_systems.studies.ceilings_study import run_ceilings_study
+    def write(study: CeilingsStudy, directory: Path) -> None:
+        if (kept := keep_earlier(directory, study)) is not None:
+            print(inert_line(f"the earlier ceilings are kept in {kept}"), file=sys.stderr)
+        write_ceilings(study, directory, parts)
+        _keep_step(step, directory)
 
-                study = run_ceilings_study(grid, status)
-            if (kept := keep_earlier(directory, study)) is not None:
-                print(inert_line(f"the earlier ceilings are kept in {kept}"), file=sys.stderr)
-            status("drawing and writing")
-            from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
-
-            write_ceilings(study, directory, parts)
-            _keep_step(step, directory)
-        for doubt in doubts(study):
-            print(inert_line(f"warning: {doubt}"), file=sys.stderr)
-        if print_json is not None:
-            print_json(encode_study(study))
-        else:
-            for table in ceilings_tables(study, parts):
-                print_table(table, directory)
-        say(f"results: {directory}")
+    study = show_study(
+        lambda say: earlier or run_ceilings_study(grid, say),
+        write,
+        lambda study: ceilings_tables(study, parts),
+        directory,
+        as_json=arguments.json,
+        warnings=doubts,
+    )
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 
 
@@ -219,7 +207,7 @@ def rebuild(directory: Path, status: "StatusLine") -> None:
     status("reading ceilings")
     from cs336_systems.report.ceilings.summary import write_ceilings
 
-    study, step = read_study(directory / FILE_NAME), _earlier_step(directory)
+    study, step = read_study(directory / FILE_NAME, CeilingsStudy), _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, study.device_name)
     status("drawing and writing")
     write_ceilings(study, directory, parts)

@@ -2,15 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Switch
-from cs336_systems.commands.outcome import OK, checked, json_alone
+from cs336_systems.commands.outcome import OK, checked
+from cs336_systems.commands.study import show_study
 from cs336_systems.config import Device
-from cs336_systems.studies.precision_records import encode_study
+
+if TYPE_CHECKING:
+    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.studies.precision_records import PrecisionStudy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +40,13 @@ def run(arguments: PrecisionArguments) -> int:
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
-    from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import say
+    from cs336_systems.report.precision import precision_tables, write_precision
 
-    with json_alone(arguments.json) as print_json:
-        with StatusLine() as status:
-            status("importing PyTorch")
-            from cs336_systems.report.precision import print_tables, write_precision
-            from cs336_systems.studies.precision import run_precision_study
+    def measure(say: "StatusLine") -> "PrecisionStudy":
+        say("importing PyTorch")
+        from cs336_systems.studies.precision import run_precision_study
 
-            study = run_precision_study(devices, status)
-        if arguments.output is not None:
-            write_precision(study, arguments.output)
-        if print_json is not None:
-            print_json(encode_study(study))
-        else:
-            print_tables(study, arguments.output)
-        if arguments.output is not None:
-            say(f"results: {arguments.output}")
+        return run_precision_study(devices, say)
+
+    show_study(measure, write_precision, precision_tables, arguments.output, as_json=arguments.json)
     return OK

@@ -11,9 +11,12 @@ from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, lo
 from cs336_systems.commands.sweep import Results
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import load_records
-from cs336_systems.studies import attention_records, fusion_records, precision_records
+from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.studies.fusion_records import FusionStudy
+from cs336_systems.studies.precision_records import PrecisionStudy
+from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import inert_line
 
@@ -87,21 +90,21 @@ def _attention(directory: Path, status: "StatusLine") -> None:
     status("drawing and writing")
     from cs336_systems.report.attention import write_attention
 
-    write_attention(attention_records.read_study(directory / ATTENTION), directory)
+    write_attention(read_study(directory / ATTENTION, AttentionStudy), directory)
 
 
 def _fusion(directory: Path, status: "StatusLine") -> None:
     status("drawing and writing")
     from cs336_systems.report.fusion import write_fusion
 
-    write_fusion(fusion_records.read_study(directory / FUSION), directory)
+    write_fusion(read_study(directory / FUSION, FusionStudy), directory)
 
 
 def _precision(directory: Path, status: "StatusLine") -> None:
     status("writing")
     from cs336_systems.report.precision import write_precision
 
-    write_precision(precision_records.read_study(directory / PRECISION), directory)
+    write_precision(read_study(directory / PRECISION, PrecisionStudy), directory)
 
 
 RUNS, ATTENTION, FUSION, PRECISION = "runs", "attention.json", "fusion.json", "precision.json"

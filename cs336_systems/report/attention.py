@@ -7,28 +7,28 @@ from pathlib import Path
 
 from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Phase, Precision
-from cs336_systems.files import write_atomically
+from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.attention_plots import PHASES, attention_pictures, settings
 from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
-from cs336_systems.report.drawing import to_png
-from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.formats import to_csv
+from cs336_systems.report.listing import Listing
 from cs336_systems.report.numbers import significant
+from cs336_systems.report.study import write_study
 from cs336_systems.report.table import Table
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.attention_records import (
     AttentionCell,
     AttentionStudy,
     CellResult,
-    CellStatus,
     Implementation,
-    encode_study,
     matmul_flops,
     naive_saved_bytes,
     rows_bytes,
     weights_bytes,
 )
+from cs336_systems.studies.records import CellStatus
 
 MIB, GIB = 2**20, 2**30
 CSV_COLUMNS = (
@@ -300,17 +300,10 @@ def _tflops_per_s(study: AttentionStudy, result: CellResult, phase: Phase) -> fl
 
 def write_attention_record(study: AttentionStudy, directory: Path) -> None:
     """Write attention.json: the grid, the environment, every raw time. Cheap enough to do after every cell."""
-    write_atomically(directory / "attention.json", encode_study(study))
+    write_atomically(directory / "attention.json", encode_json(study))
 
 
 def write_attention(study: AttentionStudy, directory: Path) -> None:
     """Write attention.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    (directory / "plots").mkdir(parents=True, exist_ok=True)
-    write_attention_record(study, directory)
-    tables = attention_tables(study)
-    texts = {"csv": attention_csv(study)}
-    texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
-    for ending, text in texts.items():
-        write_atomically(directory / f"results.{ending}", text.encode(errors="replace"))
-    for name, figure in attention_pictures(study):
-        write_atomically(directory / "plots" / f"{name}.png", to_png(figure))
+    results = Listing(name="results", tables=tuple(attention_tables(study)), csv=attention_csv(study))
+    write_study("attention.json", study, [results], dict(attention_pictures(study)), directory)

@@ -15,10 +15,10 @@ from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.attention_records import (
     AttentionStudy,
     CellResult,
-    CellStatus,
     Implementation,
     naive_saved_bytes,
 )
+from cs336_systems.studies.records import CellStatus
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 COLOURS = {

@@ -8,20 +8,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cs336_systems.analysis.warnings import PASSES, in_doubt
-from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
-from cs336_systems.files import write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report import drawing
 from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
-from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.formats import to_csv
+from cs336_systems.report.listing import Listing
 from cs336_systems.report.numbers import DOUBT, significant
+from cs336_systems.report.study import write_study
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.studies.fusion_records import FusionRow, FusionStudy, Version, encode_study
+from cs336_systems.studies.fusion_records import PHASES, FusionRow, FusionStudy, Version
+from cs336_systems.studies.records import CellStatus
 
-PHASES = (Phase.FORWARD, Phase.BACKWARD)
 COLOURS = {Version.EAGER: "#333333", Version.COMPILED: "#E69F00", Version.FUSED: "#0072B2"}
 CSV_COLUMNS = (
     "op", "precision", "version", "phase", "device_name", "status", "error", "kernels", "kernel_names",
@@ -38,7 +39,7 @@ def fusion_tables(study: FusionStudy) -> list[Table]:
             _columns(study),
             rows,
             _notes(study, rows),
-            lambda row: row.status is not Status.OK,
+            lambda row: row.status is not CellStatus.OK,
         )
         for precision in dict.fromkeys(row.precision for row in study.rows)
         for phase in PHASES
@@ -60,7 +61,7 @@ def _columns(study: FusionStudy) -> list[Column[FusionRow]]:
     columns: list[Column[FusionRow]] = [
         Column("op", numeric=False, says=lambda row: row.op),
         Column("version", numeric=False, says=lambda row: row.version),
-        Column("kernels", spare=3, says=lambda row: str(len(row.kernels)) if row.status is Status.OK else ""),
+        Column("kernels", spare=3, says=lambda row: str(len(row.kernels)) if row.status is CellStatus.OK else ""),
         Column("must move", "MiB", spare=6, says=lambda row: significant(row.must_move_bytes / 2**20)),
         Column("moved", "MiB", spare=7, says=lambda row: _text(row.moved_bytes, 2**-20)),
         Column("time", "ms", says=lambda row: _time(row)),
@@ -86,7 +87,7 @@ def _text(value: float | None, scale: float) -> str:
 def _time(row: FusionRow) -> str:
     measured = row.measurement
     if measured is None:
-        return STATUS_WORDS[row.status]
+        return STATUS_WORDS[Status(row.status)]
     std_ms = None if measured.stdev_s is None else measured.stdev_s * 1e3
     return time_text(measured.median_s * 1e3, std_ms, row.warnings)
 
@@ -103,7 +104,7 @@ def _speed_up(study: FusionStudy, row: FusionRow) -> str:
 
 
 def _error(row: FusionRow) -> str:
-    if row.status is not Status.OK:
+    if row.status is not CellStatus.OK:
         return ""
     return "not finite" if row.max_error is None else f"{row.max_error:.1e}"
 
@@ -140,7 +141,7 @@ def _notes(study: FusionStudy, rows: list[FusionRow]) -> Iterator[str]:
 def _sentence(study: FusionStudy, versions: dict[Version, FusionRow]) -> Iterator[str]:
     """What fusing one operation saves."""
     eager = versions[Version.EAGER]
-    if eager.status is not Status.OK or eager.moved_bytes is None:
+    if eager.status is not CellStatus.OK or eager.moved_bytes is None:
         return
     others = [
         f"{version} {_kernels(row)}, {gain} times as fast"
@@ -180,7 +181,7 @@ def _csv_row(study: FusionStudy, row: FusionRow) -> list[object]:
     return [
         row.op, row.precision, row.version, row.phase, study.environment.identity.device_name,
         row.status, row.failure.message if row.failure else None,
-        len(row.kernels) if row.status is Status.OK else None, "; ".join(row.kernels),
+        len(row.kernels) if row.status is CellStatus.OK else None, "; ".join(row.kernels),
         row.must_move_bytes / 2**20, None if row.moved_bytes is None else row.moved_bytes / 2**20,
         *(None if time_s is None else time_s * 1e3 for time_s in times_s),
         None if rate is None else rate / 1e9, _share(row, spec) if spec else None, speed_up(study, row),
@@ -213,7 +214,7 @@ def _draw_panel(panel: Axes, rows: list[FusionRow], spec: DeviceSpec | None) -> 
     drawing.categories(panel, [row.version for row in rows])
     for index, row in enumerate(rows):
         if row.measurement is None:
-            drawing.write_upright(panel, index, STATUS_WORDS[row.status])
+            drawing.write_upright(panel, index, STATUS_WORDS[Status(row.status)])
             continue
         time_ms = row.measurement.median_s * 1e3
         bar = panel.bar(index, time_ms, 0.7, color=COLOURS[row.version])
@@ -229,12 +230,7 @@ def _draw_panel(panel: Axes, rows: list[FusionRow], spec: DeviceSpec | None) -> 
 
 def write_fusion(study: FusionStudy, directory: Path) -> None:
     """Write fusion.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    (directory / "plots").mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "fusion.json", encode_study(study))
-    tables = fusion_tables(study)
-    texts = {"csv": fusion_csv(study)}
-    texts |= {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
-    for ending, text in texts.items():
-        write_atomically(directory / f"results.{ending}", text.encode(errors="replace"))
-    for precision in dict.fromkeys(row.precision for row in study.rows):
-        write_atomically(directory / "plots" / f"time_{precision}.png", drawing.to_png(draw_fusion(study, precision)))
+    results = Listing(name="results", tables=tuple(fusion_tables(study)), csv=fusion_csv(study))
+    precisions = dict.fromkeys(row.precision for row in study.rows)
+    pictures = {f"time_{precision}": draw_fusion(study, precision) for precision in precisions}
+    write_study("fusion.json", study, [results], pictures, directory)

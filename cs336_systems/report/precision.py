@@ -6,11 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cs336_systems.config import Precision
-from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.formats import to_csv
+from cs336_systems.report.listing import Listing
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.precision_records import (
     MIXED_PRECISIONS,
     NORM_INPUT,
@@ -18,7 +17,6 @@ from cs336_systems.studies.precision_records import (
     Accumulation,
     ObservedDtype,
     PrecisionStudy,
-    encode_study,
 )
 
 _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
@@ -117,21 +115,19 @@ def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
 
 
-def print_tables(study: PrecisionStudy, directory: Path | None = None) -> None:
-    """Print both tables to the terminal, with what their values say; `directory` holds their files, if it is given."""
-    print_table(accumulation_table(study.accumulation), directory)
-    print_table(dtype_table(study.dtypes), directory)
+def precision_tables(study: PrecisionStudy) -> tuple[Table, Table]:
+    """Sums, and data types."""
+    return accumulation_table(study.accumulation), dtype_table(study.dtypes)
 
 
 def write_precision(study: PrecisionStudy, directory: Path) -> None:
     """Write precision.json, and `accumulation` and `dtypes` in every format, into the directory."""
-    write_atomically(directory / "precision.json", encode_study(study))
-    for name, table, rows in (
-        ("accumulation", accumulation_table(study.accumulation), study.accumulation),
-        ("dtypes", dtype_table(study.dtypes), study.dtypes),
-    ):
+    from cs336_systems.report.study import write_study  # brings matplotlib, which printing does not need
+
+    sums, dtypes = precision_tables(study)
+    listings = []
+    for name, table, rows in (("accumulation", sums, study.accumulation), ("dtypes", dtypes, study.dtypes)):
         values = [asdict(row) for row in rows]
-        texts = {"csv": to_csv(list(values[0]), [list(row.values()) for row in values])}
-        texts |= {ending: write(table) for ending, write in WRITERS.items()}
-        for ending, text in texts.items():
-            write_atomically(directory / f"{name}.{ending}", text.encode())
+        csv = to_csv(list(values[0]), [list(row.values()) for row in values])
+        listings.append(Listing(name=name, tables=(table,), csv=csv))
+    write_study("precision.json", study, listings, {}, directory)

@@ -1,15 +1,11 @@
-"""One cell of the attention grid: forward and backward timed, memory read; and the process that measures cells."""
+"""One cell of the attention grid: forward and backward timed, memory read."""
 
-import gc
-import os
 import re
-import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import cast
 
@@ -20,11 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.config import Device, Phase
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
-from cs336_systems.measure.environment import environment
-from cs336_systems.measure.failure import classify, describe
-from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.transformer import naive_attention
 from cs336_systems.record import Failure, Measurement
@@ -33,21 +26,14 @@ from cs336_systems.studies.attention_records import (
     AttentionGrid,
     CellMemory,
     CellResult,
-    CellStatus,
     Implementation,
 )
-from cs336_systems.sweep.process import STOP_SIGNALS, adopt_orphans, die_with_parent
+from cs336_systems.studies.cell import DTYPES
+from cs336_systems.studies.records import CellStatus
 
 Rows = Float[Tensor, "batch seq d_head"]
 AttentionFunction = Callable[[Rows, Rows, Rows], Rows]
-Measure = Callable[[AttentionGrid, AttentionCell], CellResult]
 
-DTYPES = {
-    Precision.FP32: torch.float32,
-    Precision.TF32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP16: torch.float16,
-}
 _BACKENDS = {
     Implementation.FLASH: SDPBackend.FLASH_ATTENTION,
     Implementation.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
@@ -58,8 +44,12 @@ _NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans
 """How PyTorch and cuDNN say that none of the allowed kernels takes such inputs."""
 
 
-def full_attention(q: Rows, k: Rows, v: Rows) -> Rows:
-    """Written-out attention to all keys, as naive_attention computes it without those of the future."""
+def full_attention(
+    q: Float[Tensor, "*batch queries d_head"],
+    k: Float[Tensor, "*batch keys d_head"],
+    v: Float[Tensor, "*batch keys d_head"],
+) -> Float[Tensor, "*batch queries d_head"]:
+    """Written-out attention to all keys (Vaswani et al. 2017, eq. 1), as naive_attention computes it when causal."""
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     return scores.softmax(dim=-1) @ v
 
@@ -85,6 +75,11 @@ def _sdpa(backend: SDPBackend | None, causal: bool, q: Rows, k: Rows, v: Rows) -
     q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     with choice:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).squeeze(1)
+
+
+def measure_rows(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
+    """What the runner calls: each row with its times and memory."""
+    return [measure_cell(grid, row.cell) for row in rows]
 
 
 def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionFunction | None = None) -> CellResult:
@@ -174,45 +169,3 @@ def _why_unavailable(passes: _Passes) -> str | None:
             reasons = [text for text in said if not text.endswith("because:") and "runtime disabled" not in text]
             return " ".join(dict.fromkeys(reasons)) or str(error).splitlines()[0]
     return None
-
-
-def run_cell(grid: AttentionGrid, cell: AttentionCell, measure: Measure) -> CellResult:
-    """What `measure` returns, or the failure that its exception means."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # what a smaller cell left in the cache is in the way of a larger one
-    try:
-        return measure(grid, cell)
-    except Exception as error:
-        status = classify(error)
-        return CellResult(
-            cell=cell,
-            status=CellStatus(status),
-            failure=describe(error, status, cell.implementation, grid.device),
-        )
-
-
-def serve(connection: Connection, log: str, grid: AttentionGrid, gpu_uuid: str | None, measure: Measure | None) -> None:
-    """Entry of a forked worker: measure the cells that come over the connection, one by one, until it is closed.
-
-    It leads its own session, writes its output into the file `log`, and dies as soon as the study does.
-    """
-    os.setsid()
-    die_with_parent()
-    adopt_orphans()
-    null, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND)
-    for source, target in ((null, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    if gpu_uuid is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_uuid
-    gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
-    gc.disable()  # its collections would fall into the times
-    while True:
-        try:
-            cell = connection.recv()
-        except EOFError:
-            return
-        result = run_cell(grid, cell, measure or measure_cell)
-        connection.send((result, environment(grid.device, gpu)))

@@ -5,16 +5,12 @@ Attention is without heads, as in the course's exercise: queries, keys and value
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from typing import ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
-from cs336_systems.files import encode_json, read_json
-from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError, RunWarning
-
-FORMAT_VERSION = 1
-ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
-"""Bytes of one element of the inputs: they are in the precision itself, there is no autocast."""
+from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, CellStatus, Row, check_grid
 
 
 class Implementation(StrEnum):
@@ -32,24 +28,6 @@ class Implementation(StrEnum):
     def keeps_weights(self) -> bool:
         """Whether backward finds the T x T weights in memory; the fused kernels compute them a second time."""
         return self in (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
-
-
-class CellStatus(StrEnum):
-    """How a cell ended: `unavailable` is no failure, but a kernel that there is not for the type or the device."""
-
-    OK = "ok"
-    UNAVAILABLE = "unavailable"
-    OOM = "oom"
-    TIMEOUT = "timeout"
-    CRASHED = "crashed"
-    KILLED = "killed"
-    CUDA_ERROR = "cuda_error"
-    INVALID = "invalid"
-
-    @property
-    def is_result(self) -> bool:
-        """Whether the cell would be expected to end the same way again."""
-        return self in (CellStatus.OK, CellStatus.UNAVAILABLE, CellStatus.OOM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +64,11 @@ class AttentionGrid:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        axes = ("d_heads", "context_lengths", "implementations", "precisions")
-        if empty := [name for name in axes if not getattr(self, name)]:
-            raise ValueError(f"{empty[0]} needs at least one value")
-        counts = (self.batch_size, self.passes, self.warmup_passes, *self.d_heads, *self.context_lengths)
-        if min(counts) < 1:
-            raise ValueError(
-                "batch_size, passes, warmup_passes, d_heads and context_lengths must be at least 1, "
-                f"got one of {min(counts)}"
-            )
+        check_grid(
+            self,
+            with_values=("d_heads", "context_lengths", "implementations", "precisions"),
+            at_least_one=("batch_size", "passes", "warmup_passes", "d_heads", "context_lengths"),
+        )
         longest = max(self.context_lengths)
         if self.batch_size * longest * max(longest, *self.d_heads) > MAX_ELEMENTS:
             raise ValueError(
@@ -140,7 +114,7 @@ class CellMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellResult:
+class CellResult(Row):
     """What came of one cell: raw times, or how it failed."""
 
     cell: AttentionCell
@@ -169,7 +143,9 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStudy:
-    """Everything kept of a grid; tables and pictures are made from it alone."""
+    """Everything kept of a grid."""
+
+    WHAT: ClassVar[str] = "a study of attention"
 
     grid: AttentionGrid
     results: tuple[CellResult, ...] = ()
@@ -224,13 +200,3 @@ def naive_saved_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
     The weights, which softmax and the product with the values share; the scaled queries; and the output.
     """
     return weights_bytes(grid, cell) + 2 * rows_bytes(grid, cell)
-
-
-def encode_study(study: AttentionStudy) -> bytes:
-    """The study as indented JSON."""
-    return encode_json(study)
-
-
-def read_study(path: Path) -> AttentionStudy:
-    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, AttentionStudy, "a study of attention", version=FORMAT_VERSION, error=RecordError)

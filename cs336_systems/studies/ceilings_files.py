@@ -1,4 +1,4 @@
-"""Studies of ceilings as files: written, read and checked, and found by the name of a device."""
+"""Studies of ceilings as files: the earlier one is kept, and all are found by the name of their device."""
 
 import datetime
 from dataclasses import dataclass
@@ -6,21 +6,11 @@ from pathlib import Path
 
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import CEILINGS, encode_json, read_json, write_atomically
-from cs336_systems.record import RecordError
-from cs336_systems.studies.ceilings_records import FORMAT_VERSION, CeilingsStudy, ProductPrecision
+from cs336_systems.files import encode_json, write_atomically
+from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
+from cs336_systems.studies.records import read_study
 
 FILE_NAME = "ceilings.json"
-
-
-def encode_study(study: CeilingsStudy) -> bytes:
-    """The study as indented JSON."""
-    return encode_json(study)
-
-
-def read_study(path: Path) -> CeilingsStudy:
-    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, CeilingsStudy, CEILINGS, version=FORMAT_VERSION, error=RecordError)
 
 
 def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
@@ -29,7 +19,7 @@ def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
     A copy, so that there is one at every moment: whatever reads ceilings meanwhile finds the earlier ones.
     """
     present = directory / FILE_NAME
-    if not present.is_file() or (data := present.read_bytes()) == encode_study(study):
+    if not present.is_file() or (data := present.read_bytes()) == encode_json(study):
         return None
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     kept = present.with_name(f"{present.stem}-before-{stamp}{present.suffix}")
@@ -55,7 +45,7 @@ NO_CEILINGS = Ceilings()
 
 def load_ceilings(directory: Path) -> Ceilings:
     """The studies in the folders of `directory`; none where it is not there. RecordError for a damaged one."""
-    return Ceilings(tuple(map(read_study, ceilings_files(directory))))
+    return Ceilings(tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory)))
 
 
 def ceilings_files(directory: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import math
 import signal
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from cs336_systems.config import Device
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
 from cs336_systems.record import Failure
-from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, Loops, ReduceCell, Timing
-from cs336_systems.studies.ceilings_timing import PROBES, device_timer, host_timer
+from cs336_systems.studies.records import CellStatus
+from cs336_systems.studies.timing import PROBES, device_timer, host_timer
 from cs336_systems.sweep.process import die_with_forker
 
 PATIENCE = timedelta(seconds=120)
@@ -25,35 +26,22 @@ PATIENCE = timedelta(seconds=120)
 _RESULT, _MEETING = "reductions.json", "rendezvous"
 
 
-def measure_reductions(grid: CeilingsGrid) -> tuple[ReduceCell, ...]:
-    """Time all-reduces of the grid's sizes among grid.world_size processes; nothing for one process.
+def measure_reductions(grid: CeilingsGrid, rows: Sequence[ReduceCell]) -> list[ReduceCell]:
+    """Time all-reduces of the sizes of the rows among grid.world_size processes.
 
-    A process that fails takes the others with it, and every size says so.
+    A process that fails takes the others with it, and every row says so.
     """
-    if grid.world_size == 1:
-        return ()
     with tempfile.TemporaryDirectory(prefix="cs336-") as scratch:
         try:
-            spawn(_serve, args=(grid, scratch), nprocs=grid.world_size)
+            spawn(_serve, args=(grid, [row.num_bytes for row in rows], scratch), nprocs=grid.world_size)
         except ProcessException as error:
-            return _failed(grid, error)
-        return msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=tuple[ReduceCell, ...])
+            failure = Failure(message=str(error).strip().splitlines()[-1], traceback=str(error))
+            return [row.failed(CellStatus(classify(error)), failure) for row in rows]
+        found = msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=list[Loops])
+    return [row.timed(Timing(status=CellStatus.OK, loops=loops)) for row, loops in zip(rows, found, strict=True)]
 
 
-def _failed(grid: CeilingsGrid, error: ProcessException) -> tuple[ReduceCell, ...]:
-    lines = str(error).strip().splitlines()
-    failure = Failure(message=lines[-1], traceback=str(error))
-    timing = Timing(status=CellStatus(classify(error)), failure=failure)
-    return tuple(
-        ReduceCell(num_bytes=num_bytes, world_size=grid.world_size, timing=timing) for num_bytes in _sizes(grid)
-    )
-
-
-def _sizes(grid: CeilingsGrid) -> list[int]:
-    return sorted({num_bytes // FP32_BYTES * FP32_BYTES for num_bytes in grid.stream_bytes})
-
-
-def _serve(rank: int, grid: CeilingsGrid, scratch: str) -> None:
+def _serve(rank: int, grid: CeilingsGrid, sizes: Sequence[int], scratch: str) -> None:
     """Entry of one process."""
     die_with_forker(signal.SIGKILL)
     on_gpu = grid.device is Device.CUDA
@@ -66,13 +54,13 @@ def _serve(rank: int, grid: CeilingsGrid, scratch: str) -> None:
         world_size=grid.world_size,
         timeout=PATIENCE,
     )
-    cells = tuple(_reduce(grid, num_bytes) for num_bytes in _sizes(grid))
+    loops = [_reduce(grid, num_bytes) for num_bytes in sizes]
     if rank == 0:
-        write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(cells))
+        write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
     dist.destroy_process_group()
 
 
-def _reduce(grid: CeilingsGrid, num_bytes: int) -> ReduceCell:
+def _reduce(grid: CeilingsGrid, num_bytes: int) -> Loops:
     tensor = torch.rand(num_bytes // FP32_BYTES, device=grid.device.value)
     timer = device_timer if grid.device is Device.CUDA else host_timer
 
@@ -88,6 +76,4 @@ def _reduce(grid: CeilingsGrid, num_bytes: int) -> ReduceCell:
     for _ in range(grid.loops):
         dist.barrier(device_ids=own_gpu)
         times_s.append(timer(run, count))
-    loops = Loops(count=count, times_s=tuple(times_s))
-    timing = Timing(status=CellStatus.OK, loops=loops)
-    return ReduceCell(num_bytes=num_bytes, world_size=grid.world_size, timing=timing)
+    return Loops(count=count, times_s=tuple(times_s))

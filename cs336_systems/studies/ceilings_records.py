@@ -4,19 +4,19 @@ Matrix products, memory, launches, all-reduce. The best product and the largest 
 later shares are shares of.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean, median, stdev
-from typing import Annotated
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 
 from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import Device
+from cs336_systems.files import CEILINGS
 from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning
-from cs336_systems.studies.attention_records import CellStatus
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, CellStatus, Row, check_grid
 
-FORMAT_VERSION = 1
 MAX_SIDE = 2**20
 MAX_BYTES = 2**42
 MAX_LOOPS = 1000
@@ -39,11 +39,8 @@ class ProductPrecision(StrEnum):
     FP8 = "fp8"
 
 
-FACTOR_BYTES = {
-    ProductPrecision.FP32: 4, ProductPrecision.TF32: 4, ProductPrecision.BF16: 2, ProductPrecision.FP16: 2,
-    ProductPrecision.FP8: 1,
-}  # fmt: skip
-RESULT_BYTES = FACTOR_BYTES | {ProductPrecision.FP8: 2}
+FACTOR_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 1}
+RESULT_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 2}
 """The result of an fp8 product is in bf16."""
 
 
@@ -127,8 +124,7 @@ class CeilingsGrid:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if empty := [name for name in ("shapes", "precisions", "stream_bytes") if not getattr(self, name)]:
-            raise ValueError(f"{empty[0]} needs at least one value")
+        check_grid(self, with_values=("shapes", "precisions", "stream_bytes"), at_least_one=("world_size",))
         if not STREAM_BYTES[Stream.ADAMW] <= min(self.stream_bytes) <= max(self.stream_bytes) <= MAX_BYTES:
             raise ValueError(
                 f"stream_bytes must be from {STREAM_BYTES[Stream.ADAMW]} to {MAX_BYTES}, got {self.stream_bytes}"
@@ -137,8 +133,6 @@ class CeilingsGrid:
             raise ValueError(f"loops must be from 1 to {MAX_LOOPS}, got {self.loops}")
         if not 0 < self.loop_s <= 60:
             raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +195,22 @@ class Timing:
         return None if self.loops is None else amount / self.loops.median_s
 
 
+class TimedRow(Row):
+    """What the rows below have in common: a field `timing`."""
+
+    __slots__ = ()
+
+    def failed(self, status: CellStatus, failure: Failure) -> Self:
+        """The row with the failure in place of a measurement."""
+        return self.timed(Timing(status=status, failure=failure))
+
+    def timed(self, timing: Timing) -> Self:
+        """The row with this timing."""
+        return replace(self, timing=timing)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductCell:
+class ProductCell(TimedRow):
     """One matrix product."""
 
     precision: ProductPrecision
@@ -215,7 +223,7 @@ class ProductCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamCell:
+class StreamCell(TimedRow):
     """One pass over memory."""
 
     stream: Stream
@@ -229,7 +237,7 @@ class StreamCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchCell:
+class LaunchCell(TimedRow):
     """One kernel that does next to nothing, among many in a row, by the host's clock; on a CPU, one operation."""
 
     launch: Launch
@@ -237,7 +245,7 @@ class LaunchCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceCell:
+class ReduceCell(TimedRow):
     """One all-reduce of a tensor in fp32, as the first of the processes timed it."""
 
     num_bytes: Count
@@ -257,8 +265,24 @@ class ReduceCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRow(Row):
+    """Size of the last cache of a GPU before its memory, as its worker sees it; None if it could not."""
+
+    num_bytes: int | None = None
+
+    def failed(self, _status: CellStatus, _failure: Failure) -> Self:
+        """The row itself: what it would have said is not known."""
+        return self
+
+
+CeilingsRow = ProductCell | StreamCell | LaunchCell | ReduceCell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CeilingsStudy:
-    """Everything kept of a study; tables and pictures are made from it alone."""
+    """Everything kept of a study of ceilings."""
+
+    WHAT: ClassVar[str] = CEILINGS
 
     grid: CeilingsGrid
     products: tuple[ProductCell, ...] = ()
@@ -277,9 +301,7 @@ class CeilingsStudy:
     @property
     def timings(self) -> tuple[Timing, ...]:
         """Of all cells."""
-        cells: tuple[ProductCell | StreamCell | LaunchCell | ReduceCell, ...] = (
-            *self.products, *self.streams, *self.launches, *self.reductions,
-        )  # fmt: skip
+        cells: tuple[CeilingsRow, ...] = (*self.products, *self.streams, *self.launches, *self.reductions)
         return tuple(cell.timing for cell in cells)
 
     def products_of(self, precision: ProductPrecision) -> list[ProductCell]:

@@ -1,4 +1,4 @@
-"""The operations of the fusion study: each written out, and as PyTorch's own, with the bytes that it must move.
+"""The operations of the fusion study: each written out, and as PyTorch's own.
 
 `Watcher` sees operations as they are launched, which tells what the written-out forms move without a formula.
 """
@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.config import Phase
-from cs336_systems.studies.fusion_records import FusionGrid, Op
+from cs336_systems.studies.attention_cell import full_attention
+from cs336_systems.studies.fusion_records import Op
 
 EPS = 1e-5
 _NO_NEW_VALUES = ("aten.empty", "aten.new_empty", "aten._unsafe_view")
@@ -42,73 +42,22 @@ def rms_norm(x: Float[Tensor, "*rows width"], weight: Float[Tensor, " width"]) -
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS) * weight
 
 
-def attention(
-    q: Float[Tensor, "batch heads queries d_head"],
-    k: Float[Tensor, "batch heads keys d_head"],
-    v: Float[Tensor, "batch heads keys d_head"],
-) -> Float[Tensor, "batch heads queries d_head"]:
-    """Attention to all keys: scores, softmax, values (Vaswani et al. 2017, eq. 1)."""
-    scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    return scores.softmax(dim=-1) @ v
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSpec:
-    """One operation: written out, fused, and the shapes of what goes in. All but weights have a batch axis first."""
+    """One operation, written out and fused."""
 
     written_out: OpFunction
     fused: OpFunction
-    input_shapes: Callable[[FusionGrid], list[tuple[int, ...]]]
-    """The first is also the shape of what comes out."""
-    matmul_flops: Callable[[FusionGrid], int] = lambda _grid: 0
-    """Of forward; backward has twice as many."""
-
-
-def _rows(grid: FusionGrid) -> tuple[int, int, int]:
-    return (grid.batch_size, grid.context_length, grid.width)
-
-
-def _heads(grid: FusionGrid) -> tuple[int, int, int, int]:
-    return (grid.batch_size, grid.num_heads, grid.context_length, grid.d_head)
 
 
 OPS: Mapping[Op, OpSpec] = MappingProxyType(
     {
-        Op.GELU: OpSpec(
-            written_out=gelu,
-            fused=lambda x: F.gelu(x, approximate="tanh"),
-            input_shapes=lambda grid: [_rows(grid)],
-        ),
-        Op.SOFTMAX: OpSpec(
-            written_out=softmax,
-            fused=lambda x: F.softmax(x, dim=-1),
-            input_shapes=lambda grid: [_rows(grid)],
-        ),
-        Op.RMS_NORM: OpSpec(
-            written_out=rms_norm,
-            fused=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
-            input_shapes=lambda grid: [_rows(grid), (grid.width,)],
-        ),
-        Op.ATTENTION: OpSpec(
-            written_out=attention,
-            fused=F.scaled_dot_product_attention,
-            input_shapes=lambda grid: [_heads(grid)] * 3,
-            matmul_flops=lambda grid: 4 * math.prod(_heads(grid)) * grid.context_length,
-        ),
+        Op.GELU: OpSpec(written_out=gelu, fused=lambda x: F.gelu(x, approximate="tanh")),
+        Op.SOFTMAX: OpSpec(written_out=softmax, fused=lambda x: F.softmax(x, dim=-1)),
+        Op.RMS_NORM: OpSpec(written_out=rms_norm, fused=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
+        Op.ATTENTION: OpSpec(written_out=full_attention, fused=F.scaled_dot_product_attention),
     }
 )
-
-
-def must_move_bytes(spec: OpSpec, grid: FusionGrid, phase: Phase, element_bytes: int) -> int:
-    """Bytes of forward (inputs in, output out) or backward (inputs and upstream gradient in, gradients out)."""
-    shapes = spec.input_shapes(grid)
-    inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
-    return element_bytes * (inputs + output if phase is Phase.FORWARD else 2 * inputs + output)
-
-
-def matmul_flops(spec: OpSpec, grid: FusionGrid, phase: Phase) -> int:
-    """FLOPs of the products of forward, or of backward: one product for the gradient of each factor."""
-    return spec.matmul_flops(grid) * (1 if phase is Phase.FORWARD else 2)
 
 
 @dataclass(slots=True)

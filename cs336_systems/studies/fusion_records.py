@@ -1,15 +1,16 @@
 """What fusing does to single operations: what to run, and what came of it."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from typing import ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
-from cs336_systems.files import encode_json, read_json
-from cs336_systems.record import Count, Environment, Failure, Measurement, RecordError, RunWarning, Status
+from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, CellStatus, Row, check_grid
 
-FORMAT_VERSION = 1
+PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
 
 class Op(StrEnum):
@@ -22,7 +23,7 @@ class Op(StrEnum):
 
 
 class Version(StrEnum):
-    """Who fuses: nobody, torch.compile, or whoever wrote PyTorch's own operation."""
+    """What is run: small operations one by one, these compiled by torch.compile, or PyTorch's own fused operation."""
 
     EAGER = "eager"
     COMPILED = "compiled"
@@ -48,25 +49,22 @@ class FusionGrid:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if empty := [name for name in ("ops", "precisions") if not getattr(self, name)]:
-            raise ValueError(f"{empty[0]} needs at least one value")
-        names = ("batch_size", "context_length", "width", "num_heads", "d_head", "passes", "warmup_passes")
-        if low := [name for name in names if getattr(self, name) < 1]:
-            raise ValueError(f"{low[0]} must be at least 1, got {getattr(self, low[0])}")
+        sizes = ("batch_size", "context_length", "width", "num_heads", "d_head", "passes", "warmup_passes")
+        check_grid(self, with_values=("ops", "precisions"), at_least_one=sizes)
         rows = self.batch_size * self.context_length
         if rows * max(self.width, self.num_heads * max(self.d_head, self.context_length)) > MAX_ELEMENTS:
             raise ValueError(f"the tensors would have more than {MAX_ELEMENTS:.0e} elements; use smaller sizes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusionRow:
+class FusionRow(Row):
     """Forward or backward of one version of one operation."""
 
     op: Op
     precision: Precision
     version: Version
     phase: Phase
-    status: Status
+    status: CellStatus
     failure: Failure | None = None
     measurement: Measurement | None = None
     """Raw times; None unless status is ok."""
@@ -75,7 +73,7 @@ class FusionRow:
     must_move_bytes: Count
     """Inputs and upstream gradient read once, outputs and gradients written once: no version can do with less."""
     moved_bytes: Count | None = None
-    """Operands read and results written by all operations of the pass, one by one; None for what a compiler wrote."""
+    """Operands read and results written by all operations of the pass, one by one; None for compiled code."""
     matmul_flops: Count = 0
     """Of the matrix products, a multiply-add counting as 2."""
     max_error: float | None = None
@@ -96,7 +94,9 @@ class FusionRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionStudy:
-    """Everything kept of a study; tables and pictures are made from it alone."""
+    """Everything kept of a study of fusion."""
+
+    WHAT: ClassVar[str] = "a study of fusion"
 
     grid: FusionGrid
     rows: tuple[FusionRow, ...]
@@ -104,7 +104,7 @@ class FusionStudy:
     format_version: int = FORMAT_VERSION
 
     def eager(self, row: FusionRow) -> FusionRow:
-        """The row of the same operation, precision and phase that nobody fused."""
+        """The row of the same operation, precision and phase, written out."""
         return next(
             other
             for other in self.rows
@@ -113,11 +113,45 @@ class FusionStudy:
         )
 
 
-def encode_study(study: FusionStudy) -> bytes:
-    """The study as indented JSON."""
-    return encode_json(study)
+def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Version) -> tuple[FusionRow, ...]:
+    """The rows of forward and backward of one version of an operation, with nothing measured."""
+    return tuple(
+        FusionRow(
+            op=op,
+            precision=precision,
+            version=version,
+            phase=phase,
+            status=CellStatus.OK,
+            must_move_bytes=ELEMENT_BYTES[precision] * must_move_elements(grid, op, phase),
+            matmul_flops=matmul_flops(grid, op, phase),
+        )
+        for phase in PHASES
+    )
 
 
-def read_study(path: Path) -> FusionStudy:
-    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, FusionStudy, "a study of fusion", version=FORMAT_VERSION, error=RecordError)
+def input_shapes(grid: FusionGrid, op: Op) -> list[tuple[int, ...]]:
+    """Shapes of the inputs of an operation; the first is also the output's. All but weights begin with a batch."""
+    rows = (grid.batch_size, grid.context_length, grid.width)
+    heads = (grid.batch_size, grid.num_heads, grid.context_length, grid.d_head)
+    inputs: dict[Op, list[tuple[int, ...]]] = {
+        Op.GELU: [rows],
+        Op.SOFTMAX: [rows],
+        Op.RMS_NORM: [rows, (grid.width,)],
+        Op.ATTENTION: [heads, heads, heads],
+    }
+    return inputs[op]
+
+
+def must_move_elements(grid: FusionGrid, op: Op, phase: Phase) -> int:
+    """Elements of forward (inputs in, output out) or backward (inputs and upstream gradient in, gradients out)."""
+    shapes = input_shapes(grid, op)
+    inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
+    return inputs + output if phase is Phase.FORWARD else 2 * inputs + output
+
+
+def matmul_flops(grid: FusionGrid, op: Op, phase: Phase) -> int:
+    """FLOPs of the matrix products of forward, or of backward, which has one for the gradient of each factor."""
+    if op is not Op.ATTENTION:
+        return 0
+    forward = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head
+    return forward if phase is Phase.FORWARD else 2 * forward

@@ -1,13 +1,10 @@
 """What the precision study observes: sums in low precision, and data types under autocast."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
 from cs336_systems.config import Device, Precision
-from cs336_systems.files import encode_json, read_json
-from cs336_systems.record import RecordError
-
-FORMAT_VERSION = 1
+from cs336_systems.studies.records import FORMAT_VERSION
 
 MIXED_PRECISIONS = (Precision.FP16, Precision.BF16)
 NORM_INPUT, NORM_OUTPUT = "layer norm's input", "layer norm's output (ln)"
@@ -62,7 +59,9 @@ class ObservedDtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionStudy:
-    """Everything kept of a study; its tables are made from it alone."""
+    """Everything kept of a study of precision."""
+
+    WHAT: ClassVar[str] = "a study of precision"
 
     torch: str
     """Version."""
@@ -71,13 +70,3 @@ class PrecisionStudy:
     accumulation: tuple[Accumulation, ...]
     dtypes: tuple[ObservedDtype, ...]
     format_version: int = FORMAT_VERSION
-
-
-def encode_study(study: PrecisionStudy) -> bytes:
-    """The study as indented JSON, with every observed value unrounded."""
-    return encode_json(study)
-
-
-def read_study(path: Path) -> PrecisionStudy:
-    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, PrecisionStudy, "a study of precision", version=FORMAT_VERSION, error=RecordError)

@@ -229,9 +229,9 @@ class _Loop:
                     self._look_for_others()
                     self.listener.tick()
         finally:
-            for worker in self.interrupts.workers:
-                worker.kill()
-                worker.reap()
+            for left in self.interrupts.workers:
+                left.kill()
+                left.reap()
             kill_orphans()
         return self.measured
 

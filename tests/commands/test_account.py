@@ -15,9 +15,9 @@ from cs336_systems.costs.accounting import component_flops, count_parameters
 from cs336_systems.costs.forecast.tape import Category
 from cs336_systems.costs.hardware import DEVICES, find_device
 from cs336_systems.costs.memory import predict_memory
+from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.studies.ceilings_files import encode_study
 from tests.report.ceilings import make_ceilings, product_at, square
 
 GIB = 2**30
@@ -137,12 +137,12 @@ def test_measured_ceilings_give_the_share_of_them(tmp_path: Path, capsys: pytest
     flags = ["--size", "small", "--mixed-precision", "--device-name", "H200", "--step-ms", "10"]
     (tmp_path / "h200").mkdir()
     path = tmp_path / "h200" / "ceilings.json"
-    path.write_bytes(encode_study(make_ceilings([product_at(square(512), 640)])))
+    path.write_bytes(encode_json(make_ceilings([product_at(square(512), 640)])))
     assert account(*flags, "--ceilings", tmp_path) == 0
     said = capsys.readouterr().out
     found = re.search(r"^share of the measured ceiling +(\S+) ", said, re.MULTILINE)[1]
     assert float(found) == pytest.approx(100 * 160.2 / 640, rel=1e-3)
-    path.write_bytes(encode_study(make_ceilings([product_at(square(512), 250)], device_name="NVIDIA A100-PCIE-40GB")))
+    path.write_bytes(encode_json(make_ceilings([product_at(square(512), 250)], device_name="NVIDIA A100-PCIE-40GB")))
     assert account(*flags[:3], "--device-name", "A100-SXM4-40GB", "--step-ms", "10", "--ceilings", tmp_path) == 0
     assert "share of the measured ceiling" in capsys.readouterr().out, "one entry of the table, two names"
     path.write_bytes(b"{")

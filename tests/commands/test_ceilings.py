@@ -13,12 +13,14 @@ from cs336_systems.commands.ceilings import CeilingsArguments, layer_shapes, run
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, OK, UsageError
 from cs336_systems.config import SIZES, Device, ModelConfig, RunConfig
+from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status, write_record
 from cs336_systems.studies import ceilings_study
-from cs336_systems.studies.ceilings_files import encode_study, load_ceilings, read_study
-from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision, Shape, Stream
-from tests.report.ceilings import make_ceilings, make_whole, product_at, square, stream_at
+from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Shape, Stream
+from cs336_systems.studies.records import CellStatus, read_study
+from tests.report.ceilings import lost, make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -46,7 +48,7 @@ def profile(tmp_path: Path) -> Path:
 
 def write_study(directory: Path, study: CeilingsStudy) -> Path:
     directory.mkdir()
-    (directory / "ceilings.json").write_bytes(encode_study(study))
+    (directory / "ceilings.json").write_bytes(encode_json(study))
     return directory / "ceilings.json"
 
 
@@ -56,7 +58,7 @@ def test_a_cpu_is_measured_and_its_ceilings_are_found(tmp_path: Path, capsys: py
     for words in ("Ceilings of", "Matrix products, fp32", "Passes over memory", "Launches", "32 x 32 x 32"):
         assert words in printed
     directory = tmp_path / "ceilings" / "cpu"
-    study = read_study(directory / "ceilings.json")
+    study = read_study(directory / "ceilings.json", CeilingsStudy)
     assert [cell.shape.rows for cell in study.products] == [16, 32]
     assert {cell.stream for cell in study.streams} == set(Stream)
     ceiling = load_ceilings(directory.parent).flops_per_s(study.device_name, ProductPrecision.FP32)
@@ -70,19 +72,20 @@ def test_ceilings_of_an_earlier_study_are_kept_beside(tmp_path: Path, capsys: py
     directory = tmp_path / "ceilings" / "mine"
     assert run(parsed(*words)) == OK
     assert "kept" not in capsys.readouterr().err
-    first = read_study(directory / "ceilings.json")
+    first = read_study(directory / "ceilings.json", CeilingsStudy)
     assert run(parsed(*words, "--sizes", 8)) == OK
     (kept,) = directory.glob("ceilings-before-*.json")
     assert f"the earlier ceilings are kept in {kept}\n" in capsys.readouterr().err
     assert re.fullmatch(r"ceilings-before-\d{8}T\d{6}\.\d{6}Z\.json", kept.name), "as sweeps name what they keep"
-    second = read_study(directory / "ceilings.json")
-    assert read_study(kept) == first != second
+    second = read_study(directory / "ceilings.json", CeilingsStudy)
+    assert read_study(kept, CeilingsStudy) == first != second
     assert load_ceilings(directory.parent).studies == (second,)
     assert run(parsed("--device", "cpu", "--measured", directory / "ceilings.json")) == OK
     assert list(directory.glob("ceilings-before-*.json")) == [kept], "written again, it is the same study"
     assert run(parsed("--device", "cpu", "--measured", kept)) == OK
-    assert read_study(directory / "ceilings.json") == first, "taken back"
-    assert [read_study(path) for path in sorted(directory.glob("ceilings-before-*.json"))] == [first, second]
+    assert read_study(directory / "ceilings.json", CeilingsStudy) == first, "taken back"
+    all_kept = sorted(directory.glob("ceilings-before-*.json"))
+    assert [read_study(path, CeilingsStudy) for path in all_kept] == [first, second]
 
 
 def test_what_is_there_is_kept_even_if_it_is_no_study(tmp_path: Path) -> None:
@@ -115,18 +118,16 @@ def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str
 def test_json_is_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(parsed(*TINY.split(), "--output", tmp_path, "--name", "mine", "--json")) == OK
     printed = msgspec.json.decode(capsys.readouterr().out, type=CeilingsStudy)
-    assert printed == read_study(tmp_path / "ceilings" / "mine" / "ceilings.json")
+    assert printed == read_study(tmp_path / "ceilings" / "mine" / "ceilings.json", CeilingsStudy)
 
 
 def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("it broke")
-
-    monkeypatch.setattr(ceilings_study, "make_product", broken)
-    assert run(parsed(*TINY.split(), "--output", tmp_path)) == FAILED
-    study = read_study(tmp_path / "ceilings" / "cpu" / "ceilings.json")
-    assert {cell.timing.failure.message for cell in study.products} == {"RuntimeError: it broke"}
-    assert study.bandwidth() > 0
+    for status, expected in ((CellStatus.OOM, OK), (CellStatus.CRASHED, FAILED)):
+        cell = ProductCell(precision=ProductPrecision.FP32, shape=square(16), timing=lost(status, "it broke"))
+        study = make_ceilings([cell], [stream_at(2)])
+        monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda *_, study=study: study)
+        assert run(parsed(*TINY.split(), "--output", tmp_path)) == expected
+        assert read_study(tmp_path / "ceilings" / "cpu" / "ceilings.json", CeilingsStudy) == study
 
 
 def test_a_profile_stands_on_the_roofline_of_an_earlier_study(
@@ -135,7 +136,7 @@ def test_a_profile_stands_on_the_roofline_of_an_earlier_study(
     measured = write_study(tmp_path / "h200", make_whole())
     assert run(parsed("--measured", measured, "--profile", profile)) == OK
     assert "Parts of a step on the roofline: custom ctx 8 train fp32" in capsys.readouterr().out
-    assert read_study(measured) == make_whole()
+    assert read_study(measured, CeilingsStudy) == make_whole()
     assert "linear layers, products alone" in (tmp_path / "h200" / "roofline.md").read_text()
     elsewhere = tmp_path / "elsewhere.json"
     profile.rename(elsewhere)

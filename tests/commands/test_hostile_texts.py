@@ -23,13 +23,13 @@ from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.notes import notes_path, read_notes, write_notes
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import Device, Profiler, RunConfig
+from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
 from cs336_systems.report.attention import write_attention
 from cs336_systems.report.ceilings.summary import write_ceilings
 from cs336_systems.report.fusion import write_fusion
 from cs336_systems.report.progress import TerminalListener
 from cs336_systems.report.terminal import print_run
-from cs336_systems.studies.ceilings_files import encode_study
 from cs336_systems.studies.fusion_records import Op
 from cs336_systems.sweep.locks import LockedError, exclusive
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
@@ -160,7 +160,7 @@ def bad_records(tmp_path):
 def test_report(sweep_directory, tmp_path, is_inert):
     folder = sweep_directory.parents[1] / "ceilings" / "a"
     folder.mkdir(parents=True)
-    (folder / "ceilings.json").write_bytes(encode_study(poisoned(ceilings.make_whole())))
+    (folder / "ceilings.json").write_bytes(encode_json(poisoned(ceilings.make_whole())))
     cli.main(["report", str(sweep_directory), "--output", str(tmp_path / "out")])
     assert len(list((tmp_path / "out").rglob("*.png"))) > 3
     is_inert(tmp_path / "out")

@@ -16,8 +16,8 @@ from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Device, Profiler
 from cs336_systems.costs.accounting import component_flops, mfu
 from cs336_systems.costs.memory import largest_batch, predict_memory
+from cs336_systems.files import encode_json
 from cs336_systems.record import write_record
-from cs336_systems.studies.ceilings_files import encode_study
 from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from cs336_systems.sweep.store import kernel_profile_path
@@ -180,7 +180,7 @@ def test_profiles_and_studies_are_what_their_files_hold(results: Callable[..., d
     write_memory_profile(make_memory(), here / "memory.json")
     assert results("memory", "memory.json") == json.loads((here / "memory.json").read_text())
     (here / "x").mkdir()
-    (here / "x" / "ceilings.json").write_bytes(encode_study(make_whole()))
+    (here / "x" / "ceilings.json").write_bytes(encode_json(make_whole()))
     assert results("ceilings", "--measured", "x/ceilings.json", "--device", Device.CPU) == json.loads(
         (here / "x" / "ceilings.json").read_text()
     )

@@ -1,7 +1,6 @@
 """Every command that may take longer than two seconds says on standard error what it does."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,15 @@ import cs336_systems.sweep.run
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
-from cs336_systems.record import write_record
+from cs336_systems.record import Failure, write_record
 from cs336_systems.report import status_line
+from cs336_systems.studies.records import CellStatus
 from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from tests.report.kernels.profiles import make_profile
 from tests.report.ladders import make_ladder, make_records
-from tests.report.making import make_config, make_record
+from tests.report.making import make_config, make_environment, make_record
 from tests.report.memory.profiles import make_memory
-from tests.report.studies import make_fusion, make_result, make_row, make_study
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -35,11 +34,11 @@ COMMANDS = {
     "sweep": (f"{TINY} --context-lengths 4 8 --warmup-steps 2", "PyTorch", "1 of 2: ", "2 of 2: ", "writing"),
     "compare": (f"'{TINY} --context-length 4' '{TINY} --context-length 8' --repeats 3", "PyTorch", "6 of 6: "),
     "precision": ("--device cpu", "PyTorch", "adding up", "autocast"),
-    "fusion": ("--device cpu", "PyTorch", "1 of 1: fake", "writing"),
-    "attention": ("--device cpu", "PyTorch, then naive", "12 of 12: ", "writing"),
+    "fusion": ("--device cpu", "PyTorch", "1 of 12: gelu eager fp32", "12 of 12: ", "writing"),
+    "attention": ("--device cpu", "PyTorch", "1 of 12: naive", "12 of 12: ", "writing"),
     "ceilings": (
         "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001",
-        *("PyTorch", "1 of 7: fp32 product 16 x 16 x 16", "3 of 7: ", "6 of 7: launches", "writing"),
+        *("PyTorch", "1 of 6: fp32 product 16 x 16 x 16", "3 of 6: ", "6 of 6: launches", "writing"),
     ),
     "ladder": ("--report ladder", "reading", "writing"),
     "report": ("sweep", "reading", "writing"),
@@ -75,18 +74,15 @@ def fake_sweep(configs, directory, listener, **_):
     return Outcome(records=records, measured=records, wall_s=1.0, slots=1, interrupted=False)
 
 
-def fake_fusion(grid, say):
-    say("fake", 0, 1)
-    return make_fusion(make_row())
-
-
-def fake_attention(grid, on_progress):
-    study = replace(make_study(), grid=grid)
-    for group in grid.groups:
-        for cell in group:
-            study = replace(study, results=(*study.results, make_result(cell)))
-            on_progress(study)
-    return study
+def fake_cells(grid, groups, measure, say, on_rows=do_not, **_):
+    """The runner, but for the measuring."""
+    cells = [cell for group in groups for cell in group]
+    say("importing PyTorch", 0, 0)
+    for done, cell in enumerate(cells):
+        say(cell.label, done, len(cells))
+    rows = tuple(row for cell in cells for row in cell.failed(CellStatus.OOM, Failure(message="fake")))
+    on_rows(rows, None)
+    return rows, make_environment("a CPU")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -97,8 +93,8 @@ def test_what_takes_longer_says_what_it_does(
     monkeypatch.setattr(status_line, "LARGE_BYTES", 0)
     for module, function, fake in (
         (cs336_systems.sweep.run, "run_sweep", fake_sweep),
-        (cs336_systems.studies.fusion_study, "run_fusion_study", fake_fusion),
-        (cs336_systems.studies.attention_study, "run_attention_study", fake_attention),
+        (cs336_systems.studies.fusion_study, "run_cells", fake_cells),
+        (cs336_systems.studies.attention_study, "run_cells", fake_cells),
         (cs336_systems.report.attention, "write_attention", do_not),
         (cs336_systems.report.ceilings.summary, "write_ceilings", do_not),
         (cs336_systems.report.fusion, "write_fusion", do_not),

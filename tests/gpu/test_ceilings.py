@@ -8,18 +8,21 @@ import torch
 from cs336_systems.config import Device
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.ceilings.tables import promised_flops
-from cs336_systems.studies.attention_records import CellStatus
+from cs336_systems.studies.ceilings_cell import make_product, measure_launch, measure_rows, why_unavailable
 from cs336_systems.studies.ceilings_ranks import measure_reductions
-from cs336_systems.studies.ceilings_records import CeilingsGrid, Launch, ProductPrecision, Shape, Stream
-from cs336_systems.studies.ceilings_study import (
-    make_product,
-    measure_launches,
-    measure_product,
-    measure_stream,
-    run_ceilings_study,
-    why_unavailable,
+from cs336_systems.studies.ceilings_records import (
+    CeilingsGrid,
+    Launch,
+    ProductCell,
+    ProductPrecision,
+    Shape,
+    Stream,
+    StreamCell,
 )
-from cs336_systems.studies.ceilings_timing import measure, replayed
+from cs336_systems.studies.ceilings_study import ceilings_cells, run_ceilings_study
+from cs336_systems.studies.cell import attempt
+from cs336_systems.studies.records import CellStatus
+from cs336_systems.studies.timing import measure, replayed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -32,9 +35,17 @@ GRID = CeilingsGrid(
 SLEEP_CYCLES = 2_000_000
 
 
+def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
+    """The row of one product."""
+    (row,), _ = attempt(
+        GRID, next(ceilings_cells(replace(GRID, shapes=(shape,), precisions=(precision,)))), measure_rows
+    )
+    return row
+
+
 def measured(precision: ProductPrecision, shape: Shape) -> float:
     """TFLOP/s."""
-    cell = measure_product(GRID, precision, shape)
+    cell = product_of(precision, shape)
     if cell.timing.status is CellStatus.UNAVAILABLE:
         pytest.skip(cell.timing.failure.message)
     assert cell.timing.status is CellStatus.OK, cell.timing.failure
@@ -115,11 +126,9 @@ def test_a_graph_runs_as_often_as_it_says() -> None:
 
 
 def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
-    rates = {
-        (stream, size): measure_stream(GRID, stream, size).bytes_per_s
-        for stream in Stream
-        for size in GRID.stream_bytes
-    }
+    rows = [row for cell in ceilings_cells(GRID) for row in cell.rows if isinstance(row, StreamCell)]
+    sizes = [size for _ in Stream for size in GRID.stream_bytes]
+    rates = {(row.stream, size): row.bytes_per_s for row, size in zip(measure_rows(GRID, rows), sizes, strict=True)}
     print({f"{stream} {size // MIB} MiB": f"{rate / 1e9:.0f} GB/s" for (stream, size), rate in rates.items()})
     spec = find_device(torch.cuda.get_device_name())
     if spec is None:
@@ -129,19 +138,18 @@ def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
 
 
 def test_a_graph_saves_most_of_a_launch() -> None:
-    eager, graph = measure_launches(GRID)
-    assert (eager.launch, graph.launch) == (Launch.EAGER, Launch.GRAPH)
-    print(f"launch: {eager.timing.time_s * 1e6:.2f} us one by one, {graph.timing.time_s * 1e6:.2f} us in a graph")
-    assert 1e-6 < eager.timing.time_s < 1e-4
-    assert graph.timing.time_s < eager.timing.time_s
+    eager_s, graph_s = (measure_launch(GRID, launch).median_s for launch in (Launch.EAGER, Launch.GRAPH))
+    print(f"launch: {eager_s * 1e6:.2f} us one by one, {graph_s * 1e6:.2f} us in a graph")
+    assert 1e-6 < eager_s < 1e-4
+    assert graph_s < eager_s
 
 
 def test_what_does_not_fit_is_a_row_and_the_next_is_measured() -> None:
     huge = Shape(rows=2**20, inner=2**20, columns=16)
-    cell = measure_product(GRID, ProductPrecision.FP32, huge)
+    cell = product_of(ProductPrecision.FP32, huge)
     assert cell.timing.status is CellStatus.OOM
     assert cell.timing.failure.requested_bytes == 2**42
-    assert measure_product(GRID, ProductPrecision.FP32, SMALL).timing.status is CellStatus.OK
+    assert product_of(ProductPrecision.FP32, SMALL).timing.status is CellStatus.OK
 
 
 def test_a_whole_study() -> None:
@@ -154,7 +162,9 @@ def test_a_whole_study() -> None:
 def test_gpus_reduce_together() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    small, large = measure_reductions(replace(GRID, world_size=2, stream_bytes=(MIB, 256 * MIB)))
+    grid = replace(GRID, world_size=2, stream_bytes=(MIB, 256 * MIB))
+    *_, last = ceilings_cells(grid)
+    small, large = measure_reductions(grid, last.rows)
     for cell in (small, large):
         assert cell.timing.status is CellStatus.OK, cell.timing.failure
         print(f"all-reduce of {cell.num_bytes // MIB} MiB: {cell.bus_bytes_per_s / 1e9:.1f} GB/s on the bus")

@@ -1,5 +1,6 @@
 """The attention grid and the fusion study where their numbers count: on a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,22 +10,23 @@ from torch import Tensor
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.record import Status
-from cs336_systems.studies.attention_cell import measure_cell, run_cell
+from cs336_systems.studies import fusion_cell
+from cs336_systems.studies.attention_cell import measure_cell, measure_rows
 from cs336_systems.studies.attention_records import (
     AttentionCell,
     AttentionGrid,
     CellResult,
-    CellStatus,
     Implementation,
     naive_saved_bytes,
     rows_bytes,
     weights_bytes,
 )
 from cs336_systems.studies.attention_study import run_attention_study
+from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.fusion_ops import OPS, Watcher
-from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Op, Version
-from cs336_systems.studies.fusion_study import measure_version, run_fusion_study
+from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Op, Version, version_rows
+from cs336_systems.studies.fusion_study import run_fusion_study
+from cs336_systems.studies.records import Cell, CellStatus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -37,21 +39,21 @@ FUSION = FusionGrid(device=Device.CUDA, batch_size=8, context_length=512, width=
 SLEEP_CYCLES = 20_000_000
 
 
-# What stands in for measure_cell in the worker: found there by name, so at the top of the module.
-def out_of_memory_at_512(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
+# What stands in for the study's own function in the worker: found there by name, so at the top of the module.
+def out_of_memory_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
     def too_much(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q * torch.empty(2**42, device="cuda")[0]
 
-    return measure_cell(grid, cell, too_much if cell.context_length == 512 else None)
+    return [measure_cell(grid, row.cell, too_much if row.cell.context_length == 512 else None) for row in rows]
 
 
-def device_assert_at_512(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
+def device_assert_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
     def out_of_bounds(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         picked = q.flatten()[torch.full((8,), q.numel() + 7, device="cuda")]
         torch.cuda.synchronize()
         return q * picked.sum()
 
-    return measure_cell(grid, cell, out_of_bounds if cell.context_length == 512 else None)
+    return [measure_cell(grid, row.cell, out_of_bounds if row.cell.context_length == 512 else None) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def device_assert_at_512(grid: AttentionGrid, cell: AttentionCell) -> CellResult
     ids=["out of memory", "device assert"],
 )
 def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(measure, status: CellStatus) -> None:
-    before, failed, after = run_attention_study(GRID, measure=measure).results
+    before, failed, after = run_attention_study(GRID, measure=f"{__name__}:{measure.__name__}").results
     assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK), failed.failure
     if status is CellStatus.OOM:
         assert failed.failure.requested_bytes == 2**44
@@ -84,6 +86,14 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
     assert flash.status is CellStatus.OK, flash.failure
 
 
+def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
+    """The result of a cell with nothing in the allocator's cache."""
+    blank = CellResult(cell=cell, status=CellStatus.OK)
+    (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_rows)
+    assert is_fit, row.failure
+    return row
+
+
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) -> None:
@@ -91,12 +101,12 @@ def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) 
     cell = AttentionCell(
         implementation=Implementation.NAIVE, precision=precision, d_head=64, context_length=1024
     )  # all sizes are whole blocks of the allocator
-    memory = run_cell(grid, cell, measure_cell).memory  # with nothing in the allocator's cache
+    memory = measured_alone(grid, cell).memory
     assert memory.saved_bytes == naive_saved_bytes(grid, cell)
     assert memory.before_forward_bytes >= 4 * rows_bytes(grid, cell)
     assert memory.peak_bytes >= memory.before_backward_bytes + weights_bytes(grid, cell)
     flash = replace(cell, implementation=Implementation.FLASH, precision=Precision.BF16)
-    fused = run_cell(grid, flash, measure_cell).memory
+    fused = measured_alone(grid, flash).memory
     assert fused.saved_bytes < 2 * rows_bytes(grid, flash)  # the output, and one number for each query
 
 
@@ -120,7 +130,7 @@ def test_attention_is_compiled_for_every_shape(causal: bool) -> None:
 def forward() -> dict[tuple[Op, Version], FusionRow]:
     study = run_fusion_study(FUSION)
     for row in study.rows:
-        assert row.status is Status.OK, (row.op, row.version, row.failure)
+        assert row.status is CellStatus.OK, (row.op, row.version, row.failure)
         print(row.op, row.version, row.phase, row.measurement.median_s, row.max_error, row.kernels)
     return {(row.op, row.version): row for row in study.rows if row.phase is Phase.FORWARD}
 
@@ -181,8 +191,9 @@ def test_a_sleep_on_the_device_is_found_in_forward_alone() -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
         return F.gelu(x, approximate="tanh")
 
-    plain = measure_version(FUSION, Op.GELU, Precision.FP32, Version.FUSED)
-    slept = measure_version(FUSION, Op.GELU, Precision.FP32, Version.FUSED, replace(OPS[Op.GELU], fused=sleepy))
+    rows = version_rows(FUSION, Op.GELU, Precision.FP32, Version.FUSED)
+    plain = fusion_cell.measure_rows(FUSION, rows)
+    slept = fusion_cell.measure_rows(FUSION, rows, replace(OPS[Op.GELU], fused=sleepy))
     added = [b.measurement.median_s - a.measurement.median_s for a, b in zip(plain, slept, strict=True)]
     assert added[0] == pytest.approx(sleep_s(), rel=0.05)
     assert abs(added[1]) < 0.05 * added[0]

@@ -2,7 +2,6 @@
 
 from cs336_systems.config import Device
 from cs336_systems.record import Failure
-from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
@@ -17,6 +16,7 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
     Timing,
 )
+from cs336_systems.studies.records import CellStatus
 from tests.report.making import H200, make_environment
 
 MIB = 2**20

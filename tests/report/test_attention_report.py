@@ -18,7 +18,8 @@ from cs336_systems.report.attention_plots import (
     draw_times,
     memory_line,
 )
-from cs336_systems.studies.attention_records import CellStatus, Implementation, read_study
+from cs336_systems.studies.attention_records import AttentionStudy, Implementation
+from cs336_systems.studies.records import CellStatus, read_study
 from tests.report.making import HOSTILE
 from tests.report.studies import MIB, make_cell, make_failed, make_result, make_study
 
@@ -169,7 +170,7 @@ def test_pictures_say_what_they_show(study):
 def test_everything_is_written_and_read_back(study, tmp_path):
     write_attention(study, tmp_path / "deep" / "er")
     directory = tmp_path / "deep" / "er"
-    assert read_study(directory / "attention.json") == study
+    assert read_study(directory / "attention.json", AttentionStudy) == study
     assert {path.name for path in directory.iterdir()} == {
         "attention.json", "plots", "results.csv", "results.md", "results.tex", "results.typ",
     }  # fmt: skip

@@ -12,9 +12,8 @@ from cs336_systems.report.ceilings.plots import draw_bandwidth, draw_products, d
 from cs336_systems.report.ceilings.roofline_plot import draw_roofline
 from cs336_systems.report.ceilings.summary import ceilings_tables, summary_listing, write_ceilings
 from cs336_systems.report.ceilings.tables import products_listing, reductions_listing, streams_listing
-from cs336_systems.studies.attention_records import CellStatus
-from cs336_systems.studies.ceilings_files import read_study
-from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell, Shape, Stream
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Shape, Stream
+from cs336_systems.studies.records import CellStatus, read_study
 from tests.report.ceilings import (
     BF16,
     FP8,
@@ -263,7 +262,7 @@ def test_without_times_there_are_no_pictures():
 def test_everything_is_written_and_read_back(study, tmp_path):
     directory = tmp_path / "deep" / "er"
     written = write_ceilings(study, directory)
-    assert read_study(directory / "ceilings.json") == study
+    assert read_study(directory / "ceilings.json", CeilingsStudy) == study
     tables = ("results", "products", "bandwidth", "launches", "all_reduce")
     expected = {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex", "typ")}
     expected |= {"ceilings.json"} | {f"{name}.png" for name in ("products", "bandwidth", "all_reduce", "roofline")}

@@ -21,9 +21,9 @@ from cs336_systems.report.fusion import fusion_csv, fusion_tables
 from cs336_systems.report.ladder.rows import ladder_rows
 from cs336_systems.report.ladder.tables import ladder_tables
 from cs336_systems.report.tables import results_table
-from cs336_systems.studies import attention_records, ceilings_files, fusion_records
-from cs336_systems.studies.attention_records import CellStatus, Implementation
+from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.ceilings_records import (
+    CeilingsStudy,
     Launch,
     LaunchCell,
     Loops,
@@ -34,7 +34,8 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
     Timing,
 )
-from cs336_systems.studies.fusion_records import Version
+from cs336_systems.studies.fusion_records import FusionStudy, Version
+from cs336_systems.studies.records import CellStatus, read_study
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process
 from tests.report.making import make_config, make_record
@@ -218,11 +219,11 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
 @pytest.mark.parametrize(
     "read",
     [
-        lambda data: attention_tables(attention_records.read_study(data / "attention" / "bf16" / "attention.json")),
-        lambda data: fusion_tables(fusion_records.read_study(data / "fusion" / "bf16" / "fusion.json")),
+        lambda data: attention_tables(read_study(data / "attention" / "bf16" / "attention.json", AttentionStudy)),
+        lambda data: fusion_tables(read_study(data / "fusion" / "bf16" / "fusion.json", FusionStudy)),
         lambda data: [
             table
-            for listing in ceilings_listings(ceilings_files.read_study(data / "ceilings/NVIDIA-H200/ceilings.json"))
+            for listing in ceilings_listings(read_study(data / "ceilings/NVIDIA-H200/ceilings.json", CeilingsStudy))
             for table in listing.tables
         ],
     ],

@@ -8,7 +8,8 @@ from PIL import Image
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.report.fusion import CSV_COLUMNS, draw_fusion, fusion_csv, fusion_tables, speed_up, write_fusion
-from cs336_systems.studies.fusion_records import Op, Version, read_study
+from cs336_systems.studies.fusion_records import FusionStudy, Op, Version
+from cs336_systems.studies.records import read_study
 from tests.report.making import HOSTILE
 from tests.report.studies import MIB, make_fusion, make_lost_row, make_row
 
@@ -110,7 +111,7 @@ def test_there_is_no_speed_up_over_a_version_that_failed():
 def test_everything_is_written_and_read_back(study, tmp_path):
     directory = tmp_path / "deep" / "er"
     write_fusion(study, directory)
-    assert read_study(directory / "fusion.json") == study
+    assert read_study(directory / "fusion.json", FusionStudy) == study
     assert {path.name for path in directory.iterdir()} == {
         "fusion.json", "plots", "results.csv", "results.md", "results.tex", "results.typ",
     }  # fmt: skip

@@ -7,10 +7,12 @@ import msgspec
 import pytest
 
 from cs336_systems.config import Device, Precision
+from cs336_systems.files import encode_json
 from cs336_systems.record import RecordError
-from cs336_systems.studies.ceilings_files import ceilings_beside, encode_study, load_ceilings, read_study
+from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
+    CeilingsStudy,
     Launch,
     Loops,
     ProductPrecision,
@@ -18,6 +20,7 @@ from cs336_systems.studies.ceilings_records import (
     Shape,
     Stream,
 )
+from cs336_systems.studies.records import read_study
 from tests.report.ceilings import (
     BF16,
     FP8,
@@ -69,13 +72,13 @@ def test_ceilings_by_hand() -> None:
 
 def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "ceilings.json"
-    path.write_bytes(encode_study(make_whole()))
-    assert read_study(path) == make_whole()
+    path.write_bytes(encode_json(make_whole()))
+    assert read_study(path, CeilingsStudy) == make_whole()
 
 
 def hostile(**changes: object) -> bytes:
     """A good study with parts of its JSON replaced."""
-    raw = msgspec.json.decode(encode_study(make_whole()))
+    raw = msgspec.json.decode(encode_json(make_whole()))
     for place, value in changes.items():
         *outer, last = place.split("__")
         inner = raw
@@ -88,10 +91,6 @@ def hostile(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"[" * 100_000,
-        b"{}",
-        b"\xff",
         hostile(products=[{}]),
         hostile(products__0__shape__rows=10**400),
         hostile(products__0__shape__inner=0),
@@ -106,7 +105,7 @@ def hostile(**changes: object) -> bytes:
         hostile(environment=None),
     ],
     ids=[
-        "empty", "deep", "incomplete", "bytes", "no cell", "huge", "no side", "precision", "count", "no times",
+        "no cell", "huge", "no side", "precision", "count", "no times",
         "no time", "thirty years", "negative", "one process", "no loops", "nowhere",
     ],
 )  # fmt: skip
@@ -114,16 +113,7 @@ def test_a_file_that_is_no_study_is_said_to_be_none(tmp_path: Path, data: bytes)
     path = tmp_path / "ceilings.json"
     path.write_bytes(data)
     with pytest.raises(RecordError, match="not a study of ceilings"):
-        read_study(path)
-
-
-def test_a_file_of_another_program_version_or_none_is_said_to_be_so(tmp_path: Path) -> None:
-    path = tmp_path / "ceilings.json"
-    path.write_bytes(hostile(format_version=2, products="of another kind"))
-    with pytest.raises(RecordError, match="version 2 is newer"):
-        read_study(path)
-    with pytest.raises(RecordError, match="No such file"):
-        read_study(tmp_path / "none")
+        read_study(path, CeilingsStudy)
 
 
 def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
@@ -134,7 +124,7 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     }
     for name, study in studies.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "ceilings.json").write_bytes(encode_study(study))
+        (tmp_path / name / "ceilings.json").write_bytes(encode_json(study))
     found = load_ceilings(tmp_path)
     assert found.studies == (studies["a"], studies["b"], studies["other"])
     assert found.flops_per_s(H200, Precision.BF16) == pytest.approx(750e12)

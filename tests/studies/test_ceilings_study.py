@@ -10,31 +10,36 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.config import Device
-from cs336_systems.studies import ceilings_study
-from cs336_systems.studies.attention_records import CellStatus
+from cs336_systems.studies import ceilings_cell
+from cs336_systems.studies.ceilings_cell import make_product, make_stream, measure_rows, why_unavailable
 from cs336_systems.studies.ceilings_ranks import measure_reductions
 from cs336_systems.studies.ceilings_records import (
     STREAM_BYTES,
     CeilingsGrid,
     Launch,
+    ProductCell,
     ProductPrecision,
+    ReduceCell,
     Shape,
     Stream,
+    StreamCell,
 )
-from cs336_systems.studies.ceilings_study import (
-    make_product,
-    make_stream,
-    measure_product,
-    measure_stream,
-    run_ceilings_study,
-    why_unavailable,
-)
-from cs336_systems.studies.ceilings_timing import MOST_GROWTH, host_timer, next_count, timed_loops
+from cs336_systems.studies.ceilings_study import ceilings_cells, run_ceilings_study
+from cs336_systems.studies.cell import attempt
+from cs336_systems.studies.records import CellStatus
+from cs336_systems.studies.timing import MOST_GROWTH, host_timer, next_count, timed_loops
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
 GRID = CeilingsGrid(
     device=Device.CPU, shapes=(SHAPE,), precisions=(ProductPrecision.FP32,), stream_bytes=(2800,), loops=3, loop_s=0.002
 )
+
+
+def measured(precision: ProductPrecision, shape: Shape = SHAPE) -> ProductCell:
+    """The row of one product."""
+    cell = next(ceilings_cells(replace(GRID, shapes=(shape,), precisions=(precision,))))
+    (row,), _ = attempt(GRID, cell, measure_rows)
+    return row
 
 
 def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
@@ -71,7 +76,7 @@ def test_flops_are_those_that_torch_counts() -> None:
 
 @pytest.mark.parametrize("precision", ProductPrecision)
 def test_bytes_of_a_product_are_those_of_its_matrices(precision: ProductPrecision) -> None:
-    dtype = ceilings_study.DTYPES[precision]
+    dtype = ceilings_cell.DTYPES[precision]
     result = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
     matrices = [torch.empty(5, 7, dtype=dtype), torch.empty(3, 7, dtype=dtype), torch.empty(5, 3, dtype=result)]
     assert SHAPE.moved_bytes(precision) == sum(matrix.nbytes for matrix in matrices)
@@ -153,7 +158,7 @@ def test_the_search_ends_soon_and_not_far_above(time_s: float, wanted_s: float) 
 
 @pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])
 def test_what_a_cpu_does_not_have_is_a_row_that_says_so(precision: ProductPrecision) -> None:
-    cell = measure_product(GRID, precision, SHAPE)
+    cell = measured(precision)
     assert cell.timing.status is CellStatus.UNAVAILABLE
     assert str(precision) in cell.timing.failure.message
     assert (cell.flops_per_s, cell.timing.time_s) == (None, None)
@@ -190,10 +195,10 @@ def test_fp32_is_true_fp32_and_tf32_is_not(monkeypatch: pytest.MonkeyPatch, prec
         seen.append(torch.get_float32_matmul_precision())
         return timed_loops(run, host_timer, grid)
 
-    monkeypatch.setattr(ceilings_study, "measure", measured)
-    monkeypatch.setattr(ceilings_study, "why_unavailable", lambda *_: None)
+    monkeypatch.setattr(ceilings_cell, "measure", measured)
+    monkeypatch.setattr(ceilings_cell, "why_unavailable", lambda *_: None)
     try:
-        assert measure_product(GRID, precision, SHAPE).timing.status is CellStatus.OK
+        assert measured(precision).timing.status is CellStatus.OK
     finally:
         torch.set_float32_matmul_precision("highest")
     assert seen == [mode]
@@ -205,17 +210,18 @@ def test_a_failure_is_a_row_and_the_next_cell_is_measured(monkeypatch: pytest.Mo
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
         return timed_loops(run, host_timer, grid)
 
-    monkeypatch.setattr(ceilings_study, "measure", measured)
-    failed = measure_product(GRID, ProductPrecision.FP32, SHAPE)
+    monkeypatch.setattr(ceilings_cell, "measure", measured)
+    failed = measured(ProductPrecision.FP32)
     assert failed.timing.status is CellStatus.OOM
     assert failed.timing.failure.requested_bytes == 2**31
-    assert failed.timing.failure.where == "fp32 5 x 7 x 3"
-    assert measure_product(GRID, ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
+    assert failed.timing.failure.where == "fp32 product 5 x 7 x 3"
+    assert measured(ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
 
 
 def test_bytes_are_those_of_whole_elements() -> None:
-    assert measure_stream(GRID, Stream.ADAMW, 100).moved_bytes == 3 * 28
-    assert measure_stream(GRID, Stream.COPY, 100).moved_bytes == 12 * 8
+    rows = [row for cell in ceilings_cells(replace(GRID, stream_bytes=(100,))) for row in cell.rows]
+    moved = {row.stream: row.moved_bytes for row in rows if isinstance(row, StreamCell)}
+    assert (moved[Stream.ADAMW], moved[Stream.COPY]) == (3 * 28, 12 * 8)
 
 
 def test_a_whole_study_on_a_cpu() -> None:
@@ -238,27 +244,27 @@ def test_a_whole_study_on_a_cpu() -> None:
         )
 
 
+def reductions(grid: CeilingsGrid) -> list[ReduceCell]:
+    *_, last = ceilings_cells(grid)
+    return measure_reductions(grid, last.rows)
+
+
 def test_processes_reduce_together() -> None:
+    """In a study, whose worker starts them."""
     grid = replace(GRID, world_size=2, stream_bytes=(1 << 14, 4097, 1 << 14))
-    small, large = measure_reductions(grid)
+    small, large = run_ceilings_study(grid).reductions
     assert (small.num_bytes, large.num_bytes) == (4096, 1 << 14)
     for cell in (small, large):
-        assert cell.timing.status is CellStatus.OK
+        assert cell.timing.status is CellStatus.OK, cell.timing.failure
         assert cell.world_size == 2
         assert len(cell.timing.loops.times_s) == 3
         assert cell.bus_bytes_per_s == pytest.approx(cell.algorithm_bytes_per_s)  # 2 (2 - 1) / 2 is 1
 
 
-def test_one_process_reduces_nothing() -> None:
-    assert measure_reductions(GRID) == ()
-
-
 def test_a_process_that_fails_is_a_row_for_every_size() -> None:
     """More processes than there are GPUs: the last has no device."""
-    grid = replace(GRID, device=Device.CUDA, world_size=torch.cuda.device_count() + 1, stream_bytes=(4096, 8192))
-    if grid.world_size == 1:
-        grid = replace(grid, world_size=2)
-    cells = measure_reductions(grid)
+    world_size = max(2, torch.cuda.device_count() + 1)
+    cells = reductions(replace(GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(4096, 8192)))
     assert [cell.num_bytes for cell in cells] == [4096, 8192]
     for cell in cells:
         assert cell.timing.status in (CellStatus.CRASHED, CellStatus.CUDA_ERROR)

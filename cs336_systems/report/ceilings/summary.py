@@ -28,11 +28,11 @@ from cs336_systems.report.ceilings.tables import (
 )
 from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, ratio_text, time_text
-from cs336_systems.report.drawing import to_png
-from cs336_systems.report.listing import Listing, csv_of, texts_of, write_files
+from cs336_systems.report.listing import Listing, csv_of
 from cs336_systems.report.numbers import DOUBT, significant
+from cs336_systems.report.study import write_study
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.studies.ceilings_files import FILE_NAME, encode_study
+from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream, Timing
 
 BUSY = 1.5
@@ -253,9 +253,5 @@ def _company(study: CeilingsStudy) -> Iterator[str]:
 
 def write_ceilings(study: CeilingsStudy, directory: Path, parts: StepParts | None = None) -> list[Path]:
     """Write ceilings.json, each subject as tables, and plots/ into the directory, which is made; return the paths."""
-    files: dict[str, str | bytes] = {FILE_NAME: encode_study(study)}
-    for listing in ceilings_listings(study, parts):
-        files |= texts_of(listing)
     pictures = {**ceilings_pictures(study), "roofline": draw_roofline(study, parts)}
-    files |= {f"plots/{name}.png": b"" if figure is None else to_png(figure) for name, figure in pictures.items()}
-    return write_files(files, directory)
+    return write_study(FILE_NAME, study, ceilings_listings(study, parts), pictures, directory)

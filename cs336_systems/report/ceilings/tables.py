@@ -13,7 +13,6 @@ from cs336_systems.report.listing import Listing, csv_of
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.table import make_table
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.studies.attention_records import CellStatus
 from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
     Launch,
@@ -24,6 +23,7 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
     Timing,
 )
+from cs336_systems.studies.records import CellStatus
 
 MIB = 2**20
 GIGA, TERA = 1e9, 1e12

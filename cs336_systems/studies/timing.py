@@ -1,8 +1,13 @@
-"""Times in the steady state: repetitions until a loop is long enough, then several such loops."""
+"""Timers of the studies: by the host's clock, by CUDA events, and of repetitions from a CUDA graph.
+
+`timed_loops` times the steady state: it repeats until a loop is long enough, then times several such loops.
+`timed_pairs` times the two halves of a pass on their own. Both keep every time.
+"""
 
 import math
 from collections.abc import Callable
 from time import perf_counter_ns
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +23,7 @@ MOST_GROWTH = 100
 SPARE = 1.1
 """So much longer than asked for, so that the next loop is not just too short again."""
 
+T = TypeVar("T")
 Run = Callable[[], object]
 Timer = Callable[[Run, int], float]
 """Seconds of so many calls, until all that they launched is done."""
@@ -89,3 +95,50 @@ def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:
     most = MOST_GROWTH * count
     guess = most if elapsed_s * MOST_GROWTH < wanted_s else math.ceil(SPARE * count * wanted_s / elapsed_s)
     return max(count + 1, min(most, guess))
+
+
+HEAD_START_CYCLES = 4_000_000
+"""The device pauses so long, about 2 ms, for the host to launch one pass forward and backward."""
+
+
+def timed_pairs(
+    first: Callable[[int], T], second: Callable[[T, int], object], count: int, device: Device
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds that `first`, and then `second` with its result, take in each of `count` turns, which they are told.
+
+    On a GPU the device pauses before each turn while the host launches it, so that the times are the device's own.
+    """
+    on_gpu = device is Device.CUDA
+    stamps = [[_Stamp(on_gpu) for _ in range(3)] for _ in range(count)]
+    for turn, (start, middle, end) in enumerate(stamps):
+        if on_gpu:
+            torch.cuda._sleep(HEAD_START_CYCLES)
+        start.set()
+        result = first(turn)
+        middle.set()
+        second(result, turn)
+        end.set()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (
+        tuple(start.seconds_until(middle) for start, middle, _ in stamps),
+        tuple(middle.seconds_until(end) for _, middle, end in stamps),
+    )
+
+
+class _Stamp:
+    """A moment on the GPU's stream, or by the host's clock."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
+
+    def set(self) -> None:
+        if self._event is None:
+            self._time_ns = perf_counter_ns()
+        else:
+            self._event.record()
+
+    def seconds_until(self, end: "_Stamp") -> float:
+        if self._event is None or end._event is None:
+            return (end._time_ns - self._time_ns) / 1e9
+        return float(self._event.elapsed_time(end._event)) / 1e3

@@ -1,0 +1,138 @@
+"""One cell of the ceilings: a product, a pass over memory, a launch, or all-reduces among other processes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from cs336_systems.config import FP8_MULTIPLE, Device, Precision
+from cs336_systems.measure.precision import apply_math_mode
+from cs336_systems.record import Failure
+from cs336_systems.studies import cell
+from cs336_systems.studies.ceilings_ranks import measure_reductions
+from cs336_systems.studies.ceilings_records import (
+    ONLY_ON_GPUS,
+    STREAM_BYTES,
+    CacheRow,
+    CeilingsGrid,
+    CeilingsRow,
+    Launch,
+    LaunchCell,
+    Loops,
+    ProductCell,
+    ProductPrecision,
+    ReduceCell,
+    Shape,
+    Stream,
+    StreamCell,
+    Timing,
+)
+from cs336_systems.studies.records import CellStatus
+from cs336_systems.studies.timing import Run, host_timer, launch_timer, measure, replayed, timed_loops
+
+DTYPES = cell.DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
+LEAST_CAPABILITY = {
+    ProductPrecision.TF32: (8, 0),
+    ProductPrecision.BF16: (8, 0),
+    ProductPrecision.FP8: (8, 9),
+}
+"""Compute capability from which NVIDIA GPUs multiply such numbers; older ones only seem to."""
+LAUNCHES_IN_GRAPH = 1000
+
+
+def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow | CacheRow]) -> list[CeilingsRow | CacheRow]:
+    """Each row with its timing. Raises whatever running it raises."""
+    reductions = [row for row in rows if isinstance(row, ReduceCell)]
+    if reductions:
+        return [*measure_reductions(grid, reductions)]
+    return [_measured(grid, row) for row in rows]
+
+
+def _measured(grid: CeilingsGrid, row: CeilingsRow | CacheRow) -> CeilingsRow | CacheRow:
+    if isinstance(row, ProductCell):
+        return measure_product(grid, row)
+    if isinstance(row, StreamCell):
+        elements = row.moved_bytes // STREAM_BYTES[row.stream]
+        return row.timed(_timing(measure(make_stream(grid, row.stream, elements), grid)))
+    if isinstance(row, LaunchCell):
+        return row.timed(_timing(measure_launch(grid, row.launch)))
+    if isinstance(row, CacheRow) and grid.device is Device.CUDA:
+        return CacheRow(num_bytes=torch.cuda.get_device_properties().L2_cache_size)
+    return row
+
+
+def _timing(loops: Loops) -> Timing:
+    return Timing(status=CellStatus.OK, loops=loops)
+
+
+def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
+    """Time one product of random matrices: zeros would take less power, and be faster."""
+    if reason := why_unavailable(grid.device, row.precision, row.shape):
+        return row.failed(CellStatus.UNAVAILABLE, Failure(message=reason))
+    apply_math_mode(Precision.TF32 if row.precision is ProductPrecision.TF32 else Precision.FP32)
+    return row.timed(_timing(measure(make_product(grid, row.precision, row.shape), grid)))
+
+
+def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -> str | None:
+    """Why there is no such product on the device; None where there is one."""
+    if device is Device.CPU:
+        is_missing = precision in ONLY_ON_GPUS
+        return f"{precision} products are measured on NVIDIA GPUs, got device cpu" if is_missing else None
+    least = LEAST_CAPABILITY.get(precision, (0, 0))
+    if (capability := torch.cuda.get_device_capability()) < least:
+        return f"{precision} needs compute capability {_dotted(least)}, the device has {_dotted(capability)}"
+    if precision is ProductPrecision.FP8 and (shape.inner % FP8_MULTIPLE or shape.columns % FP8_MULTIPLE):
+        return f"fp8 needs inner and last sides that are multiples of {FP8_MULTIPLE}, got {shape.label}"
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
+    """The product of a (rows, inner) matrix with the transpose of a (columns, inner) one, as of a linear layer."""
+    generator = torch.Generator(grid.device.value).manual_seed(grid.seed)
+    dtype = DTYPES[precision]
+    drawn = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
+    left, right = (
+        torch.randn(rows, shape.inner, generator=generator, device=grid.device.value, dtype=drawn).to(dtype)
+        for rows in (shape.rows, shape.columns)
+    )
+    if precision is ProductPrecision.FP8:
+        one = torch.ones((), device=grid.device.value)
+        return lambda: torch._scaled_mm(
+            left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    out = torch.empty(shape.rows, shape.columns, device=grid.device.value, dtype=dtype)
+    return lambda: torch.mm(left, right.t(), out=out)
+
+
+def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
+    """One pass over so many elements in fp32."""
+    generator = torch.Generator(grid.device.value).manual_seed(grid.seed)
+    source = torch.rand(elements, generator=generator, device=grid.device.value)
+    if stream is Stream.READ:
+        return source.sum
+    target = torch.empty_like(source)
+    if stream is Stream.COPY:
+        return lambda: target.copy_(source)
+    moments = [torch.zeros_like(source) for _ in range(2)]
+    step = torch.ones((), device=grid.device.value)
+    target.copy_(source)
+    return lambda: torch._fused_adamw_(
+        [target], [source], [moments[0]], [moments[1]], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
+        weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
+    """Time a kernel on one element, launched over and over, or as a CUDA graph of many."""
+    element = torch.zeros(1, device=grid.device.value)
+
+    def run() -> object:
+        return element.add_(1)
+
+    if launch is Launch.EAGER:
+        return timed_loops(run, host_timer if grid.device is Device.CPU else launch_timer, grid)
+    run()
+    return timed_loops(replayed(run, LAUNCHES_IN_GRAPH), launch_timer, grid, runs_per_call=LAUNCHES_IN_GRAPH)

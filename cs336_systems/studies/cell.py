@@ -1,0 +1,50 @@
+"""The process that measures the cells of a study, one by one."""
+
+import contextlib
+import gc
+import pkgutil
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import torch
+
+from cs336_systems.config import Device, Precision
+from cs336_systems.measure.environment import environment
+from cs336_systems.measure.failure import classify, describe
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.studies.records import Cell, CellStatus, RowT
+from cs336_systems.studies.runner import Grid
+
+Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
+"""Fills the rows of a cell of a grid with what it measures. Raises whatever running them raises."""
+
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.TF32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+
+
+def serve(connection: Connection, grid: Grid, measure: str) -> None:
+    """Entry of a worker: measure the cells that come over the connection until it is closed."""
+    function = pkgutil.resolve_name(measure)
+    gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
+    gc.disable()  # its collections would fall into the times
+    with contextlib.suppress(EOFError):
+        while True:
+            rows, is_fit = attempt(grid, connection.recv(), function)
+            connection.send((rows, is_fit, environment(grid.device, gpu)))
+
+
+def attempt(grid: Grid, cell: Cell[RowT], measure: Measure[RowT]) -> tuple[tuple[RowT, ...], bool]:
+    """The rows that `measure` returns, or those of the failure that its exception means, and whether it returned."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # a larger cell may need what the last one left in the cache
+    try:
+        return tuple(measure(grid, cell.rows)) if cell.rows else (), True
+    except Exception as error:
+        status = classify(error)
+        return cell.failed(CellStatus(status), describe(error, status, cell.label, grid.device)), False

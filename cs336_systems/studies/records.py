@@ -1,0 +1,84 @@
+"""What the records of all studies share: how a cell ends, how a record is read, what every grid must have."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
+
+from cs336_systems.config import Precision
+from cs336_systems.files import read_json
+from cs336_systems.record import Failure, RecordError
+
+FORMAT_VERSION = 1
+ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
+"""Bytes of one element of the inputs: they have the precision's own data type, there is no autocast."""
+
+
+class CellStatus(StrEnum):
+    """How a cell ended: `unavailable` is no failure, but says that the type or the device has no such kernel."""
+
+    OK = "ok"
+    UNAVAILABLE = "unavailable"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    KILLED = "killed"
+    CUDA_ERROR = "cuda_error"
+    INVALID = "invalid"
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the cell would be expected to end the same way again."""
+        return self in (CellStatus.OK, CellStatus.UNAVAILABLE, CellStatus.OOM)
+
+
+class Row:
+    """One row of a record, a data class: parameters, and what was measured with them or why that failed."""
+
+    __slots__ = ()
+
+    def failed(self, status: CellStatus, failure: Failure) -> Self:
+        """The row with the failure in place of a measurement."""
+        return replace(self, status=status, failure=failure)  # type: ignore[type-var]
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell(Generic[RowT]):
+    """What is measured in one go: rows that have only their parameters until then."""
+
+    label: str
+    """A few words for people."""
+    rows: tuple[RowT, ...]
+
+    def failed(self, status: CellStatus, failure: Failure) -> tuple[RowT, ...]:
+        """The rows with the failure in place of a measurement."""
+        return tuple(row.failed(status, failure) for row in self.rows)
+
+
+class Study(Protocol):
+    """Everything kept of a study, in one JSON file; its tables and plots are made from it alone."""
+
+    WHAT: ClassVar[str]
+    """What the file holds, with its article."""
+
+
+StudyT = TypeVar("StudyT", bound=Study)
+
+
+def read_study(path: Path, kind: type[StudyT]) -> StudyT:
+    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
+    return read_json(path, kind, kind.WHAT, version=FORMAT_VERSION, error=RecordError)
+
+
+def check_grid(grid: object, *, with_values: tuple[str, ...], at_least_one: tuple[str, ...]) -> None:
+    """Raise ValueError for the first field that has no value, or a number below 1."""
+    for name in with_values:
+        if not getattr(grid, name):
+            raise ValueError(f"{name} needs at least one value")
+    for name in at_least_one:
+        value = getattr(grid, name)
+        if (least := min(value if isinstance(value, tuple) else (value,))) < 1:
+            raise ValueError(f"{name} must be at least 1, got {least}")

@@ -1,0 +1,250 @@
+"""Failures put into cells on purpose: each is a row of its own, and neither the next cell nor the parent notices."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cs336_systems.config import Device
+from cs336_systems.record import Failure, RecordError
+from cs336_systems.studies import runner
+from cs336_systems.studies.attention_records import AttentionStudy
+from cs336_systems.studies.ceilings_records import CeilingsStudy
+from cs336_systems.studies.fusion_records import FusionStudy
+from cs336_systems.studies.records import Cell, CellStatus, Row, read_study
+from cs336_systems.studies.runner import run_cells
+
+ROOT = Path(__file__).parents[2]
+CELLS = 3
+FAILING = 1
+HANGING = ["sleep", "601"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    device: Device = Device.CPU
+
+
+@dataclass(frozen=True)
+class ProcessRow(Row):
+    """What a cell measures is the number of its process."""
+
+    number: int
+    pid: int | None = None
+    status: CellStatus = CellStatus.OK
+    failure: Failure | None = None
+
+
+def cells_of(*numbers: int) -> list[Cell[ProcessRow]]:
+    return [Cell(label=f"cell {number}", rows=(ProcessRow(number),)) for number in numbers]
+
+
+# What measures in the worker, found there by its name.
+def measure(grid, rows):
+    return [replace(row, pid=os.getpid()) for row in rows]
+
+
+def run_out_of_memory(grid, rows):
+    if rows[0].number == FAILING:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of")
+    return measure(grid, rows)
+
+
+def exit_at_once(grid, rows):
+    if rows[0].number == FAILING:
+        os._exit(3)
+    return measure(grid, rows)
+
+
+def fault(grid, rows):
+    if rows[0].number == FAILING:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return measure(grid, rows)
+
+
+def be_killed(grid, rows):
+    if rows[0].number == FAILING:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measure(grid, rows)
+
+
+def hang(grid, rows):
+    """Hangs with a child in a session of its own, whose number it prints."""
+    if rows[0].number == FAILING:
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print(child.pid, flush=True)
+        subprocess.run(HANGING)
+    return measure(grid, rows)
+
+
+def print_much(grid, rows):
+    """More than a pipe holds."""
+    print("x" * 2**20, flush=True)
+    return measure(grid, rows)
+
+
+def fail_on_the_device(grid, rows):
+    if rows[0].number == FAILING:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return measure(grid, rows)
+
+
+def run(function, groups=None, **options) -> tuple[ProcessRow, ...]:
+    return run_cells(Grid(), groups or [cells_of(*range(CELLS))], f"{__name__}:{function.__name__}", **options)[0]
+
+
+def wait_until_it_hangs(objects: list[object], timeout: float) -> list[object]:
+    """As multiprocessing's, but the time is up as soon as a worker hangs, and not before."""
+    while not (ready := wait(objects, timeout=0.05)):
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline() == HANGING:
+                    return []
+    return ready
+
+
+FAULTS = {
+    run_out_of_memory: (CellStatus.OOM, "out of memory"),
+    exit_at_once: (CellStatus.CRASHED, "ended with status 3"),
+    fault: (CellStatus.CRASHED, "died of SIGSEGV"),
+    be_killed: (CellStatus.KILLED, "SIGKILL"),
+    hang: (CellStatus.TIMEOUT, "raise --timeout-s"),
+    fail_on_the_device: (CellStatus.CUDA_ERROR, "illegal memory access"),
+}
+
+
+@pytest.mark.parametrize("function", FAULTS, ids=lambda function: function.__name__)
+def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
+    function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if function is hang:
+        monkeypatch.setattr(runner, "wait", wait_until_it_hangs)
+    before, failed, after = run(function, timeout_s=60.0)
+    status, words = FAULTS[function]
+    assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK)
+    assert words in failed.failure.message
+    assert failed.failure.where == "cell 1"
+    assert failed.failure.requested_bytes == (8 * 2**30 if function is run_out_of_memory else None)
+    assert failed.pid is None
+    assert before.pid != after.pid
+    if function is hang:
+        assert not psutil.pid_exists(int(failed.failure.log_tail))
+
+
+def test_a_study_whose_cells_all_end_their_workers_still_says_where_it_ran() -> None:
+    rows, environment = run_cells(Grid(), [cells_of(FAILING)], f"{__name__}:exit_at_once")
+    assert [row.status for row in rows] == [CellStatus.CRASHED]
+    assert environment.identity.torch == torch.__version__
+
+
+def test_healthy_cells_of_a_group_share_a_process() -> None:
+    first, second, other = run(measure, [cells_of(0, 1), cells_of(2)])
+    assert first.pid == second.pid != other.pid
+
+
+def test_a_worker_that_prints_more_than_a_pipe_holds_is_not_held_up() -> None:
+    assert [row.status for row in run(print_much, timeout_s=60.0)] == [CellStatus.OK] * CELLS
+
+
+def test_each_cell_is_announced_and_its_rows_are_handed_over_at_once() -> None:
+    seen: list[object] = []
+    rows = run(measure, say=lambda *words: seen.append(words), on_rows=lambda rows, _: seen.append(len(rows)))
+    assert seen == [
+        ("importing PyTorch", 0, 0),
+        *(event for number in range(CELLS) for event in ((f"cell {number}", number, CELLS), number + 1)),
+    ]
+    assert [row.number for row in rows] == [0, 1, 2]
+
+
+def script(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "study.py"
+    path.write_text(text)
+    return subprocess.run(
+        [sys.executable, str(path), *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_the_parent_needs_no_torch_and_an_interrupted_study_leaves_no_process(tmp_path: Path) -> None:
+    text = """
+import sys
+import psutil
+from cs336_systems.studies.attention_records import *
+from cs336_systems.studies.attention_study import run_attention_study
+from cs336_systems.config import Device
+
+def interrupt(study):
+    if len(study.results) == 2:
+        raise KeyboardInterrupt
+
+if __name__ == "__main__":
+    grid = AttentionGrid(device=Device.CPU, batch_size=1, d_heads=(4,), context_lengths=(8, 16, 32),
+                         implementations=(Implementation.NAIVE,), passes=1, warmup_passes=1)
+    assert [r.status for r in run_attention_study(grid).results] == ["ok"] * 3
+    try:
+        run_attention_study(grid, on_progress=interrupt)
+    except KeyboardInterrupt:
+        pass
+    assert "torch" not in sys.modules
+    server, = [p for p in psutil.Process().children() if p.children() or "forkserver" in " ".join(p.cmdline())]
+    assert not server.children()
+"""
+    done = script(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_killed_worker_leaves_is_cleaned_up_without_a_word(tmp_path: Path) -> None:
+    """Such as the semaphores of the compiler. One is a file on Linux, whose end can be seen."""
+    text = """
+import multiprocessing, sys
+from pathlib import Path
+from cs336_systems.studies.records import Cell
+from cs336_systems.studies.runner import run_cells
+from tests.studies.test_runner import Grid, ProcessRow
+
+KEPT = []
+
+def measure(grid, rows):
+    KEPT.append(multiprocessing.get_context("spawn").Semaphore())
+    print(KEPT[0]._semlock.name, file=Path(sys.argv[1]).open("w"), flush=True)
+    return rows
+
+if __name__ == "__main__":
+    run_cells(Grid(), [[Cell(label="one", rows=(ProcessRow(1),))]], "study:measure")
+"""
+    done = script(tmp_path, text, str(tmp_path / "name"))
+    assert (done.returncode, done.stderr) == (0, "")
+    name = (tmp_path / "name").read_text().strip()
+    assert not Path(f"/dev/shm/sem.{name.removeprefix('/')}").exists()
+
+
+@pytest.mark.parametrize("kind", [AttentionStudy, FusionStudy, CeilingsStudy])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not a study of"),
+        (b"[" * 100_000, "not a study of"),
+        (b'{"grid": {}}', "missing required field"),
+        (b"\xff\xfe", "not a study of"),
+        (b'{"format_version": 99}', "99 is newer"),
+        (None, "a directory"),
+    ],
+    ids=["empty", "deep", "incomplete", "not text", "newer", "directory"],
+)
+def test_a_file_that_is_no_study_is_said_to_be_none(tmp_path: Path, kind, data: bytes | None, words: str) -> None:
+    path = tmp_path / "study.json"
+    if data is None:
+        path.mkdir()
+    else:
+        path.write_bytes(data)
+    with pytest.raises(RecordError, match=words):
+        read_study(path, kind)
