@@ -35,7 +35,7 @@ GRID = CeilingsGrid(
 )
 
 
-def measured(precision: ProductPrecision, shape: Shape = SHAPE) -> ProductCell:
+def row_of(precision: ProductPrecision, shape: Shape = SHAPE) -> ProductCell:
     """The row of one product."""
     cell = next(ceilings_cells(replace(GRID, shapes=(shape,), precisions=(precision,))))
     (row,), _ = attempt(GRID, cell, measure_rows)
@@ -158,7 +158,7 @@ def test_the_search_ends_soon_and_not_far_above(time_s: float, wanted_s: float) 
 
 @pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])
 def test_what_a_cpu_does_not_have_is_a_row_that_says_so(precision: ProductPrecision) -> None:
-    cell = measured(precision)
+    cell = row_of(precision)
     assert cell.timing.status is CellStatus.UNAVAILABLE
     assert str(precision) in cell.timing.failure.message
     assert (cell.flops_per_s, cell.timing.time_s) == (None, None)
@@ -198,7 +198,7 @@ def test_fp32_is_true_fp32_and_tf32_is_not(monkeypatch: pytest.MonkeyPatch, prec
     monkeypatch.setattr(ceilings_cell, "measure", measured)
     monkeypatch.setattr(ceilings_cell, "why_unavailable", lambda *_: None)
     try:
-        assert measured(precision).timing.status is CellStatus.OK
+        assert row_of(precision).timing.status is CellStatus.OK
     finally:
         torch.set_float32_matmul_precision("highest")
     assert seen == [mode]
@@ -211,11 +211,11 @@ def test_a_failure_is_a_row_and_the_next_cell_is_measured(monkeypatch: pytest.Mo
         return timed_loops(run, host_timer, grid)
 
     monkeypatch.setattr(ceilings_cell, "measure", measured)
-    failed = measured(ProductPrecision.FP32)
+    failed = row_of(ProductPrecision.FP32)
     assert failed.timing.status is CellStatus.OOM
     assert failed.timing.failure.requested_bytes == 2**31
     assert failed.timing.failure.where == "fp32 product 5 x 7 x 3"
-    assert measured(ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
+    assert row_of(ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
 
 
 def test_bytes_are_those_of_whole_elements() -> None:
