@@ -13,8 +13,7 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.studies.records import Cell, CellStatus, RowT
-from cs336_systems.studies.runner import Grid
+from cs336_systems.studies.records import Cell, CellStatus, Grid, RowT
 
 Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
 """Fills the rows of a cell of a grid with what it measures. Raises whatever running them raises."""

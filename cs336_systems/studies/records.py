@@ -5,13 +5,21 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
-from cs336_systems.config import Precision
+from cs336_systems.config import Device, Precision
 from cs336_systems.files import read_json
 from cs336_systems.record import Failure, RecordError
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
 """Bytes of one element of the inputs: they have the precision's own data type, there is no autocast."""
+
+
+class Grid(Protocol):
+    """What to run."""
+
+    @property
+    def device(self) -> Device:
+        """Where the cells are measured."""
 
 
 class CellStatus(StrEnum):

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from time import monotonic
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from cs336_systems.config import Device
 from cs336_systems.measure.nvml import Gpu, visible_gpus
 from cs336_systems.record import Environment
-from cs336_systems.studies.records import Cell, CellStatus, RowT
+from cs336_systems.studies.records import Cell, CellStatus, Grid, RowT
 from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, begin_worker
@@ -25,14 +25,6 @@ Say: TypeAlias = Callable[[str, int, int], object]
 """Called before each cell with a few words, how many cells are done, and of how many."""
 Answer: TypeAlias = tuple[tuple[RowT, ...], bool, Environment | None]
 """Rows of a cell, whether its worker is fit for another cell, and where it was measured."""
-
-
-class Grid(Protocol):
-    """What to run."""
-
-    @property
-    def device(self) -> Device:
-        """Where the cells are measured."""
 
 
 def run_cells(
