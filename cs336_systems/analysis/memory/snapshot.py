@@ -19,6 +19,7 @@ from cs336_systems.analysis.columns import Columns, Ints, ProfileError
 from cs336_systems.analysis.files import read_head, what_it_is
 from cs336_systems.analysis.memory import unpickle
 from cs336_systems.analysis.memory.device_memory import (
+    NO_STACK,
     Action,
     Blocks,
     BlockState,
@@ -64,6 +65,10 @@ class _Description(msgspec.Struct):
 
     devices: list[tuple[int, int, int, int]]
     """Number of the device, then the lengths of its events, segments and blocks."""
+    num_lists: int
+    num_lists_of_segments: int
+    shared: list[tuple[int, int]]
+    """Numbers of lists of frames, each with the smaller number of the same list."""
     frames: list[Frame]
     stacks: list[list[int]]
     """Frames of each stack."""
@@ -76,13 +81,18 @@ def read_snapshot(path: Path) -> Snapshot:
     reply = memoryview(_converted(path))
     (num_values,) = reply[:8].cast("q")
     described = msgspec.json.decode(reply[8 + 8 * num_values :], type=_Description)
-    reader = _Reader(path, np.frombuffer(reply, dtype=np.int64, count=num_values, offset=8))
+    values = np.frombuffer(reply, dtype=np.int64, count=num_values, offset=8)
+    stack_of_list, values = np.split(values, [described.num_lists])
+    numbers = np.where(stack_of_list == 0, NO_STACK, np.arange(described.num_lists))
+    for row, number in described.shared:
+        numbers[row] = number
+    reader = _Reader(path, values, numbers[described.num_lists_of_segments :])
     devices = tuple(reader.memory(device, lengths) for device, *lengths in described.devices)
     stacks = tuple(tuple(described.frames[number] for number in stack) for stack in described.stacks)
     return Snapshot(
         path=path,
         devices=devices,
-        stacks=Stacks(different=stacks, of_list=reader.values),
+        stacks=Stacks(different=stacks, of_list=stack_of_list),
         settings=described.settings,
         notes=described.notes,
     )
@@ -131,8 +141,9 @@ def _converted(path: Path) -> bytes:
 class _Reader:
     """Checks the columns, and puts those of each device together."""
 
-    def __init__(self, path: Path, values: Ints) -> None:
-        self._path, self.values = path, values
+    def __init__(self, path: Path, values: Ints, lists: Ints) -> None:
+        """`lists` numbers the lists of frames, which are the last column of events and of blocks."""
+        self._path, self._values, self._lists = path, values, lists
 
     def memory(self, device: int, lengths: Sequence[int]) -> DeviceMemory:
         """The next device in the columns."""
@@ -156,9 +167,12 @@ class _Reader:
         )
 
     def _table(self, kind: type[Columns], length: int) -> dict[str, Ints]:
-        names = [field.name for field in fields(kind)]
-        table, self.values = np.split(self.values, [length * len(names)])
-        return dict(zip(names, table.reshape(len(names), length), strict=True))
+        names = [field.name for field in fields(kind) if field.name != "stack"]
+        table, self._values = np.split(self._values, [length * len(names)])
+        columns = dict(zip(names, table.reshape(len(names), length), strict=True))
+        if len(names) < len(fields(kind)):
+            columns["stack"], self._lists = np.split(self._lists, [length])
+        return columns
 
     def _check_sizes(self, sizes: Ints, where: str) -> None:
         if len(sizes) and (sizes.min() < 0 or sizes.sum(dtype=np.float64) > MAX_TOTAL_BYTES):

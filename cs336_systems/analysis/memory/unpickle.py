@@ -14,14 +14,15 @@ import resource
 import signal
 import struct
 import sys
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 Wanted = TypeVar("Wanted")
-Buffer = bytes | bytearray
+Ints: TypeAlias = "array[int]"
 Items = Sequence[Mapping[str, Any]]
 
 REFUSED = 3
@@ -68,17 +69,25 @@ class Converter:
         self._frames: dict[tuple[str, int, str], int] = {}
         self._stacks: dict[tuple[int, ...], int] = {(): 0}
         self._number_of_list: dict[int, int] = {}
-        self._stack_of_list = [0]
+        """By the id of a list of frames that a segment or block has, its first number."""
+        self._stack_of_list = array("q", [0])
+        self._shared: list[tuple[int, int]] = []
         self._number_of: dict[tuple[int, ...], int] = {}
         """Of the stack whose frames have these ids."""
         self._alike: dict[tuple[int, int], tuple[list[Any], int]] = {}
 
-    def convert(self, content: object) -> tuple[dict[str, Any], list[Buffer]]:
-        """A description of the snapshot, and its columns of 64-bit integers in the order of the description."""
+    def convert(self, content: object) -> tuple[dict[str, Any], list[Ints]]:
+        """A description of the snapshot; the stack of each list of frames; the other columns, device by device.
+
+        Lists of frames are numbered in this order: those of all segments, then for each device those of its events and
+        those of its blocks. A list that a segment or block has too is one object in the pickle; `shared` gives its
+        first number.
+        """
         top = need(content, dict, "the top level")
         traces = need(top.get("device_traces"), list, "'device_traces'")
         segments = [need(item, dict, "a segment") for item in need(top.get("segments"), list, "'segments'")]
-        columns: list[Buffer] = []
+        self._check_annotations(top)
+        columns: list[Ints] = []
         of_device: dict[int, list[Mapping[str, Any]]] = {}
         column_of(segments, "device", "segments")  # raises for what is no number
         for segment in segments:
@@ -87,9 +96,12 @@ class Converter:
             check_types(blocks, {dict}, "a segment", "blocks that are dicts")
             lists = [segment.get("frames"), *(block.get("frames") for block in blocks)]
             first = len(self._stack_of_list)
-            self._list_numbers(lists, "a segment")
+            self._add_lists(lists, "a segment")
             for number, frames in enumerate(lists, first):
-                self._number_of_list.setdefault(id(frames), number)
+                if frames:
+                    self._number_of_list.setdefault(id(frames), number)
+        num_lists_of_segments = len(self._stack_of_list)
+        self._shared = []
         trace_of = {device: trace for device, trace in enumerate(traces) if trace}
         devices = []
         for device in sorted({*of_device, *trace_of}):
@@ -99,19 +111,22 @@ class Converter:
                 self._blocks(found, f"the blocks of device {device}"),
             )
             columns += chain.from_iterable(tables)
-            devices.append([device, *(len(table[0]) // 8 for table in tables)])
+            devices.append([device, *(len(table[0]) for table in tables)])
         description = {
             "devices": devices,
+            "num_lists": len(self._stack_of_list),
+            "num_lists_of_segments": num_lists_of_segments,
+            "shared": self._shared,
             "frames": list(self._frames),
             "stacks": list(self._stacks),
             "settings": dict(self._settings(top)),
             "notes": list(self._notes()),
         }
-        return description, [*columns, numbers(self._stack_of_list, "stacks")]
+        return description, [self._stack_of_list, *columns]
 
-    def _events(self, trace: Items, where: str) -> list[Buffer]:
-        """The columns of `Events`."""
-        columns: list[Buffer] = [bytearray() for _ in range(6)]
+    def _events(self, trace: Items, where: str) -> list[Ints]:
+        """The columns of `Events` but the last, whose lists of frames are added to the others."""
+        columns = [array("q") for _ in range(5)]
         for begin in range(0, len(trace), CHUNK):
             events = trace[begin : begin + CHUNK]
             values = values_of(events, where)
@@ -129,9 +144,9 @@ class Converter:
                 pairs = zip(values["action"], addresses, values["device_free"], strict=True)
                 addresses = [free if action == "oom" else address for action, address, free in pairs]
             columns[1] += numbers(addresses, f"'addr' (of an oom 'device_free') of {where}")
-            for column, key in zip(columns[2:5], ("size", "stream", "time_us"), strict=True):
+            for column, key in zip(columns[2:], ("size", "stream", "time_us"), strict=True):
                 column += numbers(values[key], f"'{key}' of {where}")
-            columns[5] += self._list_numbers(values["frames"], where)
+            self._add_lists(values["frames"], where)
         return columns
 
     def _with_known_actions(self, events: Items) -> Items:
@@ -140,7 +155,7 @@ class Converter:
         self._unknown.update(f"action {shown(action)}" for action in actions if action not in self._actions)
         return [event for event in events if event["action"] in self._actions]
 
-    def _segments(self, items: Items, where: str) -> list[Buffer]:
+    def _segments(self, items: Items, where: str) -> list[Ints]:
         """The columns of `Segments`."""
         is_expandable = [item.get("is_expandable") is True for item in items]
         return [
@@ -148,48 +163,53 @@ class Converter:
             numbers(is_expandable, where),
         ]
 
-    def _blocks(self, segments: Items, where: str) -> list[Buffer]:
-        """The columns of `Blocks`, those of each segment in turn."""
+    def _blocks(self, segments: Items, where: str) -> list[Ints]:
+        """The columns of `Blocks` but the last, as for events; the blocks of each segment in turn."""
         lists = [segment["blocks"] for segment in segments]
         items = list(chain.from_iterable(lists))
         states: list[Any] = [item.get("state") for item in items]
         if wrong := [state for state in states if type(state) is not str or state not in self._states]:
             raise ContentError(f"'state' of a block needs one of {', '.join(self._states)}, got {shown(wrong[0])}")
+        self._add_lists([item.get("frames") for item in items], where)
         return [
             numbers(chain.from_iterable([row] * len(found) for row, found in enumerate(lists)), where),
             *(column_of(items, key, where) for key in ("address", "size", "requested_size")),
             numbers(map(self._states.__getitem__, states), where),
-            self._list_numbers([item.get("frames") for item in items], where),
         ]
 
-    def _list_numbers(self, lists: Sequence[Any], where: str) -> bytes:
-        """For each list of frames a number, in the order of the file; 0 for none, and for an empty one.
-
-        A list of an event that a segment or block has too keeps the number that it has there.
-        """
-        check_types(lists, {list, type(None)}, f"'frames' of {where}", "lists")
-        first, earlier = len(self._stack_of_list), self._number_of_list
-        self._stack_of_list += [self._stack_number(frames) if frames else 0 for frames in lists]
-        return numbers(
-            [earlier.get(id(frames), row) if frames else 0 for row, frames in enumerate(lists, first)], where
-        )
-
-    def _stack_number(self, frames: list[Any]) -> int:
-        """The number of a stack, the same for equal ones.
+    def _add_lists(self, lists: Sequence[Any], where: str) -> None:
+        """Give the next numbers to these lists of frames.
 
         Most lists are different objects with the same frames. Comparing a list with one that has the same first and
-        middle frame is three times as fast as looking all its frames up.
+        middle frame is three times as fast as looking all its frames up. This loop sees every event: a function that
+        is called for each list would take twice as long.
         """
-        key = id(frames[0]), id(frames[len(frames) // 2])
-        alike, number = self._alike.get(key, ([], 0))
-        if alike != frames:
-            ids = tuple(map(id, frames))
-            if ids not in self._number_of:
-                stack = tuple(self._frame_number(frame) for frame in frames)
-                self._number_of[ids] = self._stacks.setdefault(stack, len(self._stacks))
-            number = self._number_of[ids]
-            self._alike[key] = frames, number
-        return number
+        check_types(lists, {list, type(None)}, f"'frames' of {where}", "lists")
+        alike, last, number = self._alike, None, 0
+        stacks = []
+        for frames in lists:
+            if frames is not last:
+                last, number = frames, 0
+                if frames:
+                    key = id(frames[0]), id(frames[len(frames) // 2])
+                    same, number = alike.get(key, (None, 0))
+                    if same != frames:
+                        number = self._stack_number(frames)
+                        alike[key] = frames, number
+            stacks.append(number)
+        earlier = self._number_of_list
+        if not earlier.keys().isdisjoint(map(id, lists)):
+            named = enumerate(map(id, lists), len(self._stack_of_list))
+            self._shared += [(row, earlier[frames]) for row, frames in named if frames in earlier]
+        self._stack_of_list.extend(array("q", stacks))
+
+    def _stack_number(self, frames: list[Any]) -> int:
+        """The number of a stack, the same for equal ones."""
+        ids = tuple(map(id, frames))
+        if ids not in self._number_of:
+            stack = tuple(self._frame_number(frame) for frame in frames)
+            self._number_of[ids] = self._stacks.setdefault(stack, len(self._stacks))
+        return self._number_of[ids]
 
     def _frame_number(self, frame: object) -> int:
         values = need(frame, dict, "a frame of a stack").get
@@ -197,6 +217,15 @@ class Converter:
         if not (type(filename) is str and type(line) is int and type(name) is str):
             raise ContentError(f"a frame of a stack needs a filename, a line and a name, got {shown(line)} as its line")
         return self._frames.setdefault((filename, line, name), len(self._frames))
+
+    def _check_annotations(self, top: Mapping[str, Any]) -> None:
+        """Refuse malformed annotations, which nothing else reads."""
+        entries = need(top.get("external_annotations", []), list, "'external_annotations'")
+        check_types(entries, {dict}, "'external_annotations'", "dicts")
+        for key in ("device", "time_us"):
+            column_of(entries, key, "an annotation")
+        for key in ("name", "stage"):
+            check_types([entry.get(key) for entry in entries], {str}, f"'{key}' of an annotation", "texts")
 
     def _settings(self, top: Mapping[str, Any]) -> Iterator[tuple[str, str | int | float | bool]]:
         for name, value in need(top.get("allocator_settings", {}), dict, "'allocator_settings'").items():
@@ -239,17 +268,17 @@ def values_of(events: Items, where: str) -> Mapping[str, Sequence[Any]]:
     return defaultdict(lambda: [None] * len(events), found)
 
 
-def column_of(items: Items, key: str, where: str) -> bytes:
+def column_of(items: Items, key: str, where: str) -> Ints:
     """The values that the items have for a key."""
     return numbers([item.get(key) for item in items], f"'{key}' of {where}")
 
 
-def numbers(values: Iterable[Any], where: str) -> bytes:
-    """The values as 64-bit integers, one after the other."""
+def numbers(values: Iterable[Any], where: str) -> Ints:
+    """The values as 64-bit integers."""
     values = tuple(values)
     try:
-        return struct.pack(f"{len(values)}q", *values)
-    except struct.error:
+        return array("q", values)
+    except (TypeError, OverflowError):
         wrong = next(value for value in values if not isinstance(value, int) or not -(2**63) <= value < 2**63)
         raise ContentError(f"{where} needs whole numbers of 64 bits, got {shown(wrong)}") from None
 
@@ -280,8 +309,8 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def main(parent: int, max_memory_bytes: int, max_cpu_s: int, codes: str) -> int:
-    """Convert the pickle on standard input; return the exit status."""
+def main(parent: int, max_memory_bytes: int, max_cpu_s: int, codes: str) -> NoReturn:
+    """Convert the pickle on standard input and end this process."""
     die_with(parent)
     limit(resource.RLIMIT_AS, max_memory_bytes)
     limit(resource.RLIMIT_CPU, max_cpu_s)
@@ -300,13 +329,13 @@ def main(parent: int, max_memory_bytes: int, max_cpu_s: int, codes: str) -> int:
     except Exception as error:  # the unpickler raises almost all there are
         problem = f"the pickle cannot be read ({str(error)[:MAX_REASON]}): truncated, damaged or no memory snapshot"
     else:
-        write(struct.pack("q", sum(map(len, columns)) // 8), *columns, reply)
-        return 0
+        write(struct.pack("q", sum(map(len, columns))), *columns, reply)
+        os._exit(0)  # returning would take millions of objects apart, which takes time and may overflow the stack
     write(problem.encode(errors="replace"))
-    return REFUSED
+    os._exit(REFUSED)
 
 
-def write(*parts: Buffer) -> None:
+def write(*parts: "bytes | Ints") -> None:
     """Write to standard output."""
     for part in parts:
         sys.stdout.buffer.write(part)
@@ -315,5 +344,4 @@ def write(*parts: Buffer) -> None:
 
 if __name__ == "__main__":
     parent, max_memory_bytes, max_cpu_s = map(int, sys.argv[1:4])
-    status = main(parent, max_memory_bytes, max_cpu_s, sys.argv[4])
-    os._exit(status)  # taking millions of objects apart takes time, and may overflow the stack
+    main(parent, max_memory_bytes, max_cpu_s, sys.argv[4])

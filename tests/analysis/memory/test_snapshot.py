@@ -29,7 +29,8 @@ from tests.analysis.memory.snapshots import (
 EVENT = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 7, "frames": [frame("f", 3)]}
 BLOCK = {"address": 4096, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": [frame("g", 4)]}
 SEGMENT = {"device": 0, "address": 4096, "total_size": 2**21, "stream": 0, "is_expandable": False, "blocks": [BLOCK]}
-GOOD = {"segments": [SEGMENT], "device_traces": [[EVENT]]}
+ANNOTATION = {"name": "step", "stage": "START", "device": 0, "time_us": 5}
+GOOD = {"segments": [SEGMENT], "device_traces": [[EVENT]], "external_annotations": [{**ANNOTATION, "more": "x"}]}
 
 
 def used(seed: int, num_calls: int = 1200, **options: Any) -> Allocator:
@@ -226,6 +227,14 @@ WRONG = {
     "segments": ["missing", None, {}, [None], [[]]],
     "device_traces": ["missing", "x", [None, 5], [[7]], [[[]]], [["text"]]],
     "allocator_settings": [[]],
+    "external_annotations": [
+        {},
+        [1],
+        [{"name": "x"}],
+        *([{**ANNOTATION, key: None}] for key in ANNOTATION),
+        [{**ANNOTATION, "name": 1}],
+        [{**ANNOTATION, "time_us": 2**63}],
+    ],
     "device_traces.action": ["missing", 5, None, []],
     **{
         f"device_traces.{key}": ["missing", "12", 1.0, 2**63, -(2**63) - 1, 10**400, None, []]

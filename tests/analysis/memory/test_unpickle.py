@@ -133,6 +133,7 @@ def test_what_has_no_end_is_read_and_never_walked(made: Callable[[], Any], tmp_p
         {**GOOD, "device_traces": made()},
         {**GOOD, "device_traces": [made()]},
         {**GOOD, "segments": [made()]},
+        {**GOOD, "external_annotations": made()},
         *({**GOOD, "device_traces": [[{**EVENT, key: made()}]]} for key in ("action", "addr", "size", "time_us")),
         {**GOOD, "device_traces": [[{**EVENT, "frames": [made()]}]]},
     ]
