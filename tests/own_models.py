@@ -54,8 +54,10 @@ class _BasicsAttention(nn.Module):
     def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        for name in ("q_proj", "k_proj", "v_proj", "output_proj"):
-            setattr(self, name, nn.Linear(d_model, d_model, bias=False))
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.output_proj = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         def rotated(pairs: Tensor) -> Tensor:
