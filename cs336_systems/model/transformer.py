@@ -1,7 +1,7 @@
 """A decoder-only Transformer language model of either architecture, with named ranges in place.
 
-It is plain on purpose: this is the model that is measured and explained; `model/fast` computes the same from the same
-parameters. The host needs 4-5 us to launch a kernel, so tables are computed once and no line launches one in vain.
+This model is measured and explained, so it is kept plain; `model/fast` computes the same from the same parameters. The
+host needs 4 to 5 us to launch a kernel, so tables are computed once and no line launches a kernel that is not needed.
 """
 
 import math
