@@ -23,10 +23,10 @@ from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
 from cs336_systems.config import SIZES, Device, OptimizerKind, Profiler, RunConfig
 from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
-from cs336_systems.report.memory.entries import load_memory
+from cs336_systems.report.sections.memory.entries import load_memory
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
-from tests.report.kernels.profiles import make_profile
-from tests.report.memory.profiles import make_memory
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import make_memory
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

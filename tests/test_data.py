@@ -8,8 +8,8 @@ import pytest
 
 from cs336_systems.commands.rebuild import rebuild, results_below
 from cs336_systems.record import load_records
-from cs336_systems.report.memory.entries import load_memory
-from cs336_systems.report.memory.sweep import write_memory_sweep
+from cs336_systems.report.sections.memory.entries import load_memory
+from cs336_systems.report.sections.memory.sweep import write_memory_sweep
 from cs336_systems.report.status_line import StatusLine
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

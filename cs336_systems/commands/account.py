@@ -124,22 +124,22 @@ def run(arguments: AccountArguments) -> int:
     config, memory_bytes = checked(arguments.config), checked(arguments.memory_bytes)
     device = checked(functools.partial(device_meant, arguments.device_name))
     from cs336_systems.files import encode_json
-    from cs336_systems.report.account import account_json, account_listing
-    from cs336_systems.report.listing import texts_of, write_files
+    from cs336_systems.report.section import texts_of, write_files
+    from cs336_systems.report.sections.account import account_json, account_section
     from cs336_systems.report.terminal import print_table, say
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
     ceilings = load_ceilings_or_warn(arguments.ceilings or CEILINGS)
     found = (ceilings.flops_per_s(name, config.precision) for name in (() if device is None else device.names))
     ceiling = max((rate for rate in found if rate is not None), default=None)
-    listing = account_listing(config, device, step_s, memory_bytes, arguments.top, ceiling)
+    section = account_section(config, device, step_s, memory_bytes, arguments.top, ceiling)
     if arguments.output is not None:
-        write_files(texts_of(listing), arguments.output)
+        write_files(texts_of(section), arguments.output)
     with json_alone(arguments.json) as print_json:
         if print_json is not None:
             print_json(encode_json(account_json(config, device, step_s, memory_bytes, ceiling)))
         else:
-            for table in listing.tables:
+            for table in section.tables:
                 print_table(table, arguments.output)
                 say("")
         if arguments.output is not None:

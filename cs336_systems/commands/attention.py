@@ -67,7 +67,7 @@ def run(arguments: AttentionArguments) -> int:
     """Measure the grid, write its record after every cell, then the tables and plots."""
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
-    from cs336_systems.report.attention import attention_tables, write_attention, write_attention_record
+    from cs336_systems.report.sections.attention import attention_tables, write_attention, write_attention_record
     from cs336_systems.studies.attention_study import run_attention_study
 
     study = show_study(

@@ -32,7 +32,7 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.ceilings.roofline import StepParts
+    from cs336_systems.report.sections.ceilings.roofline import StepParts
     from cs336_systems.report.status_line import StatusLine
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
@@ -173,7 +173,7 @@ def run(arguments: CeilingsArguments) -> int:
         step = _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
-    from cs336_systems.report.ceilings.summary import ceilings_tables, doubts, write_ceilings
+    from cs336_systems.report.sections.ceilings.summary import ceilings_tables, doubts, write_ceilings
     from cs336_systems.studies.ceilings_study import run_ceilings_study
 
     def write(study: CeilingsStudy, directory: Path) -> None:
@@ -205,7 +205,7 @@ class ProfiledStep:
 def rebuild(directory: Path, status: "StatusLine") -> None:
     """Write the tables and plots of a directory's study again, with the step that was on its roofline."""
     status("reading ceilings")
-    from cs336_systems.report.ceilings.summary import write_ceilings
+    from cs336_systems.report.sections.ceilings.summary import write_ceilings
 
     study, step = read_study(directory / FILE_NAME, CeilingsStudy), _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, study.device_name)
@@ -240,7 +240,7 @@ def _keep_step(step: ProfiledStep | None, directory: Path) -> None:
 def _parts(step: ProfiledStep, directory: Path, device_name: str) -> "StepParts":
     """Parts of the profiled step; raise UsageError where they are of another device or nobody knows what was run."""
     from cs336_systems.analysis.kernels.step_profile import read_profile
-    from cs336_systems.report.ceilings.roofline import step_parts
+    from cs336_systems.report.sections.ceilings.roofline import step_parts
 
     path, record = (Path(os.path.normpath(directory / name)) for name in (step.profile, step.record))
     profile = read_profile(existing(path, _PROFILE))

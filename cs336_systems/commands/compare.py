@@ -64,7 +64,7 @@ def run(arguments: CompareArguments) -> int:
 
 
 def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
-    from cs336_systems.report.comparison import write_comparison
+    from cs336_systems.report.sections.comparison import write_comparison
     from cs336_systems.report.terminal import print_table
 
     names = Names(a=arguments.a.strip(), b=arguments.b.strip())
@@ -124,7 +124,7 @@ class _Judged(NamedTuple):
 
 def _judge(names: Names, sides: Sequence[Sequence[RunRecord]]) -> _Judged:
     """Compare the processes that finished; raise SweepError where none of a side did, UsageError for too few."""
-    from cs336_systems.report.comparison import comparison_table
+    from cs336_systems.report.sections.comparison import comparison_table
     from cs336_systems.report.words import STATUS_WORDS
     from cs336_systems.sweep.store import SweepError
 
@@ -140,7 +140,7 @@ def _judge(names: Names, sides: Sequence[Sequence[RunRecord]]) -> _Judged:
 
 def rebuild(directory: Path) -> None:
     """Write the verdict of a finished comparison again, from its records; even repeats are A's and odd ones B's."""
-    from cs336_systems.report.comparison import write_comparison
+    from cs336_systems.report.sections.comparison import write_comparison
 
     file, what = directory / COMPARISON_FILE, "the names of both sides of a comparison"
     names = read_json(file, Names, what, version=1, error=RecordError)

@@ -58,7 +58,7 @@ def run(arguments: FusionArguments) -> int:
     """Measure, print, and write."""
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
-    from cs336_systems.report.fusion import fusion_tables, write_fusion
+    from cs336_systems.report.sections.fusion import fusion_tables, write_fusion
     from cs336_systems.studies.fusion_study import run_fusion_study
 
     show_study(lambda say: run_fusion_study(grid, say), write_fusion, fusion_tables, directory, as_json=arguments.json)

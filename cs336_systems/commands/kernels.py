@@ -105,7 +105,7 @@ def run(arguments: KernelsArguments) -> int:
                 raise UsageError(f"{arguments.file}: {error}") from error
         if arguments.output is not None:
             status("drawing and writing")
-            from cs336_systems.report.kernels.files import write_profile
+            from cs336_systems.report.sections.kernels.files import write_profile
 
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_profile(profile, arguments.output, arguments.top, config)

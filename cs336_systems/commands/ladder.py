@@ -57,7 +57,7 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.ladder.rows import LadderRow
+    from cs336_systems.report.sections.ladder.rows import LadderRow
     from cs336_systems.report.status_line import StatusLine
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
@@ -256,9 +256,9 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
 def rebuild(directory: Path, status: "StatusLine") -> "Sequence[LadderRow]":
     """Write the tables and the picture that the records of a ladder's directory give; return the rows."""
     status("reading records and profiles")
-    from cs336_systems.report.kernels.entries import load_profiled
-    from cs336_systems.report.ladder.rows import ladder_rows
-    from cs336_systems.report.ladder.tables import write_ladder_report
+    from cs336_systems.report.sections.kernels.entries import load_profiled
+    from cs336_systems.report.sections.ladder.rows import ladder_rows
+    from cs336_systems.report.sections.ladder.tables import write_ladder_report
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
@@ -279,7 +279,7 @@ def _explain(runs: Path) -> bool:
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write and print what the records of the directory give."""
-    from cs336_systems.report.ladder.tables import ladder_json, ladder_tables
+    from cs336_systems.report.sections.ladder.tables import ladder_json, ladder_tables
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
 

@@ -75,8 +75,8 @@ def run(arguments: MemoryArguments) -> int:
             status.reading(file)
             profiles.append(_explain(file, config))
         from cs336_systems.analysis.memory.profile import encode_memory_profile
-        from cs336_systems.report.memory.compare import changes_json, compare_memory
-        from cs336_systems.report.memory.files import memory_tables, write_memory
+        from cs336_systems.report.sections.memory.compare import changes_json, compare_memory
+        from cs336_systems.report.sections.memory.files import memory_tables, write_memory
 
         if arguments.output is not None:
             status("drawing and writing")

@@ -87,7 +87,7 @@ class NapkinArguments:
 def run(arguments: NapkinArguments) -> int:
     """Print the days of training, the largest model, or both."""
     checked(arguments.check)
-    from cs336_systems.report.napkin import days_table, largest_table
+    from cs336_systems.report.sections.napkin import days_table, largest_table
     from cs336_systems.report.terminal import print_table, say
 
     tables = []

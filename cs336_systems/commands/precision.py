@@ -40,7 +40,7 @@ def run(arguments: PrecisionArguments) -> int:
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
-    from cs336_systems.report.precision import precision_tables, write_precision
+    from cs336_systems.report.sections.precision import precision_tables, write_precision
 
     def measure(say: "StatusLine") -> "PrecisionStudy":
         say("importing PyTorch")

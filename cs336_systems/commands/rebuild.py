@@ -88,21 +88,21 @@ def _ladder(directory: Path, status: "StatusLine") -> None:
 
 def _attention(directory: Path, status: "StatusLine") -> None:
     status("drawing and writing")
-    from cs336_systems.report.attention import write_attention
+    from cs336_systems.report.sections.attention import write_attention
 
     write_attention(read_study(directory / ATTENTION, AttentionStudy), directory)
 
 
 def _fusion(directory: Path, status: "StatusLine") -> None:
     status("drawing and writing")
-    from cs336_systems.report.fusion import write_fusion
+    from cs336_systems.report.sections.fusion import write_fusion
 
     write_fusion(read_study(directory / FUSION, FusionStudy), directory)
 
 
 def _precision(directory: Path, status: "StatusLine") -> None:
     status("writing")
-    from cs336_systems.report.precision import write_precision
+    from cs336_systems.report.sections.precision import write_precision
 
     write_precision(read_study(directory / PRECISION, PrecisionStudy), directory)
 

@@ -56,8 +56,8 @@ from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.kernels.entries import Profiled
-    from cs336_systems.report.memory.entries import MemoryEntry
+    from cs336_systems.report.sections.kernels.entries import Profiled
+    from cs336_systems.report.sections.memory.entries import MemoryEntry
     from cs336_systems.report.status_line import StatusLine
 
 
@@ -318,9 +318,9 @@ def report(
     missing too, leaves those tables as they are.
     """
     status("reading records and profiles")
-    from cs336_systems.report.kernels.sweep import sweep_tables
-    from cs336_systems.report.memory.sweep import memory_sweep_tables
-    from cs336_systems.report.tables import results_json
+    from cs336_systems.report.sections.kernels.sweep import sweep_tables
+    from cs336_systems.report.sections.memory.sweep import memory_sweep_tables
+    from cs336_systems.report.sections.steps import results_json
     from cs336_systems.report.terminal import print_sweep, print_table, say
 
     results = [Results.load(own, directory) for directory, own in found.items()]
@@ -367,8 +367,8 @@ class Results:
     @classmethod
     def load(cls, records: Sequence[RunRecord], directory: Path) -> "Results":
         """The records of the directory with the profiles beside; each profile that is missing is said."""
-        from cs336_systems.report.kernels.sweep import load_profiled
-        from cs336_systems.report.memory.entries import load_memory
+        from cs336_systems.report.sections.kernels.sweep import load_profiled
+        from cs336_systems.report.sections.memory.entries import load_memory
 
         return cls(records=records, kernels=load_profiled(records, directory), memory=load_memory(records, directory))
 
@@ -399,11 +399,11 @@ class Results:
         """Write the tables and plots that the records and profiles support together."""
         from cs336_systems.report.entries import labels
         from cs336_systems.report.identity import file_names
-        from cs336_systems.report.kernels.plots import write_pictures
-        from cs336_systems.report.kernels.sweep import write_kernel_sweep
-        from cs336_systems.report.memory.sweep import write_memory_sweep
-        from cs336_systems.report.plots import write_plots
-        from cs336_systems.report.tables import write_tables
+        from cs336_systems.report.plots.steps import write_plots
+        from cs336_systems.report.sections.kernels.plots import write_pictures
+        from cs336_systems.report.sections.kernels.sweep import write_kernel_sweep
+        from cs336_systems.report.sections.memory.sweep import write_memory_sweep
+        from cs336_systems.report.sections.steps import write_tables
 
         if self.published:
             status("writing tables and plots")

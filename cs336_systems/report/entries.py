@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from cs336_systems.config import RunConfig
 from cs336_systems.report.columns import Column
 from cs336_systems.report.identity import Identity, csv_with_identities, identities, identity_columns, names_of, telling
-from cs336_systems.report.listing import Listing
+from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
 from cs336_systems.report.words import shared_settings
 
@@ -67,7 +67,7 @@ def over_configurations(
     shown: Callable[[Values], bool] = lambda _: True,
     without: Sequence[str] = (),
     among: Sequence[Entry] = (),
-) -> Listing:
+) -> Section:
     """The columns after those that tell the configurations apart, `without` some; in the CSV all that say which it is.
 
     What all configurations share, those of the rows or all `among` which a row stands for several, is said once, below
@@ -84,4 +84,4 @@ def over_configurations(
         lambda row: bool(row["entry"].is_out_of_memory),
     )  # fmt: skip
     text = csv_with_identities([(row["identity"], [row[key] for key in csv]) for row in rows], csv) if csv else ""
-    return Listing(name=name, tables=(table,) if kept else (), csv=text)
+    return Section(name=name, tables=(table,) if kept else (), csv=text)

@@ -64,7 +64,7 @@ def print_profile(
     profile: "StepProfile", top: int, config: RunConfig | None = None, directory: Path | None = None
 ) -> None:
     """What was found in a kernel trace, then its tables; `config` is the run's, where it is known."""
-    from cs336_systems.report.kernels.files import (
+    from cs336_systems.report.sections.kernels.files import (
         profile_tables,  # matplotlib, half a second that most prints can spare
     )
 
@@ -76,7 +76,7 @@ def print_profile(
 def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
     """The table of one run, what puts it in doubt, and where its record is."""
     from cs336_systems.report.frame import to_frame  # pandas, half a second that other prints can spare
-    from cs336_systems.report.tables import results_table
+    from cs336_systems.report.sections.steps import results_table
 
     print_table(results_table(to_frame([record], ceilings), has_csv=False))
     console = _console(_width())
@@ -93,7 +93,7 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
 def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
     """The tables of a sweep, and where its files are."""
     from cs336_systems.report.frame import to_frame
-    from cs336_systems.report.tables import results_table, warmup_table
+    from cs336_systems.report.sections.steps import results_table, warmup_table
 
     published = [record for record in records if record.config.profiler is Profiler.NONE]
     if published:

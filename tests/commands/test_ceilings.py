@@ -21,7 +21,7 @@ from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Shape, Stream
 from cs336_systems.studies.records import CellStatus, read_study
 from tests.report.ceilings import lost, make_ceilings, make_whole, product_at, square, stream_at
-from tests.report.kernels.profiles import make_profile
+from tests.report.sections.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

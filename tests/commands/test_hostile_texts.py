@@ -25,10 +25,10 @@ from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
-from cs336_systems.report.attention import write_attention
-from cs336_systems.report.ceilings.summary import write_ceilings
-from cs336_systems.report.fusion import write_fusion
 from cs336_systems.report.progress import TerminalListener
+from cs336_systems.report.sections.attention import write_attention
+from cs336_systems.report.sections.ceilings.summary import write_ceilings
+from cs336_systems.report.sections.fusion import write_fusion
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.fusion_records import Op
 from cs336_systems.sweep.locks import LockedError, exclusive
@@ -38,9 +38,9 @@ from tests.analysis.kernels.tracing import Recording, Span, training, write_expo
 from tests.analysis.memory.programs import Training
 from tests.analysis.memory.snapshots import frame, snapshot_of
 from tests.report import ceilings, studies
-from tests.report.kernels.profiles import make_profile
 from tests.report.making import make_config, make_failure, make_record
-from tests.report.memory.profiles import make_memory
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import make_memory
 
 CONTROLS = "\x1b]0;owned\x07\x1b[2J\x1b[8m\x9b31m\x7f\u202e\u2066\u2028\n\r\t\b"
 HOSTILE = f"{CONTROLS}\0{'x' * 1_000_000}{CONTROLS}"

@@ -22,10 +22,10 @@ from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.report.ceilings import make_whole
-from tests.report.kernels.profiles import make_profile
 from tests.report.ladders import make_ladder, make_records
 from tests.report.making import H200, make_config, make_failure, make_record
-from tests.report.memory.profiles import make_memory
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import make_memory
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -11,7 +11,7 @@ from cs336_systems.cli import main
 from cs336_systems.config import SIZES, OptimizerKind, RunConfig
 from cs336_systems.record import RunRecord, Status, write_record
 from tests.analysis.kernels.tracing import Recording, Span, training, write_export
-from tests.report.kernels.profiles import make_profile
+from tests.report.sections.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -22,7 +22,7 @@ from cs336_systems.record import RunRecord, Status, write_record
 from cs336_systems.report.formats import WRITERS
 from tests.analysis.memory.programs import BATCH, MODEL, Training
 from tests.analysis.memory.snapshots import MIB
-from tests.report.kernels.profiles import make_profile
+from tests.report.sections.kernels.profiles import make_profile
 
 TABLES = (
     "findings",

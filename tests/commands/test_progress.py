@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import cs336_systems.report.attention
-import cs336_systems.report.ceilings.summary
-import cs336_systems.report.fusion
-import cs336_systems.report.ladder.tables
-import cs336_systems.report.plots
+import cs336_systems.report.plots.steps
+import cs336_systems.report.sections.attention
+import cs336_systems.report.sections.ceilings.summary
+import cs336_systems.report.sections.fusion
+import cs336_systems.report.sections.ladder.tables
 import cs336_systems.studies.attention_study
 import cs336_systems.studies.fusion_study
 import cs336_systems.sweep.run
@@ -21,10 +21,10 @@ from cs336_systems.report import status_line
 from cs336_systems.studies.records import CellStatus
 from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
-from tests.report.kernels.profiles import make_profile
 from tests.report.ladders import make_ladder, make_records
 from tests.report.making import make_config, make_environment, make_record
-from tests.report.memory.profiles import make_memory
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import make_memory
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -95,11 +95,11 @@ def test_what_takes_longer_says_what_it_does(
         (cs336_systems.sweep.run, "run_sweep", fake_sweep),
         (cs336_systems.studies.fusion_study, "run_cells", fake_cells),
         (cs336_systems.studies.attention_study, "run_cells", fake_cells),
-        (cs336_systems.report.attention, "write_attention", do_not),
-        (cs336_systems.report.ceilings.summary, "write_ceilings", do_not),
-        (cs336_systems.report.fusion, "write_fusion", do_not),
-        (cs336_systems.report.ladder.tables, "write_ladder_report", do_not),
-        (cs336_systems.report.plots, "write_plots", do_not),
+        (cs336_systems.report.sections.attention, "write_attention", do_not),
+        (cs336_systems.report.sections.ceilings.summary, "write_ceilings", do_not),
+        (cs336_systems.report.sections.fusion, "write_fusion", do_not),
+        (cs336_systems.report.sections.ladder.tables, "write_ladder_report", do_not),
+        (cs336_systems.report.plots.steps, "write_plots", do_not),
     ):
         monkeypatch.setattr(module, function, fake)
     make_files()

@@ -7,7 +7,7 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.report.ceilings.tables import promised_flops
+from cs336_systems.report.sections.ceilings.tables import promised_flops
 from cs336_systems.studies.ceilings_cell import make_product, measure_launch, measure_rows, why_unavailable
 from cs336_systems.studies.ceilings_ranks import measure_reductions
 from cs336_systems.studies.ceilings_records import (

@@ -19,7 +19,7 @@ from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, Ph
 from cs336_systems.measure.run import measure
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.kernels.findings import findings
+from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.faults.harness import Witness

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from cs336_systems.config import SIZES, Device, RunConfig
 from cs336_systems.record import Compilation
-from cs336_systems.report.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.sweep.ladder import GATE_STEPS, chosen, reason_run, rungs
-from tests.report.kernels.profiles import make_profile
 from tests.report.making import H200, make_record
+from tests.report.sections.kernels.profiles import make_profile
 
 FALLING = tuple(12 - 2 * step / (GATE_STEPS - 1) for step in range(GATE_STEPS))
 STEPS_S = {"fp32": 0.8, "bf16": 0.4, "compile": 0.1, "fused": 0.05}

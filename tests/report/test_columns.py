@@ -4,11 +4,11 @@ import pytest
 
 from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.kernels.files import listings
+from cs336_systems.report.sections.kernels.files import sections
+from cs336_systems.report.sections.steps import results_table
 from cs336_systems.report.table import make_table
-from cs336_systems.report.tables import results_table
-from tests.report.kernels.profiles import make_profile
 from tests.report.making import make_config, make_failure, make_record
+from tests.report.sections.kernels.profiles import make_profile
 
 
 def test_a_value_is_scaled_and_unknown_is_empty() -> None:
@@ -47,6 +47,6 @@ def test_the_frame_of_a_table_has_the_values_unrounded() -> None:
 
 def test_the_frames_of_a_kernel_profile_have_its_sums() -> None:
     """5, 10 and 5 ms of kernels in the phases of a step of 20 ms."""
-    tables = {table.title: table for listing in listings(make_profile(), 3) for table in listing.tables}
+    tables = {table.title: table for section in sections(make_profile(), 3) for table in section.tables}
     assert list(tables["Phases of a step"].frame["kernel_mean_ms"]) == pytest.approx([5, 10, 5, 20])
     assert all(len(table.frame) == len(table.rows) for table in tables.values())

@@ -12,15 +12,15 @@ from cs336_systems.analysis.compare import compare
 from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Phase, Precision
 from cs336_systems.record import WarningCode
-from cs336_systems.report.attention import attention_csv, attention_tables
-from cs336_systems.report.ceilings.summary import ceilings_listings
-from cs336_systems.report.ceilings.tables import products_listing
-from cs336_systems.report.comparison import comparison_table
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.fusion import fusion_csv, fusion_tables
-from cs336_systems.report.ladder.rows import ladder_rows
-from cs336_systems.report.ladder.tables import ladder_tables
-from cs336_systems.report.tables import results_table
+from cs336_systems.report.sections.attention import attention_csv, attention_tables
+from cs336_systems.report.sections.ceilings.summary import ceilings_sections
+from cs336_systems.report.sections.ceilings.tables import products_section
+from cs336_systems.report.sections.comparison import comparison_table
+from cs336_systems.report.sections.fusion import fusion_csv, fusion_tables
+from cs336_systems.report.sections.ladder.rows import ladder_rows
+from cs336_systems.report.sections.ladder.tables import ladder_tables
+from cs336_systems.report.sections.steps import results_table
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
@@ -143,16 +143,16 @@ def test_fusion_says_which_times_are_in_doubt(fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_ceiling_says_that_its_time_is_in_doubt(fault):
-    summary, *others = [listing for listing in ceilings_listings(ceilings(fault)) if listing.tables]
+    summary, *others = [section for section in ceilings_sections(ceilings(fault)) if section.tables]
     (table,) = summary.tables
     assert all(marked(cell) for cell in column(table, "measured"))
     assert [row["warnings"] for row in csv_rows(summary.csv)] == [fault] * 7
-    for listing in others:
-        cells = column(listing.tables[0], "time")
+    for section in others:
+        cells = column(section.tables[0], "time")
         assert cells
         assert all(marked(cell) for cell in cells)
-        assert f"{fault} in {len(cells)} of {len(cells)} rows" in " ".join(listing.tables[0].notes)
-        assert [row["warnings"] for row in csv_rows(listing.csv)] == [fault] * len(cells)
+        assert f"{fault} in {len(cells)} of {len(cells)} rows" in " ".join(section.tables[0].notes)
+        assert [row["warnings"] for row in csv_rows(section.csv)] == [fault] * len(cells)
     (deviation,) = {row["std_us"] for row in csv_rows(others[2].csv)}
     assert float(deviation) == pytest.approx(0.06 / 100 * 1e6 * np.std(FAULTS[fault], ddof=1))
 
@@ -194,7 +194,7 @@ def test_steady_times_have_no_mark_anywhere():
     tables = [
         *attention_tables(attention(None)),
         *fusion_tables(fusion(None)),
-        *(table for listing in ceilings_listings(ceilings(None)) for table in listing.tables),
+        *(table for section in ceilings_sections(ceilings(None)) for table in section.tables),
     ]
     for table in tables:
         assert not any("?" in text for row in (*table.rows, table.notes) for text in row)
@@ -210,7 +210,7 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
         )
         for side, fault in ((1024, WarningCode.UNSTABLE), (512, None))
     )
-    (table,) = products_listing(make_ceilings([best, other])).tables
+    (table,) = products_section(make_ceilings([best, other])).tables
     whole, part = column(table, "of best")
     assert whole == "100"
     assert marked(part)
@@ -223,8 +223,8 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
         lambda data: fusion_tables(read_study(data / "fusion" / "bf16" / "fusion.json", FusionStudy)),
         lambda data: [
             table
-            for listing in ceilings_listings(read_study(data / "ceilings/NVIDIA-H200/ceilings.json", CeilingsStudy))
-            for table in listing.tables
+            for section in ceilings_sections(read_study(data / "ceilings/NVIDIA-H200/ceilings.json", CeilingsStudy))
+            for table in section.tables
         ],
     ],
     ids=["attention", "fusion", "ceilings"],

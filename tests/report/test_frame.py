@@ -16,7 +16,7 @@ from cs336_systems.costs.memory import predict_memory
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
-from cs336_systems.report.series import size_names
+from cs336_systems.report.plots.series import size_names
 from cs336_systems.studies.ceilings_files import Ceilings
 from tests.report.ceilings import make_ceilings, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
@@ -289,7 +289,8 @@ def test_rows_say_none_for_the_unknown():
 
 
 def test_the_report_layer_imports_no_torch():
-    code = "import sys, cs336_systems.report.tables, cs336_systems.report.plots; sys.exit('torch' in sys.modules)"
+    report = "cs336_systems.report"
+    code = f"import sys, {report}.sections.steps, {report}.plots.steps; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

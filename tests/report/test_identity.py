@@ -23,28 +23,29 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.record import write_record
-from cs336_systems.report import drawing, plots
 from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import file_names, identities, names_of
-from cs336_systems.report.kernels import sweep as kernel_sweep
-from cs336_systems.report.kernels.answers import sweep_answers as kernel_answers
-from cs336_systems.report.kernels.entries import Profiled
-from cs336_systems.report.kernels.shares import classes_by_configuration
-from cs336_systems.report.memory import sweep as memory_sweep
-from cs336_systems.report.memory.answers import sweep_answers as memory_answers
-from cs336_systems.report.memory.entries import MemoryEntry
-from cs336_systems.report.memory.words import size
-from cs336_systems.report.series import AXES
-from cs336_systems.report.tables import results_table, write_tables
+from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots import steps as plots
+from cs336_systems.report.plots.series import AXES
+from cs336_systems.report.sections.kernels import sweep as kernel_sweep
+from cs336_systems.report.sections.kernels.answers import sweep_answers as kernel_answers
+from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.shares import classes_by_configuration
+from cs336_systems.report.sections.memory import sweep as memory_sweep
+from cs336_systems.report.sections.memory.answers import sweep_answers as memory_answers
+from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.words import size
+from cs336_systems.report.sections.steps import results_table, write_tables
 from cs336_systems.report.words import shared_settings
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
-from tests.report.kernels.profiles import make_profile
 from tests.report.making import make_record
-from tests.report.memory.profiles import MIB, make_memory, make_moment
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import MIB, make_memory, make_moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +94,14 @@ def csv_rows(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def assert_apart(listings, pair):
+def assert_apart(sections, pair):
     """No row of the one is a row of the other, in the table that people read and in the CSV, with equal profiles."""
-    for listing in listings:
-        for rows in (*(table.rows for table in listing.tables[-1:]), csv_rows(listing.csv)):
+    for section in sections:
+        for rows in (*(table.rows for table in section.tables[-1:]), csv_rows(section.csv)):
             texts = [str(row) for row in rows]
             half = len(texts) // 2
-            assert half, (listing.name, pair)
-            assert set(texts[:half]).isdisjoint(texts[half:]), (listing.name, pair)
+            assert half, (section.name, pair)
+            assert set(texts[:half]).isdisjoint(texts[half:]), (section.name, pair)
 
 
 @each_setting()
@@ -108,7 +109,7 @@ def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     pair, *_ = neighbours(where, field.name, **({} if field.name == "profiler" else {"profiler": Profiler.KINETO}))
     entries = [kernel_entry(config) for config in pair]
     assert len({*labels(entries)}) == len({name.casefold() for name in file_names(labels(entries))}) == 2
-    assert_apart([make(entries) for make in kernel_sweep._LISTINGS], pair)
+    assert_apart([make(entries) for make in kernel_sweep._SECTIONS], pair)
 
 
 @each_setting("device")
@@ -124,7 +125,7 @@ def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
     entries = [memory_entry(config) for config in pair]
     assert len({*report_entries.labels(entries)}) == len({config.key for config in pair}) == 2
-    assert_apart([make(entries) for make in memory_sweep._LISTINGS], pair)
+    assert_apart([make(entries) for make in memory_sweep._SECTIONS], pair)
 
 
 @each_setting("repeat", "profiler")

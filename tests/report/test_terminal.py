@@ -17,35 +17,35 @@ from cs336_systems.analysis.compare import compare
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.report.account import account_listing
-from cs336_systems.report.attention import attention_tables
-from cs336_systems.report.ceilings.summary import ceilings_tables
 from cs336_systems.report.columns import Column
-from cs336_systems.report.comparison import comparison_table
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.fusion import fusion_tables
-from cs336_systems.report.kernels.entries import Profiled
-from cs336_systems.report.kernels.files import profile_tables
-from cs336_systems.report.kernels.sweep import sweep_tables
-from cs336_systems.report.ladder.rows import ladder_rows
-from cs336_systems.report.ladder.tables import ladder_tables
-from cs336_systems.report.memory.compare import compare_memory
-from cs336_systems.report.memory.files import memory_tables
-from cs336_systems.report.memory.sweep import MemoryEntry, memory_sweep_tables
-from cs336_systems.report.napkin import days_table
-from cs336_systems.report.precision import accumulation_table
+from cs336_systems.report.sections.account import account_section
+from cs336_systems.report.sections.attention import attention_tables
+from cs336_systems.report.sections.ceilings.summary import ceilings_tables
+from cs336_systems.report.sections.comparison import comparison_table
+from cs336_systems.report.sections.fusion import fusion_tables
+from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.files import profile_tables
+from cs336_systems.report.sections.kernels.sweep import sweep_tables
+from cs336_systems.report.sections.ladder.rows import ladder_rows
+from cs336_systems.report.sections.ladder.tables import ladder_tables
+from cs336_systems.report.sections.memory.compare import compare_memory
+from cs336_systems.report.sections.memory.files import memory_tables
+from cs336_systems.report.sections.memory.sweep import MemoryEntry, memory_sweep_tables
+from cs336_systems.report.sections.napkin import days_table
+from cs336_systems.report.sections.precision import accumulation_table
+from cs336_systems.report.sections.steps import results_table, warmup_table
 from cs336_systems.report.table import Table
-from cs336_systems.report.tables import results_table, warmup_table
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.attention_records import Implementation
 from cs336_systems.studies.fusion_records import Version
 from cs336_systems.studies.precision import accumulation_study
 from cs336_systems.text import inert_line
 from tests.report.ceilings import make_whole
-from tests.report.kernels.profiles import make_profile
 from tests.report.ladders import make_entry, make_ladder, make_records
 from tests.report.making import CODES, H200, make_config, make_failure, make_record
-from tests.report.memory.profiles import make_inference, make_memory
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import make_inference, make_memory
 from tests.report.studies import make_cell, make_fusion, make_result, make_row, make_study
 
 WIDTHS = (40, 60, 80, 100, 140, 200)
@@ -92,7 +92,7 @@ def kinds():
         "memory": (memory_tables(make_memory()), ("moment", "size", "finding", "quantity", "value")),
         "memory of a sweep": (memory_sweep_tables(memory), ("size", "peak")),
         "memories compared": (compare_memory(make_memory(), make_inference()), ("category", "what")),
-        "account": (account_listing(account.config(), find_device(H200), 0.1, 40e9, 10, 7e14).tables, ("part", "step")),
+        "account": (account_section(account.config(), find_device(H200), 0.1, 40e9, 10, 7e14).tables, ("part", "step")),
         "napkin": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
                                count=1024, mfu=0.5)], ("quantity", "value")),
         "compare": ([comparison_table(("--size small --no-ranges", "--size small"), means, compare(*means))],

@@ -8,7 +8,7 @@ import pytest
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile, write_profile
 from cs336_systems.cli import main
-from tests.report.kernels.profiles import make_cpu_profile, make_inference, make_profile
+from tests.report.sections.kernels.profiles import make_cpu_profile, make_inference, make_profile
 
 
 @pytest.mark.parametrize("make", [make_profile, make_inference, make_cpu_profile])

@@ -8,7 +8,7 @@ import pytest
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.profile import encode_memory_profile, read_memory_profile, write_memory_profile
 from cs336_systems.cli import main
-from tests.report.memory.profiles import make_bare, make_inference, make_memory, make_oom
+from tests.report.sections.memory.profiles import make_bare, make_inference, make_memory, make_oom
 
 
 @pytest.mark.parametrize("make", [make_memory, make_inference, make_bare, make_oom])

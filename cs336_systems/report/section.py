@@ -1,0 +1,76 @@
+"""One subject of a report, as tables for people and as all of its values, and how both become files."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from cs336_systems.files import write_atomically
+from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.table import Table, with_note
+
+Row = TypeVar("Row")
+
+_SI: tuple[tuple[str, str, Callable[[float], float]], ...] = (
+    ("_ms", "_s", lambda time_ms: time_ms / 1e3),
+    ("_gib", "_bytes", lambda size_gib: round(size_gib * 2**30)),
+    ("_tflops_per_s", "_flops_per_s", lambda rate_tflops: rate_tflops * 1e12),
+)
+"""Endings of columns with a scaled unit, that of the SI unit, and how to get to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One subject of a profile: what of it people read, and all of its values."""
+
+    name: str
+    """Of the files, without an ending."""
+    tables: tuple[Table, ...]
+    """Empty where only the CSV is of use."""
+    csv: str
+    """Empty where nothing is known of the subject."""
+
+
+def texts_of(section: Section, note: str = "") -> dict[str, str]:
+    """The text of each file of the section, empty where it has nothing to say; `note` comes before a table's own."""
+    tables = [with_note(table, note) if note else table for table in section.tables]
+    readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
+    return {f"{section.name}.{ending}": text for ending, text in {"csv": section.csv, **readable}.items()}
+
+
+def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:
+    """Write each file into the directory, which is made; return the paths.
+
+    Nothing is written of what is empty: a file of that name, of an earlier profile, is removed.
+    """
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content:
+            write_atomically(path, content if isinstance(content, bytes) else content.encode(errors="replace"))
+        else:
+            path.unlink(missing_ok=True)
+    return [directory / name for name, content in files.items() if content]
+
+
+def csv_of(columns: Mapping[str, Callable[[Row], object]], rows: Iterable[Row]) -> str:
+    """The rows as CSV, by the name of each column and how to get its value; empty for no rows."""
+    values = [[value(row) for value in columns.values()] for row in rows]
+    return to_csv(tuple(columns), values) if values else ""
+
+
+def csv_by_keys(keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
+    """The values under these keys as CSV; empty for no rows."""
+    return to_csv(keys, ([row[key] for key in keys] for row in rows)) if rows else ""
+
+
+def in_si(row: Mapping[str, object]) -> dict[str, object]:
+    """The values of a CSV's row by the names of its columns, both in SI units: `step_mean_ms` is `step_mean_s`."""
+    return dict(_in_si(name, value) for name, value in row.items())
+
+
+def _in_si(name: str, value: object) -> tuple[str, object]:
+    for ending, unit, convert in _SI:
+        if name.endswith(ending):
+            return name.removesuffix(ending) + unit, convert(value) if isinstance(value, int | float) else value
+    return name, value

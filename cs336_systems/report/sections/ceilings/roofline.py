@@ -1,0 +1,322 @@
+"""Parts of a profiled step on the roofline: FLOPs and least bytes in closed form, time from the profile.
+
+Least bytes: what goes in is read once and what comes out is written once; whatever else a part moves keeps it below the
+roof. A part whose data is still in a cache can be above it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import AttentionPart, StepProfile
+from cs336_systems.config import RunConfig
+from cs336_systems.costs.accounting import (
+    FP8_LAYERS,
+    SOFTMAX_BACKWARD_FLOPS,
+    SOFTMAX_FORWARD_FLOPS,
+    Component,
+    ComponentBytes,
+    ComponentFlops,
+    component_bytes,
+    component_flops,
+    optimizer_work,
+)
+from cs336_systems.ranges import Range
+from cs336_systems.report.columns import Column
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.section import Section, csv_of
+from cs336_systems.report.sections.ceilings.tables import GIGA, MIB, TERA, Fields, percent, ratio, scaled
+from cs336_systems.report.table import make_table
+from cs336_systems.studies.ceilings_records import FACTOR_BYTES, FP32_BYTES, CeilingsStudy, ProductPrecision
+
+LINEAR = (Component.QKV, Component.OUTPUT, Component.FFN, Component.HEAD)
+SCORES_AND_VALUES = (Component.SCORES, Component.VALUES)
+PASSES = (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)
+NORM_FLOPS = {LaunchPhase.FORWARD: 4, LaunchPhase.BACKWARD: 9}
+"""RMSNorm, each element. Forward: square, add, times the root, times the gain. Backward: times the gain, times x, add,
+two products and a difference for x; two products and a sum for the gain."""
+NORM_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
+"""The residual stream, which is in fp32, in and out; backward reads x and a gradient and writes a gradient."""
+SOFTMAX_FLOPS = {LaunchPhase.FORWARD: SOFTMAX_FORWARD_FLOPS, LaunchPhase.BACKWARD: SOFTMAX_BACKWARD_FLOPS}
+SOFTMAX_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
+"""Scores in, weights out; backward reads weights and their gradient and writes that of the scores."""
+FUSED, ALL_KERNELS = "fused attention", "all kernels"
+"""A name of a part, and how others end."""
+ABOVE = 1.005
+"""Of the roof: from this share on more than 100 % stands in the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """One part of a step in one phase; all quantities are per step."""
+
+    name: str
+    phase: LaunchPhase
+    precision: ProductPrecision
+    """Whose ceiling applies."""
+    flops: float
+    moved_bytes: float
+    """The least that the part has to move."""
+    time_s: float
+    """Of its kernels."""
+    causal_flops: float | None = None
+    """With attention counted as causal; of a part whose kernel leaves the masked half out."""
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.moved_bytes
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.flops / self.time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The parts of the step of one run."""
+
+    label: str
+    """The run, in a few words."""
+    parts: tuple[StepPart, ...]
+    mixed: tuple[str, ...] = ()
+    """Names of parts that are left out because no one roof is theirs: they multiply in fp8 and in bf16."""
+
+
+def step_parts(profile: StepProfile, config: RunConfig) -> StepParts:
+    """The parts that the profile of this run tells apart.
+
+    Raises ValueError for a model of the user's own, whose FLOPs nobody knows, and for a profile without steps.
+    """
+    if profile.num_steps < 1:
+        raise ValueError(f"{profile.source} holds no steps")
+    timed = [row for row in (*_products(profile), *_modules(profile)) if row.total_s > 0]
+    roofs = [(row, _precision(config, row.components)) for row in timed]
+    found = [_product_part(config, row, precision) for row, precision in roofs if precision is not None]
+    found += [*_softmax(profile, config), *_norms(profile, config), *_optimizer(profile, config)]
+    per_step = (replace(part, time_s=part.time_s / profile.num_steps) for part in found if part.time_s > 0)
+    mixed = dict.fromkeys(row.name for row, precision in roofs if precision is None)
+    return StepParts(label=config.unprofiled.label, parts=tuple(per_step), mixed=tuple(mixed))
+
+
+class _Sum(NamedTuple):
+    """Kernels that compute some parts of the model in one phase, over all steps."""
+
+    name: str
+    components: tuple[Component, ...]
+    phase: LaunchPhase
+    total_s: float
+
+
+def _precision(config: RunConfig, components: Sequence[Component]) -> ProductPrecision | None:
+    """Of the products of these parts; None where they are of two kinds: fp8 leaves the head and attention in bf16."""
+    in_fp8 = {config.fp8 and part in FP8_LAYERS for part in components}
+    if len(in_fp8) > 1:
+        return None
+    return ProductPrecision.FP8 if True in in_fp8 else ProductPrecision(config.precision)
+
+
+def _products(profile: StepProfile) -> Iterator[_Sum]:
+    """Matrix products alone, without the kernels around them; all together where they cannot be told apart."""
+    for row in profile.products:
+        if row.phase in PASSES and row.unknown:
+            total_s = row.linear_s + row.attention_s + row.unknown_s
+            yield _Sum("all products", (*LINEAR, *SCORES_AND_VALUES), row.phase, total_s)
+        elif row.phase in PASSES:
+            yield _Sum("linear layers, products alone", LINEAR, row.phase, row.linear_s)
+    for times in profile.attention:
+        if times.part is not AttentionPart.SOFTMAX:
+            yield _Sum(f"{times.part}, products alone", (Component(times.part),), times.phase, times.product_s)
+    for kind in profile.classes:
+        if kind.kind is KernelClass.ATTENTION and kind.phase in PASSES:
+            yield _Sum(FUSED, SCORES_AND_VALUES, kind.phase, kind.total_s)
+
+
+def _modules(profile: StepProfile) -> Iterator[_Sum]:
+    """Linear layers with all kernels of their module: casts, activation, RoPE."""
+    for phase in PASSES:
+        yield _Sum(f"feed-forward, {ALL_KERNELS}", (Component.FFN,), phase, _module_s(profile, Range.FFN, phase))
+        yield _Sum(f"head, {ALL_KERNELS}", (Component.HEAD,), phase, _module_s(profile, Range.LM_HEAD, phase))
+    if profile.attention:  # its parts have ranges of their own in forward: what is left are the projections
+        total_s = _module_s(profile, Range.ATTENTION, LaunchPhase.FORWARD)
+        yield _Sum(f"projections, {ALL_KERNELS}", (Component.QKV, Component.OUTPUT), LaunchPhase.FORWARD, total_s)
+
+
+def _module_s(profile: StepProfile, last: Range, phase: LaunchPhase) -> float:
+    """Kernels over all steps of the modules whose innermost range is `last`."""
+    return sum(row.total_s for row in profile.modules if row.phase is phase and row.path and row.path[-1] == last)
+
+
+def _product_part(config: RunConfig, row: _Sum, precision: ProductPrecision) -> StepPart:
+    flops, causal = component_flops(config), component_flops(config, causal=True)
+    return StepPart(
+        name=row.name,
+        phase=row.phase,
+        precision=precision,
+        flops=_of_phase(flops, row),
+        moved_bytes=_of_phase(component_bytes(config), row),
+        time_s=row.total_s,
+        causal_flops=_of_phase(causal, row) if row.name == FUSED else None,
+    )
+
+
+def _of_phase(parts: Iterable[ComponentFlops | ComponentBytes], row: _Sum) -> int:
+    """FLOPs or bytes of the row's components in its phase; backward's with those of what it computes again."""
+    found = [part for part in parts if part.component in row.components]
+    return sum(part.forward if row.phase is LaunchPhase.FORWARD else part.backward + part.recomputed for part in found)
+
+
+def _softmax(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
+    """Attention's softmax; in the type of the products, which is what a kernel of its own could read and write."""
+    model = config.model
+    weights = model.num_layers * config.batch_size * model.num_heads * model.context_length**2
+    for row in profile.attention:
+        if row.part is AttentionPart.SOFTMAX and row.phase in PASSES:
+            yield StepPart(
+                name="softmax",
+                phase=row.phase,
+                precision=ProductPrecision.FP32,
+                flops=SOFTMAX_FLOPS[row.phase] * weights,
+                moved_bytes=SOFTMAX_TENSORS[row.phase] * FACTOR_BYTES[ProductPrecision(config.precision)] * weights,
+                time_s=row.total_s,
+            )
+
+
+def _norms(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
+    """All norms, counted as RMSNorm; in backward with the blocks' two that it computes again between checkpoints."""
+    model = config.model
+    elements = config.batch_size * model.context_length * model.d_model
+    in_blocks = 2 * model.num_layers
+    for phase in PASSES:
+        again = in_blocks if phase is LaunchPhase.BACKWARD and config.checkpoint_blocks else 0
+        flops, tensors = (
+            (in_blocks + 1) * counts[phase] + again * counts[LaunchPhase.FORWARD]
+            for counts in (NORM_FLOPS, NORM_TENSORS)
+        )
+        yield StepPart(
+            name="norms",
+            phase=phase,
+            precision=ProductPrecision.FP32,
+            flops=flops * elements,
+            moved_bytes=tensors * FP32_BYTES * elements,
+            time_s=_module_s(profile, Range.NORM, phase),
+        )
+
+
+def _optimizer(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
+    """AdamW, whose least bytes are those of one pass over everything."""
+    work = optimizer_work(config.model)
+    for row in profile.phases:
+        if row.phase is LaunchPhase.OPTIMIZER:
+            yield StepPart(
+                name="optimizer",
+                phase=row.phase,
+                precision=ProductPrecision.FP32,
+                flops=work.flops,
+                moved_bytes=work.moved_bytes,
+                time_s=sum(row.kernel_s),
+            )
+
+
+def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
+    """The parts beside the roof that the measured ceilings are for them; empty without parts."""
+    rows = parts.parts if parts else ()
+    columns: list[Column[StepPart]] = [
+        Column("part", numeric=False, says=lambda part: part.name),
+        Column("phase", numeric=False, says=lambda part: part.phase),
+        Column("work", "GFLOP", spare=6, says=lambda part: significant(part.flops / GIGA)),
+        Column("least", "MiB", spare=7, says=lambda part: significant(part.moved_bytes / MIB)),
+        Column("intensity", "FLOP/byte", spare=5, says=lambda part: significant(part.intensity, 3)),
+        Column("time", "ms", says=lambda part: significant(part.time_s * 1e3)),
+        Column("rate", "TFLOP/s", spare=2, says=lambda part: scaled(part.flops_per_s, TERA)),
+        Column("roof", "TFLOP/s", spare=4, says=lambda part: scaled(roof(study, part), TERA)),
+        Column("of roof", "%", spare=1, says=lambda part: percent(part.flops_per_s, roof(study, part))),
+        Column("limit", numeric=False, spare=3, says=lambda part: limit(study, part)),
+    ]
+    fields: Fields = {
+        "run": lambda _: parts.label if parts else None,
+        "device_name": lambda _: study.device_name,
+        "part": lambda part: part.name,
+        "phase": lambda part: part.phase,
+        "precision": lambda part: part.precision,
+        "flops": lambda part: part.flops,
+        "causal_flops": lambda part: part.causal_flops,
+        "least_mib": lambda part: part.moved_bytes / MIB,
+        "flops_per_byte": lambda part: part.intensity,
+        "time_ms": lambda part: part.time_s * 1e3,
+        "tflops_per_s": lambda part: part.flops_per_s / TERA,
+        "roof_tflops_per_s": lambda part: ratio(roof(study, part), TERA),
+        "roof_share": lambda part: ratio(part.flops_per_s, roof(study, part)),
+        "limit": lambda part: limit(study, part),
+        "causal_roof_share": lambda part: causal_roof_share(study, part),
+    }
+    if parts is None:
+        return Section(name="roofline", tables=(), csv="")
+    title = f"Parts of a step on the roofline: {parts.label}, {study.device_name}"
+    table = make_table(title, columns, rows, _notes(study, parts))
+    return Section(name="roofline", tables=(table,), csv=csv_of(fields, rows))
+
+
+def _notes(study: CeilingsStudy, found: StepParts) -> Iterator[str]:
+    """What the columns mean, and of the exceptions those that are in the table."""
+    rows = found.parts
+    yield (
+        "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
+        "measured product rate, or the measured copy bandwidth times the intensity where that is less."
+    )
+    if any(part.name.endswith(ALL_KERNELS) for part in rows):
+        yield "All kernels: the FLOPs and bytes are the products', the time is that of everything in the module."
+    if any(part.precision is ProductPrecision.FP8 for part in rows):
+        yield "Linear layers of the blocks: on the roof of fp8, factors in fp8 and results in bf16, without the casts."
+    if found.mixed:
+        yield (
+            f"Left out: {', '.join(found.mixed)}. The profile does not tell the time of fp8's products from that of "
+            "bf16's in them, and each kind has a roof of its own."
+        )
+    yield from _causal_note(study, [part for part in rows if part.causal_flops is not None])
+    yield from _above_notes(study, rows)
+
+
+def _above_notes(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
+    """Why parts can be above their roof, by what the roof is."""
+    limits = {limit(study, part) for part in rows if (ratio(part.flops_per_s, roof(study, part)) or 0.0) >= ABOVE}
+    if "memory" in limits:
+        yield "Above 100 % where memory is the limit: what it read was still in a cache."
+    if "arithmetic" in limits:
+        yield "Above 100 % where arithmetic is the limit: no product that was measured for the ceilings is as fast."
+
+
+def _causal_note(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
+    """The other way to count fused attention."""
+    shares = {part.phase: causal_roof_share(study, part) for part in rows}
+    texts = [f"{phase} {significant(100 * share, 3)} %" for phase, share in shares.items() if share is not None]
+    if rows:
+        reached = f"; counted as causal it reaches of its roof: {', '.join(texts)}" if texts else ""
+        yield (
+            "Fused attention: the work is that of attention in full, of which a causal kernel computes about half"
+            f"{reached}."
+        )
+
+
+def causal_roof_share(study: CeilingsStudy, part: StepPart) -> float | None:
+    """Share of the roof with attention counted as causal; None for other parts, and where a ceiling is not known.
+
+    It is half, or more: with fewer FLOPs for each byte the roof is lower too where memory sets it.
+    """
+    if part.causal_flops is None:
+        return None
+    causal = replace(part, flops=part.causal_flops)
+    return ratio(causal.flops_per_s, roof(study, causal))
+
+
+def roof(study: CeilingsStudy, part: StepPart) -> float | None:
+    """FLOP/s that the measured ceilings allow the part."""
+    return study.roof(part.precision, part.intensity)
+
+
+def limit(study: CeilingsStudy, part: StepPart) -> str:
+    """What sets the roof; empty where a ceiling is not known."""
+    found, ceiling = roof(study, part), study.product_ceiling(part.precision)
+    return "" if found is None else "arithmetic" if found == ceiling else "memory"

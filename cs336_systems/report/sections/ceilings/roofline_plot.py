@@ -1,0 +1,126 @@
+"""The roofline (Williams et al. 2009): what memory and arithmetic allow, and where the parts of a step stand below."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.report.plots import drawing
+from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, name_slow_layers, show_decades
+from cs336_systems.report.sections.ceilings.roofline import StepPart, StepParts
+from cs336_systems.report.sections.ceilings.tables import TERA, promised_bandwidth, promised_flops
+from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
+
+PHASE_COLOURS = {LaunchPhase(phase): colour for phase, colour in drawing.PHASE_COLOURS.items()}
+MARKERS = "osD^vPX<>*hpd8"
+SLOPE_COLOUR = "#777777"
+FILLED = {"markersize": 8, "markeredgewidth": 0.8}
+HOLLOW = {"markersize": 10, "markeredgewidth": 1.6, "markerfacecolor": "none"}
+"""A mark in backward is a ring, in which that of forward can be seen where both stand at the same place."""
+STEPS = 2.0
+"""Room to the left and the right of the outermost point or ridge, as a factor."""
+
+
+def draw_roofline(study: CeilingsStudy, parts: StepParts | None = None) -> Figure | None:
+    """Rate over intensity, both logarithmic; None where no roof is known.
+
+    Lines: measured copies and products; dotted and paler: the data sheet. Dots: the products of the study.
+    """
+    bandwidth, ceilings = study.bandwidth(), study.product_ceilings
+    if bandwidth is None or not ceilings:
+        return None
+    shown = parts.parts if parts else ()
+    settings = ", ".join(filter(None, [study.device_name, parts.label if parts else ""]))
+    figure = drawing.new_figure(9.0, 6.8, "Roofline", settings)
+    panel = figure.subplots()
+    drawing.style(panel)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    span = _span(study, [ceiling / bandwidth for ceiling in ceilings.values()], shown)
+    handles = _draw_roofs(panel, span, bandwidth, ceilings)
+    handles += _draw_promises(panel, span, study)
+    for precision in ceilings:
+        _draw_products(panel, study, precision)
+    name_slow_layers(panel, study, lambda cell: cell.shape.flops / cell.shape.moved_bytes(cell.precision))
+    handles.append(Line2D([], [], color="#777777", linestyle="none", marker=".", label="products measured"))
+    handles += _draw_parts(panel, shown)
+    panel.set_xlim(span)
+    panel.set_xlabel("intensity (FLOP/byte)", fontsize=9)
+    panel.set_ylabel("rate (TFLOP/s)", fontsize=9)
+    for axis in (panel.xaxis, panel.yaxis):
+        show_decades(axis)
+    drawing.legend_below(figure, handles, 3 if shown else 4)
+    return figure
+
+
+def _span(study: CeilingsStudy, ridges: Sequence[float], parts: Sequence[StepPart]) -> tuple[float, float]:
+    """From the least to the highest intensity that is shown."""
+    cells = [cell for cell in study.products if cell.flops_per_s is not None]
+    places = [cell.shape.flops / cell.shape.moved_bytes(cell.precision) for cell in cells]
+    places += [*ridges, *(part.intensity for part in parts)]
+    return min(places) / STEPS, max(places) * STEPS
+
+
+def _draw_roofs(
+    panel: Axes,
+    span: tuple[float, float],
+    bandwidth: float,
+    ceilings: Mapping[ProductPrecision, float],
+    **look: Any,  # noqa: ANN401 (matplotlib's)
+) -> list[Line2D]:
+    """Memory's slope up to the highest ceiling, and each ceiling from where it meets the slope."""
+    left, right = span
+    look = {"linewidth": 1.8, "zorder": 2, **look}
+    highest = max(ceilings.values()) / bandwidth
+    x = [left, max(left, min(highest, right))]
+    lines = panel.plot(x, [bandwidth * place / TERA for place in x], color=SLOPE_COLOUR, label="copy", **look)
+    for precision, ceiling in ceilings.items():
+        x = [min(max(left, ceiling / bandwidth), right), right]
+        lines += panel.plot(x, [ceiling / TERA] * 2, color=COLOURS[precision], label=str(precision), **look)
+    return lines
+
+
+def _draw_promises(panel: Axes, span: tuple[float, float], study: CeilingsStudy) -> list[Line2D]:
+    """The data sheet's roof at the precisions that it gives, dotted and paler."""
+    spec, bandwidth = find_device(study.device_name), promised_bandwidth(study)
+    found = {precision: promised_flops(spec, precision) for precision in study.product_ceilings}
+    promised = {precision: peak for precision, peak in found.items() if peak is not None}
+    if bandwidth is None or not promised:
+        return []
+    _draw_roofs(panel, span, bandwidth, promised, linewidth=1.2, linestyle=":", alpha=0.6, zorder=1.5)
+    return [Line2D([], [], color="#777777", linestyle=":", linewidth=1.2, label=DATA_SHEET)]
+
+
+def _draw_products(panel: Axes, study: CeilingsStudy, precision: ProductPrecision) -> None:
+    cells = [cell for cell in study.products_of(precision) if cell.flops_per_s is not None]
+    x = [cell.shape.flops / cell.shape.moved_bytes(precision) for cell in cells]
+    y = [(cell.flops_per_s or 0.0) / TERA for cell in cells]
+    panel.plot(x, y, linestyle="none", marker=".", markersize=5, color=COLOURS[precision], alpha=0.45, zorder=2.5)
+
+
+def _draw_parts(panel: Axes, parts: Sequence[StepPart]) -> list[Line2D]:
+    """A mark for each part, its colour that of the phase; what the marks mean."""
+    names = list(dict.fromkeys(part.name for part in parts))
+    marks = {name: MARKERS[index % len(MARKERS)] for index, name in enumerate(names)}
+    for part in parts:
+        look = _look(part.phase)
+        panel.plot(part.intensity, part.flops_per_s / TERA, marker=marks[part.name], zorder=4, **look)
+    phases = dict.fromkeys(part.phase for part in parts)
+    return [
+        *(Line2D([], [], marker="s", label=f"in {phase}", **_look(phase)) for phase in phases),
+        *(Line2D([], [], color="#555555", marker=marks[n], linestyle="none", label=n) for n in names),
+    ]
+
+
+def _look(phase: LaunchPhase) -> dict[str, Any]:
+    colour = PHASE_COLOURS[phase]
+    edge = (
+        {**HOLLOW, "markeredgecolor": colour}
+        if phase is LaunchPhase.BACKWARD
+        else {**FILLED, "markeredgecolor": "white"}
+    )
+    return {"linestyle": "none", "color": colour, **edge}

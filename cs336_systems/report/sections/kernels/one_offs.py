@@ -1,0 +1,93 @@
+"""Calls that took far longer than all others of their kernel, once: a first call among the steps."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile
+from cs336_systems.report.sections.kernels.facts import wall_s
+
+MIN_TIMES = 20
+"""The median, for a call to be told from the others of its kernel."""
+MIN_SHARE = 0.01
+"""Of the wall time, by which all such calls of a phase make it longer."""
+MIN_SHARE_EACH = 0.001
+"""Of the wall time, by which one of them does."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneOff:
+    """What a kernel did in one phase of one step, and in no other step anything like it."""
+
+    kernel: KernelTimes
+    phase: LaunchPhase
+    step: int
+    excess_s: float
+    """Over what the kernel does in the other steps."""
+
+
+def find_one_offs(profile: StepProfile) -> list[OneOff]:
+    """All of them, the longest first; none where there is a single step, which has nothing to compare with.
+
+    The phase must have been longer in one step than in the others by at least half of what these calls took.
+    """
+    found: list[OneOff] = []
+    for phase in profile.phases:
+        times_s = phase.kernel_s
+        if len(times_s) < 2:
+            continue
+        step = times_s.index(max(times_s))
+        longer_s = times_s[step] - statistics.median(times_s[:step] + times_s[step + 1 :])
+        kernels = [kernel for kernel in profile.kernels if kernel.phase is phase.phase]
+        excesses = [(kernel, _excess_s(kernel, times_s, step)) for kernel in kernels]
+        own = [OneOff(kernel, phase.phase, step, excess_s) for kernel, excess_s in excesses
+               if excess_s >= MIN_SHARE_EACH * wall_s(profile) > 0]  # fmt: skip
+        total_s = sum(one_off.excess_s for one_off in own)
+        if own and total_s >= MIN_SHARE * wall_s(profile) and longer_s >= total_s / 2:
+            found += own
+    return sorted(found, key=lambda one_off: -one_off.excess_s)
+
+
+def _excess_s(kernel: KernelTimes, times_s: Sequence[float], step: int) -> float:
+    """By how much the kernel may have made that step longer than the others; 0 where all steps may have been alike.
+
+    What has fewer calls than there are steps is not in every step. What takes more than the other steps have room for
+    is longer in this one. And a call far longer than the others is not in every step if all other calls together leave
+    no room for one like it in half of the other steps.
+    """
+    num_steps, others_s = len(times_s), sum(times_s) - times_s[step]
+    if kernel.count < num_steps:
+        return kernel.total_s
+    has_no_like = kernel.total_s - kernel.max_s < kernel.max_s * (num_steps - 1) / 2
+    is_alone = has_no_like and kernel.max_s >= MIN_TIMES * kernel.median_s
+    no_room_s = kernel.total_s - others_s * num_steps / (num_steps - 1)
+    return max(no_room_s, kernel.max_s - kernel.median_s if is_alone else 0.0, 0.0)
+
+
+def without(profile: StepProfile, one_offs: Iterable[OneOff]) -> StepProfile:
+    """The profile as if those calls had taken as long as the others of their kernel."""
+    for one_off in one_offs:
+        kernel, phase, excess_s = one_off.kernel, one_off.phase, one_off.excess_s
+        profile = replace(
+            profile,
+            kernels=tuple(
+                replace(row, total_s=row.total_s - excess_s)
+                if row.name == kernel.name and row.phase in (None, phase)
+                else row
+                for row in profile.kernels
+            ),
+            classes=tuple(
+                replace(row, total_s=row.total_s - excess_s) if (row.kind, row.phase) == (kernel.kind, phase) else row
+                for row in profile.classes
+            ),
+            phases=tuple(
+                replace(row, kernel_s=_less(row.kernel_s, one_off.step, excess_s)) if row.phase is phase else row
+                for row in profile.phases
+            ),
+        )
+    return profile
+
+
+def _less(times_s: tuple[float, ...], step: int, excess_s: float) -> tuple[float, ...]:
+    return (*times_s[:step], times_s[step] - excess_s, *times_s[step + 1 :])

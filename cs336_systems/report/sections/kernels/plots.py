@@ -1,0 +1,165 @@
+"""Pictures of kernel traces: the time of each phase by class of kernel, one step in time, several configurations."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
+from cs336_systems.files import write_atomically
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.plots import drawing
+from cs336_systems.report.sections.kernels.series import (
+    TimeBar,
+    describe_devices,
+    describe_source,
+    describe_steps,
+    phase_bars,
+    step_bar,
+)
+from cs336_systems.report.sections.kernels.timeline import draw_timeline
+
+COPIES = "copy by the driver"
+IDLE = "idle"
+STYLES: dict[str, dict[str, Any]] = {
+    **{kind: {"facecolor": colour} for kind, colour in drawing.CLASS_COLOURS.items()},
+    COPIES: {"facecolor": "white", "edgecolor": drawing.CLASS_COLOURS[KernelClass.COPY_AND_FILL], "hatch": "xxxx"},
+    IDLE: {"facecolor": "white", "edgecolor": drawing.REST_COLOUR, "hatch": "////"},
+}
+"""What a bar may consist of, in the order of drawing."""
+BAR_INCHES = 4.1
+"""About what the longest bar takes of the picture's width."""
+CHARACTER_INCHES = 0.075
+OVERLAP = 0.01
+"""Of the step's wall time: where kernels ran side by side for longer, the picture says so."""
+LONGEST_LABEL = 34
+
+
+def write_pictures(profile: StepProfile, directory: Path, prefix: str = "", name: str = "") -> list[Path]:
+    """Write the pictures that the profile supports into `directory`/plots and return their paths.
+
+    `name` is the run's, to stand in the pictures; `prefix` is it in the names of the files.
+    """
+    pictures = {"classes": draw_classes(profile, name)}
+    if profile.pictured is not None and profile.pictured.wall_s:  # that of an empty trace takes no time
+        pictures["timeline"] = draw_timeline(profile, name)
+    (directory / "plots").mkdir(parents=True, exist_ok=True)
+    paths = [directory / "plots" / f"{prefix}{stem}.png" for stem in pictures]
+    for path, figure in zip(paths, pictures.values(), strict=True):
+        write_atomically(path, drawing.to_png(figure))
+    return paths
+
+
+def draw_classes(profile: StepProfile, name: str = "") -> Figure:
+    """A bar for each phase: its kernels by class, then the time in which the device was idle, up to the wall time."""
+    bars, step = phase_bars(profile), step_bar(profile, "step")
+    device = "GPU" if profile.work is Work.KERNELS else "CPU"
+    title = f"{device} time by phase and class of {profile.work.removesuffix('s')}"
+    settings = ", ".join(
+        [*([name] if name else []), *describe_source(profile), describe_steps(profile), *_overlap(step)]
+    )
+    sums = dict(_parts(step))
+    figure = _new_figure(title, settings, 0.5 * max(len(bars), 1), -(-len(sums) // 3))
+    panel = figure.subplots()
+    longest = max([bar.length_ms for bar in bars], default=0.0) or 1.0
+    for y, bar in enumerate(bars):
+        _draw_bar(panel, y, bar, 1.0, longest)
+        busy = "" if bar.busy_ms is None or not bar.wall_ms else f"\n{100 * bar.busy_ms / bar.wall_ms:.0f} % busy"
+        _write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms wall{busy}")
+    _finish(panel, [f"{bar.name}\n{_count(bar.launches)} {profile.work}" for bar in bars], longest)
+    panel.set_xlabel("time (ms)" if profile.is_whole_trace else "time per step (ms)", fontsize=9)
+    _legend(figure, {name: f"{name}, {rounded(time_ms, step.length_ms)} ms" for name, time_ms in sums.items()}, 3)
+    return figure
+
+
+def draw_configurations(profiles: Sequence[tuple[str, StepProfile]]) -> Figure:
+    """A bar for each labelled profile: the part of its step that each class of kernel took, and that was idle.
+
+    The whole is the step's wall time, and longer where kernels ran side by side. Raise ValueError for no profile.
+    """
+    if not profiles:
+        raise ValueError("a picture of configurations needs at least one profile, got none")
+    bars = [step_bar(profile, label) for label, profile in profiles]
+    names = [name for name in STYLES if any(name in dict(_parts(bar)) for bar in bars)]
+    devices = ", ".join(describe_devices([profile for _, profile in profiles]))
+    title = "Where the time of a step goes, by configuration"
+    labels = [drawing.wrapped(bar.name, LONGEST_LABEL) for bar in bars]
+    figure = _new_figure(title, devices, drawing.bar_inches(labels) * len(bars), -(-len(names) // 4))
+    panel = figure.subplots()
+    for y, bar in enumerate(bars):
+        _draw_bar(panel, y, bar, 100 / (bar.length_ms or 1.0), 100.0)
+        _write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms")
+    _finish(panel, labels, 100.0)
+    panel.set_xlabel("share of the step (%); its time is on the right", fontsize=9)
+    _legend(figure, {name: name for name in names}, 4)
+    return figure
+
+
+def _parts(bar: TimeBar) -> Iterator[tuple[str, float]]:
+    """What the bar consists of, with the milliseconds of each, as far as there are any."""
+    for name, time_ms in (*bar.classes_ms.items(), (COPIES, bar.copies_ms), (IDLE, bar.idle_ms)):
+        if time_ms > 0:
+            yield name, time_ms
+
+
+def _draw_bar(panel: Axes, y: int, bar: TimeBar, scale: float, longest: float) -> None:
+    """One bar, its milliseconds times `scale`, each part with its value where that fits."""
+    left = 0.0
+    for name, time_ms in _parts(bar):
+        width = time_ms * scale
+        style = STYLES[name]
+        panel.barh(y, width, 0.72, left, linewidth=0.5, **{"edgecolor": "white", **style})
+        words = significant(width, 3 if scale == 1.0 else 2)
+        if (len(words) + 1.5) * CHARACTER_INCHES < BAR_INCHES * width / longest:
+            shade = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if "hatch" in style else None
+            colour = drawing.ink(style["facecolor"])
+            panel.text(left + width / 2, y, words, ha="center", va="center", fontsize=8, color=colour, bbox=shade)
+        left += width
+
+
+def _write_right(panel: Axes, y: int, words: str) -> None:
+    panel.text(1.015, y, words, transform=panel.get_yaxis_transform(), va="center", fontsize=8, linespacing=1.3)
+
+
+def _finish(panel: Axes, names: Sequence[str], longest: float) -> None:
+    """Names on the left, the first on top, and a grid of the values."""
+    drawing.style(panel)
+    panel.grid(visible=False, axis="y")
+    panel.grid(axis="x", color="#E5E5E5", linewidth=0.8)
+    panel.set_yticks(range(len(names)), names, linespacing=1.3)
+    panel.tick_params(axis="y", length=0)
+    panel.set_ylim(len(names) - 0.45, -0.55)
+    panel.set_xlim(0, longest)
+
+
+def _new_figure(title: str, settings: str, bars_inches: float, legend_rows: int) -> Figure:
+    return drawing.new_figure(6.5, 1.3 + bars_inches + 0.19 * legend_rows, title, settings)
+
+
+def _legend(figure: Figure, labels: Mapping[str, str], num_columns: int) -> None:
+    """Below the picture, in the order of drawing, row by row."""
+    handles = [Patch(linewidth=0.5, label=label, **STYLES[name]) for name, label in labels.items()]
+    drawing.legend_below(figure, handles, num_columns)
+
+
+def _overlap(step: TimeBar) -> list[str]:
+    """How long kernels ran side by side, on several streams or devices, where it is worth saying."""
+    overlap_ms = 0.0 if step.busy_ms is None else step.ran_ms - step.busy_ms
+    worth_saying = overlap_ms > OVERLAP * step.wall_ms
+    return [f"{significant(overlap_ms, 3)} ms of kernels ran beside others"] if worth_saying else []
+
+
+def rounded(value: float, whole: float) -> str:
+    """The value as far as four digits of the whole reach, such as `0.12` of 43.26; one below that is said to be so."""
+    decimals = max(0, 4 - math.ceil(math.log10(whole)))
+    unit = 10.0**-decimals
+    return f"{value:,.{decimals}f}" if value >= unit / 2 else f"< {unit:.{decimals}f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"

@@ -1,0 +1,228 @@
+"""The picture of memory over time: what was allocated, by category, with phases, the peak and the failure marked."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+
+from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
+from cs336_systems.files import write_atomically
+from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots.drawing import LONGEST_SOURCE, shorten
+from cs336_systems.report.sections.memory.facts import START, allocated
+from cs336_systems.report.sections.memory.tables import bytes_of
+from cs336_systems.report.sections.memory.words import Unit, milliseconds, size, unit_for
+from cs336_systems.text import inert_line
+
+SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
+"""For where the name of a phase does not fit."""
+CHARACTER = 0.0135
+"""Of the panel's width: what one character of a name takes."""
+HEADROOM = 1.17
+"""Of the highest value: room for the words at the peak."""
+APART = 0.16
+"""Of the panel's height: with less between the peak and what is reserved, the words stand above both."""
+VISIBLE = 1 / 500
+"""Of the highest value: what never has more has no colour in the legend."""
+FLAT = 0.85
+"""Of the peak: where there is always more than this, what changes is drawn once more, enlarged."""
+LONGEST_NAME = 34
+TICKS_APART = 0.07
+"""Of the panel's width: what the time at a tick needs."""
+RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (0, (5, 2))}
+_WHITE_EDGE = [withStroke(linewidth=2.5, foreground="white")]
+
+
+def write_pictures(profile: MemoryProfile, directory: Path, prefix: str = "", settings: str = "") -> list[Path]:
+    """Write the timeline into `directory`/plots, which is made, and return its path in a list."""
+    (directory / "plots").mkdir(parents=True, exist_ok=True)
+    path = directory / "plots" / f"{prefix}timeline.png"
+    write_atomically(path, drawing.to_png(draw_memory(profile, settings)))
+    return [path]
+
+
+def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> Figure:
+    """What was allocated over time, stacked by category, below what was reserved; phases above, the peak by name.
+
+    The points of the timeline are equally far apart, as in PyTorch's viewer: the CPU's clock would show how long it
+    waits for the GPU, and squeeze the allocations between. Where nearly all of it stays throughout, as in inference, a
+    second panel enlarges what changes. `name` is the run's, for the title; `settings` say what was run, in the place
+    of the file's name. Raise ValueError for a timeline without points.
+    """
+    if not profile.timeline.time_s:
+        raise ValueError(f"{profile.source}: a picture needs points on the timeline, but this profile has none")
+    source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    words = [settings or source, f"GPU {profile.device}", *_oom_words(profile), "legend: sizes at the peak"]
+    shown = _shown(profile)
+    failed = ", out of memory" if profile.work.out_of_memory else ""
+    title = shorten(inert_line(name), LONGEST_NAME) or "Memory over time"
+    floor_bytes = int(allocated(profile).min())
+    is_flat = FLAT * profile.peak.allocated_bytes < floor_bytes < profile.peak.allocated_bytes
+    figure = drawing.new_figure(
+        6.5,
+        (5.4 if is_flat else 3.9) + 0.19 * -(-(len(shown) + 1) // 3),
+        f"{title}: peak {size(profile.peak.allocated_bytes)}{failed}",
+        ", ".join(words),
+    )
+    panels, unit = figure.subplots(1 + is_flat, 1, squeeze=False, sharex=True)[:, 0], unit_for(_highest(profile))
+    for panel in panels:
+        _draw_stack(panel, profile, unit)
+        _draw_boundaries(panel, profile)
+        _draw_failure(panel, profile)
+        drawing.style(panel)
+        panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
+    _name_phases(panels[0], profile)
+    _annotate_peak(panels[0], profile, unit)
+    if is_flat:
+        _enlarge(panels[1], floor_bytes, profile.peak.allocated_bytes, unit)
+    _tell_times(panels[-1], profile)
+    handles: list[Patch | Line2D] = [
+        Patch(color=drawing.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
+        for category, num_bytes in shown.items()
+    ]
+    handles.append(Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED))
+    drawing.legend_below(figure, handles, 3)
+    return figure
+
+
+def _oom_words(profile: MemoryProfile) -> Iterator[str]:
+    if failure := profile.work.first_failure:
+        where = f" in {shorten(inert_line(failure.phase), 20)} of step {failure.step}" if failure.phase else ""
+        yield f"asked for {size(failure.requested_bytes)} with {size(failure.free_bytes)} free{where}"
+
+
+def _shown(profile: MemoryProfile) -> dict[Category, int]:
+    """Categories that can ever be seen, from the bottom up, with what they have at the peak."""
+    timeline, least = profile.timeline, VISIBLE * _highest(profile)
+    return {
+        category: bytes_of(profile.peak, category)
+        for category, values in zip(timeline.categories, timeline.num_bytes, strict=True)
+        if max(values) > least
+    }
+
+
+def _x(profile: MemoryProfile, time_s: float) -> int:
+    """Where on the picture the time is: the number of the first point that is not before it, or else of the last."""
+    return min(bisect_left(profile.timeline.time_s, time_s), len(profile.timeline.time_s) - 1)
+
+
+def _draw_stack(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
+    timeline = profile.timeline
+    x = np.arange(len(timeline.time_s))
+    bottom = np.zeros(len(x))
+    for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
+        top = bottom + np.array(values) / unit.num_bytes
+        if any(values):
+            colour = drawing.CATEGORY_COLOURS[category]
+            panel.fill_between(x, bottom, top, step="post", color=colour, linewidth=0, label=str(category))
+        bottom = top
+    panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
+    panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
+    panel.set_ylim(0, HEADROOM * _highest(profile) / unit.num_bytes or 1.0)
+
+
+def _end_s(profile: MemoryProfile) -> float:
+    """Where the steps end, with the peak and what failed: what is freed later belongs to no step."""
+    if not profile.phases:
+        return profile.timeline.time_s[-1]
+    failure = profile.work.first_failure
+    return max(profile.phases[-1].end_s, profile.peak.time_s, failure.time_s if failure else 0.0)
+
+
+def _tell_times(panel: Axes, profile: MemoryProfile) -> None:
+    """The time where phases begin and end, as far as there is room; evenly where none are known."""
+    last = panel.get_xlim()[1]
+    known_s = [*(moment.time_s for moment in profile.boundaries), *(phase.end_s for phase in profile.phases)]
+    times = {_x(profile, time_s): time_s for time_s in known_s}
+    if not times:
+        times = {i: profile.timeline.time_s[i] for i in np.linspace(0, len(profile.timeline.time_s) - 1, 6, dtype=int)}
+    ticks: list[int] = []
+    for x in sorted(times):
+        if not ticks or x - ticks[-1] > TICKS_APART * last:
+            ticks.append(x)
+    panel.set_xticks(ticks, [milliseconds(times[x]) for x in ticks])
+    panel.set_xlabel("all allocations and frees, equally far apart; the CPU's time at them (ms)", fontsize=9)
+
+
+def _enlarge(panel: Axes, floor_bytes: int, peak_bytes: int, unit: Unit) -> None:
+    """The panel's scale without most of what stays throughout."""
+    rest = peak_bytes - floor_bytes
+    panel.set_ylim((floor_bytes - 0.1 * rest) / unit.num_bytes, (peak_bytes + 0.1 * rest) / unit.num_bytes)
+    panel.ticklabel_format(axis="y", useOffset=False)
+    panel.set_title("enlarged: what changes", fontsize=8.5, loc="left")
+
+
+def _highest(profile: MemoryProfile) -> int:
+    """The highest value of the picture in bytes."""
+    return max(profile.peak.allocated_bytes, int(allocated(profile).max()), *profile.timeline.reserved_bytes)
+
+
+def _draw_boundaries(panel: Axes, profile: MemoryProfile) -> None:
+    """A line wherever a phase ends, a firm one where a step begins."""
+    for moment in profile.boundaries:
+        dashes = "solid" if moment.phase == START else (0, (3, 2))
+        panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
+
+
+def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
+    """A line where memory first ran out, and words that rise along it."""
+    if failure := profile.work.first_failure:
+        x = _x(profile, failure.time_s)
+        panel.axvline(x, color=drawing.FAILURE_COLOUR, linewidth=2)
+        is_late = x > 0.1 * panel.get_xlim()[1]
+        panel.annotate(
+            "out of memory", (x, 0.03), (-3 if is_late else 3, 0), xycoords=panel.get_xaxis_transform(),
+            textcoords="offset points", rotation=90, ha="right" if is_late else "left", va="bottom", fontsize=8.5,
+            fontweight="bold", color=drawing.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
+        )  # fmt: skip
+
+
+def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
+    """Names of phases between their lines, above the panel, and above these the steps, if there are several."""
+    for phase in profile.phases:
+        _write_between(panel, profile, [phase], phase.phase, 1.012)
+    steps = [(step, list(own)) for step, own in groupby(profile.phases, lambda phase: phase.step)]
+    for step, own in steps if len(steps) > 1 else ():
+        _write_between(panel, profile, own, f"step {step}", 1.08, bold=True)
+
+
+def _write_between(
+    panel: Axes, profile: MemoryProfile, phases: Sequence[PhaseMemory], name: str, y: float, bold: bool = False
+) -> None:
+    """The name in the middle of the phases, or a short one, where that fits."""
+    begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
+    room = (end - begin) / panel.get_xlim()[1] / CHARACTER
+    fitting = next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), "")
+    if fitting:
+        panel.text(
+            (begin + end) / 2, y, drawing.inert(fitting), ha="center", va="bottom", fontsize=8.5,
+            transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
+        )  # fmt: skip
+
+
+def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
+    """A point at the peak and its size; the words above the line of what is reserved where that is close."""
+    peak = profile.peak
+    x, y = int(allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
+    limit = panel.get_ylim()[1]
+    reserved = peak.reserved_bytes / unit.num_bytes
+    base = y if reserved - y > APART * limit else max(y, _highest(profile) / unit.num_bytes)
+    across = x / panel.get_xlim()[1]
+    side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
+    where = f", in {drawing.inert(peak.phase, 20)}" if peak.phase else ""
+    panel.annotate(
+        f"peak {size(peak.allocated_bytes)}{where}", (x, y), (x, base + 0.035 * limit), ha=side, va="bottom",
+        fontsize=8.5, fontweight="bold", path_effects=_WHITE_EDGE, annotation_clip=False,
+        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
+        arrowprops={"arrowstyle": "-", "color": "#222222", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2,
+                    "relpos": ({"left": 0.0, "center": 0.5, "right": 1.0}[side], 0.0)},
+    )  # fmt: skip
+    panel.plot(x, y, marker="o", markersize=4.5, color="#222222", markeredgecolor="white", clip_on=False, zorder=6)

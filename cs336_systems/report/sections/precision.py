@@ -1,0 +1,133 @@
+"""The precision study for people: two tables, and below each what its values say."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from cs336_systems.config import Precision
+from cs336_systems.report.columns import Column
+from cs336_systems.report.formats import to_csv
+from cs336_systems.report.section import Section
+from cs336_systems.report.table import Table, make_table
+from cs336_systems.studies.precision_records import (
+    MIXED_PRECISIONS,
+    NORM_INPUT,
+    NORM_OUTPUT,
+    Accumulation,
+    ObservedDtype,
+    PrecisionStudy,
+)
+
+_ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
+    Column("sum", numeric=False, says=lambda row: row.sum_dtype),
+    Column("addend", numeric=False, says=lambda row: row.addend_dtype),
+    Column("cast", numeric=False, says=lambda row: "explicit" if row.cast else ""),
+    Column("result", says=lambda row: f"{row.total:.4f}"),
+    Column("error", says=lambda row: f"{row.error:+z.4f}"),
+    Column("storing", spare=2, says=lambda row: f"{row.storage_error:+z.4f}"),
+    Column("rounding", spare=3, says=lambda row: f"{row.rounding_error:+z.4f}"),
+    Column("additions", spare=1, says=lambda row: f"{row.growing_additions}"),
+)
+
+
+def accumulation_table(rows: Sequence[Accumulation]) -> Table:
+    """The sums, their errors, and what the errors come from."""
+    title = f"{rows[0].addend} added {rows[0].count} times: exactly {rows[0].exact:g}"
+    return make_table(title, _ACCUMULATION_COLUMNS, rows, interpret_accumulation(rows))
+
+
+def dtype_table(rows: Sequence[ObservedDtype]) -> Table:
+    """One row for each quantity of each model, one column for each device and autocast type."""
+    settings = list(dict.fromkeys((row.device, row.precision) for row in rows))
+    dtypes = {(row.model, row.quantity, row.device, row.precision): row.dtype for row in rows}
+    quantities = dict.fromkeys((row.model, row.quantity) for row in rows)
+    return Table(
+        title="Data types under autocast, as observed",
+        headings=(
+            Column("model", numeric=False),
+            Column("quantity", numeric=False),
+            *(Column(f"{precision} on {device}", numeric=False) for device, precision in settings),
+        ),
+        rows=tuple((*key, *(dtypes.get((*key, *setting), "") for setting in settings)) for key in quantities),
+        notes=tuple(interpret_dtypes(rows)),
+    )
+
+
+def interpret_accumulation(rows: Sequence[Accumulation]) -> list[str]:
+    """Say in sentences what the sums show."""
+    by_types = {(row.sum_dtype, row.addend_dtype, row.cast): row for row in rows}
+    sentences = [
+        sentence
+        for low in MIXED_PRECISIONS
+        for sentence in _interpret_sums(by_types[low, low, False], by_types["fp32", low, False])
+    ]
+    if all(row.total == by_types[row.sum_dtype, row.addend_dtype, False].total for row in rows if row.cast):
+        sentences.append("Casting each addend to fp32 first changes nothing: PyTorch does so by itself.")
+    return [*sentences, "The last column counts the additions that changed the sum."]
+
+
+def _interpret_sums(low: Accumulation, wide: Accumulation) -> Iterator[str]:
+    share = "all" if math.isclose(wide.error, wide.storage_error, rel_tol=1e-3) else f"{wide.storage_error:+z.4f}"
+    yield (
+        f"The {low.sum_dtype} sum misses {low.exact:g} by {low.error:+z.4f}, an fp32 sum of the same addends by "
+        f"{wide.error:+z.4f}, {share} of it from storing {low.addend} as {low.stored_addend:.6f}."
+    )
+    if low.growing_additions < low.count:
+        yield (
+            f"The {low.sum_dtype} sum stands still at {low.total:g} after {low.growing_additions} additions: what is "
+            "added is too little to reach the next number."
+        )
+
+
+def interpret_dtypes(rows: Sequence[ObservedDtype]) -> list[str]:
+    """Say in sentences what autocast leaves in fp32, what it does not, and what the device decides."""
+    places = {
+        precision: {
+            (row.model, row.device, row.quantity): row.dtype == "fp32" for row in rows if row.precision == precision
+        }
+        for precision in MIXED_PRECISIONS
+    }
+    same = places[Precision.FP16] == places[Precision.BF16]
+    sentences = [
+        f"In fp32 in every case: {', '.join(_always(rows, in_fp32=True)) or 'nothing'}.",
+        f"In the autocast type in every case: {', '.join(_always(rows, in_fp32=False)) or 'nothing'}.",
+        f"fp16 and bf16 are used in {'the same' if same else 'different'} places.",
+    ]
+    devices = dict.fromkeys(row.device for row in rows)
+    for device in devices if len(devices) > 1 else ():
+        here = _always([row for row in rows if row.device is device], in_fp32=True)
+        if only_here := [quantity for quantity in here if quantity not in _always(rows, in_fp32=True)]:
+            sentences.append(f"In fp32 on {device} only: {', '.join(only_here)}.")
+    return [*sentences, *_interpret_layer_norm(rows)]
+
+
+def _interpret_layer_norm(rows: Sequence[ObservedDtype]) -> Iterator[str]:
+    dtypes = {(row.device, row.precision, row.quantity): row.dtype for row in rows if row.model == "ToyModel"}
+    for (device, precision, quantity), made in dtypes.items():
+        if quantity == NORM_OUTPUT:
+            yield f"Layer norm on {device}: {dtypes[device, precision, NORM_INPUT]} in, {made} out."
+
+
+def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
+    """Quantities that are in fp32, or in the autocast type, in every row that has them."""
+    others = {row.quantity for row in rows if row.dtype != ("fp32" if in_fp32 else row.precision)}
+    return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
+
+
+def precision_tables(study: PrecisionStudy) -> tuple[Table, Table]:
+    """Sums, and data types."""
+    return accumulation_table(study.accumulation), dtype_table(study.dtypes)
+
+
+def write_precision(study: PrecisionStudy, directory: Path) -> None:
+    """Write precision.json, and `accumulation` and `dtypes` in every format, into the directory."""
+    from cs336_systems.report.sections.study import write_study  # brings matplotlib, which printing does not need
+
+    sums, dtypes = precision_tables(study)
+    sections = []
+    for name, table, rows in (("accumulation", sums, study.accumulation), ("dtypes", dtypes, study.dtypes)):
+        values = [asdict(row) for row in rows]
+        csv = to_csv(list(values[0]), [list(row.values()) for row in values])
+        sections.append(Section(name=name, tables=(table,), csv=csv))
+    write_study("precision.json", study, sections, {}, directory)

@@ -1,0 +1,306 @@
+import cProfile
+import statistics
+import warnings
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from cs336_systems.config import Mode, Phase, Precision
+from cs336_systems.record import Status
+from cs336_systems.report.frame import to_frame, warmup_frame
+from cs336_systems.report.plots.series import (
+    Bar,
+    Line,
+    Point,
+    context_lines,
+    phase_bars,
+    setting_lines,
+    size_names,
+    speed_up_lines,
+    split,
+    steady,
+    warmup_lines,
+)
+from cs336_systems.report.plots.settings import draw_warmup
+from cs336_systems.report.plots.steps import draw_contexts, draw_phases, draw_speed_ups, drawing, pages, write_plots
+from tests.report.drawn import overlaps
+from tests.report.making import HOSTILE, make_config, make_failure, make_record
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are written, in order; no file is rendered, which takes most of the time."""
+    found = []
+    monkeypatch.setattr(drawing, "to_png", lambda figure: found.append(figure) or b"")
+    return found
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+
+
+def part(grid, precision):
+    return next(part for part in split(to_frame(grid)) if part["precision"].iloc[0] == precision)
+
+
+def test_bars_hold_the_phases_and_the_rest_of_the_step(grid):
+    bars = phase_bars(part(grid, "fp32"))
+    assert [(bar.size, bar.context_length) for bar in bars] == [
+        ("small", 128),
+        ("xl", 128),
+        ("small", 512),
+        ("xl", 512),
+    ]
+    assert bars[0].phases_ms == pytest.approx({Phase.FORWARD: 25, Phase.BACKWARD: 50, Phase.OPTIMIZER: 12.5})
+    assert bars[0].rest_ms == pytest.approx(12.5)
+    assert (bars[0].step.value, bars[0].step.error) == pytest.approx((100, statistics.stdev([90, 100, 110])))
+    assert bars[3] == Bar(
+        size="xl", context_length=512, step=Point(x="xl", value=None, failure="out of memory"), phases_ms={}
+    )
+
+
+def test_context_lines_have_known_and_failed_points(grid):
+    small, xl = context_lines(part(grid, "fp32"))
+    assert [(point.x, point.value) for point in small.points] == [(128, pytest.approx(100)), (512, pytest.approx(400))]
+    assert [point.x for point in xl.known] == [128]
+    assert [(point.x, point.failure) for point in xl.failed] == [(512, "out of memory")]
+
+
+def test_speed_up_lines_pair_whatever_there_is(grid):
+    short, long = speed_up_lines(to_frame(grid), Precision.BF16)
+    assert [(point.x, point.value) for point in short.points] == [("small", pytest.approx(2)), ("xl", pytest.approx(2))]
+    assert [point.failure for point in long.points] == [None, "fp32 out of memory"]
+    assert speed_up_lines(to_frame(grid), Precision.TF32) == []
+    assert speed_up_lines(to_frame(grid[:1]), Precision.BF16) == []
+    both = [make_failure(make_config(precision=precision)) for precision in (Precision.FP32, Precision.BF16)]
+    assert speed_up_lines(to_frame(both), Precision.BF16)[0].points[0].failure == "both out of memory"
+
+
+def test_speed_ups_run_along_whatever_there_is_more_of():
+    """bf16 takes half of the time at context 64, a third at 128 and a quarter at 256."""
+    bf16_s = {64: 0.6, 128: 0.4, 256: 0.3}
+    contexts = [
+        make_record(make_config("small", context, precision=precision), (time_s,))
+        for context, bf16 in bf16_s.items()
+        for precision, time_s in ((Precision.FP32, 1.2), (Precision.BF16, bf16))
+    ]
+    (small,) = speed_up_lines(to_frame(contexts), Precision.BF16)
+    assert [(point.x, point.value) for point in small.points] == [(64, 2), (128, pytest.approx(3)), (256, 4)]
+    assert "context length (tokens)" in texts(draw_speed_ups([small], Precision.BF16, "step", "settings"))
+
+
+def make_study():
+    """Checkpoints around K blocks: 1 s and 8 GiB with none, else 1.5 s + K / 10 and 4 GiB + K; bf16 half the time."""
+    measured = {0: (1.0, 8)} | {blocks: (1.5 + blocks / 10, 4 + blocks) for blocks in (1, 2, 4, 8)}
+    return [
+        make_record(
+            make_config("xl", 512, precision=precision, checkpoint_blocks=blocks),
+            (share * step_s,),
+            peak_bytes=peak_gib * 2**30,
+        )
+        for blocks, (step_s, peak_gib) in measured.items()
+        for precision, share in ((Precision.FP32, 1), (Precision.BF16, 0.5))
+    ]
+
+
+def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
+    records = make_study()
+    assert [path.name for path in write_plots(records, tmp_path)] == ["checkpoint_blocks_train_ctx512.png"]
+    (xl,) = setting_lines(to_frame(records), "checkpoint_blocks")
+    assert {line.name: [(point.x, point.value) for point in line.points] for line in xl.times} == {
+        "fp32": [(0, 1000), (1, 1600), (2, 1700), (4, 1900), (8, 2300)],
+        "bf16": [(0, 500), (1, 800), (2, 850), (4, 950), (8, 1150)],
+    }
+    peaks = [(0, 8), (1, 5), (2, 6), (4, 8), (8, 12)]
+    assert all([(point.x, point.value) for point in line.points] == peaks for line in xl.peaks)
+    (figure,) = figures
+    assert {"none", "8", "fp32", "bf16", "xl", "blocks per checkpoint", "peak of memory (GiB)"} <= set(texts(figure))
+    assert overlaps(figure) == []
+
+
+def test_any_numeric_setting_has_its_picture_and_failures_are_in_it(figures, tmp_path):
+    done = [make_record(make_config(batch_size=size), (size / 10,), peak_bytes=None) for size in (1, 2)]
+    failed = make_failure(make_config(batch_size=4))
+    assert [path.name for path in write_plots([*done, failed], tmp_path)] == ["batch_size_train_ctx128.png"]
+    (figure,) = figures
+    assert len(figure.axes) == 1, "no peak is known, as on a CPU"
+    assert "out of memory" in texts(figure)
+    assert write_plots([done[0], failed], tmp_path) == [], "one time alone is no line"
+
+
+def test_a_speed_up_of_one_configuration_is_no_picture(tmp_path):
+    both = [make_record(make_config(precision=precision), (0.1,)) for precision in (Precision.FP32, Precision.BF16)]
+    assert write_plots(both, tmp_path) == []
+
+
+def make_bars(contexts, sizes):
+    step = Point(x="", value=1.0)
+    return [
+        Bar(size=f"size {i}", context_length=context, step=step, phases_ms={})
+        for context in range(1, contexts + 1)
+        for i in range(sizes)
+    ]
+
+
+def calls(function, *arguments):
+    """Calls of functions, also of C, until the function has returned: what it costs, on however busy a machine."""
+    profile = cProfile.Profile()
+    profile.runcall(function, *arguments)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.parametrize(("contexts", "sizes"), [(500, 1), (2, 500), (60, 45)])
+def test_pictures_do_not_grow_with_the_number_of_bars(contexts, sizes):
+    """The cost of a picture grows with the square of its panels, as each looks at the limits of all others."""
+    bars = make_bars(contexts, sizes)
+    found = list(pages(bars))
+    assert {(bar.size, bar.context_length) for page in found for bar in page} == {
+        (bar.size, bar.context_length) for bar in bars
+    }
+    assert sum(map(len, found)) == len(bars)
+    for page in found:
+        assert len({bar.context_length for bar in page}) <= 24
+        assert len({bar.size for bar in page}) <= 24
+    assert max(draw_phases(found[0], "step", "settings").get_size_inches()) < 16
+    assert calls(list, pages(make_bars(4 * contexts, sizes))) < 5 * calls(list, pages(bars))
+
+
+def test_all_contexts_are_drawn_on_some_page(figures, tmp_path):
+    paths = write_plots([make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 31)], tmp_path)
+    assert [path.name for path in paths] == [
+        "step_time_train_fp32.png", "step_time_train_fp32_no2.png", "context_train_fp32.png",
+    ]  # fmt: skip
+    titles = [panel.get_title() for figure in figures[:2] for panel in figure.axes]
+    assert titles == [f"context {8 * i}" for i in range(1, 31)]
+
+
+def many_lines(count, sizes=1):
+    points = tuple(Point(x=8 * i, value=float(i), error=0.1) for i in range(1, count + 1))
+    return [Line(name=f"size {i}", points=points) for i in range(sizes)]
+
+
+def test_the_cost_of_lines_grows_with_their_points():
+    def draw(count):
+        draw_contexts(many_lines(count), "step", "settings")
+        draw_speed_ups(many_lines(count), Precision.BF16, "step", "settings")
+
+    draw(4)  # what is loaded once
+    assert calls(draw, 400) < 5 * calls(draw, 100)
+
+
+def test_labels_of_many_points_and_lines_do_not_cover_each_other():
+    warmups = [make_record(make_config(warmup_steps=i), (0.1, 0.2)) for i in range(40)]
+    for figure in (
+        draw_contexts(many_lines(300, 30), "step", "settings"),
+        draw_speed_ups(many_lines(300, 30), Precision.BF16, "step", "settings"),
+        draw_warmup(warmup_lines(warmup_frame(warmups)), "step", "settings"),
+    ):
+        assert overlaps(figure) == []
+
+
+def test_warmup_lines(warmup_records):
+    (size,) = warmup_lines(warmup_frame(warmup_records))
+    assert [point.x for point in size.step.points] == [0, 1, 2, 5]
+    assert [point.value for point in size.first.known] == pytest.approx([1000, 200, 100])
+    expected = statistics.stdev([1.0, 0.1, 0.1]) / 0.4
+    assert size.cv.points[0].value == pytest.approx(expected)
+    assert [(point.x, point.failure) for point in size.step.failed] == [(2, "killed")]
+
+
+def test_only_the_most_warmed_up_rows_are_steady(warmup_records):
+    other = make_record(make_config("medium", warmup_steps=1), (0.1,))
+    assert steady(to_frame([*warmup_records, other]))["warmup_steps"].tolist() == [5, 1]
+
+
+@pytest.mark.parametrize(
+    "other", [{"batch_size": 2}, {"seed": 3}, {"mode": Mode.FORWARD}, {"precision": Precision.BF16}], ids=str
+)
+def test_one_picture_never_holds_two_settings(other):
+    records = [make_record(make_config(**fields), (0.1,)) for fields in ({}, other)]
+    assert [len(rows) for rows in split(to_frame(records))] == [1, 1]
+
+
+def test_split_keeps_devices_apart_and_nameless_failures_with_the_only_one():
+    here, failed = make_record(make_config(), (0.1,)), make_failure(make_config("xl"))
+    there = make_record(make_config("medium"), (0.1,), device_name="NVIDIA A100")
+    assert [len(rows) for rows in split(to_frame([here, failed]))] == [2]
+    assert [len(rows) for rows in split(to_frame([here, there]))] == [1, 1]
+
+
+def test_sizes_of_one_name_and_several_shapes_get_names_of_their_own():
+    configs = [make_config("custom", model={"num_layers": layers}) for layers in (3, 5)]
+    frame = to_frame([make_failure(config) for config in (*configs, make_config())])
+    assert size_names(frame) == ["small", "custom 128x3", "custom 128x5"]
+    inside = [
+        make_config("custom", model=model) for model in ({"d_ff": 64}, {"d_ff": 96}, {"d_ff": 96, "num_heads": 2})
+    ]
+    assert len(set(size_names(to_frame([make_failure(config) for config in inside])))) == 3
+
+
+def test_pictures_are_those_that_the_records_support(grid, warmup_records, figures, tmp_path):
+    def stems(records):
+        return {path.stem for path in write_plots(records, tmp_path)}
+
+    assert stems([]) == stems([make_failure(make_config())]) == stems(grid[:1]) == set()
+    assert stems(grid) == {
+        "step_time_train_fp32", "context_train_fp32", "step_time_train_bf16", "context_train_bf16",
+        "speed_up_bf16_train",
+    }  # fmt: skip
+    assert stems(warmup_records) == {"warmup_train_fp32_ctx128"}
+    assert stems([make_record(make_config(size), (0.1,)) for size in ("small", "xl")]) == {"step_time_train_fp32"}
+    again = [
+        replace(record, config=replace(record.config, batch_size=2)) for record in grid if record.config.size == "small"
+    ]
+    assert "step_time_train_bf16_batch_2" in stems([*grid, *again])
+
+
+def test_pictures_open_at_a_readable_size(grid, warmup_records, tmp_path):
+    for path in write_plots([*grid, *warmup_records], tmp_path):
+        assert path.parent == tmp_path / "plots"
+        with Image.open(path) as image:
+            image.verify()
+            assert image.format == "PNG"
+            assert 800 <= image.width <= 2500
+            assert 600 <= image.height <= 2000
+
+
+def test_failures_are_written_into_every_picture(grid):
+    full = part(grid, "fp32")
+    assert "out of memory" in texts(draw_phases(phase_bars(full), "step", "settings"))
+    assert "xl: out of memory" in texts(draw_contexts(context_lines(full), "step", "settings"))
+    lines = speed_up_lines(to_frame(grid), Precision.BF16)
+    assert "context 512: fp32 out of memory" in texts(draw_speed_ups(lines, Precision.BF16, "step", "settings"))
+
+
+def test_titles_and_axes_say_what_is_shown(grid, tmp_path):
+    shown = texts(draw_phases(phase_bars(part(grid, "bf16")), "training step", "NVIDIA H200, batch 4"))
+    assert {"Time of one training step by phase", "context 128", "context 512", "time (ms)", "small", "xl"} <= set(
+        shown
+    )
+    assert any("NVIDIA" in text and "batch" in text for text in shown)
+
+
+def test_texts_of_a_configuration_are_inert(tmp_path):
+    configs = [make_config(HOSTILE, context) for context in (128, 256)]
+    hidden = [make_config("_hidden", context) for context in (128, 256)]
+    records = [make_record(config, (0.1, 0.2), device_name=r"$\frac{") for config in (*configs, *hidden)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(write_plots([*records, make_failure(make_config(HOSTILE, 512), Status.KILLED)], tmp_path)) == 2
+    assert drawing.inert("a$b$c") == r"a\$b\$c"
+    assert drawing.inert("x" * 100, 10) == "x" * 9 + "…"
+    assert not drawing.inert("_x").startswith("_")
+
+
+def test_failures_of_a_line_share_a_row():
+    points = tuple(Point(x=x, value=None, failure=why) for x, why in ((1, "killed"), (2, "oom"), (3, "oom")))
+    assert drawing.failure_rows([Line(name="xl", points=points)]) == {"xl: killed": [1], "xl: oom": [2, 3]}
+
+
+def test_phases_and_precisions_have_colours_of_their_own():
+    for colours in (drawing.PHASE_COLOURS, drawing.PRECISION_COLOURS):
+        assert len(set(colours.values())) == len(colours)
+    assert set(drawing.PRECISION_COLOURS) == set(Precision)
+    assert len(set(drawing.shades(11))) == 11
+    assert drawing.shades(1)

@@ -1,0 +1,295 @@
+import csv
+import io
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cs336_systems.config import Device
+from cs336_systems.report.sections.ceilings.plots import draw_bandwidth, draw_products, draw_reductions
+from cs336_systems.report.sections.ceilings.roofline_plot import draw_roofline
+from cs336_systems.report.sections.ceilings.summary import ceilings_tables, summary_section, write_ceilings
+from cs336_systems.report.sections.ceilings.tables import products_section, reductions_section, streams_section
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Shape, Stream
+from cs336_systems.studies.records import CellStatus, read_study
+from tests.report.ceilings import (
+    BF16,
+    FP8,
+    FP32,
+    MIB,
+    lasting,
+    lost,
+    make_ceilings,
+    make_whole,
+    product_at,
+    square,
+    stream_at,
+)
+from tests.report.drawn import overlaps, texts
+from tests.report.making import HOSTILE
+
+UNKNOWN = "A device that nobody knows"
+
+
+@pytest.fixture
+def study():
+    return make_whole()
+
+
+def column(table, name):
+    index = [heading.name for heading in table.headings].index(name)
+    return [row[index] for row in table.rows]
+
+
+def rows_of(section):
+    return list(csv.DictReader(io.StringIO(section.csv)))
+
+
+def near(*points):
+    return pytest.approx(np.array(points))
+
+
+def lines_of(panel):
+    """The points of each line of a picture that has any."""
+    return [line.get_xydata() for line in panel.get_lines() if len(line.get_xydata())]
+
+
+def test_the_summary_by_hand(study):
+    (table,) = summary_section(study).tables
+    assert column(table, "ceiling") == [
+        "bf16 product", "fp32 product", "copy (memory)", "adamw (memory)",
+        "kernel, launched one by one", "kernel, in a CUDA graph", "all-reduce among 4 (bus)",
+    ]  # fmt: skip
+    assert column(table, "measured") == [
+        "800.0 ± 0", "50.00 ± 0", "4,000 ± 0", "3,600 ± 0", "4.000 ± 0", "1.000 ± 0", "300.0 ± 0"
+    ]  # fmt: skip
+    assert column(table, "unit") == ["TFLOP/s", "TFLOP/s", "GB/s", "GB/s", "µs", "µs", "GB/s"]
+    assert column(table, "data sheet") == ["989.5", "67.00", "4,800", "4,800", "", "", ""]
+    assert column(table, "of data sheet") == ["80.8", "74.6", "83.3", "75.0", "", "", ""]
+    assert column(table, "reached at")[:3] == ["4096 x 4096 x 4096", "1024 x 1024 x 1024", "4,096 MiB"]
+    (row, *_) = rows_of(summary_section(study))
+    assert float(row["data_sheet_share"]) == pytest.approx(800 / 989.5)
+
+
+def test_sentences_by_hand(study):
+    (table,) = summary_section(study).tables
+    assert table.notes == (
+        "FLOPs per byte below which memory, not arithmetic, is the limit: bf16 200, fp32 12.5.",
+        "Square products run at half of their ceiling or more from these sides on: bf16 4096.",
+        # the cube roots of 4e-6 x 800e12 / 2 and 4e-6 x 50e12 / 2
+        "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
+        "bf16 1,170, fp32 464.",
+        # 600 over 400 TFLOP/s, for 50304 over 50257 times the FLOPs
+        "gpt2 head, times as fast with padded columns: bf16 1.50.",
+    )
+
+
+def test_products_by_hand(study):
+    bf16, fp32, fp8 = products_section(study).tables
+    assert bf16.title == "Matrix products, bf16, NVIDIA H200"
+    assert column(bf16, "rate") == ["300.0", "800.0", "700.0", "400.0", "600.0"]
+    assert column(bf16, "of data sheet") == ["30.3", "80.8", "70.7", "40.4", "60.6"]
+    assert column(bf16, "of best") == ["37.5", "100", "87.5", "50.0", "75.0"]
+    assert column(bf16, "time")[1] == "0.1718 ± 0"  # 2 x 4096^3 over 800e12
+    assert column(bf16, "time")[0] == "0.00716 ± 0.00017"  # 2 x 1024^3 over 300e12; loops of 1, 1.025 and 1 / 1.025
+    assert column(bf16, "intensity")[0] == "341"  # 2 x 1024^3 over 3 x 1024^2 x 2
+    assert column(fp32, "of best") == ["100"]
+    assert column(fp8, "of data sheet") == ["", ""]
+    assert column(fp8, "time") == ["no kernel", "no kernel"]
+    assert fp8.failed == {0, 1}
+    assert fp8.notes[-1] == "1024 x 1024 x 1024 and 1 more: too old."
+    rows = rows_of(products_section(study))
+    assert [rows[0][name] for name in ("precision", "name", "rows", "status")] == ["bf16", "square", "1024", "ok"]
+    assert float(rows[0]["flops"]) == 2 * 1024**3
+    assert float(rows[0]["moved_mib"]) == 6
+    assert float(rows[0]["tflops_per_s"]) == pytest.approx(300)
+    assert float(rows[0]["loop_spread"]) == pytest.approx(0.05)
+    loops = np.array([1, 1 / 1.025, 1.05 / 1.025])
+    assert float(rows[0]["std_ms"]) == pytest.approx(2 * 1024**3 / 300e9 * loops.std(ddof=1))
+    assert rows[0]["warnings"] == ""
+    assert [rows[6][name] for name in ("status", "error", "median_ms", "tflops_per_s", "best_share")] == [
+        "unavailable", "too old.", "", "", "",
+    ]  # fmt: skip
+
+
+def test_memory_and_all_reduce_by_hand(study):
+    (memory,) = streams_section(study).tables
+    assert column(memory, "pass") == ["copy", "copy", "copy", "adamw"]
+    assert column(memory, "moved") == ["1.000", "4,096", "8,192", "4,096"]
+    assert column(memory, "rate") == ["9,000", "4,000", "", "3,600"]
+    assert column(memory, "of data sheet") == ["188", "83.3", "", "75.0"]
+    assert column(memory, "time")[2] == "out of memory"
+    assert "The last cache holds 50.00 MiB." in memory.notes
+    (reduce,) = reductions_section(study).tables
+    assert column(reduce, "algorithm") == ["100.0", "200.0"]
+    assert column(reduce, "bus") == ["150.0", "300.0"]  # four processes: 2 x 3 / 4
+    assert [float(row["bus_gb_per_s"]) for row in rows_of(reductions_section(study))] == pytest.approx([150, 300])
+    assert reductions_section(make_ceilings()).tables == ()
+
+
+def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
+    study = make_ceilings(
+        [product_at(square(64), 0.05, FP32)], [stream_at(20)],
+        [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6))], device_name=UNKNOWN, device=Device.CPU,
+    )  # fmt: skip
+    summary, *others = ceilings_tables(study)
+    assert column(summary, "measured") == ["0.05000 ± 0", "20.00 ± 0", "2.000 ± 0"]
+    assert column(summary, "ceiling")[2] == "kernel, one operation after the other"
+    for table in (summary, *others):
+        assert not any("data sheet" in heading.name for heading in table.headings)
+        assert not any("CUDA" in note or "launch" in note for note in table.notes)
+    for figure in (draw_products(study), draw_bandwidth(study), draw_roofline(study)):
+        assert "data sheet" not in texts(figure)
+
+
+@pytest.mark.parametrize(("load", "busy"), [(None, False), (11.9, False), (12.1, True)], ids=str)
+def test_a_busy_machine_is_said_to_be_so(load, busy):
+    """Of eight CPUs."""
+    study = make_ceilings([product_at(square(64), 0.05, FP32)], device=Device.CPU)
+    loaded = replace(study, environment=replace(study.environment, load_1min=load))
+    (table,) = summary_section(loaded).tables
+    assert any("load 12.1 on 8 CPUs" in note for note in table.notes) == busy
+
+
+def notes_of(products, streams, **fields):
+    (table,) = summary_section(make_ceilings(products, streams, **fields)).tables
+    return table.notes
+
+
+def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
+    """The best product of each precision, the largest of each pass over memory and a launch; 9 % is not too much."""
+    products = [product_at(square(64), 1, spread=0.09), product_at(square(32), 0.5, spread=3),
+                product_at(square(64), 0.1, FP32, spread=0.38)]  # fmt: skip
+    streams = [stream_at(2, spread=0.24), stream_at(9, MIB, spread=2), stream_at(1, stream=Stream.ADAMW, spread=0.09)]
+    launches = [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6, spread=0.5))]
+    (summary,) = summary_section(make_ceilings(products, streams, launches)).tables
+    marked = dict(
+        zip(column(summary, "ceiling"), (cell.endswith(" ?") for cell in column(summary, "measured")), strict=True)
+    )
+    assert marked == {
+        "bf16 product": False, "fp32 product": True, "copy (memory)": True, "adamw (memory)": False,
+        "kernel, launched one by one": True,
+    }  # fmt: skip
+    (note,) = [note for note in summary.notes if note.startswith("In doubt")]
+    assert [name in note for name in marked] == list(marked.values())
+    assert all(f"{spread} %" in note for spread in (38, 24, 50))
+    steady = notes_of([product_at(square(64), 1, spread=0.09)], [stream_at(2, spread=0.09)])
+    assert not any("In doubt" in note for note in steady)
+
+
+@pytest.mark.parametrize("device", [Device.CUDA, Device.CPU], ids=str)
+@pytest.mark.parametrize(("gb_per_s", "said"), [(1.9, False), (2.1, True)], ids=["slower", "faster"])
+def test_adamw_that_is_faster_than_a_copy_was_in_a_cache(gb_per_s, said, device):
+    streams = [stream_at(2), stream_at(gb_per_s, stream=Stream.ADAMW)]
+    notes = [note for note in notes_of([product_at(square(64), 1)], streams, device=device) if "AdamW" in note]
+    assert [("still in a cache" in note, "or the copy read" in note) for note in notes] == (
+        [(True, device is Device.CPU)] if said else []
+    )
+
+
+def test_rates_of_products_stand_over_their_size(study):
+    figure = draw_products(study)
+    points = lines_of(figure.axes[0])
+    assert points[0] == near((1024, 300), (4096, 800), (8192, 700))
+    side = (2048 * 768 * 50257) ** (1 / 3)
+    assert points[1][0] == near(side, 400)
+    assert [y for (x, y), *_ in points if x == 0] == pytest.approx([989.5, 67])  # lines across
+    assert [y for x, y in points[3]] == pytest.approx([50])
+    assert {"bf16", "fp32", "a layer's", "data sheet"} <= set(texts(figure))
+    assert "fp8" not in texts(figure)
+    assert not overlaps(figure)
+
+
+def test_a_layer_far_below_the_others_is_named(study):
+    """400 of 600 TFLOP/s is not far below; 94 is."""
+    assert not any("head" in text for figure in (draw_products(study), draw_roofline(study)) for text in texts(figure))
+    head = Shape(rows=2048, inner=768, columns=50257, name="gpt2 head")
+    padded = replace(head, columns=50304, name="gpt2 head, padded")
+    slow = [product_at(square(1024), 300), product_at(padded, 600), product_at(head, 94), product_at(head, 12, FP32)]
+    figures = [draw(make_ceilings(slow, study.streams)) for draw in (draw_products, draw_roofline)]
+    intensity = head.flops / (2 * (2048 * 768 + 768 * 50257 + 2048 * 50257))
+    for figure, x in zip(figures, ((2048 * 768 * 50257) ** (1 / 3), intensity), strict=True):
+        (label,) = [text for text in figure.axes[0].texts if "head" in text.get_text()]
+        assert label.get_text() == "gpt2 head, not padded"
+        assert label.xy == pytest.approx((x, 94))
+        assert not overlaps(figure)
+    alone = make_ceilings([product_at(replace(head, columns=50304, name="a"), 600), product_at(head, 94)])
+    assert "gpt2 head" in texts(draw_products(alone)), "nothing is said of padding where nothing is padded"
+
+
+def test_rates_of_memory_stand_over_their_bytes(study):
+    figure = draw_bandwidth(study)
+    points = lines_of(figure.axes[0])
+    assert points[0] == near((1, 9000), (4096, 4000))
+    assert points[1] == near((4096, 3600))
+    assert points[2][0][1] == pytest.approx(4800)
+    assert points[3][0][0] == pytest.approx(50)
+    hidden = "10000"  # a tick above the picture, which is not drawn
+    assert not [pair for pair in overlaps(figure) if hidden not in pair]
+    (points,) = lines_of(draw_reductions(study).axes[0])
+    assert points == near((1, 150), (64, 300))
+
+
+def test_the_roof_has_its_corners_where_memory_and_arithmetic_meet(study):
+    figure = draw_roofline(study)
+    slope, bf16, fp32, *others = lines_of(figure.axes[0])
+    assert slope[1] == near(200, 800)
+    assert slope[0][1] / slope[0][0] == pytest.approx(4)  # 4000 GB/s
+    assert bf16[0] == near(200, 800)
+    assert bf16[1][1] == pytest.approx(800)
+    assert fp32[0] == near(12.5, 50)
+    promised_slope, promised_bf16, promised_fp32, *_ = others
+    assert promised_slope[1] == near(989.5 / 4.8, 989.5)
+    assert promised_bf16[0] == near(989.5 / 4.8, 989.5)
+    assert promised_fp32[0] == near(67 / 4.8, 67)
+    products = others[3]
+    assert products[0] == near(1024 / 3, 300)
+    left, right = figure.axes[0].get_xlim()
+    assert left < 12.5 < 1024 / 3 < right
+    assert not overlaps(figure)
+
+
+def test_without_times_there_are_no_pictures():
+    empty = make_ceilings([ProductCell(precision=FP32, shape=square(8), timing=lost())])
+    assert (draw_products(empty), draw_bandwidth(empty), draw_reductions(empty), draw_roofline(empty)) == (None,) * 4
+    assert draw_roofline(make_ceilings([product_at(square(1024), 3)])) is None  # no slope
+    (table, *_) = ceilings_tables(empty)
+    assert (table.rows, table.notes) == ((), ())
+
+
+def test_everything_is_written_and_read_back(study, tmp_path):
+    directory = tmp_path / "deep" / "er"
+    written = write_ceilings(study, directory)
+    assert read_study(directory / "ceilings.json", CeilingsStudy) == study
+    tables = ("results", "products", "bandwidth", "launches", "all_reduce")
+    expected = {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex", "typ")}
+    expected |= {"ceilings.json"} | {f"{name}.png" for name in ("products", "bandwidth", "all_reduce", "roofline")}
+    assert {path.name for path in written} == expected
+    assert {path.name for path in directory.rglob("*.*")} == expected
+    for path in (directory / "plots").iterdir():
+        with Image.open(path) as image:
+            image.verify()
+            assert image.width >= 600
+    write_ceilings(replace(study, reductions=()), directory)
+    assert not (directory / "all_reduce.md").exists()
+    assert not (directory / "plots" / "all_reduce.png").exists()
+
+
+def test_names_and_messages_are_inert(study, tmp_path):
+    cell = ProductCell(precision=FP8, shape=replace(square(8), name=HOSTILE), timing=lost(CellStatus.CRASHED, HOSTILE))
+    named = make_ceilings([*study.products, cell], study.streams, device_name=HOSTILE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_ceilings(named, tmp_path)
+    assert "</script>" not in (tmp_path / "products.md").read_text()
+    assert list(csv.DictReader((tmp_path / "products.csv").open(newline="")))[-1]["name"].startswith("'=HYPERLINK")
+    assert "</script>" not in (tmp_path / "results.md").read_text()
+
+
+def test_streams_and_sizes_that_are_unknown_do_not_show(study):
+    only_read = make_ceilings([product_at(square(1024), 3)], [stream_at(5, MIB, Stream.READ)])
+    assert column(ceilings_tables(only_read)[0], "ceiling") == ["bf16 product", "read (memory)"]
+    assert not any("FLOPs per byte" in note for note in ceilings_tables(only_read)[0].notes)
+    assert only_read.roof(BF16, 1.0) is None

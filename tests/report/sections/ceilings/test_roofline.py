@@ -1,0 +1,329 @@
+import csv
+import io
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import ClassTimes
+from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.report.sections.ceilings.roofline import StepPart, StepParts, parts_section, step_parts
+from cs336_systems.report.sections.ceilings.roofline_plot import PHASE_COLOURS, draw_roofline
+from cs336_systems.report.sections.ceilings.summary import ceilings_tables, write_ceilings
+from tests.report.ceilings import BF16, FP8, FP32, make_ceilings, make_whole, product_at, square, stream_at
+from tests.report.drawn import overlaps, texts
+from tests.report.sections.kernels.profiles import make_module, make_products, make_profile
+
+FORWARD, BACKWARD, OPTIMIZER = LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER
+MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4)
+CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3)
+TOKENS = 3 * 8
+STREAM = TOKENS * 16
+SCORES = 2 * 3 * 4 * 8 * 8
+LINEAR, FFN = "linear layers, products alone", "feed-forward, all kernels"
+ELEMENTS = {
+    "QKV": 2 * (4 * STREAM + 3 * 16 * 16),  # in, three out, three weights
+    "output": 2 * (2 * STREAM + 16 * 16),
+    "feed-forward": 2 * (2 * STREAM + 3 * TOKENS * 24 + 3 * 16 * 24),  # in, out, what w1 and w3 make and w2 takes
+    "head": STREAM + 16 * 11 + TOKENS * 11,
+}
+
+
+def by_name(parts):
+    return {(part.name, part.phase): part for part in parts.parts}
+
+
+@pytest.fixture
+def parts():
+    """Of two steps, in which linear layers take 3 ms forward and 8 ms backward."""
+    return by_name(step_parts(make_profile(), CONFIG))
+
+
+def test_flops_are_those_that_torch_counts(parts):
+    """Linear layers are products of matrices (mm), scores and values of batches of them (bmm)."""
+    model = TransformerLM(MODEL)
+    with FlopCounterMode(display=False) as forward:
+        logits = model(torch.zeros(3, 8, dtype=torch.long))
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    for phase, counter in ((FORWARD, forward), (BACKWARD, backward)):
+        counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+        batched = sum(count for name, count in counts.items() if "bmm" in name)
+        assert parts[LINEAR, phase].flops == sum(counts.values()) - batched
+        assert parts["scores, products alone", phase].flops + parts["values, products alone", phase].flops == batched
+    with FlopCounterMode(display=False) as layer:
+        model.layers[0].ffn(torch.zeros(3, 8, 16))
+    assert parts[FFN, FORWARD].flops == 2 * layer.get_total_flops()
+
+
+def test_least_bytes_by_hand(parts):
+    assert parts[LINEAR, FORWARD].moved_bytes == 4 * sum(ELEMENTS.values())
+    assert parts[LINEAR, BACKWARD].moved_bytes == 8 * sum(ELEMENTS.values())
+    assert parts[FFN, FORWARD].moved_bytes == 4 * ELEMENTS["feed-forward"]
+    assert parts["scores, products alone", FORWARD].moved_bytes == 4 * (2 * 2 * STREAM + SCORES)
+    assert parts["softmax", FORWARD].moved_bytes == 4 * 2 * SCORES
+    assert parts["softmax", BACKWARD].moved_bytes == 4 * 3 * SCORES
+    assert parts["softmax", FORWARD].flops == 5 * SCORES
+    assert parts["norms", FORWARD].moved_bytes == 4 * 2 * 5 * STREAM  # two in each block and the last
+    parameters = sum(parameter.numel() for parameter in TransformerLM(MODEL).parameters())
+    assert parts["optimizer", OPTIMIZER].moved_bytes == 28 * parameters
+    half = by_name(step_parts(make_profile(), replace(CONFIG, precision=Precision.BF16)))
+    assert half[LINEAR, FORWARD].moved_bytes == 2 * sum(ELEMENTS.values())
+    assert half["norms", FORWARD].moved_bytes == parts["norms", FORWARD].moved_bytes
+
+
+def test_times_are_those_of_one_step(parts):
+    times_ms = {key: part.time_s * 1e3 for key, part in parts.items()}
+    assert times_ms == pytest.approx({
+        (LINEAR, FORWARD): 1.5, (LINEAR, BACKWARD): 4,
+        ("scores, products alone", FORWARD): 0.75, ("values, products alone", FORWARD): 0.75,
+        ("scores, products alone", BACKWARD): 2, ("values, products alone", BACKWARD): 2,
+        (FFN, FORWARD): 1.5, (FFN, BACKWARD): 4,
+        ("softmax", FORWARD): 0.5, ("softmax", BACKWARD): 1,
+        ("norms", FORWARD): 1, ("optimizer", OPTIMIZER): 5,
+    })  # fmt: skip
+    # head and norms backward are in no range of the profile: no part, not one without time
+
+
+def test_the_precision_of_a_part_chooses_its_roof():
+    half = by_name(step_parts(make_profile(), replace(CONFIG, precision=Precision.BF16)))
+    assert half[LINEAR, FORWARD].precision is BF16
+    assert {half[name, FORWARD].precision for name in ("softmax", "norms")} == {FP32}
+
+
+def test_projections_are_what_is_left_of_attention():
+    own = make_module(("block.1", "attention"), FORWARD, 2, 4)
+    profile = make_profile(modules=(*make_profile().modules, own))
+    part = by_name(step_parts(profile, CONFIG))["projections, all kernels", FORWARD]
+    assert part.time_s == pytest.approx(0.002)
+    assert part.moved_bytes == 4 * (ELEMENTS["QKV"] + ELEMENTS["output"])
+    assert part.flops == 2 * 2 * TOKENS * 4 * 16 * 16
+    without = replace(profile, attention=())
+    assert "projections, all kernels" not in {name for name, _ in by_name(step_parts(without, CONFIG))}
+
+
+def test_products_that_cannot_be_told_apart_are_one_part():
+    profile = make_profile(
+        attention=(), products=(make_products(FORWARD, 0, 0, unknown=8, unknown_ms=6), make_products(OPTIMIZER, 1, 1))
+    )
+    parts = by_name(step_parts(profile, CONFIG))
+    whole = parts["all products", FORWARD]
+    assert whole.time_s == pytest.approx(0.003)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        TransformerLM(MODEL)(torch.zeros(3, 8, dtype=torch.long))
+    assert whole.flops == counter.get_total_flops()
+    assert not any(name == LINEAR for name, _ in parts)
+
+
+def test_fused_attention_computes_its_scores_again_and_keeps_them_to_itself():
+    classes = tuple(
+        ClassTimes(kind=KernelClass.ATTENTION, phase=phase, count=2, total_s=0.002) for phase in (FORWARD, BACKWARD)
+    )
+    fused = replace(CONFIG, model=replace(MODEL, attention=Attention.SDPA))
+    parts = by_name(step_parts(make_profile(attention=(), classes=classes), fused))
+    forward, backward = parts["fused attention", FORWARD], parts["fused attention", BACKWARD]
+    assert forward.flops == 2 * 2 * 3 * 8 * 8 * 16 * 2  # two products in two layers
+    assert backward.flops == 2.5 * forward.flops
+    assert forward.moved_bytes == 4 * 2 * 4 * STREAM  # queries, keys, values, output
+    assert backward.moved_bytes == 4 * 2 * 8 * STREAM
+
+
+@pytest.fixture
+def fused():
+    """Two steps in which fused attention takes 1 ms forward and 3 backward, and no other part has a time."""
+    times = {FORWARD: 0.002, BACKWARD: 0.006}
+    classes = tuple(
+        ClassTimes(kind=KernelClass.ATTENTION, phase=phase, count=2, total_s=total_s)
+        for phase, total_s in times.items()
+    )
+    profile = make_profile(attention=(), classes=classes, modules=(), products=(), phases=())
+    return step_parts(profile, replace(CONFIG, model=replace(MODEL, attention=Attention.SDPA)))
+
+
+def test_fused_attention_is_counted_as_causal_too(fused):
+    """By counting: of 8 x 8 pairs of a query and a key those in which the key is not the later one."""
+    pairs = sum(key <= query for query in range(8) for key in range(8))
+    for part in fused.parts:
+        assert part.causal_flops == part.flops * pairs / 64
+    assert all(part.causal_flops is None for part in step_parts(make_profile(), CONFIG).parts)
+
+
+@pytest.mark.parametrize(("gb_per_s", "limit"), [(1000, "arithmetic"), (1e-3, "memory")], ids=["fast", "slow"])
+def test_the_note_says_the_share_as_causal(fused, gb_per_s, limit):
+    """Below arithmetic's roof the share is 36/64 of that in the table; below memory's it is the same: that roof has
+    come down too."""
+    study = make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(gb_per_s)])
+    section = parts_section(study, fused)
+    rows = list(csv.DictReader(io.StringIO(section.csv)))
+    factor = 36 / 64 if limit == "arithmetic" else 1
+    assert [row["limit"] for row in rows] == [limit] * 2
+    shares = [factor * float(row["roof_share"]) for row in rows]
+    assert [float(row["causal_roof_share"]) for row in rows] == pytest.approx(shares)
+    (note,) = [note for note in section.tables[0].notes if "causal" in note]
+    forward, backward = re.search(r"reaches of its roof: forward ([\d.,]+) %, backward ([\d.,]+) %\.$", note).groups()
+    said = [float(text.replace(",", "")) for text in (forward, backward)]
+    assert said == pytest.approx([100 * share for share in shares], rel=5e-3)
+    blind = make_ceilings([product_at(square(64), 0.001)], [stream_at(2)])
+    (note,) = [note for note in parts_section(blind, fused).tables[0].notes if "causal" in note]
+    assert note.endswith("computes about half.")
+
+
+@pytest.mark.parametrize(("tflops_per_s", "above"), [(1e-5, True), (100, False)], ids=["low roof", "high roof"])
+def test_only_notes_of_what_is_in_the_table(fused, tflops_per_s, above):
+    study = make_ceilings([product_at(square(64), tflops_per_s, FP32)], [stream_at(1e6)])
+    for parts in (fused, step_parts(make_profile(), CONFIG)):
+        (table,) = parts_section(study, parts).tables
+        notes = " ".join(table.notes)
+        assert ("All kernels:" in notes) == any("all kernels" in row[0] for row in table.rows)
+        assert ("Above 100 %" in notes) == any(float(row[-2].replace(",", "")) > 100 for row in table.rows) == above
+        assert ("Fused attention:" in notes) == any("fused attention" in row[0] for row in table.rows)
+
+
+def test_what_is_computed_again_counts():
+    plain = by_name(step_parts(make_profile(), CONFIG))[LINEAR, BACKWARD]
+    again = by_name(step_parts(make_profile(), replace(CONFIG, checkpoint_blocks=1)))[LINEAR, BACKWARD]
+    assert plain.flops < again.flops < 1.5 * plain.flops
+    # not the head's products, nor w2's of each block, the last before a checkpoint
+    w2 = TOKENS * 24 + 16 * 24 + TOKENS * 16
+    kept = sum(count for name, count in ELEMENTS.items() if name != "head") - 2 * w2
+    assert again.moved_bytes == plain.moved_bytes + 4 * kept
+
+
+def test_norms_of_the_blocks_are_computed_again_with_them():
+    """The last one, before the head, is in no checkpoint."""
+    modules = (make_module(("ln_final", "norm"), BACKWARD, 2, 4),)
+    config = replace(CONFIG, checkpoint_blocks=2)
+    part = by_name(step_parts(make_profile(modules=modules), config))["norms", BACKWARD]
+    assert part.moved_bytes == 4 * (3 * 5 + 2 * 4) * STREAM
+    assert part.flops == (9 * 5 + 4 * 4) * STREAM
+
+
+FP8_MODEL = ModelConfig(vocab_size=11, context_length=16, d_model=16, d_ff=32, num_layers=2, num_heads=4)
+FP8_CONFIG = RunConfig(
+    size="custom", model=FP8_MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+    cast_once=True, fp8=True,
+)  # fmt: skip
+
+
+def fp8_parts():
+    modules = (*make_profile().modules, make_module(("lm_head",), FORWARD, 2, 4))
+    return step_parts(make_profile(modules=modules), FP8_CONFIG)
+
+
+def test_blocks_in_fp8_are_on_its_roof_and_the_head_is_not():
+    """A byte an element of x, hidden and the weights, and 2 for what w1, w3 and w2 make; gradients of results are
+    factors of both products of backward."""
+    parts = by_name(fp8_parts())
+    tokens = 3 * 16
+    factors, results = 2 * (tokens * (16 + 32) + 3 * 16 * 32), 2 * tokens * (2 * 32 + 16)
+    assert parts[FFN, FORWARD].precision is parts[FFN, BACKWARD].precision is FP8
+    assert parts[FFN, FORWARD].moved_bytes == factors + 2 * results
+    assert parts[FFN, BACKWARD].moved_bytes == (results + results + factors) + 2 * factors
+    head = parts["head, all kernels", FORWARD]
+    assert head.precision is BF16
+    assert head.moved_bytes == 2 * (tokens * 16 + 16 * 11 + tokens * 11)
+    assert parts["scores, products alone", FORWARD].precision is BF16
+
+
+def test_products_of_two_precisions_are_left_out_and_that_is_said():
+    study = make_ceilings([product_at(square(64), 4), product_at(square(64), 8, FP8)], [stream_at(1e6)])
+    unknown = make_profile(products=(make_products(FORWARD, 0, 0, unknown=8, unknown_ms=6),))
+    for parts, left_out in ((fp8_parts(), LINEAR), (step_parts(unknown, FP8_CONFIG), "all products")):
+        (table,) = parts_section(study, parts).tables
+        assert not any(left_out in row[0] for row in table.rows)
+        (note,) = [note for note in table.notes if note.startswith("Left out: ")]
+        assert note.startswith(f"Left out: {left_out}. ")
+    rows = csv.DictReader(io.StringIO(parts_section(study, fp8_parts()).csv))
+    roofs = {row["part"]: float(row["roof_tflops_per_s"]) for row in rows if row["precision"] != "fp32"}
+    assert (roofs[FFN], roofs["head, all kernels"]) == (pytest.approx(8), pytest.approx(4))
+    (plain,) = parts_section(study, step_parts(make_profile(), CONFIG)).tables
+    assert "fp8" not in " ".join(plain.notes)
+    assert not any(note.startswith("Left out") for note in plain.notes)
+
+
+@pytest.mark.parametrize(("gb_per_s", "reason"), [(1e6, "no product"), (1e-6, "still in a cache")])
+def test_above_the_roof_the_note_says_which(gb_per_s, reason):
+    study = make_ceilings([product_at(square(64), 1e-5, FP32)], [stream_at(gb_per_s)])
+    (table,) = parts_section(study, step_parts(make_profile(), CONFIG)).tables
+    found = [note for note in table.notes if note.startswith("Above 100 %")]
+    assert any(reason in note for note in found)
+    assert len(found) == len({row[-1] for row in table.rows if float(row[-2].replace(",", "")) > 100})
+
+
+def test_a_model_of_ones_own_and_no_steps_are_refused():
+    with pytest.raises(ValueError, match=r"got model_factory 'my\.module:make'"):
+        step_parts(make_profile(), replace(CONFIG, model_factory="my.module:make"))
+    with pytest.raises(ValueError, match=r"small\.nsys-rep holds no steps"):
+        step_parts(make_profile(num_steps=0), CONFIG)
+
+
+def make_study():
+    """fp32 at 1 GFLOP/s and copies at 2 GB/s: the ridge is at half a FLOP per byte."""
+    return make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(2)])
+
+
+def test_shares_of_the_roof_by_hand():
+    section = parts_section(make_study(), step_parts(make_profile(), CONFIG))
+    rows = {(row["part"], row["phase"]): row for row in csv.DictReader(io.StringIO(section.csv))}
+    linear, optimizer = rows[LINEAR, "forward"], rows["optimizer", "optimizer"]
+    assert linear["limit"] == "arithmetic"
+    assert float(linear["roof_share"]) == pytest.approx(float(linear["flops"]) / 0.0015 / 1e9)
+    assert optimizer["limit"] == "memory"
+    # its bytes in 5 ms over 2 GB/s
+    assert float(optimizer["roof_share"]) == pytest.approx(float(optimizer["least_mib"]) * 2**20 / 0.005 / 2e9)
+    (table,) = section.tables
+    assert table.title.startswith("Parts of a step on the roofline: custom ctx 8 train fp32")
+    assert len(table.rows) == len(rows) == 12
+
+
+def test_without_a_ceiling_there_is_no_share_and_without_parts_no_table():
+    parts = step_parts(make_profile(), CONFIG)
+    blind = make_ceilings([product_at(square(64), 0.001)], [stream_at(2)])  # bf16 alone
+    assert {row[-1] for row in parts_section(blind, parts).tables[0].rows} == {""}
+    assert {row[-2] for row in parts_section(blind, parts).tables[0].rows} == {""}
+    assert parts_section(blind, None).tables == ()
+    assert len(ceilings_tables(make_whole(), parts)) == len(ceilings_tables(make_whole())) + 1
+
+
+def test_parts_stand_at_their_intensity_and_rate():
+    parts = step_parts(make_profile(), CONFIG)
+    figure = draw_roofline(make_study(), parts)
+    drawn = [tuple(map(float, (line.get_xdata()[0], line.get_ydata()[0]))) for line in figure.axes[0].get_lines()]
+    expected = [(part.flops / part.moved_bytes, part.flops / part.time_s / 1e12) for part in parts.parts]
+    assert drawn[-len(expected) :] == [pytest.approx(point) for point in expected]
+    left, right = figure.axes[0].get_xlim()
+    bottom, top = figure.axes[0].get_ylim()
+    assert all(left < x < right and bottom < y < top for x, y in expected)
+    assert {part.name for part in parts.parts} | {"in forward", "in backward", "in optimizer"} <= set(texts(figure))
+    assert not overlaps(figure)
+
+
+def test_forward_and_backward_at_the_same_place_are_both_seen():
+    """Their colours are looked for in the picture, around the one point at which both stand."""
+    part = StepPart(name="a", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.01)
+    parts = StepParts(label="a step", parts=(part, replace(part, phase=BACKWARD)))
+    figure = draw_roofline(make_study(), parts)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    x, y = figure.axes[0].transData.transform((1, 1e-4)).astype(int)
+    around = pixels[len(pixels) - y - 15 : len(pixels) - y + 15, x - 15 : x + 15].reshape(-1, 3)
+    for phase in (FORWARD, BACKWARD):
+        colour = np.round(255 * np.array(to_rgb(PHASE_COLOURS[phase])))
+        assert (np.abs(around - colour).max(axis=1) <= 2).sum() >= 20, phase
+
+
+def test_the_parts_are_written_and_removed_again(tmp_path):
+    write_ceilings(make_study(), tmp_path, step_parts(make_profile(), CONFIG))
+    assert "optimizer" in (tmp_path / "roofline.md").read_text()
+    write_ceilings(make_study(), tmp_path)
+    assert not (tmp_path / "roofline.md").exists()
+    assert (tmp_path / "plots" / "roofline.png").exists()

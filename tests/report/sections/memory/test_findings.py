@@ -1,0 +1,270 @@
+"""Known causes in hand-made memory profiles (see memory_profiles.py), each named with its numbers; and the answers."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.analysis.memory.profile import Category, Place
+from cs336_systems.report.sections.memory.answers import Question, answers
+from cs336_systems.report.sections.memory.facts import phase_peaks, step_peaks
+from cs336_systems.report.sections.memory.findings import findings
+from cs336_systems.report.sections.memory.largest import largest_words
+from cs336_systems.report.sentences import answers_markdown
+from tests.report.making import HOSTILE
+from tests.report.sections.memory.profiles import (
+    LOGITS,
+    MIB,
+    WEIGHTS,
+    make_bare,
+    make_block,
+    make_boundaries,
+    make_inference,
+    make_like,
+    make_memory,
+    make_moment,
+    make_oom,
+    make_phase,
+    make_phases,
+)
+
+
+def said(profile):
+    return " ".join(findings(profile))
+
+
+def answer(question, profile):
+    return answers(profile)[question]
+
+
+def first_steps():
+    """Optimizer state of 200 MiB appears at the end of step 0, which peaks at 580, step 1 at 780."""
+    start, forward, backward, end = make_boundaries(0, 0)
+    early = tuple(
+        make_moment(moment.phase, moment.time_s * 1e3, 900, 0, **sizes)
+        for moment, sizes in (
+            (start, {"parameters": 100, "held": 10}), (forward, {"parameters": 100, "held": 10, "saved": 400}),
+            (backward, {"parameters": 100, "held": 10, "gradients": 100}),
+        )
+    )  # fmt: skip
+    peak = make_moment("backward", 43, 900, 1, counted=False, parameters=100, optimizer_state=200, gradients=40,
+                       saved=380, temporary=50, held=10)  # fmt: skip
+    phases = (
+        make_phase(0, "forward", (0, 10, 10), (110, 510, 510)),
+        make_phase(0, "backward", (10, 13, 20), (510, 580, 210)),
+        make_phase(0, "optimizer", (20, 29, 30), (210, 415, 310)),
+    )
+    return make_memory(
+        peak=peak, phases=(*phases, *make_phases(1, 30)), boundaries=(*early, end, *make_boundaries(1, 30))
+    )
+
+
+def test_phases_have_their_peaks() -> None:
+    """Of all steps; whatever the picture, which has no room for all points, shows."""
+    profile = make_memory(timeline=make_bare().timeline)
+    assert phase_peaks(profile) == {"forward": 710 * MIB, "backward": 780 * MIB, "optimizer": 415 * MIB}
+    assert step_peaks(first_steps()) == {0: 580 * MIB, 1: 780 * MIB}
+    assert phase_peaks(make_bare()) == step_peaks(make_bare()) == {}
+
+
+def test_the_peak_and_the_largest_allocations_are_always_told() -> None:
+    peak, largest = findings(make_memory())
+    assert peak == (
+        "The peak is 780.0 MiB, 13.0 ms after the first event, in backward of step 0; it consists of saved activations "
+        "380.0 MiB (48.7 %), optimizer state 200.0 MiB (25.6 %), parameters 100.0 MiB (12.8 %), temporary 50.00 MiB "
+        "(6.4 %), gradients 40.00 MiB (5.1 %), held throughout 10.00 MiB (1.3 %)."
+    )
+    assert largest == (
+        "The largest allocations: 2 times 52,428,800 bytes (50.00 MiB) = batch x T x vocabulary x 4 (gradient of the "
+        "logits): temporary in backward; 24 times 20,971,520 bytes (20.00 MiB) = batch x heads x T x T x 4: saved "
+        "activations in forward at cs336_systems/model.py:77 softmax; 20 times 10,485,760 bytes (10.00 MiB): optimizer "
+        "state."
+    )
+
+
+def test_a_block_larger_than_what_was_asked_for_is_told() -> None:
+    odd = make_like(40, requested_bytes=40_960_000)
+    assert "once 40,960,000 bytes (39.06 MiB, in a block of 40.00 MiB): temporary." in said(make_memory(largest=(odd,)))
+    assert "in a block" not in said(make_memory(largest=(LOGITS,)))
+
+
+def test_allocations_of_one_size_are_told_once() -> None:
+    """2 + 3 + 4 of 7 MiB are made in three ways in forward and backward, one of 5 may be either of two things."""
+    rows = (
+        make_like(7, 2, phase="forward", explanation="T x 4: a"),
+        make_like(7, 3, phase="backward", explanation="T x 4: b"),
+        make_like(7, 4, phase="forward", places=WEIGHTS.places),
+        make_like(5, explanation="T x 2: a or d x 2: c"),
+        make_like(3),
+    )
+    assert largest_words(rows, 2) == (
+        "9 times 7,340,032 bytes (7.00 MiB) = T x 4 (a, b): 6 temporary in forward (4 at "
+        "cs336_systems/model.py:77 softmax, 2 at no known place), 3 temporary in backward; "
+        "once 5,242,880 bytes (5.00 MiB) = T x 2 (a) or d x 2 (c): temporary"
+    )
+    many = [make_like(1, phase=str(number)) for number in range(6)]
+    assert largest_words(many, 1).endswith("1 temporary in 2, 1 temporary in 3, 2 others")
+
+
+def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:
+    """PyTorch has 370 MiB that no block uses: with 120 free that would do for 300, with 179 less of its own not."""
+    first = findings(make_oom())[0]
+    told = (
+        "Out of memory 2 times, first 35.0 ms after the first event, in forward of step 1 (after 1,999 of 2,100 "
+        "events), at cs336_systems/model.py:77 softmax: 300.0 MiB were asked for and 120.0 MiB were free on the device."
+    )
+    assert first.startswith(f"{told} PyTorch itself held 370.0 MiB that no block used then, in pieces: PYTORCH_CUDA")
+    work = make_oom().work
+    full = replace(work, out_of_memory=1, first_failure=replace(work.first_failure, reserved_bytes=709 * MIB))
+    assert findings(make_oom(work=full))[0] == told.replace("2 times, first", "once,")
+
+
+@pytest.mark.parametrize(("reserved", "told"), [(1030, False), (1040, True)])
+def test_fragmentation_is_told_from_256_mib(reserved: int, told: bool) -> None:
+    """780 of 1,040 MiB leave 260, 25 %; 780 of 1,030 leave 250."""
+    profile = make_memory(peak=replace(make_memory().peak, reserved_bytes=reserved * MIB))
+    assert ("At the peak 260.0 MiB of the 1.02 GiB that PyTorch has reserved, 25.0 %" in said(profile)) is told
+
+
+def test_what_is_held_until_later_has_its_places() -> None:
+    """900 of 1,500 MiB in a snapshot of somebody else's: 600 at one line, 200 at another, 100 at none."""
+
+    def later(size, places=()):
+        return make_like(size, category=Category.LATER, bytes_at_peak=size * MIB, places=places)
+
+    line, other = WEIGHTS.places, (Place(file="lm/model.py", line=3, function="forward"),)
+    profile = make_bare(
+        peak=make_moment("", 5, 2000, -1, counted=False, held=600, later=900),
+        at_peak=(later(400, line), later(200, other), later(200, line), later(100), make_like(50)),
+    )
+    (text,) = [text for text in findings(profile) if "held until later, while" in text]
+    assert text.startswith("900.0 MiB of the peak, 60.0 %")
+    places = ("cs336_systems/model.py:77 softmax, 200.0", "lm/model.py:3 forward, 100.0")
+    assert f"600.0 MiB at {places[0]} MiB at {places[1]} MiB at no known place" in text
+    assert "held until later, while" not in said(make_bare())
+    assert "held until later, while" not in said(make_memory())
+
+
+def test_a_small_part_of_a_large_cache_is_no_finding() -> None:
+    large = make_moment("backward", 13, 9000, saved=8000)  # 1,000 of 9,000 MiB are 11 %
+    assert "reserved" not in said(make_memory(peak=large))
+
+
+def test_the_first_step_is_not_what_a_run_needs() -> None:
+    assert (
+        "The optimizer's state, 200.0 MiB, appears during the recording: step 0 peaks at 580.0 MiB, step 1 at "
+        "780.0 MiB."
+    ) in said(first_steps())
+    one = replace(first_steps(), boundaries=first_steps().boundaries[:4], phases=first_steps().phases[:3], num_steps=1)
+    assert "this is the first step, and later ones need that much more" in said(one)
+    assert "appears" not in said(make_memory())
+
+
+@pytest.mark.parametrize(("leak", "told"), [(0, False), (0.5, False), (5, True)])
+def test_steps_that_leave_memory_behind(leak: float, told: bool) -> None:
+    """Of 780 MiB, 0.1 % are 0.78."""
+    moments = [make_moment(phase, time, 900, step, parameters=100, temporary=1 + leak * (step + (phase != "start")))
+               for step, phase, time in ((0, "start", 0), (0, "optimizer", 30), (1, "start", 30),
+                                         (1, "optimizer", 60))]  # fmt: skip
+    assert ("Every step leaves 5.00 MiB or more behind, 10.00 MiB in 2 steps." in said(
+        make_memory(boundaries=tuple(moments)))) is told  # fmt: skip
+
+
+def test_what_only_the_first_step_leaves_is_no_leak() -> None:
+    sizes = ((0, "start", 0, 1), (0, "optimizer", 30, 65), (1, "start", 30, 65), (1, "optimizer", 60, 65))
+    moments = tuple(make_moment(phase, at, 900, step, temporary=held) for step, phase, at, held in sizes)
+    assert "behind" not in said(make_memory(boundaries=moments))
+
+
+def test_a_count_that_differs_is_told() -> None:
+    first, *others = make_memory().boundaries
+    wrong = replace(first, counted_bytes=first.allocated_bytes + 3 * MIB)
+    assert "At 1 of 8 boundaries" in said(make_memory(boundaries=(wrong, *others)))
+    assert "they differ by 3.00 MiB at most" in said(make_memory(boundaries=(wrong, *others)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"peak": make_moment("backward", 13, 900, saved=780, rounding={"saved": 39})},
+         "39.00 MiB of the peak, 5.00 %, were never asked for"),
+        ({"outside_bytes": 3 * 2**30}, "3.00 GiB of the device are used and not reserved by PyTorch"),
+        ({"work": replace(make_memory().work, segments_allocated=9, segments_freed=4)},
+         "The allocator gave 4 segments back to the driver and asked it for 9"),
+        ({"work": replace(make_memory().work, segments_allocated=9, segments_freed=1)},
+         "The allocator gave 1 segment back to the driver and asked it for 9"),
+    ],
+)  # fmt: skip
+def test_each_loss_is_named(changes: dict, text: str) -> None:
+    assert text in said(make_memory(**changes))
+    assert text.split(", ")[-1] not in said(make_memory())
+
+
+def test_what_nothing_is_known_of_is_told() -> None:
+    """1,000 of 1,500 MiB; where parameters are known, it is none of them."""
+    held = (
+        "1,000.0 MiB of the peak, 66.7 %, were there before the recording and after it, and nothing says what they are"
+    )
+    assert f"{held}: most likely parameters and the optimizer's state. A recording by --memory knows." in said(
+        make_bare()
+    )
+    sighted = make_moment("forward", 6, 2000, parameters=500, held=1000)
+    assert f"{held}: most likely workspaces of libraries." in said(make_memory(peak=sighted))
+
+
+@pytest.mark.parametrize("make", [make_memory, make_inference, make_bare, make_oom, first_steps])
+def test_every_question_has_an_answer_in_the_course_s_order(make) -> None:
+    found = answers(make())
+    assert list(found) == list(Question)
+    assert all(text.endswith(".") for text in found.values())
+
+
+def test_the_answers_of_a_training_step() -> None:
+    profile = make_memory()
+    assert answer(Question.TIMELINE, profile) == (
+        "Step 1 begins with 310.0 MiB; forward ends with 710.0 MiB after a peak of 710.0 MiB, backward ends with "
+        "410.0 MiB after a peak of 780.0 MiB, optimizer ends with 310.0 MiB after a peak of 415.0 MiB."
+    )
+    peak = answer(Question.PEAK, profile)
+    assert "and 900.0 MiB reserved; by phase forward 710.0 MiB, backward 780.0 MiB, optimizer 415.0 MiB." in peak
+    assert "out of memory" not in peak
+    assert "ran out of memory" in answer(Question.PEAK, make_oom())
+    # 10 x 20, 20 x 10 and 50 of 780 MiB
+    assert "float32 450.0 MiB (57.7 %)" in answer(Question.PRECISION, profile)
+    assert answer(Question.RESIDUAL, profile).startswith("6.25 MiB")
+    assert answer(Question.BLOCK, profile) == (
+        "block.1 saves 60.00 MiB (62,914,560 bytes); most of it attention > attention.softmax 4 x 5 x 512 x 512 "
+        "float32 20.00 MiB (33.3 %), ffn 4 x 512 x 2304 float32 18.00 MiB (30.0 %), ffn float32 12.00 MiB (20.0 %), "
+        "attention "
+        "float32 6.00 MiB (10.0 %), norm float32 3.00 MiB (5.00 %). Its gradients take 10.00 MiB (10,485,760 bytes)."
+    )
+
+
+def test_a_phase_that_ran_out_of_memory_has_no_end() -> None:
+    assert (
+        answer(Question.TIMELINE, make_oom())
+        == "Step 1 begins with 310.0 MiB; forward runs out of memory at 530.0 MiB."
+    )
+    assert "optimizer 415.0 MiB." in answer(Question.PEAK, make_oom())
+
+
+def test_what_a_checkpoint_computes_again_is_told() -> None:
+    """All but 6 and 3 of the 60 MiB."""
+    block = make_block(0)
+    again = replace(block, saved=tuple(replace(t, is_recomputed=t.name in ("ffn", "", "attention > attention.softmax"))
+                                       for t in block.saved))  # fmt: skip
+    text = answer(Question.BLOCK, make_memory(blocks=(again,)))
+    assert "Of that, 51.00 MiB are there only while backward computes the block again." in text
+    assert "again" not in answer(Question.BLOCK, make_memory())
+
+
+def test_a_bare_snapshot_says_what_it_does_not_tell() -> None:
+    assert "does not say when phases ended" in answer(Question.TIMELINE, make_bare())
+    assert "does not tell the shape" in answer(Question.RESIDUAL, make_bare())
+    assert "names no data types" in answer(Question.PRECISION, make_bare())
+
+
+def test_answers_are_inert() -> None:
+    profile = make_memory(source=HOSTILE, largest=(make_like(1, name=HOSTILE, explanation=HOSTILE),))
+    text = answers_markdown(HOSTILE, [(question, [(HOSTILE, text)]) for question, text in answers(profile).items()])
+    assert "<" not in text
+    assert not any(character in text for character in "\r\t\0\x1b")

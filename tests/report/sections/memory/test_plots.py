@@ -1,0 +1,222 @@
+"""Pictures of hand-made memory profiles (see profiles.py): what is drawn is what there was."""
+
+import itertools
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+
+from cs336_systems.analysis.memory.profile import Category
+from cs336_systems.report.plots import drawing
+from cs336_systems.report.sections.memory.peak_bars import draw_peaks
+from cs336_systems.report.sections.memory.plots import draw_memory, write_pictures
+from tests.report.drawn import overlaps, texts
+from tests.report.making import HOSTILE
+from tests.report.sections.kernels.test_plots import SIGHT, lab
+from tests.report.sections.memory.profiles import (
+    make_bare,
+    make_inference,
+    make_memory,
+    make_moment,
+    make_oom,
+    make_timeline,
+)
+
+MAKERS = (make_memory, make_inference, make_bare, make_oom)
+
+
+def areas(figure):
+    """Memory x points of the timeline of each category that is drawn."""
+    found = {}
+    for patch in (part for part in figure.axes[0].collections if isinstance(part, PolyCollection)):
+        (path,) = patch.get_paths()
+        x, y = path.vertices[:, 0], path.vertices[:, 1]
+        found[patch.get_label()] = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2  # shoelace
+        assert to_hex(patch.get_facecolor()[0]) == drawing.CATEGORY_COLOURS[Category(patch.get_label())].lower()
+    return found
+
+
+def test_each_category_has_the_area_of_its_bytes_over_the_points_of_the_timeline() -> None:
+    """12 steps from point to point; in each of two steps 200, 400 and 380 MiB are saved, and 20, 50 and 5 temporary."""
+    assert areas(draw_memory(make_memory())) == pytest.approx({
+        "held throughout": 10 * 12, "parameters": 100 * 12, "optimizer state": 200 * 12,
+        "gradients": 2 * (40 + 100 + 100), "saved activations": 2 * (200 + 400 + 380), "temporary": 2 * (20 + 50 + 5),
+    })  # fmt: skip
+
+
+def test_phases_and_steps_are_named_between_their_lines() -> None:
+    figure = draw_memory(make_memory())
+    shown = texts(figure)
+    assert [shown.count(name) for name in ("forward", "backward", "optimizer", "step 0", "step 1")] == [2, 2, 2, 1, 1]
+    (panel,) = figure.axes
+    upright = sorted({line.get_xdata()[0] for line in panel.lines if len(line.get_xdata()) == 2})
+    assert upright == [0, 2, 4, 6, 8, 10, 12], "the numbers of the points at 0, 10, 20, ... ms"
+    ticks = dict(zip(panel.get_xticks(), (text.get_text() for text in panel.get_xticklabels()), strict=True))
+    assert ticks == {0: "0.00", 2: "10.0", 4: "20.0", 6: "30.0", 8: "40.0", 10: "50.0", 12: "60.0"}
+    one = texts(draw_memory(make_inference()))
+    assert "forward" in one
+    assert not any("step" in text for text in one), "the only step needs no number"
+
+
+def test_memory_from_a_gib_on_is_drawn_in_gib() -> None:
+    (panel,) = draw_memory(make_memory()).axes
+    assert panel.get_ylabel() == "memory (MiB)"
+    figure = draw_memory(make_bare())
+    assert figure.axes[0].get_ylabel() == "memory (GiB)"
+    assert areas(figure) == pytest.approx({"held throughout": 1000 * 2 / 1024, "temporary": 500 / 1024})
+    assert figure.axes[0].get_ylim()[1] > 2000 / 1024
+
+
+def test_a_narrow_phase_has_a_short_name_or_none() -> None:
+    whole = make_memory(num_steps=1, boundaries=make_memory().boundaries[:4])
+    times_s = (0, 0.050, 0.0545, 0.0549)
+    moved = [
+        replace(phase, begin_s=begin_s, end_s=end_s)
+        for phase, begin_s, end_s in zip(whole.phases[:3], times_s[:-1], times_s[1:], strict=True)
+    ]
+    shown = texts(draw_memory(replace(whole, phases=tuple(moved))))
+    assert "forward" in shown
+    assert "bwd" in shown
+    assert not {"backward", "optimizer", "opt."} & set(shown)
+
+
+def test_the_peak_is_marked_where_it_is() -> None:
+    figure = draw_memory(make_memory())
+    (panel,) = figure.axes
+    (point,) = [line for line in panel.lines if line.get_marker() == "o"]
+    assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((3, 780))
+    assert "peak 780.0 MiB, in backward" in texts(figure)
+    assert panel.get_ylim()[1] > 900
+    reserved = next(line for line in panel.lines if len(line.get_xdata()) == 13)
+    assert set(reserved.get_ydata()) == {900}
+
+
+def test_the_legend_says_what_the_peak_consists_of() -> None:
+    (legend,) = draw_memory(make_memory()).legends
+    assert {text.get_text() for text in legend.get_texts()} - {""} == {
+        "held throughout, 10.00 MiB", "parameters, 100.0 MiB", "optimizer state, 200.0 MiB", "gradients, 40.00 MiB",
+        "saved activations, 380.0 MiB", "temporary, 50.00 MiB", "reserved, 900.0 MiB",
+    }  # fmt: skip
+
+
+def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
+    figure = draw_memory(make_oom())
+    shown = texts(figure)
+    assert "Memory over time: peak 780.0 MiB, out of memory" in shown
+    words = "asked for 300.0 MiB with 120.0 MiB free in forward of step 1".replace(" ", "\N{NO-BREAK SPACE}")
+    assert any(words in text for text in shown)
+    assert [shown.count(name) for name in ("forward", "fwd", "backward", "optimizer")] == [2, 0, 1, 1]
+    assert "out of memory" in shown
+    (panel,) = figure.axes
+    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == drawing.FAILURE_COLOUR]
+    assert marks == [7], "the number of the point at 35 ms"
+    assert panel.get_xlim() == (0, 7), "what comes later is of no step"
+
+
+def test_the_name_of_the_run_is_the_title() -> None:
+    assert "xl ctx 512 train fp32: peak 780.0 MiB" in texts(draw_memory(make_memory(), "H200", "xl ctx 512 train fp32"))
+
+
+def test_what_is_freed_after_the_last_step_is_not_drawn() -> None:
+    whole = make_memory(num_steps=1, boundaries=make_memory().boundaries[:4], phases=make_memory().phases[:3])
+    assert draw_memory(whole).axes[0].get_xlim() == (0, 6), "the step ends at 30 ms, the timeline at 60"
+
+
+def test_little_that_changes_on_top_of_much_is_enlarged() -> None:
+    """5,000 MiB stay and 100 come and go: the second panel begins 10 MiB below and ends 10 MiB above what changes."""
+    timeline = make_timeline((0, 6, 10), 5200, parameters=[5000] * 3, temporary=[0, 100, 0])
+    peak = make_moment("forward", 6, 5200, counted=False, parameters=5000, temporary=100)
+    figure = draw_memory(make_inference(timeline=timeline, peak=peak))
+    first, second = figure.axes
+    assert first.get_ylim()[0] == 0
+    assert np.multiply(second.get_ylim(), 1024) == pytest.approx([4990, 5110])
+    assert first.get_xlim() == second.get_xlim()
+    assert texts(figure).count("forward") == 1
+    assert len(draw_memory(make_inference()).axes) == 1, "there 60 of 160 MiB come and go"
+    second.set_yticks([5000 / 1024, 5100 / 1024])  # matplotlib has ticks outside of the panel too, and hides them
+    assert overlaps(figure) == []
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_no_words_cover_others_or_leave_the_picture(make) -> None:
+    figure = draw_memory(make())
+    beyond = [f"{tick:.1f}" for tick in figure.axes[0].get_yticks() if tick > figure.axes[0].get_ylim()[1]]
+    assert [pair for pair in overlaps(figure) if pair[0] not in beyond] == [], "a tick above the panel is not drawn"
+    assert overlaps(draw_peaks([[("small ctx 128 train fp32", make()), ("other", make_oom())]])) == []
+
+
+def test_bars_hold_the_categories_of_the_peak() -> None:
+    figure = draw_peaks([[("train", make_memory()), ("inference", make_inference())], [("bare", make_bare())]])
+    first, second = figure.axes
+    widths = [round(patch.get_width() * 1024, 6) for patch in first.patches]
+    assert widths == [10, 100, 200, 40, 380, 50, 100, 60]
+    assert [round(patch.get_width() * 1024, 6) for patch in second.patches] == [1000, 500]
+    assert first.get_xlim()[1] == pytest.approx(900 / 1024)
+    assert second.get_xlim()[1] == pytest.approx(2000 / 1024), "each group has its own scale"
+    marks = [line.get_xdata()[0] * 1024 for line in first.lines if line.get_marker() == "|"]
+    assert marks == pytest.approx([900, 200])
+    assert {"780.0 MiB\nin backward", "160.0 MiB\nin forward", "1.46 GiB"} <= set(texts(figure))
+    assert "780.0 MiB\nout of memory" in texts(draw_peaks([[("train", make_oom())]]))
+
+
+def test_no_bar_is_cut_off_whichever_ran_out_of_memory() -> None:
+    """Bars that end at 160 and 780 MiB, of 900 reserved at most: the picture reaches that far."""
+    figure = draw_peaks([[("inference", make_inference()), ("train", make_oom())]])
+    (panel,) = figure.axes
+    assert panel.get_xlim()[1] == pytest.approx(900 / 1024)
+    ends = {}
+    for patch in panel.patches:
+        bar = round(patch.get_y() + patch.get_height() / 2)
+        ends[bar] = max(ends.get(bar, 0.0), patch.get_x() + patch.get_width())
+    assert [ends[bar] * 1024 for bar in (0, 1)] == pytest.approx([160, 780])
+    marks = [line.get_xdata()[0] * 1024 for line in panel.lines]
+    assert marks == pytest.approx([200, 900])
+    assert overlaps(figure) == []
+
+
+def test_what_cannot_be_drawn_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one profile"):
+        draw_peaks([])
+    with pytest.raises(ValueError, match="at least one profile in each group"):
+        draw_peaks([[("a", make_memory())], []])
+    empty = replace(make_memory().timeline, time_s=(), categories=(), num_bytes=(), reserved_bytes=())
+    with pytest.raises(ValueError, match=r"small.pickle: a picture needs points"):
+        draw_memory(make_memory(timeline=empty))
+
+
+def test_a_profile_of_one_moment_of_nothing_is_drawn() -> None:
+    timeline = replace(make_bare().timeline, time_s=(0.0,), num_bytes=((0,), (0,)), reserved_bytes=(0,))
+    peak = make_moment("", 0, 0, step=-1, counted=False)
+    nothing = make_bare(timeline=timeline, peak=peak)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawing.to_png(draw_memory(nothing))
+        drawing.to_png(draw_peaks([[("nothing", nothing)]]))
+
+
+def test_hostile_names_are_drawn_as_they_are(tmp_path) -> None:
+    bad = f"</script>$x$ $\\frac{{\n{HOSTILE}" + "y" * 8000
+    whole = make_memory()
+    boundaries = tuple(m if m.phase == "start" else replace(m, phase=bad) for m in whole.boundaries)
+    phases = tuple(replace(phase, phase=bad) for phase in whole.phases)
+    failure = replace(make_oom().work.first_failure, phase=bad)
+    work = replace(make_oom().work, first_failure=failure)
+    profile = replace(
+        whole, source=bad, boundaries=boundaries, phases=phases, work=work, peak=replace(whole.peak, phase=bad)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(write_pictures(profile, tmp_path)) == 1
+        drawing.to_png(draw_peaks([[(bad, profile), ("_hidden", profile)]]))
+    for figure in (draw_memory(profile), draw_peaks([[(bad, profile)]])):
+        assert not any("\x1b" in text or "\0" in text for text in texts(figure))
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_everyone_tells_the_categories_apart(sight: str) -> None:
+    assert set(drawing.CATEGORY_COLOURS) == set(Category)
+    for one, other in itertools.combinations(drawing.CATEGORY_COLOURS.values(), 2):
+        assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12  # about 2 is just seen

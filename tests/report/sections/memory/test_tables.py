@@ -1,0 +1,408 @@
+"""Tables and files of hand-made memory profiles (see memory_profiles.py)."""
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.analysis.memory.profile import Category, MemoryProfile, read_memory_profile, write_memory_profile
+from cs336_systems.report.formats import WRITERS
+from cs336_systems.report.sections.memory.allocations import (
+    at_peak_section,
+    blocks_section,
+    largest_section,
+    saved_section,
+    typical,
+)
+from cs336_systems.report.sections.memory.compare import compare_memory
+from cs336_systems.report.sections.memory.files import memory_tables, sections, write_memory
+from cs336_systems.report.sections.memory.phases import boundaries_section, phases_section
+from cs336_systems.report.sections.memory.tables import (
+    allocator_section,
+    categories_section,
+    fragmentation_bytes,
+    peak_section,
+)
+from cs336_systems.report.sections.memory.words import (
+    Unit,
+    about,
+    consists_of,
+    milliseconds,
+    place_text,
+    size,
+    unit_for,
+)
+from tests.report.making import HOSTILE
+from tests.report.sections.memory.profiles import (
+    GRADIENTS,
+    LOGITS,
+    MIB,
+    MOMENTS,
+    SAVED,
+    WEIGHTS,
+    make_bare,
+    make_block,
+    make_inference,
+    make_like,
+    make_memory,
+    make_moment,
+    make_oom,
+)
+
+MAKERS = (make_memory, make_inference, make_bare, make_oom)
+
+
+def column(table, name, number=0):
+    """Cells below the heading of this name, or of the one so many after it that is called the same."""
+    found = [index for index, heading in enumerate(table.headings) if heading.name == name]
+    return [row[found[number]] for row in table.rows]
+
+
+def rows(section):
+    return list(csv.DictReader(io.StringIO(section.csv, newline="")))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (1023, "1,023 bytes"), (1536, "1.50 KiB"), (6553600, "6.25 MiB"),
+     (104857600, "100.0 MiB"), (20229390336, "18.84 GiB"), (3 * 2**40, "3,072.0 GiB")],
+)  # fmt: skip
+def test_sizes_in_sentences(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_cells_of_one_unit() -> None:
+    assert (unit_for(2**30 - 1).name, unit_for(2**30).name) == ("MiB", "GiB")
+    unit = Unit("GiB", 2**30, 3)
+    assert [unit.cell(n) for n in (0, 512, 2**20, 3 * 2**29)] == ["0", "< 0.001", "0.001", "1.500"]
+
+
+def test_a_place_keeps_the_end_of_its_path() -> None:
+    assert place_text(WEIGHTS.places[0]) == "cs336_systems/model.py:77 softmax"
+    windows = replace(WEIGHTS.places[0], file=r"C:\Users\me\code\model.py")
+    assert place_text(windows) == "code/model.py:77 softmax"
+
+
+def test_crumbs_are_left_out_of_sentences() -> None:
+    moment = make_moment("forward", 0, 900, saved=999.5, gradients=0.5)
+    assert consists_of(moment.categories, moment.allocated_bytes) == "saved activations 999.5 MiB (100.0 %)"
+
+
+def test_the_peak_and_what_it_needs_beside() -> None:
+    """900 reserved and 780 allocated leave 120."""
+    values = {row["quantity"]: row["value"] for row in rows(peak_section(make_memory()))}
+    assert int(values["peak allocated"]) == 780 * MIB
+    assert int(values["fragmentation"]) == 120 * MIB == fragmentation_bytes(make_memory())
+    assert int(values["outside of PyTorch"]) == 700 * MIB
+    assert int(values["residual stream"]) == 4 * 512 * 800 * 4
+    assert rows(peak_section(make_bare()))[-4]["value"] == "", "what is not known is empty"
+    (table,) = peak_section(make_memory()).tables
+    assert column(table, "value")[0] == "780.0 MiB"
+    assert column(table, "what it is")[0] == "13.0 ms after the first event, in backward of step 0"
+    assert table.notes[-1] == "two blocks were joined"
+    assert column(peak_section(make_bare()).tables[0], "value")[-1] == "unknown"
+
+
+def test_the_peak_is_counted_in_three_ways_and_a_note_says_why() -> None:
+    """780 in blocks, 777 as asked for, 778 with what was held throughout in blocks."""
+    profile = make_memory()
+    values = {row["quantity"]: int(row["value"] or 0) for row in rows(peak_section(profile))}
+    counts = [values[name] // MIB for name in ("peak allocated", "rounding", "peak asked for", "peak recorded")]
+    assert counts == [780, 3, 777, 778]
+    (table,) = peak_section(profile).tables
+    assert table.notes[0].startswith(
+        "One peak, counted in several ways: 780.0 MiB in blocks, as torch.cuda.max_memory_allocated() does; 777.0 MiB "
+        "as asked for, as PyTorch's viewer does; 778.0 MiB if the requests of the recorded events are added to the "
+    )
+    (alike,) = peak_section(replace(profile, peak_recorded_bytes=777 * MIB)).tables
+    assert "as PyTorch's viewer does. A block" in alike.notes[0]
+    (exact,) = peak_section(make_bare()).tables
+    assert exact.notes == (), "all three are 1,500"
+
+
+@pytest.mark.parametrize(("time_s", "text"), [(0, "0.00"), (0.00438, "4.38"), (0.0157, "15.7"), (3.7189, "3,718.9")])
+def test_times_have_a_tenth_of_a_millisecond(time_s: float, text: str) -> None:
+    assert milliseconds(time_s) == text
+
+
+def test_one_step_needs_no_count() -> None:
+    assert about(make_inference()) == "small.pickle, GPU 0, 1 step, number 0."
+
+
+def test_boundaries_in_time_with_the_peak_among_them() -> None:
+    section = boundaries_section(make_memory())
+    table = section.tables[0]
+    assert column(table, "moment") == [
+        "start", "end of forward", "peak, in backward", "end of backward", "end of optimizer",
+        "start", "end of forward", "end of backward", "end of optimizer",
+    ]  # fmt: skip
+    assert column(table, "step") == ["0"] * 5 + ["1"] * 4
+    assert column(table, "saved activations")[:4] == ["0", "400.00", "380.00", "0"]
+    assert column(table, "allocated")[:5] == ["310.00", "710.00", "780.00", "410.00", "310.00"]
+    assert column(table, "PyTorch's count")[:4] == ["310.00", "710.00", "", "410.00"]
+    assert "buffers" not in [heading.name for heading in table.headings], "there are none"
+    for row in rows(section):
+        parts = [int(value) for name, value in row.items() if name.endswith("_bytes") and name.split("_bytes")[0] in (
+            "parameters", "buffers", "gradients", "optimizer_state", "autocast_copies", "saved_activations",
+            "temporary", "held_throughout", "held_until_later")]  # fmt: skip
+        assert len(parts) == len(Category)
+        assert sum(parts) == int(row["allocated_bytes"])
+        requested = [int(value) for name, value in row.items() if name.endswith("_requested_bytes")
+                     and name != "counted_requested_bytes"]  # fmt: skip
+        assert len(requested) == len(Category)
+        assert sum(requested) == int(row["requested_bytes"])
+    peak = rows(section)[2]
+    assert (int(peak["temporary_bytes"]), int(peak["temporary_requested_bytes"])) == (50 * MIB, 47 * MIB)
+    assert peak["counted_requested_bytes"] == ""
+
+
+def test_rounding_that_shows_has_a_table_and_a_sentence_of_its_own() -> None:
+    """20 of 100 MiB of gradients, and 3 of 47 temporary; of 400 MiB saved only 1, which no cell shows."""
+    whole = make_memory()
+    blocks, requested = boundaries_section(whole).tables
+    assert blocks.notes[1] == "Blocks are larger than what was asked for: temporary 50.00 MiB for 47.00 MiB."
+    assert column(requested, "temporary")[2] == "47.00"
+    assert column(requested, "together")[2] == "777.00"
+    assert column(requested, "PyTorch's count")[:4] == ["310.00", "710.00", "", "410.00"]
+    assert requested.notes[1].startswith("Check: at all 8 boundaries it adds up")
+    start, _, _, *others = whole.boundaries
+    rounded = make_moment("backward", 20, 900, rounding={"gradients": 20}, parameters=100, optimizer_state=200,
+                          gradients=100, held=10)  # fmt: skip
+    saved = make_moment(
+        "forward", 10, 900, rounding={"saved": 1}, parameters=100, optimizer_state=200, saved=400, held=10
+    )
+    changed = replace(whole, boundaries=(start, saved, rounded, *others))
+    assert boundaries_section(changed).tables[0].notes[1] == (
+        "Blocks are larger than what was asked for: gradients 100.0 MiB for 80.00 MiB, temporary 50.00 MiB for "
+        "47.00 MiB."
+    )
+    counted = replace(rounded, counted_requested_bytes=rounded.requested_bytes + 1)
+    differs = replace(whole, boundaries=(start, saved, counted, *others))
+    assert not any("Check" in note for note in boundaries_section(differs).tables[1].notes)
+    assert len(boundaries_section(make_bare()).tables) == 1
+
+
+def test_each_phase_has_its_own_peak() -> None:
+    section = phases_section(make_memory())
+    (table,) = section.tables
+    assert column(table, "phase") == ["forward", "backward", "optimizer"] * 2
+    assert column(table, "peak") == ["710.00", "780.00", "415.00"] * 2
+    assert column(table, "peak at") == ["10.0", "13.0", "25.0", "40.0", "43.0", "55.0"]
+    assert column(table, "takes") == ["10.0"] * 6
+    assert column(table, "at its end")[:3] == ["710.00", "410.00", "310.00"]
+    assert [row["status"] for row in rows(section)] == ["ok"] * 6
+    assert phases_section(make_bare()).tables == ()
+
+
+def test_a_phase_that_ran_out_of_memory_stands_out() -> None:
+    section = phases_section(make_oom())
+    (table,) = section.tables
+    assert table.failed == {3}
+    assert table.notes[-1] == "Memory ran out in forward of step 1: its end is the request that failed."
+    assert (rows(section)[3]["status"], int(rows(section)[3]["end_bytes"])) == ("oom", 530 * MIB)
+
+
+def test_the_check_tells_of_agreement_and_of_none() -> None:
+    def note(profile):
+        return boundaries_section(profile).tables[0].notes[0]
+
+    whole = make_memory()
+    assert note(whole).startswith(
+        "Check: at all 8 boundaries the categories add up to what PyTorch's allocator counted"
+    )
+    first, second, *others = whole.boundaries
+    wrong = (replace(first, counted_bytes=first.allocated_bytes + 512), second, *others)
+    assert "Check failed: at 1 of 8 boundaries" in note(replace(whole, boundaries=wrong))
+    assert "by -512 bytes at most" in note(replace(whole, boundaries=wrong))
+    assert "has no count of the allocator" in note(make_bare())
+    (bare,) = boundaries_section(make_bare()).tables
+    assert not {"step", "PyTorch's count"} & {heading.name for heading in bare.headings}, "nothing is known of these"
+
+
+def test_categories_at_the_peak_add_up() -> None:
+    section = categories_section(make_memory())
+    (table,) = section.tables
+    assert dict(zip(column(table, "category"), column(table, "share"), strict=True)) == {
+        "parameters": "12.8", "gradients": "5.1", "optimizer state": "25.6", "saved activations": "48.7",
+        "temporary": "6.4", "held throughout": "1.3", "allocated": "100.0",
+    }  # fmt: skip
+    *parts, whole = rows(section)
+    assert sum(int(row["bytes"]) for row in parts) == int(whole["bytes"]) == 780 * MIB
+    assert sum(int(row["blocks"]) for row in parts) == int(whole["blocks"]) == 11 + 22 + 4 + 38 + 5 + 1
+    assert column(table, "asked for") == ["100.00", "40.00", "200.00", "380.00", "47.00", "10.00", "777.00"]
+    assert sum(int(row["requested_bytes"]) for row in parts) == int(whole["requested_bytes"]) == 777 * MIB
+    assert table.notes[1] == "Blocks are larger than what was asked for: temporary 50.00 MiB for 47.00 MiB."
+
+
+def test_the_largest_allocations_with_their_code() -> None:
+    odd = make_like(2, requested_bytes=2 * MIB - 1000)
+    section = largest_section(make_memory(largest=(LOGITS, WEIGHTS, odd)), 2)
+    (table,) = section.tables
+    assert column(table, "asked for") == ["52,428,800", "20,971,520"]
+    assert column(table, "asked for", 1) == ["50.00", "20.00"]
+    assert column(table, "count") == ["2", "24"]
+    assert column(table, "place") == ["", "cs336_systems/model.py:77 softmax"]
+    assert "Shown are 2 of 3 such rows." in table.notes
+    every = rows(section)
+    assert [row["requested_bytes"] for row in every] == ["52428800", "20971520", "2096152"]
+    assert every[1]["places"].endswith("model.py:77 softmax < /home/someone/project/benchmark.py:3 <module>")
+
+
+def test_what_the_peak_consists_of_by_bytes_together() -> None:
+    """20 x 10, 10 x 20 and 1 x 50 of 780 MiB; the moments' blocks may be larger than the moments."""
+    rounded = replace(MOMENTS, requested_bytes=MOMENTS.requested_bytes - MIB)
+    section = at_peak_section(make_memory(at_peak=(rounded, WEIGHTS, LOGITS)), 10)
+    (table,) = section.tables
+    assert column(table, "each") == ["9.00", "20.00", "50.00"]
+    assert column(table, "together") == ["200.00", "200.00", "50.00"]
+    assert column(table, "share") == ["25.6", "25.6", "6.4"]
+    assert table.notes[1] == "Shown are 57.7 % of the peak."
+    assert [float(row["share_of_peak"]) for row in rows(section)] == pytest.approx([20 / 78, 20 / 78, 5 / 78])
+
+
+def test_what_a_block_saves_over_blocks_and_within_one() -> None:
+    """Three blocks save 20 + 18 + 12 + 6 + 3 + 1 MiB, the first one more."""
+    over, within = blocks_section(make_memory()).tables
+    assert over.rows[0] == ("saved for backward", "60.00", "60.00", "61.00", "241.00")
+    assert over.rows[2] == ("gradients", "10.00", "10.00", "10.00", "40.00")
+    assert within.title == "Largest tensors that block.1 saves for backward"
+    assert column(within, "size") == ["20.00", "18.00", "12.00", "6.00", "3.00"]
+    assert column(within, "share") == ["33.3", "30.0", "20.0", "10.0", "5.0"]
+    assert within.notes[0].startswith("Of 60.00 MiB in 6 tensors, the same in 3 of 4 blocks.")
+    assert [row["saved_bytes"] for row in rows(blocks_section(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
+    saved = rows(saved_section(make_memory()))
+    assert len(saved) == 4 * 6
+    assert sum(int(row["bytes"]) for row in saved) == 241 * MIB
+    assert blocks_section(make_inference()).tables == ()
+
+
+def test_what_blocks_save_only_in_backward_is_told() -> None:
+    """The largest tensor of each of two blocks."""
+    first, *others = make_block(0).saved
+    block = replace(make_block(0), saved=(replace(first, is_recomputed=True), *others))
+    section = blocks_section(make_memory(blocks=(block, block)))
+    assert section.tables[0].notes[1] == (
+        "Of what is saved, 40.00 MiB are not kept from forward on: backward computes them again."
+    )
+    assert [row["recomputed_bytes"] for row in rows(section)] == [str(20 * MIB)] * 2
+    assert [row["recomputed"] for row in rows(saved_section(make_memory(blocks=(block,))))] == ["True", *["False"] * 5]
+    assert len(blocks_section(make_memory()).tables[0].notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [((5, 6, 7), "block.1"), ((9, 6, 6, 7), "block.1"), ((8, 9, 6, 7), "block.3"), ((5,), "block.0")],
+)
+def test_a_typical_block_saves_the_median(weights: tuple[int, ...], name: str) -> None:
+    """Of an even number the lower of the middle two, and the first of those that save as much."""
+    assert typical([make_block(index, weight) for index, weight in enumerate(weights)]).name == name
+
+
+def test_no_block_is_typical_of_none() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        typical([])
+
+
+def test_running_out_of_memory_is_in_the_allocator_s_table() -> None:
+    values = {row["quantity"]: row["value"] for row in rows(allocator_section(make_oom()))}
+    assert (values["out of memory"], values["asked for"], values["free then"]) == ("2", str(300 * MIB), str(120 * MIB))
+    assert (values["allocated then"], values["reserved then"]) == (str(530 * MIB), str(900 * MIB))
+    assert values["events before it"] == "1999"
+    (table,) = allocator_section(make_oom()).tables
+    assert column(table, "what it is")[5] == (
+        "35.0 ms after the first event, in forward of step 1, at cs336_systems/model.py:77 softmax"
+    )
+    assert "asked for" not in {row["quantity"] for row in rows(allocator_section(make_memory()))}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_every_file_is_written_and_read_again(make, tmp_path) -> None:
+    paths = write_memory(make(), tmp_path / "out")
+    assert len(paths) == len(set(paths))
+    assert all(path.stat().st_size for path in paths)
+    assert read_memory_profile(tmp_path / "out" / "memory.json") == make()
+    assert {path.name for path in paths} >= {"memory.json", "findings.md", "answers.md", "peak.md", "timeline.png"}
+
+
+def test_files_of_another_profile_are_removed(tmp_path) -> None:
+    write_memory(make_memory(), tmp_path)
+    assert (tmp_path / "blocks.md").exists()
+    write_memory(make_inference(), tmp_path)
+    assert not list(tmp_path.glob("blocks.*")) + list(tmp_path.glob("saved.*"))
+
+
+def test_a_terminal_reads_the_findings_first() -> None:
+    first, *others = memory_tables(make_memory())
+    assert first.title == "Findings"
+    assert first.notes[0] == "small.pickle, GPU 0, 2 steps, counted from 0."
+    assert [table.title for table in others][:3] == ["Peak", "Categories at the peak", "Memory from phase to phase"]
+
+
+def test_what_grew_by_category_and_by_place() -> None:
+    """Saved activations halve, gradients are new by 30, logits are elsewhere."""
+    before = make_memory(at_peak=(WEIGHTS, LOGITS))
+    peak = make_moment("backward", 13, 900, counted=False, parameters=100, optimizer_state=200, gradients=70,
+                       saved=190, temporary=50, held=10)  # fmt: skip
+    after = make_memory(peak=peak, source="b.pickle", at_peak=(
+        replace(WEIGHTS, bytes_at_peak=100 * MIB), LOGITS, make_like(30, category=GRADIENTS, name="lm_head.weight"),
+    ))  # fmt: skip
+    categories, places = compare_memory(before, after)
+    grown = dict(zip(column(categories, "category"), column(categories, "grown by"), strict=True))
+    assert grown == {"parameters": "0", "gradients": "+30.00", "optimizer state": "0", "saved activations": "-190.00",
+                     "temporary": "0", "held throughout": "0", "allocated": "-160.00",
+                     "reserved at most": "0"}  # fmt: skip
+    assert column(categories, "grown by", 1) == ["0", "+75.0", "0", "-50.0", "0", "0", "-20.5", "0"]
+    assert column(places, "grown by", 1) == ["-50.0", "new"]
+    assert categories.notes[1] == "The peak shrank by 160.0 MiB."
+    assert [row[0] for row in places.rows] == [
+        f"{SAVED}, block.* > attention > attention.softmax", "gradients, lm_head.weight",
+    ]  # fmt: skip
+    assert column(places, "grown by") == ["-100.00", "+30.00"]
+    assert column(places, "place") == ["cs336_systems/model.py:77 softmax", ""]
+    same, none = compare_memory(before, before)
+    assert same.notes[1] == "The peaks are the same, to the byte."
+    assert none.rows == ()
+
+
+EVIL = (HOSTILE, "</script><img onerror=x>", "$x$ \\input{x}", "a\nb|c", "=1+1", "x" * 8000, "`" * 5)
+
+
+def with_texts(profile: MemoryProfile, text: str, tmp_path) -> MemoryProfile:
+    """The profile with all its free texts replaced."""
+
+    def renamed(value, key=""):
+        if isinstance(value, dict):
+            return {name: renamed(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [renamed(item, key) for item in value]
+        is_text = key in ("source", "name", "dtype", "phase", "explanation", "file", "function", "notes")
+        return text if is_text and value not in ("", "start") else value
+
+    path = tmp_path / "profile.json"
+    write_memory_profile(profile, path)
+    path.write_text(json.dumps(renamed(json.loads(path.read_text()))))
+    return read_memory_profile(path)
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_texts_are_inert_in_every_format(text: str, tmp_path) -> None:
+    """Whatever the texts are, a table has the shape that harmless ones give it."""
+    profile, quiet = (with_texts(make_memory(), words, tmp_path) for words in (text, "quiet"))
+    literal = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+    for found, harmless in zip(sections(profile, 10), sections(quiet, 10), strict=True):
+        assert [len(row) for row in rows(found)] == [len(row) for row in rows(harmless)]
+        for table, other in zip(found.tables, harmless.tables, strict=True):
+            written, expected = ({end: write(t) for end, write in WRITERS.items()} for t in (table, other))
+            assert literal.sub("", written["typ"]) == literal.sub("", expected["typ"])
+            assert not re.search(r"(?<!\\)[<`$]", written["md"])
+            bars = [re.sub(r"\\.", "", part).count("|") for part in (written["md"], expected["md"])]
+            assert bars[0] == bars[1]
+            assert r"\input" not in written["tex"]
+            assert written["tex"].count("\n") == expected["tex"].count("\n")
+    assert all((tmp_path / path).exists() for path in write_memory(profile, tmp_path / "files"))
+    answers = (tmp_path / "files" / "answers.md").read_text()
+    assert "<" not in answers
+    assert not any(character in answers for character in "\r\t\0\x1b")

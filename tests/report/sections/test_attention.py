@@ -1,0 +1,198 @@
+import csv
+import io
+import math
+import warnings
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from cs336_systems.config import Phase, Precision
+from cs336_systems.report.sections.attention import CSV_COLUMNS, attention_csv, attention_tables, write_attention
+from cs336_systems.report.sections.attention_plots import (
+    COLOURS,
+    MARKERS,
+    attention_lines,
+    attention_pictures,
+    draw_memory,
+    draw_times,
+    memory_line,
+)
+from cs336_systems.studies.attention_records import AttentionStudy, Implementation
+from cs336_systems.studies.records import CellStatus, read_study
+from tests.report.making import HOSTILE
+from tests.report.studies import MIB, make_cell, make_failed, make_result, make_study
+
+NAIVE, FLASH = Implementation.NAIVE, Implementation.FLASH
+
+
+@pytest.fixture
+def study():
+    """Naive takes four times the memory at twice the context and has none at 2048; flash twice, and half the time."""
+    return make_study(
+        make_result(make_cell(NAIVE, 64, 512), saved_mib=2.5, peak_mib=10),
+        make_result(make_cell(NAIVE, 64, 1024), saved_mib=10, peak_mib=24),
+        make_failed(make_cell(NAIVE, 64, 2048), requested_bytes=32 * MIB),
+        make_result(make_cell(FLASH, 64, 512), (0.00099, 0.001, 0.00101), saved_mib=1),
+        make_result(make_cell(FLASH, 64, 1024), (0.00099, 0.001, 0.00101), saved_mib=2),
+        make_result(make_cell(FLASH, 64, 2048), (0.00099, 0.001, 0.00101), saved_mib=4),
+    )
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+
+
+def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(study):
+    forward, backward, memory = attention_tables(study)
+    assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive", "flash"]
+    assert forward.rows == (
+        ("64", "512", "2.000 ± 0.010", "1.000 ± 0.010"),
+        ("64", "1024", "2.000 ± 0.010", "1.000 ± 0.010"),
+        ("64", "2048", "out of memory", "1.000 ± 0.010"),
+    )
+    assert [row[2] for row in backward.rows] == ["5.00 ± 0.02", "5.00 ± 0.02", "out of memory"]
+    assert forward.title == "Forward pass of attention, fp32, batch 2, no heads, NVIDIA H200"
+    # 2 x T x T x 4 bytes of weights, and twice 2 x T x 64 x 4 bytes
+    assert [row[-1] for row in memory.rows] == ["2.500", "9.000", "34.00"]
+    assert [row[2:4] for row in memory.rows] == [
+        ("6.500 (2.500)", "5.000 (1.000)"),
+        ("14.00 (10.00)", "6.000 (2.000)"),
+        ("out of memory", "8.000 (4.000)"),
+    ]
+
+
+def test_sentences_answer_the_courses_question(study):
+    notes = " ".join(attention_tables(study)[2].notes)
+    assert (
+        "naive runs out of memory at d_head 64, context 2048 when it asked for 0.03125 GiB: "
+        "one matrix of batch x T x T elements takes 0.03125 GiB." in notes
+    )
+    assert (
+        "At d_head 64, context 1024 naive's forward left 10.00 MiB; in closed form 9.000: softmax's weights 8.000, "
+        "the scaled queries 0.5000, the output 0.5000." in notes
+    )
+    assert "naive: from context 512 to 1024 it grows 4.00-fold, as the context to the power of 2.00" in notes
+    assert "flash: from context 1024 to 2048 it grows 2.00-fold, as the context to the power of 1.00" in notes
+
+
+def test_where_nothing_runs_out_the_context_that_would_is_told():
+    study = make_study(make_result(make_cell(NAIVE, 64, 1024), peak_mib=24))
+    notes = " ".join(attention_tables(study)[2].notes)
+    assert (
+        "naive does not run out of memory here: at d_head 64, context 1024 it peaks at 0.02344 GiB, 3.00 times" in notes
+    )
+    assert "fills" not in notes  # how much memory the device has is not known
+    known = replace(study, environment=replace(study.environment, device_memory_bytes=96 * MIB))
+    assert "it fills 0.09375 GiB at about 2,048." in " ".join(attention_tables(known)[2].notes)
+
+
+def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
+    forward, backward, _ = attention_tables(study)
+    notes = " ".join(forward.notes)
+    assert "flash 2.00 (d_head 64, context 1024)" in notes
+    # 4 x 2 x T x T x 64 FLOPs in 2 ms and in 1 ms
+    naive, flash = 4 * 2 * 1024**2 * 64 / 2e-3 / 1e12, 4 * 2 * 2048**2 * 64 / 1e-3 / 1e12
+    assert f"naive {naive:.3f} (d_head 64, context 1024), flash {flash:.2f} (d_head 64, context 2048)" in notes
+    assert "2.5 times" in " ".join(backward.notes)
+    assert "2.5 times" not in notes
+
+
+def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
+    cells = [make_failed(make_cell(FLASH, 64, c), CellStatus.UNAVAILABLE, "needs fp16") for c in (512, 1024)]
+    forward, *_ = attention_tables(make_study(make_result(make_cell()), *cells))
+    assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive"]
+    assert "No flash in fp32: needs fp16" in forward.notes
+    partly = make_study(make_result(make_cell(FLASH, 64, 512)), cells[1])
+    assert [row[2] for row in attention_tables(partly)[0].rows] == ["2.000 ± 0.010", "no kernel"]
+
+
+def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_their_own():
+    cells = [make_cell(precision=precision) for precision in (Precision.FP32, Precision.BF16)]
+    study = make_study(*(make_result(cell, saved_mib=None) for cell in cells), device_name=None)
+    tables = attention_tables(study)
+    assert [table.title.split(", ")[:2] for table in tables] == [
+        [f"{phase} pass of attention", precision] for precision in ("fp32", "bf16") for phase in ("Forward", "Backward")
+    ]
+    (row, _) = csv.DictReader(io.StringIO(attention_csv(study)))
+    assert [row[name] for name in ("saved_mib", "peak_mib", "before_backward_mib", "device_name")] == [""] * 4
+
+
+def test_compile_times_are_told_apart():
+    study = make_study(
+        make_result(make_cell(Implementation.COMPILED)), implementations=(Implementation.COMPILED,)
+    )  # fmt: skip
+    assert any("torch.compile takes 1.5 to 1.5 s" in note for note in attention_tables(study)[0].notes)
+
+
+def test_csv_has_every_value(study):
+    rows = list(csv.DictReader(io.StringIO(attention_csv(study))))
+    assert tuple(rows[0]) == CSV_COLUMNS
+    assert len(rows) == 6
+    second = rows[1]
+    assert (second["implementation"], second["context_length"], second["batch_size"]) == ("naive", "1024", "2")
+    assert float(second["forward_mean_ms"]) == pytest.approx(2)
+    assert float(second["backward_std_ms"]) == pytest.approx(0.02)
+    assert float(second["forward_tflops_per_s"]) == pytest.approx(4 * 2 * 1024**2 * 64 / 0.002 / 1e12)
+    assert float(second["backward_tflops_per_s"]) == pytest.approx(8 * 2 * 1024**2 * 64 / 0.005 / 1e12)
+    assert float(rows[4]["backward_tflops_per_s"]) == pytest.approx(10 * 2 * 1024**2 * 64 / 0.005 / 1e12)
+    assert [float(second[f"{name}_mib"]) for name in ("saved", "naive_saved_closed_form", "peak")] == [10, 9, 24]
+    assert (rows[2]["status"], rows[2]["requested_mib"], rows[2]["forward_mean_ms"]) == ("oom", "32", "")
+
+
+def test_lines_hold_known_points_and_failures(study):
+    def forward_ms(result):
+        measured = result.measurement(Phase.FORWARD)
+        return measured and (measured.mean_s * 1e3, None)
+
+    naive, flash = attention_lines(study, Precision.FP32, 64, forward_ms)
+    assert [(point.x, point.value) for point in naive.known] == [(512, pytest.approx(2)), (1024, pytest.approx(2))]
+    assert [(point.x, point.failure) for point in naive.failed] == [(2048, "out of memory")]
+    assert len(flash.known) == 3
+    closed_form = memory_line(study, Precision.FP32, 64)
+    assert [(point.x, point.value) for point in closed_form.points] == [(512, 2.5), (1024, 9), (2048, 34)]
+
+
+def test_pictures_say_what_they_show(study):
+    figure = draw_times(study, Precision.FP32, Phase.FORWARD)
+    assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(figure))
+    assert {"naive", "flash", "naive, in closed form"} <= set(texts(draw_memory(study, Precision.FP32)))
+    (panel,) = figure.axes
+    low = panel.get_ylim()[0]
+    band = 0.07
+    lowest = min(line.get_ydata().min() for line in panel.get_lines() if line.get_transform() == panel.transData)
+    height = (math.log(lowest) - math.log(low)) / (math.log(panel.get_ylim()[1]) - math.log(low))
+    assert height >= band  # the failed cells have room below every line
+    assert set(COLOURS) == set(MARKERS) == set(Implementation)
+    assert len(set(COLOURS.values())) == len(set(MARKERS.values())) == len(Implementation)
+
+
+def test_everything_is_written_and_read_back(study, tmp_path):
+    write_attention(study, tmp_path / "deep" / "er")
+    directory = tmp_path / "deep" / "er"
+    assert read_study(directory / "attention.json", AttentionStudy) == study
+    assert {path.name for path in directory.iterdir()} == {
+        "attention.json", "plots", "results.csv", "results.md", "results.tex", "results.typ",
+    }  # fmt: skip
+    assert (directory / "results.md").read_text().count("\n### ") == 2
+    for name in ("forward_fp32", "backward_fp32", "memory_fp32"):
+        with Image.open(directory / "plots" / f"{name}.png") as image:
+            image.verify()
+            assert image.width >= 800
+
+
+def test_a_study_without_any_time_has_no_picture():
+    study = make_study(make_failed(make_cell(), CellStatus.CRASHED))
+    assert list(attention_pictures(study)) == []
+    assert [row[2] for row in attention_tables(study)[0].rows] == ["crashed"]
+
+
+def test_texts_of_failures_and_devices_are_inert(tmp_path):
+    failed = make_failed(make_cell(FLASH), CellStatus.UNAVAILABLE, HOSTILE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_attention(make_study(make_result(make_cell()), failed, device_name=HOSTILE), tmp_path)
+    assert "</script>" not in (tmp_path / "results.md").read_text()
+    assert "\\input{f}" not in (tmp_path / "results.tex").read_text()
+    rows = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
+    assert rows[1]["error"].startswith("'=HYPERLINK")

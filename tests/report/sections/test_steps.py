@@ -1,0 +1,268 @@
+import csv
+import io
+import re
+from dataclasses import replace
+
+import pytest
+import rich.console
+import scipy.stats
+
+from cs336_systems.config import Mode, Phase, Precision
+from cs336_systems.record import Measurement, Status, WarningCode
+from cs336_systems.report.formats import WRITERS, to_rich
+from cs336_systems.report.frame import COLUMNS, QUANTITIES, to_frame
+from cs336_systems.report.sections.steps import OFFERED, results_table, warmup_table, write_tables
+from cs336_systems.report.terminal import print_run
+from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
+from tests.report.making import CODES, HOSTILE, make_config, make_failure, make_record
+
+
+def names(table):
+    return [heading.name for heading in table.headings]
+
+
+def column(table, name):
+    return [row[names(table).index(name)] for row in table.rows]
+
+
+def rendered(records, width):
+    console = rich.console.Console(width=width, file=io.StringIO())
+    console.print(to_rich(results_table(to_frame(records)), width))
+    return console.file.getvalue()
+
+
+def test_csv_has_every_row_and_every_column(grid, tmp_path):
+    write_tables(grid, tmp_path)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == [*COLUMNS, "phases", "ranges", "tokens", "seed", "rope_theta", "processes", "device"]
+    assert len(rows) == 8
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    failed = next(row for row in table if row["status"] == "oom")
+    assert (failed["size"], failed["context_length"], failed["error"]) == ("xl", "512", "no memory")
+    assert not any(failed[name] for name in QUANTITIES)
+    assert float(failed["predicted_peak_gib"]) > 30
+    first = table[0]
+    assert float(first["step_mean_ms"]) == pytest.approx(100)
+    assert float(first["step_std_ms"]) == pytest.approx(10)
+    assert float(first["tokens_per_s"]) == pytest.approx(4 * 128 / 0.1)
+
+
+def test_mfu_of_several_precisions_is_explained_by_their_peaks(grid):
+    """Between two rows of equal FLOPs, MFU changes by the speed-up over the ratio of the peaks."""
+    frame = to_frame(grid)
+    (note,) = [note for note in results_table(frame).notes if "MFU" in note]
+    peaks = {name: float(peak) for name, peak in re.findall(r"(fp32|bf16) ([\d.]+)", note)}
+    rows = frame[(frame["size"] == "small") & (frame["context_length"] == 128)].set_index("precision")
+    speed_up = rows["step_mean_ms"]["fp32"] / rows["step_mean_ms"]["bf16"]
+    assert rows["mfu"]["bf16"] / rows["mfu"]["fp32"] == pytest.approx(speed_up * peaks["fp32"] / peaks["bf16"])
+    elsewhere = [make_record(make_config(batch_size=1), (0.1,), device_name="NVIDIA H100 PCIe")]
+    (note,) = [note for note in results_table(to_frame([*grid, *elsewhere])).notes if "MFU" in note]
+    assert "TFLOP/s" not in note, "each device has peaks of its own"
+
+
+def test_mfu_of_one_precision_needs_no_explanation(grid):
+    one = [record for record in grid if record.config.precision is Precision.BF16]
+    unknown = [replace(record, environment=None) for record in grid]
+    for records in (one, unknown):
+        assert not any("MFU" in note for note in results_table(to_frame(records)).notes)
+
+
+def test_files_are_written_whole_and_again(grid, tmp_path):
+    directory = tmp_path / "made" / "here"
+    paths = write_tables(grid, directory)
+    assert [path.name for path in paths] == ["results.csv", "results.md", "results.tex", "results.typ"]
+    before = [path.read_bytes() for path in paths]
+    write_tables(grid[::-1], directory)
+    assert [path.read_bytes() for path in paths] == before
+    assert sorted(directory.iterdir()) == sorted(paths)
+
+
+def test_selection_shows_what_varies_and_says_the_rest_once(grid):
+    table = results_table(to_frame(grid))
+    assert names(table) == [
+        "size", "context", "precision", "step", "forward", "backward", "optimizer",
+        "std/mean", "tokens/s", "MFU", "peak", "predicted", "speed-up", "status",
+    ]  # fmt: skip
+    assert "NVIDIA H200, cs336 architecture, batch 4, train, naive attention, adamw optimizer" in table.notes[0]
+    assert table.rows[0][:7] == ("small", "128", "fp32", "100 ± 10", "25 ± 3", "50 ± 5", table.rows[0][6])
+    assert table.rows[0][6].startswith("12.5 ± 1.")
+    assert column(table, "std/mean")[0] == "10"
+    assert column(table, "speed-up") == ["", "2.00", "", "2.00", "", "2.00", "", ""]
+
+
+def test_failed_rows_say_so_in_words_and_have_no_numbers(grid):
+    table = results_table(to_frame(grid))
+    (index,) = table.failed
+    assert table.rows[index] == ("xl", "512", "fp32", *[""] * 8, "41.7", "", "out of memory")
+
+
+def test_settings_that_vary_get_columns_and_unambiguous_shapes():
+    configs = [
+        make_config("custom", model={"num_layers": 3}),
+        make_config("custom", model={"num_layers": 5}, mode=Mode.FORWARD),
+        make_config("custom", batch_size=2),
+    ]
+    table = results_table(to_frame(make_record(config, (0.1, 0.1)) for config in configs))
+    assert names(table)[:6] == ["size", "num_layers", "context", "precision", "batch", "mode"]
+    assert "status" not in names(table)
+    assert "speed-up" not in names(table)
+
+
+def test_rows_that_differ_in_what_the_csv_does_not_list_are_told_apart():
+    changes = [
+        {},
+        {"ranges": False},
+        {"sync_phases": True},
+        {"seed": 1},
+        {"tokens": "t.npy"},
+        {"model": {"rope_theta": 1e6}},
+    ]
+    records = [make_record(make_config(**change), (0.1, 0.1)) for change in changes]
+    table = results_table(to_frame(records))
+    added = ("phases", "ranges", "tokens", "seed", "rope_theta")
+    assert len({tuple(column(table, name)[i] for name in added) for i in range(6)}) == 6
+    assert sorted(column(table, "ranges")) == ["off", *["on"] * 5]
+    assert column(table, "rope_theta").count("1e+06") == 1
+    assert not set(added) & set(names(results_table(to_frame(records[:1]))))
+
+
+def test_an_own_model_is_described_by_what_is_known_of_it(tmp_path):
+    own = [make_record(make_config(size, model_factory="pkg.mod:make"), (0.1, 0.1)) for size in ("tiny", "small")]
+    table = results_table(to_frame(own))
+    assert column(table, "size") == ["tiny (offered)", "small (offered)"]
+    assert OFFERED in table.notes
+    assert "attention" not in " ".join((*names(table), *table.notes))
+    write_tables(own, tmp_path)
+    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
+        assert {(row["d_model"], row["attention"]) for row in csv.DictReader(file)} == {("", "")}
+    ours = results_table(to_frame([make_record(make_config("tiny"), (0.1, 0.1))]))
+    assert OFFERED not in ours.notes
+
+
+def test_warnings_are_counted_below(grid):
+    codes = (WarningCode.DRIFT, WarningCode.UNSTABLE)
+    other = make_record(make_config("medium"), (0.1,), codes=codes[:1])
+    table = results_table(to_frame([make_record(make_config(), (0.1,), codes=codes), other]))
+    assert table.notes[-1] == "Warnings, named by row in the CSV: drift in 2 of 2 rows, unstable in 1 of 2 rows."
+    (said,) = results_table(to_frame([other])).notes[-1:]
+    assert said == "Warnings, named by row in the CSV: drift in 1 of 1 row."
+
+
+def test_warmup_table(warmup_records, tmp_path):
+    table = warmup_table(warmup_records)
+    assert names(table) == [
+        "size",
+        "context",
+        "precision",
+        "warm-up",
+        "step",
+        "std/mean",
+        "first measured step",
+        "status",
+    ]
+    assert column(table, "first measured step") == ["1,000", "200.0", "", "100.0"]
+    assert column(table, "status") == ["ok", "ok", "killed", "ok"]
+    assert column(table, "std/mean") == ["130", "43", "", "0.0"]
+    assert warmup_table(warmup_records[:1]) is None
+    write_tables(warmup_records, tmp_path)
+    for ending, mark in (("md", "### Time of a step by warm-up"), ("tex", r"\end{table}"), ("typ", "#figure(")):
+        assert (tmp_path / f"results.{ending}").read_text().count(mark) == (1 if ending == "md" else 2)
+
+
+def test_hostile_texts_stay_in_their_cells(tmp_path):
+    config = make_config(HOSTILE, model_factory="pkg.mod:make")
+    failure = make_failure(replace(config, seed=1), Status.CRASHED, HOSTILE)
+    write_tables([make_record(config, (0.1, 0.2), device_name=HOSTILE), failure], tmp_path)
+    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["size"][:4] for row in rows] == ["'=HY", "'=HY"]
+    assert rows[1]["error"].startswith("'=HY")
+    assert all(len(row) == len(COLUMNS) + 7 and None not in row for row in rows)
+    assert "<img" not in (tmp_path / "results.md").read_text()
+    assert r"\input" not in (tmp_path / "results.tex").read_text()
+    assert "img src" in rendered([make_record(config, (0.1,))], 200)
+
+
+@pytest.mark.parametrize("records", [[], [make_failure(make_config())]], ids=["none", "failed"])
+def test_tables_without_any_time(records, tmp_path):
+    assert len(write_tables(records, tmp_path)) == 4
+    assert warmup_table(records) is None
+
+
+def test_reading_data_has_its_column_where_it_is_a_phase():
+    record = make_record(make_config(tokens="tokens.npy"), (0.1, 0.1))
+    measured = (Measurement(Phase.DATA, (0.004, 0.006)), *record.measurements)
+    table = results_table(to_frame([replace(record, measurements=measured)]))
+    assert column(table, "data") == ["5.0 ± 1.4"]
+    assert "data" not in names(results_table(to_frame([record])))
+
+
+def test_words_between_colons_are_no_pictures(capsys, tmp_path):
+    print_run(make_failure(make_config(), Status.CRASHED, "no module:factory: here"), tmp_path)
+    assert "no module:factory: here" in capsys.readouterr().out
+
+
+def test_a_csv_is_named_where_there_is_one(capsys, tmp_path):
+    """A single run has none; its warnings stand below the table."""
+    record = make_record(make_config(), (0.1, 0.1), codes=CODES)
+    assert any("CSV" in note for note in results_table(to_frame([record])).notes)
+    print_run(record, tmp_path)
+    said = capsys.readouterr().out
+    assert "CSV" not in said
+    assert all(code in said for code in CODES)
+
+
+def test_every_status_and_mode_has_words():
+    assert set(STATUS_WORDS) == set(Status)
+    assert set(STEP_WORDS) == set(Mode)
+
+
+def test_settings_that_say_nothing_are_left_out():
+    said = describe(to_frame([make_record(make_config(mode=Mode.FORWARD, precision=Precision.BF16), (0.1,))]))
+    assert said == (
+        "NVIDIA H200, cs336 architecture, batch 4, forward, bf16, naive attention, 5 warm-up steps, 10 measured steps"
+    )
+    once = describe(to_frame([make_record(make_config(warmup_steps=0, measured_steps=1), (0.1,))]))
+    assert once.endswith("0 warm-up steps, 1 measured step")
+
+
+INTERVAL = r"(\d[\d,.]*) to (\d[\d,.]*)"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_table_of_the_step_has_the_interval_over_processes(count, tmp_path):
+    """In all formats, of both numbers of warm-up steps, as scipy has it; over two processes there is none anywhere."""
+    means_s = {warmup: [0.1 * (1 + i / 50) + warmup for i in range(count)] for warmup in (1, 5)}
+    records = [
+        make_record(make_config(warmup_steps=warmup, repeat=i), (0.9 * mean, 1.1 * mean))
+        for warmup, means in means_s.items()
+        for i, mean in enumerate(means)
+    ]
+    write_tables(records, tmp_path)
+    console = rich.console.Console(width=300, file=io.StringIO())
+    for table in (results_table(to_frame(records)), warmup_table(records)):
+        console.print(to_rich(table))
+    texts = [console.file.getvalue(), *((tmp_path / f"results.{ending}").read_text() for ending in WRITERS)]
+    expected = [
+        [1e3 * end for end in scipy.stats.t.interval(0.95, count - 1, sum(means) / count, scipy.stats.sem(means))]
+        for means in means_s.values()
+    ] if count > 2 else []  # fmt: skip
+    for text in texts:
+        found = [[float(end.replace(",", "")) for end in pair] for pair in re.findall(INTERVAL, text)]
+        assert found == [pytest.approx(pair, rel=1e-2) for pair in [*expected, *expected]]
+        assert ("over processes" in text) is (count > 2)
+        assert ("--repeats 3" in text) is (count == 2)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["processes"] for row in rows] == [str(count)] * 2
+    assert all(bool(row[f"step_ci95_{end}_ms"]) is (count > 2) for row in rows for end in ("low", "high"))
+
+
+def test_processes_that_failed_are_not_counted():
+    config = make_config()
+    done = [make_record(replace(config, repeat=i), (0.1, 0.1 + i / 1e3)) for i in range(2)]
+    table = results_table(to_frame([*done, make_failure(replace(config, repeat=2))]))
+    assert "95 % interval" not in names(table)
+    assert any("--repeats 3" in note for note in table.notes)
+    assert to_frame([make_failure(config)])["processes"].tolist() == [0]

@@ -1,0 +1,174 @@
+"""The tables of an account: their rows add up, and say what the closed forms say."""
+
+import csv
+import re
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Precision, RunConfig
+from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu, state_bytes
+from cs336_systems.costs.hardware import find_device
+from cs336_systems.costs.memory import predict_memory
+from cs336_systems.report.sections.account import CSV_COLUMNS, MIB, account_section
+
+H200 = find_device("NVIDIA H200")
+FLOPS, STATE, INTENSITY, RULE = range(1, 5)
+"""Where the tables are that every configuration has."""
+
+
+def config(size="small", **changes):
+    model = {name: changes.pop(name) for name in ("attention", "context_length") if name in changes}
+    return RunConfig(size=size, model=replace(SIZES[size], **model), device=Device.CUDA, **changes)
+
+
+def tables(of, device=None, step_s=None, memory_bytes=None, top=12):
+    return account_section(of, device, step_s, memory_bytes, top).tables
+
+
+def column(table, label):
+    """Cells by the row's first one; numbers where they are."""
+    index = [heading.label for heading in table.headings].index(label)
+    return {row[0]: number(row[index]) for row in table.rows}
+
+
+def number(cell):
+    return float(cell.replace(",", "")) if re.fullmatch(r"[\d,.]+", cell) else cell
+
+
+CASES = [
+    config("tiny"),
+    config("gpt2", precision=Precision.BF16, attention=Attention.SDPA),
+    config("gpt2", mode=Mode.INFERENCE),
+    config("medium", checkpoint_blocks=5, mode=Mode.FORWARD_BACKWARD, precision=Precision.TF32),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label.replace(" ", "-"))
+
+
+@every_case
+def test_the_csv_holds_every_part_and_their_sum(case) -> None:
+    section = account_section(case, None, None, None, 12)
+    rows = {row["component"]: row for row in csv.DictReader(section.csv.splitlines())}
+    assert list(rows) == [*Component, "all"]
+    assert tuple(rows["all"]) == CSV_COLUMNS
+    for name in CSV_COLUMNS[1:]:
+        parts = [int(rows[component][name] or 0) for component in Component]
+        assert sum(parts) == int(rows["all"][name]), name
+    assert int(rows["all"]["parameters"]) == count_parameters(case.model)
+    for part in component_flops(case):
+        row = rows[part.component]
+        assert int(row["backward_flops"]) == part.backward
+        assert int(row["hardware_flops"]) == part.forward + part.backward + part.recomputed
+    assert rows["norms"]["forward_flops"] == "", "unknown, not 0"
+
+
+@every_case
+def test_the_table_of_flops_shows_the_passes_that_the_mode_has(case) -> None:
+    table = tables(case)[FLOPS]
+    parts = {part.component: part for part in component_flops(case, causal=True)}
+    step = column(table, "forward, causal (TFLOP)")
+    assert step["scores"] == pytest.approx(parts[Component.SCORES].forward / 1e12, rel=1e-3)
+    assert step["embedding"] == 0
+    shares = column(table, "share (%)")
+    assert sum(share for name, share in shares.items() if name != "all" and share != "") == pytest.approx(100, abs=0.5)
+    labels = [heading.name for heading in table.headings]
+    assert ("backward" in labels) == (case.mode is not Mode.INFERENCE)
+    again = sum(part.recomputed for part in parts.values())
+    assert ("again" in labels) == (again > 0)
+    assert any("the hardware's are" in note for note in table.notes) == (again > 0)
+
+
+@every_case
+def test_bytes_are_listed_by_type_if_there_are_any(case) -> None:
+    table, state = tables(case)[STATE], state_bytes(case)
+    held = [state.parameters, state.gradients, state.optimizer_state, state.weight_copies]
+    assert list(column(table, "size (GiB)").values()) == pytest.approx([b / 2**30 for b in held if b], rel=1e-3)
+    types = column(table, "dtype")
+    assert types["parameters"] == "fp32"
+    assert types.get("autocast's copies of weights", case.precision) == case.precision
+    assert column(table, "for each parameter (byte)")["parameters"] == 4
+
+
+def test_which_parts_memory_bounds_depends_on_the_device_and_the_shape() -> None:
+    """By hand, of an H200's 206 FLOP/byte in bf16: one token uses every weight once, 1 FLOP for each byte."""
+    one_token = config("small", context_length=1, batch_size=1, precision=Precision.BF16)
+    bound = column(tables(one_token, H200)[INTENSITY], "bound by")
+    assert set(bound.values()) == {"memory"}
+    many = config("small", batch_size=16, precision=Precision.BF16)
+    table = tables(many, H200)[INTENSITY]
+    bound = column(table, "bound by")
+    assert {name for name, by in bound.items() if by == "memory"} == {"embedding", "scores", "values", "optimizer"}
+    assert column(table, "takes at least (ms)")["optimizer"] == pytest.approx(128_625_408 * 28 / 4.8e9, rel=1e-3)
+    assert "206.1 FLOP/byte" in table.notes[-1]
+    fused = replace(many, model=replace(many.model, attention=Attention.SDPA))
+    assert column(tables(fused, H200)[INTENSITY], "bound by")["scores"] == "arithmetic"
+
+
+def test_without_a_known_peak_nothing_is_said_to_be_bound() -> None:
+    without = tables(config("tiny"))[INTENSITY]
+    assert "bound by" not in [heading.name for heading in without.headings]
+    unknown = tables(config("tiny"), find_device("B200"))[INTENSITY]
+    assert set(column(unknown, "bound by").values()) == {""}
+    assert unknown.notes[-1] == "No peak of B200 at fp32 is known."
+
+
+@pytest.mark.parametrize("size", ["small", "gpt2"])
+def test_the_rule_of_thumb_stands_beside_the_exact_count(size) -> None:
+    """By hand: small 128,625,408 parameters, 7,680,000 of them in the table; gpt2 124,439,808 and 786,432."""
+    case = config(size)
+    table = tables(case)[RULE]
+    counts = {"small": (128_625_408, 120_945_408), "gpt2": (124_439_808, 123_653_376)}[size]
+    exact = sum(part.step for part in component_flops(case))
+    causal = sum(part.step for part in component_flops(case, causal=True))
+    tokens = 4 * case.model.context_length
+    forward, whole = [row for row in table.rows if "2 N T" in row[0]], [row for row in table.rows if "6 N T" in row[0]]
+    assert [number(row[2]) for row in forward] == [number(row[2]) for row in whole] == list(counts)
+    for row, count in zip(whole, counts, strict=True):
+        assert number(row[3]) == pytest.approx(6 * count * tokens / 1e12, rel=1e-3)
+        assert number(row[5]) == pytest.approx(exact / (6 * count * tokens), abs=1e-4)
+        assert number(row[6]) == pytest.approx(causal / (6 * count * tokens), abs=1e-4)
+    assert [row[5] for row in forward] == [row[5] for row in whole], "backward is twice forward in both counts"
+    assert ("positions alone" in table.notes[0]) == (case.model.arch is Arch.GPT2)
+
+
+def test_inference_is_held_against_forwards_rule_alone() -> None:
+    rules = tables(config("tiny", mode=Mode.INFERENCE))[RULE].rows
+    assert {row[0] for row in rules} == {"2 N T, forward"}
+
+
+@pytest.mark.parametrize("checkpoint_blocks", [0, 3])
+def test_rates_follow_from_the_time(checkpoint_blocks) -> None:
+    case = config("small", precision=Precision.BF16, checkpoint_blocks=checkpoint_blocks)
+    parts = component_flops(case)
+    rates = tables(case, H200, step_s=0.02)[5]
+    found = column(rates, "value")
+    flops = sum(part.step for part in parts)
+    assert found["tokens"] == pytest.approx(4 * 512 / 0.02, rel=1e-3)
+    assert found["MFU"] == pytest.approx(100 * mfu(flops / 0.02, "NVIDIA H200", Precision.BF16), rel=1e-3)
+    assert found["with attention counted as causal"] < found["MFU"]
+    assert ("with what is computed again" in found) == (checkpoint_blocks > 0)
+    if checkpoint_blocks:
+        hardware = sum(part.hardware for part in parts)
+        assert found["with what is computed again"] == pytest.approx(found["MFU"] * hardware / flops, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", [None, "B200"])
+def test_there_is_no_mfu_of_an_unknown_peak(device) -> None:
+    rates = tables(config("small"), device and find_device(device), step_s=0.02)[5]
+    assert "MFU" not in column(rates, "value")
+    assert rates.notes[0].startswith("No MFU")
+
+
+def test_the_shown_parts_and_the_rest_are_the_peak() -> None:
+    case = config("small", context_length=128)
+    peak, _ = tables(case, top=5)[-2:]
+    sizes = [number(row[3]) for row in peak.rows]
+    rest = number(re.search(r"hold ([\d,.]+) MiB", peak.notes[0])[1])
+    assert len(sizes) == 5
+    assert sum(sizes) + rest == pytest.approx(predict_memory(case).peak.allocated_bytes / MIB, rel=1e-3)
+
+
+def test_a_part_is_a_row_of_its_own() -> None:
+    case = config("tiny")
+    peak, _ = tables(case, top=1000)[-2:]
+    assert len(peak.rows) == len(predict_memory(case).peak.parts)
