@@ -7,10 +7,10 @@ import pandas as pd
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import OptimizerKind
+from cs336_systems.costs.traffic import OPTIMIZER_BYTES
 from cs336_systems.report.frame import codes_of
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.sections.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, LadderRow, fastest_row
-from cs336_systems.report.sections.ladder.traffic import OPTIMIZER_BYTES
 from cs336_systems.report.sections.ladder.words import ratio_text
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.sweep.ladder import GATE_STEPS

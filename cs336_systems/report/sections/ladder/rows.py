@@ -10,10 +10,10 @@ from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Phase, RunConfig
+from cs336_systems.costs.traffic import Traffic, traffic
 from cs336_systems.record import Compilation, RunRecord, Status
 from cs336_systems.report.frame import COLUMNS, codes_of, rows_of, to_frame
 from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.ladder.traffic import Traffic, traffic
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.ladder import Gate, Rung, judge, reason_run, reference
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.config import OptimizerKind
+from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import WarningCode
 from cs336_systems.report.sections.ladder.notes import count_notes, reason_notes, speed_notes
 from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.traffic import traffic
 from cs336_systems.studies.ceilings_files import NO_CEILINGS
 from tests.report.ladders import STEPS_S, make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.sections.kernels.profiles import seconds

@@ -19,10 +19,10 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.costs.accounting import count_parameters, forward_work
+from cs336_systems.costs.traffic import OPTIMIZER_BYTES, linear_weights, traffic
 from cs336_systems.measure.clock import make_clock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.report.sections.ladder.traffic import OPTIMIZER_BYTES, linear_weights, traffic
 
 BATCH, SEQ = 3, 5
 SHAPE = ModelConfig(vocab_size=29, context_length=SEQ, d_model=16, d_ff=24, num_layers=2, num_heads=2)
