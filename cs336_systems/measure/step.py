@@ -15,7 +15,6 @@ from cs336_systems.model.batches import Batch, make_batches
 from cs336_systems.model.factory import make_model
 from cs336_systems.model.fast.step_graph import StepGraph
 from cs336_systems.model.fast.trainable import make_trainable
-from cs336_systems.model.transformer import num_parameters
 from cs336_systems.ranges import Range
 
 
@@ -29,7 +28,7 @@ class TrainingStep:
         check_dtypes(config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters])
         self.batches = make_batches(config)
         self.scaler = make_grad_scaler(config.precision, config.device)
-        self.num_parameters = num_parameters(model)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = make_trainable(model, config)
         self.model = self.trainable.model
         self.model.train(config.mode is not Mode.INFERENCE)

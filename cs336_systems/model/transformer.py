@@ -5,31 +5,24 @@ host needs 4 to 5 us to launch a kernel, so tables are computed once and no line
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
+from cs336_systems.config import Arch, Attention, ModelConfig
 from cs336_systems.model.annotate import annotate
+from cs336_systems.model.autocast import to_autocast_dtype
+from cs336_systems.model.initialise import initialise
+from cs336_systems.model.sdpa import attention_backend
 from cs336_systems.ranges import Range, block_range
-
-_SDPA_BACKENDS = {
-    SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
-    SdpaBackend.CUDNN: SDPBackend.CUDNN_ATTENTION,
-    SdpaBackend.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
-    SdpaBackend.MATH: SDPBackend.MATH,
-}
-
 
 Rotations = Float[Tensor, "seq pairs 2"]
 """Cosine and sine of the angle by which RoPE rotates each pair of features at each position."""
-Future = Bool[Tensor, "queries keys"]
-"""True if a key comes after a query, which must not attend to it."""
+Mask = Bool[Tensor, "queries keys"]
+"""True if the query attends to the key."""
 
 
 class TransformerLM(nn.Module):
@@ -40,7 +33,7 @@ class TransformerLM(nn.Module):
     """
 
     rotations: Tensor | None
-    future: Tensor | None
+    mask: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -52,35 +45,33 @@ class TransformerLM(nn.Module):
         self.lm_head = LMHead(config.d_model, config.vocab_size)
         rotations = None if gpt2 else rope_rotations(config.context_length, config.d_head, config.rope_theta)
         naive = config.attention is Attention.NAIVE
-        future = torch.ones(config.context_length, config.context_length, dtype=torch.bool).triu(1) if naive else None
+        mask = torch.ones(config.context_length, config.context_length, dtype=torch.bool).tril() if naive else None
         # all layers share these tables, which are no part of a checkpoint
         self.register_buffer("rotations", rotations, persistent=False)
-        self.register_buffer("future", future, persistent=False)
+        self.register_buffer("mask", mask, persistent=False)
         if gpt2:
             self.lm_head.weight = self.token_embeddings.weight
-            _initialise_gpt2(self)
-        else:
-            _initialise_cs336(self)
+        initialise(self, config)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
-        rotations, future = self.tables(tokens.shape[1])
+        rotations, mask = self.tables(tokens.shape[1])
         x: Tensor = self.token_embeddings(tokens)
         # once around all layers: choosing takes 20 us, and blocks that are compiled one by one need it too
         with attention_backend(self.config.sdpa_backend):
             for index, block in enumerate(self.layers):
                 with annotate(block_range(index)):
-                    x = block(x, rotations, future)
+                    x = block(x, rotations, mask)
         x = self.ln_final(x)
         logits: Tensor = self.lm_head(x)
         return logits
 
-    def tables(self, seq: int) -> tuple[Rotations | None, Future | None]:
+    def tables(self, seq: int) -> tuple[Rotations | None, Mask | None]:
         """What all layers read, for `seq` positions; raise ValueError if that is more than the context holds."""
         if seq > self.config.context_length:
             raise ValueError(f"tokens: needed at most context_length = {self.config.context_length} a row, got {seq}")
         rotations = None if self.rotations is None else self.rotations[:seq]
-        return rotations, None if self.future is None else self.future[:seq, :seq]
+        return rotations, None if self.mask is None else self.mask[:seq, :seq]
 
 
 class Block(nn.Module):
@@ -99,10 +90,10 @@ class Block(nn.Module):
         self.ffn = feed_forward(config.d_model, config.d_ff)
 
     def forward(
-        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, future: Future | None
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
     ) -> Float[Tensor, "batch seq d_model"]:
         """The residual stream after the block."""
-        x = x + self.attn(self.ln1(x), rotations, future)
+        x = x + self.attn(self.ln1(x), rotations, mask)
         output: Tensor = x + self.ffn(self.ln2(x))
         return output
 
@@ -110,7 +101,7 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Causal multi-head self-attention, with RoPE if `rotations` are given.
 
-    It is written out if `future` is given, and otherwise PyTorch's fused attention.
+    It is written out if `mask` is given, and otherwise PyTorch's fused attention.
     """
 
     range: str = Range.ATTENTION
@@ -125,16 +116,16 @@ class SelfAttention(nn.Module):
         self.output_proj = Linear(config.d_model, config.d_model, bias=bias)
 
     def forward(
-        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, future: Future | None
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
     ) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
             x = to_autocast_dtype(x)
             q, k, v = self.heads(x, rotations)
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
-            if future is None:
+            if mask is None:
                 values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
-                values = naive_attention(q, k, v, future)
+                values = naive_attention(q, k, v, mask)
             output: Tensor = self.output_proj(rearrange(values, "batch heads seq d_head -> batch seq (heads d_head)"))
             return output
 
@@ -155,16 +146,17 @@ def naive_attention(
     q: Float[Tensor, "... queries d_k"],
     k: Float[Tensor, "... keys d_k"],
     v: Float[Tensor, "... keys d_v"],
-    future: Future,
+    mask: Mask,
 ) -> Float[Tensor, "... queries d_v"]:
-    """Attend to all keys but the `future` ones, kernel by kernel (Vaswani et al. 2017, eq. 1).
+    """Attend to the keys that `mask` allows, kernel by kernel (Vaswani et al. 2017, eq. 1).
 
-    A mask that says what is attended to would be inverted in every layer, by one more kernel.
+    One small kernel inverts the mask in each layer.
     """
     with annotate(Range.SCORES):
         # the queries are scaled instead of the scores, of which there are more; keys are copied faster row by row
         scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.contiguous().transpose(-2, -1)
-        scores.masked_fill_(future, -math.inf)
+        # detached, or autograd would save ~mask in every layer; the softmax gives masked scores a gradient of 0 anyway
+        scores.detach().masked_fill_(~mask, -math.inf)
     with annotate(Range.SOFTMAX):
         weights = scores.softmax(dim=-1)
     with annotate(Range.VALUES):
@@ -299,41 +291,3 @@ class LayerNorm(nn.Module):
 
 def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters, tied ones counted once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def to_autocast_dtype(x: Tensor) -> Tensor:
-    """x in autocast's type; autocast alone would make, and backward would keep, a copy for each matmul that reads x."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
-def attention_backend(backend: SdpaBackend) -> AbstractContextManager[object]:
-    """While open, PyTorch's fused attention uses this backend alone."""
-    return nullcontext() if backend is SdpaBackend.AUTO else sdpa_kernel(_SDPA_BACKENDS[backend])
-
-
-def _initialise_cs336(model: nn.Module) -> None:
-    """The course's: normal, cut at 3 standard deviations, which are sqrt(2 / (d_in + d_out)), and 1 for embeddings."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            std = math.sqrt(2 / sum(module.weight.shape))
-            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
-        elif isinstance(module, Embedding):
-            nn.init.trunc_normal_(module.weight, std=1, a=-3, b=3)
-
-
-def _initialise_gpt2(model: TransformerLM) -> None:
-    """GPT-2's: normal of 0.02, biases 0; what adds to the residual stream is divided by sqrt(2 num_layers)."""
-    residual_std = 0.02 / math.sqrt(2 * model.config.num_layers)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("output_proj.weight", "ffn.w2.weight")):
-            nn.init.normal_(parameter, std=residual_std)
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
-        elif parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)

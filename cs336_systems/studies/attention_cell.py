@@ -61,8 +61,8 @@ def make_attention(grid: AttentionGrid, cell: AttentionCell) -> AttentionFunctio
     function: AttentionFunction = full_attention
     if grid.causal:
         length = cell.context_length
-        future = torch.ones(length, length, dtype=torch.bool, device=grid.device.value).triu(1)
-        function = partial(naive_attention, future=future)
+        mask = torch.ones(length, length, dtype=torch.bool, device=grid.device.value).tril()
+        function = partial(naive_attention, mask=mask)
     if cell.implementation is Implementation.NAIVE:
         return function
     torch._dynamo.reset()  # else it refuses the ninth shape of one function

@@ -195,7 +195,7 @@ def flops_by_module(counter: FlopCounterMode) -> Counter[str]:
 def test_presets_are_as_torch_counts_them(size, monkeypatch) -> None:
     """At their full size, by tensors without contents."""
     monkeypatch.setattr(
-        "cs336_systems.model.transformer._initialise_cs336", lambda model: None
+        "cs336_systems.model.transformer.initialise", lambda model, config: None
     )  # which looks at what it draws
     config = run_config(SIZES[size], batch_size=2)
     with FakeTensorMode():

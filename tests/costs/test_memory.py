@@ -343,7 +343,7 @@ def really_saved(config: RunConfig) -> Counter[int]:
         autocast(config.precision, config.device),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept),
     ):
-        out = model.layers[0](x, model.rotations, model.future)
+        out = model.layers[0](x, model.rotations, model.mask)
     assert out.grad_fn is not None
     sizes = (-(-storage.nbytes() // 512) * 512 for address, storage in storages.items() if address not in shared)
     return Counter(sizes)

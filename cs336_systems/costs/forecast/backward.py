@@ -138,7 +138,7 @@ class BackwardTape(ForwardTape):
         wide = self.widen(weights, "gradient of weights", SCORES)
         scores = self._replace("gradient of scores", SCORES, wide, element_bytes=FP32_BYTES)
         self.release(saved, "softmax")
-        scores = self._replace("gradient of scores", SCORES, self._narrow(scores, "gradient of scores", SCORES))
+        scores = self._narrow(scores, "gradient of scores", SCORES)
         k, q = (self.temporary(f"gradient of {name}", STREAM) for name in ("keys", "queries"))
         self.tape.drop(scores)
         self.release(saved, "k_rows", "q_rows")

@@ -126,6 +126,7 @@ class ForwardTape:
         scores = self.temporary("scores", SCORES)
         self._save(saved, q_rows=q, k_rows=k)
         tape.drop(q, scaled, k)
+        tape.drop(self.temporary("inverted mask", "T T", 1))
         wide = self.temporary("scores in fp32", SCORES, FP32_BYTES) if self.autocast else None
         softmax = tape.new(Category.ACTIVATIONS, "softmax output", SCORES, FP32_BYTES)
         self._save(saved, softmax=softmax)

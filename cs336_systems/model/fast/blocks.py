@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from cs336_systems.model.annotate import annotate
+from cs336_systems.model.autocast import to_autocast_dtype
 from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu
 from cs336_systems.model.fast.lookup import lookup
 from cs336_systems.model.fast.packed import cut_heads, rope_heads, swiglu
@@ -19,16 +20,15 @@ from cs336_systems.model.fast.weights import Copies, CopyMaker
 from cs336_systems.model.transformer import (
     Block,
     Embedding,
-    Future,
     GeluMLP,
     LayerNorm,
     Linear,
     LMHead,
+    Mask,
     RMSNorm,
     Rotations,
     SelfAttention,
     SwiGLU,
-    to_autocast_dtype,
 )
 from cs336_systems.ranges import Range
 
@@ -165,10 +165,10 @@ class DeferredBlock(nn.Module):
         self.ln2 = AddNorm(block.ln2)
         self.ffn = _copied_ffn(block.ffn, maker, defers_bias=True)
 
-    def forward(self, x: Deferred, rotations: Rotations | None, future: Future | None) -> Deferred:
+    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
         """The residual stream, and what the block has to add to it."""
         stream, normed = self.ln1(x)
-        branch = self.attn(normed, rotations, future)
+        branch = self.attn(normed, rotations, mask)
         stream, normed = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias))
         return Deferred(stream, self.ffn(normed), self.ffn.w2.deferred_bias)
 

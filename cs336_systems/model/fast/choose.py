@@ -1,7 +1,7 @@
-"""The fastest known way to compute the same step on a device, chosen by rule; `cs336 ladder` does the sums.
+"""The fastest known way to compute the same step on a device, chosen by rule; `cs336 ladder` measures each choice.
 
-Shape, batch, mode, steps, seed, device and data stay as they are. The result is the same up to rounding: the gate of
-the ladder holds it to that.
+Shape, batch, mode, steps, seed, device and data stay as they are. The result is the same up to rounding, which
+`cs336 ladder` checks.
 """
 
 import re
@@ -26,7 +26,7 @@ from cs336_systems.settings import declared, in_note
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
 ALIGNMENT = 8
-"""Elements in half precision that tensor cores load at once, 16 bytes; products of other widths are far slower."""
+"""Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
 CUDNN_MAX_CONTEXT = 2048
 """Longest context at which cuDNN's attention is ahead of flash on Hopper."""
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
@@ -38,10 +38,10 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The best known combination for this step on the device of that name (as NVML gives it; None: not known).
 
     On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
-    products, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
-    its width is an awkward one. A GPU known to have no bf16 keeps its precision. A model of the user's own gets what
-    needs no knowledge of it: bf16, compilation, fused AdamW. On a CPU compilation costs more than it saves and bf16 is
-    seldom faster: both stay as they were asked for. A profiler of memory sees no graph: with it there is none.
+    matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
+    its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A user's own model gets
+    what works for any model: bf16, compilation, fused AdamW. On a CPU compilation costs more than it saves and bf16 is
+    seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it excludes graphs.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
@@ -70,7 +70,7 @@ def _can_be_a_graph(config: RunConfig, precision: Precision) -> bool:
 
 
 def has_bf16(device_name: str | None) -> bool:
-    """Whether the GPU computes in bf16; one that is not known is taken for a recent one, which does."""
+    """Whether the GPU computes in bf16; an unknown GPU is assumed to be recent, so that it does."""
     device = None if device_name is None else find_device(device_name)
     return device is None or Precision.BF16 in device.peak_flops_per_s
 
@@ -91,7 +91,7 @@ def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | Non
 
 
 def _with_fused_attention(model: ModelConfig, device: Device, device_name: str | None) -> ModelConfig:
-    """A backend that was asked for stays."""
+    """Fused attention with the fastest backend, unless the configuration names one."""
     backend = model.sdpa_backend
     if backend is SdpaBackend.AUTO:
         backend = best_sdpa_backend(model, device, device_name)
@@ -99,7 +99,7 @@ def _with_fused_attention(model: ModelConfig, device: Device, device_name: str |
 
 
 def _compile_mode(asked: CompileMode) -> CompileMode:
-    """What was asked for, unless it makes graphs of its own, of which the graphs of the step can hold none."""
+    """The configured mode, unless it captures CUDA graphs itself, which cannot be part of the step's graphs."""
     return asked if asked is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS else CompileMode.DEFAULT
 
 

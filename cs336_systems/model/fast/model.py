@@ -21,7 +21,8 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
 )
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
-from cs336_systems.model.transformer import Block, Future, Rotations, TransformerLM, attention_backend
+from cs336_systems.model.sdpa import attention_backend
+from cs336_systems.model.transformer import Block, Mask, Rotations, TransformerLM
 from cs336_systems.ranges import Range, block_range
 
 COPY_DTYPE = torch.bfloat16
@@ -45,7 +46,7 @@ class FastLM(nn.Module):
         self.ln_final = AddNorm(reference.ln_final) if fused else reference.ln_final
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
-        self.register_buffer("future", reference.future, persistent=False)
+        self.register_buffer("mask", reference.mask, persistent=False)
         self.weights = maker.weights(self.parameters()) if maker else ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         if maker:
@@ -71,7 +72,7 @@ class FastLM(nn.Module):
 
     def _hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         """What the head reads: the norm of the residual stream at its end."""
-        rotations, future = self._tables(tokens.shape[1])
+        rotations, mask = self._tables(tokens.shape[1])
         embedded = self.token_embeddings(tokens)
         x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
         del embedded  # else it stays allocated through all blocks
@@ -81,12 +82,12 @@ class FastLM(nn.Module):
                 for group in self._groups():
                     # nothing in a block is random
                     x = checkpoint(
-                        _run_again, group, x, rotations, future, backend, use_reentrant=False, preserve_rng_state=False
+                        _run_again, group, x, rotations, mask, backend, use_reentrant=False, preserve_rng_state=False
                     )
             else:
                 for index, block in enumerate(self.layers):
                     with annotate(block_range(index)):
-                        x = block(x, rotations, future)
+                        x = block(x, rotations, mask)
         normed = self.ln_final(x)
         return cast("Tensor", normed[1] if self._settings.fused_blocks else normed)
 
@@ -121,7 +122,7 @@ def _run_again(
     blocks: Sequence[nn.Module],
     x: Tensor | Deferred,
     rotations: Rotations | None,
-    future: Future | None,
+    mask: Mask | None,
     backend: SdpaBackend,
 ) -> Tensor | Deferred:
     """Run the blocks of a checkpoint inside a range of forward, which in backward tells them from backward's own work.
@@ -131,5 +132,5 @@ def _run_again(
     with annotate(Range.FORWARD), attention_backend(backend):
         for block in blocks:
             with annotate(cast("str", block.range)):
-                x = block(x, rotations, future)
+                x = block(x, rotations, mask)
         return x

@@ -251,7 +251,7 @@ def test_a_block_with_copies_in_fp8_compiles_without_a_break(backend: str, dista
     read = block.attn.packed, block.attn.output_proj.copies, block.ffn.packed, block.ffn.w2.copies
     leaves = [copies.weight for copies in read]
     rotations = plain.rope_rotations(16, MODEL.d_head, 1e4)
-    future = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()
     x = torch.randn(2, 16, MODEL.d_model)
     found = []
     for is_compiled in (False, True):
@@ -259,7 +259,7 @@ def test_a_block_with_copies_in_fp8_compiles_without_a_break(backend: str, dista
             torch._dynamo.reset()
             block.compile(fullgraph=True, backend=backend)
         with torch.autocast("cpu", torch.bfloat16):
-            result = block(x, rotations, future)
+            result = block(x, rotations, mask)
         found.append((result.detach(), *torch.autograd.grad(result.square().sum(), leaves)))
     for mine, wanted in zip(found[1], found[0], strict=True):
         assert (mine - wanted).float().norm() <= distance * wanted.float().norm()
