@@ -320,7 +320,7 @@ def report(
     status("reading records and profiles")
     from cs336_systems.report.sections.kernels.sweep import sweep_tables
     from cs336_systems.report.sections.memory.sweep import memory_sweep_tables
-    from cs336_systems.report.sections.steps import results_json
+    from cs336_systems.report.sections.steps import results_section
     from cs336_systems.report.terminal import print_sweep, print_table, say
 
     results = [Results.load(own, directory) for directory, own in found.items()]
@@ -345,7 +345,7 @@ def report(
             name: [{"key": entry.config.key, "profile": entry.profile} for entry in entries]
             for name, entries in (("kernels", together.kernels), ("memory", together.memory))
         }
-        rows = results_json(together.published, ceilings)
+        rows = results_section(together.published, ceilings).json
         print_json(encode_json({"directory": str(output), "results": rows, **explained}))
         say(f"results: {output}")
     else:

@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from cs336_systems.config import RunConfig
 from cs336_systems.report.columns import Column
-from cs336_systems.report.identity import Identity, csv_with_identities, identities, identity_columns, names_of, telling
+from cs336_systems.report.identity import LEADING, Identity, identities, identity_columns, names_of, telling, trailing
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
 from cs336_systems.report.words import shared_settings
@@ -83,5 +83,6 @@ def over_configurations(
         title, [*before, *columns], kept, [*notes, *([f"{shared}."] if shared else [])],
         lambda row: bool(row["entry"].is_out_of_memory),
     )  # fmt: skip
-    text = csv_with_identities([(row["identity"], [row[key] for key in csv]) for row in rows], csv) if csv else ""
-    return Section(name=name, tables=(table,) if kept else (), csv=text)
+    every = [row | row["identity"] for row in rows] if csv else []
+    keys = (*LEADING, *csv, *trailing([row["identity"] for row in rows]))
+    return Section(name=name, tables=(table,) if kept else (), rows=every, keys=keys)

@@ -59,7 +59,7 @@ _LATEX = str.maketrans(
 )
 
 
-def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """The values as CSV: numbers in full, None and NaN empty, texts that a spreadsheet would run behind a quote."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")

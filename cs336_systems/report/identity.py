@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, RunConfig, SdpaBackend
 from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import to_csv
 from cs336_systems.settings import Setting, heading_of, in_words
 from cs336_systems.text import LONGEST_PART, inert_line, text_of
 
@@ -105,14 +104,6 @@ def setting_of(name: str) -> Setting:
 def trailing(rows: Sequence[Identity]) -> list[str]:
     """The last columns of the CSV files of profiles: settings that are not among LEADING."""
     return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, "digest")]
-
-
-def csv_with_identities(rows: Sequence[tuple[Identity, Sequence[object]]], columns: Sequence[str]) -> str:
-    """Values under these columns as CSV, between LEADING and all other settings; empty for no rows."""
-    last = trailing([told for told, _ in rows])
-    header = [*LEADING, *columns, *last]
-    cells = [[*(told[n] for n in LEADING), *values, *(told[n] for n in last)] for told, values in rows]
-    return to_csv(header, cells) if rows else ""
 
 
 def telling(rows: Sequence[Identity], always: Sequence[str] = ("size", "context_length")) -> list[str]:

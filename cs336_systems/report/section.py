@@ -1,4 +1,4 @@
-"""One subject of a report, as tables for people and as all of its values, and how both become files."""
+"""One subject of a report: tables to read and all of its values, and how both become files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,33 @@ _SI: tuple[tuple[str, str, Callable[[float], float]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One subject of a profile: what of it people read, and all of its values."""
+    """One subject of a report: tables to read, and all of its values by the names of the CSV file's columns."""
 
     name: str
-    """Of the files, without an ending."""
-    tables: tuple[Table, ...]
-    """Empty where only the CSV is of use."""
-    csv: str
-    """Empty where nothing is known of the subject."""
+    """Name of the files, without an ending."""
+    tables: tuple[Table, ...] = ()
+    """Empty where only the values are of use."""
+    rows: Sequence[Mapping[str, object]] = ()
+    """The values, in the units of the CSV file; empty where nothing is known of the subject."""
+    keys: Sequence[str] = ()
+    """Columns of the CSV file in order; without any, those of the first row."""
+
+    @property
+    def values(self) -> list[dict[str, object]]:
+        """The rows with the columns of the CSV file alone."""
+        keys = self.keys or (self.rows[0] if self.rows else ())
+        return [{key: row[key] for key in keys} for row in self.rows]
+
+    @property
+    def csv(self) -> str:
+        """The values as CSV; empty without rows."""
+        values = self.values
+        return to_csv(tuple(values[0]), (row.values() for row in values)) if values else ""
+
+    @property
+    def json(self) -> list[dict[str, object]]:
+        """The values in SI units."""
+        return [in_si(row) for row in self.values]
 
 
 def texts_of(section: Section, note: str = "") -> dict[str, str]:
@@ -53,15 +72,9 @@ def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]
     return [directory / name for name, content in files.items() if content]
 
 
-def csv_of(columns: Mapping[str, Callable[[Row], object]], rows: Iterable[Row]) -> str:
-    """The rows as CSV, by the name of each column and how to get its value; empty for no rows."""
-    values = [[value(row) for value in columns.values()] for row in rows]
-    return to_csv(tuple(columns), values) if values else ""
-
-
-def csv_by_keys(keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
-    """The values under these keys as CSV; empty for no rows."""
-    return to_csv(keys, ([row[key] for key in keys] for row in rows)) if rows else ""
+def values_of(columns: Mapping[str, Callable[[Row], object]], rows: Iterable[Row]) -> list[dict[str, object]]:
+    """The rows by the name of each column, which says how to get its value from a row."""
+    return [{name: value(row) for name, value in columns.items()} for row in rows]
 
 
 def in_si(row: Mapping[str, object]) -> dict[str, object]:

@@ -13,11 +13,11 @@ from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Phase, Precision
 from cs336_systems.record import WarningCode
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.attention import attention_csv, attention_tables
+from cs336_systems.report.sections.attention import attention_section, attention_tables
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
 from cs336_systems.report.sections.ceilings.tables import products_section
 from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_csv, fusion_tables
+from cs336_systems.report.sections.fusion import fusion_section, fusion_tables
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import ladder_tables
 from cs336_systems.report.sections.steps import results_table
@@ -123,7 +123,7 @@ def test_attention_says_which_times_are_in_doubt(fault):
         assert gain == [(pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))]
         (rates,) = [note for note in table.notes if note.startswith("TFLOP/s")]
         assert len(marked(rates)) == 1
-    naive, flash = csv_rows(attention_csv(study))
+    naive, flash = csv_rows(attention_section(study).csv)
     assert [naive["forward_warnings"], naive["backward_warnings"]] == ["", ""]
     assert [flash["forward_warnings"], flash["backward_warnings"]] == [fault, fault]
 
@@ -138,7 +138,7 @@ def test_fusion_says_which_times_are_in_doubt(fault):
     (sentence,) = [note for note in table.notes if note.startswith("gelu: ")]
     assert marked(sentence) == [gain]
     assert f"{fault} in 1 of 2 rows" in " ".join(table.notes)
-    assert [row["warnings"] for row in csv_rows(fusion_csv(fusion(fault)))] == ["", fault]
+    assert [row["warnings"] for row in csv_rows(fusion_section(fusion(fault)).csv)] == ["", fault]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -28,7 +28,6 @@ from cs336_systems.costs.memory import (
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
 from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import to_csv
 from cs336_systems.report.numbers import percent, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, make_table
@@ -77,8 +76,8 @@ def account_section(
         tables.append(_peak_table(prediction, top))
         if _saves_blocks(config):
             tables.append(_block_table(config, top))
-    csv = to_csv(CSV_COLUMNS, ([name, *map(row.get, CSV_COLUMNS[1:])] for name, row in parts.items()))
-    return Section(name="account", tables=tuple(tables), csv=csv)
+    rows = [{**dict.fromkeys(CSV_COLUMNS), **row, "component": name} for name, row in parts.items()]
+    return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
 
 
 def account_json(

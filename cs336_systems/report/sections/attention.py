@@ -11,7 +11,6 @@ from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
-from cs336_systems.report.formats import to_csv
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention_plots import PHASES, attention_pictures, settings
@@ -258,9 +257,10 @@ def _growth(study: AttentionStudy, precision: Precision) -> Iterator[str]:
             )
 
 
-def attention_csv(study: AttentionStudy) -> str:
-    """One row for each cell, failed ones too; what is not known is empty."""
-    return to_csv(CSV_COLUMNS, (_csv_row(study, result) for result in study.results))
+def attention_section(study: AttentionStudy) -> Section:
+    """The tables, and a row for each cell, failed ones too; what is not known is empty."""
+    rows = [dict(zip(CSV_COLUMNS, _csv_row(study, result), strict=True)) for result in study.results]
+    return Section(name="results", tables=tuple(attention_tables(study)), rows=rows)
 
 
 def _csv_row(study: AttentionStudy, result: CellResult) -> list[object]:
@@ -305,5 +305,4 @@ def write_attention_record(study: AttentionStudy, directory: Path) -> None:
 
 def write_attention(study: AttentionStudy, directory: Path) -> None:
     """Write attention.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    results = Section(name="results", tables=tuple(attention_tables(study)), csv=attention_csv(study))
-    write_study("attention.json", study, [results], dict(attention_pictures(study)), directory)
+    write_study("attention.json", study, [attention_section(study)], dict(attention_pictures(study)), directory)

@@ -54,7 +54,7 @@ def _doubts(codes: Sequence[Sequence[Sequence[str]]]) -> Iterator[str]:
 
 def write_comparison(table: Table, directory: Path) -> None:
     """Write comparison.md, .tex and .typ."""
-    texts = texts_of(Section(name="comparison", tables=(table,), csv=""))
+    texts = texts_of(Section(name="comparison", tables=(table,)))
     write_files({name: text for name, text in texts.items() if text}, directory)
 
 

@@ -13,7 +13,6 @@ from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
-from cs336_systems.report.formats import to_csv
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section
@@ -169,9 +168,10 @@ def _arithmetic(study: FusionStudy, rows: list[FusionRow]) -> Iterator[str]:
             )
 
 
-def fusion_csv(study: FusionStudy) -> str:
-    """One row for each version and direction; what is not known is empty."""
-    return to_csv(CSV_COLUMNS, (_csv_row(study, row) for row in study.rows))
+def fusion_section(study: FusionStudy) -> Section:
+    """The tables, and a row for each version and direction; what is not known is empty."""
+    rows = [dict(zip(CSV_COLUMNS, _csv_row(study, row), strict=True)) for row in study.rows]
+    return Section(name="results", tables=tuple(fusion_tables(study)), rows=rows)
 
 
 def _csv_row(study: FusionStudy, row: FusionRow) -> list[object]:
@@ -230,7 +230,6 @@ def _draw_panel(panel: Axes, rows: list[FusionRow], spec: DeviceSpec | None) -> 
 
 def write_fusion(study: FusionStudy, directory: Path) -> None:
     """Write fusion.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    results = Section(name="results", tables=tuple(fusion_tables(study)), csv=fusion_csv(study))
     precisions = dict.fromkeys(row.precision for row in study.rows)
     pictures = {f"time_{precision}": draw_fusion(study, precision) for precision in precisions}
-    write_study("fusion.json", study, [results], pictures, directory)
+    write_study("fusion.json", study, [fusion_section(study)], pictures, directory)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from cs336_systems.config import Precision
 from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import to_csv
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.precision_records import (
@@ -127,7 +126,5 @@ def write_precision(study: PrecisionStudy, directory: Path) -> None:
     sums, dtypes = precision_tables(study)
     sections = []
     for name, table, rows in (("accumulation", sums, study.accumulation), ("dtypes", dtypes, study.dtypes)):
-        values = [asdict(row) for row in rows]
-        csv = to_csv(list(values[0]), [list(row.values()) for row in values])
-        sections.append(Section(name=name, tables=(table,), csv=csv))
+        sections.append(Section(name=name, tables=(table,), rows=[asdict(row) for row in rows]))
     write_study("precision.json", study, sections, {}, directory)

@@ -11,7 +11,6 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, column
-from cs336_systems.report.formats import to_csv
 from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
 from cs336_systems.report.identity import (
     SHAPE,
@@ -22,7 +21,7 @@ from cs336_systems.report.identity import (
     trailing,
 )
 from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.section import Section, in_si, texts_of, write_files
+from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import NOTED, STATUS_WORDS, describe
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
@@ -93,17 +92,15 @@ def warmup_table(records: Iterable[RunRecord]) -> Table | None:
 
 def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> list[Path]:
     """Write results.csv with everything, the readable tables as results.md, .tex and .typ; return their paths."""
+    return write_files(texts_of(results_section(records, ceilings)), directory)
+
+
+def results_section(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> Section:
+    """The tables of the steps, and every configuration with all that is known of it."""
     kept = tuple(records)
     frame = to_frame(kept, ceilings)
-    tables = [table for table in (results_table(frame), warmup_table(kept)) if table is not None]
-    rows = _all_columns(frame)
-    csv = to_csv(tuple(rows[0]) if rows else ALL_COLUMNS, (tuple(row.values()) for row in rows))
-    return write_files(texts_of(Section(name="results", tables=tuple(tables), csv=csv)), directory)
-
-
-def results_json(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> list[dict[str, object]]:
-    """The rows of results.csv, in SI units."""
-    return [in_si(row) for row in _all_columns(to_frame(records, ceilings))]
+    tables = tuple(table for table in (results_table(frame), warmup_table(kept)) if table is not None)
+    return Section(name="results", tables=tables, rows=_all_columns(frame))
 
 
 def _all_columns(frame: pd.DataFrame) -> list[dict[str, object]]:

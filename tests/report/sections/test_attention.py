@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from cs336_systems.config import Phase, Precision
-from cs336_systems.report.sections.attention import CSV_COLUMNS, attention_csv, attention_tables, write_attention
+from cs336_systems.report.sections.attention import CSV_COLUMNS, attention_section, attention_tables, write_attention
 from cs336_systems.report.sections.attention_plots import (
     COLOURS,
     MARKERS,
@@ -114,7 +114,7 @@ def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_t
     assert [table.title.split(", ")[:2] for table in tables] == [
         [f"{phase} pass of attention", precision] for precision in ("fp32", "bf16") for phase in ("Forward", "Backward")
     ]
-    (row, _) = csv.DictReader(io.StringIO(attention_csv(study)))
+    (row, _) = csv.DictReader(io.StringIO(attention_section(study).csv))
     assert [row[name] for name in ("saved_mib", "peak_mib", "before_backward_mib", "device_name")] == [""] * 4
 
 
@@ -126,7 +126,7 @@ def test_compile_times_are_told_apart():
 
 
 def test_csv_has_every_value(study):
-    rows = list(csv.DictReader(io.StringIO(attention_csv(study))))
+    rows = list(csv.DictReader(io.StringIO(attention_section(study).csv)))
     assert tuple(rows[0]) == CSV_COLUMNS
     assert len(rows) == 6
     second = rows[1]

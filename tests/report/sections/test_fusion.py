@@ -10,7 +10,7 @@ from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.report.sections.fusion import (
     CSV_COLUMNS,
     draw_fusion,
-    fusion_csv,
+    fusion_section,
     fusion_tables,
     speed_up,
     write_fusion,
@@ -82,7 +82,7 @@ def test_products_have_a_least_time_of_their_own():
 def test_an_unknown_device_has_no_share_and_no_line(study):
     unknown = make_fusion(*study.rows, device_name=UNKNOWN)
     assert "of bandwidth" not in [heading.name for heading in fusion_tables(unknown)[0].headings]
-    assert {row["bandwidth_share"] for row in csv.DictReader(io.StringIO(fusion_csv(unknown)))} == {""}
+    assert {row["bandwidth_share"] for row in csv.DictReader(io.StringIO(fusion_section(unknown).csv))} == {""}
     line = "what must move, at the data sheet's bandwidth"
     assert line in texts(draw_fusion(study, Precision.FP32))
     assert line not in texts(draw_fusion(unknown, Precision.FP32))
@@ -96,7 +96,7 @@ def test_the_line_is_the_least_time_that_the_bandwidth_allows(study):
 
 
 def test_csv_has_every_value(study):
-    rows = list(csv.DictReader(io.StringIO(fusion_csv(study))))
+    rows = list(csv.DictReader(io.StringIO(fusion_section(study).csv)))
     assert tuple(rows[0]) == CSV_COLUMNS
     assert (rows[0]["kernels"], rows[0]["kernel_names"]) == ("8", "a; b; c; d; e; f; g; h")
     assert [float(rows[0][name]) for name in ("median_ms", "mean_ms", "must_move_mib", "moved_mib")] == [

@@ -26,7 +26,7 @@ from cs336_systems.costs.accounting import (
 from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.section import Section, csv_of
+from cs336_systems.report.section import Section, values_of
 from cs336_systems.report.sections.ceilings.tables import GIGA, MIB, TERA, Fields, percent, ratio, scaled
 from cs336_systems.report.table import make_table
 from cs336_systems.studies.ceilings_records import FACTOR_BYTES, FP32_BYTES, CeilingsStudy, ProductPrecision
@@ -253,10 +253,10 @@ def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
         "causal_roof_share": lambda part: causal_roof_share(study, part),
     }
     if parts is None:
-        return Section(name="roofline", tables=(), csv="")
+        return Section(name="roofline")
     title = f"Parts of a step on the roofline: {parts.label}, {study.device_name}"
     table = make_table(title, columns, rows, _notes(study, parts))
-    return Section(name="roofline", tables=(table,), csv=csv_of(fields, rows))
+    return Section(name="roofline", tables=(table,), rows=values_of(fields, rows))
 
 
 def _notes(study: CeilingsStudy, found: StepParts) -> Iterator[str]:

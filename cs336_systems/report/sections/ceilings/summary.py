@@ -10,7 +10,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, ratio_text, time_text
 from cs336_systems.report.numbers import DOUBT, significant
-from cs336_systems.report.section import Section, csv_of
+from cs336_systems.report.section import Section, values_of
 from cs336_systems.report.sections.ceilings.plots import ceilings_pictures
 from cs336_systems.report.sections.ceilings.roofline import StepParts, parts_section
 from cs336_systems.report.sections.ceilings.roofline_plot import draw_roofline
@@ -162,7 +162,7 @@ def summary_section(study: CeilingsStudy) -> Section:
         "warnings": lambda row: codes_text(row.timing.warnings),
     }
     table = make_table(f"Ceilings of {study.device_name}", columns, rows, _findings(study))
-    return Section(name="results", tables=(table,), csv=csv_of(fields, rows))
+    return Section(name="results", tables=(table,), rows=values_of(fields, rows))
 
 
 def _measured(row: Ceiling) -> str:

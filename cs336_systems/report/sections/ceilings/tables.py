@@ -10,7 +10,7 @@ from cs336_systems.record import Status
 from cs336_systems.report.columns import Column
 from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.section import Section, csv_of
+from cs336_systems.report.section import Section, values_of
 from cs336_systems.report.table import make_table
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.ceilings_records import (
@@ -83,7 +83,7 @@ def products_section(study: CeilingsStudy) -> Section:
         "best_share": lambda cell: ratio(cell.flops_per_s, study.product_ceiling(cell.precision)),
         **_doubt_fields("ms", 1e3),
     }
-    return Section(name="products", tables=tables, csv=csv_of(fields, study.products))
+    return Section(name="products", tables=tables, rows=values_of(fields, study.products))
 
 
 def _product_columns(study: CeilingsStudy, promised: float | None) -> list[Column[ProductCell]]:
@@ -154,7 +154,7 @@ def streams_section(study: CeilingsStudy) -> Section:
         *_timing_notes((f"{cell.stream} of {cell.moved_bytes} bytes", cell.timing) for cell in study.streams),
     ]
     table = make_table(f"Passes over memory, {study.device_name}", columns, study.streams, notes, _has_no_time)
-    return Section(name="bandwidth", tables=(table,), csv=csv_of(fields, study.streams))
+    return Section(name="bandwidth", tables=(table,), rows=values_of(fields, study.streams))
 
 
 def launches_section(study: CeilingsStudy) -> Section:
@@ -173,7 +173,7 @@ def launches_section(study: CeilingsStudy) -> Section:
         *_timing_notes((cell.launch, cell.timing) for cell in study.launches),
     ]
     table = make_table(f"Launches, {study.device_name}", columns, study.launches, notes, _has_no_time)
-    return Section(name="launches", tables=(table,), csv=csv_of(fields, study.launches))
+    return Section(name="launches", tables=(table,), rows=values_of(fields, study.launches))
 
 
 def reductions_section(study: CeilingsStudy) -> Section:
@@ -200,8 +200,8 @@ def reductions_section(study: CeilingsStudy) -> Section:
         *_timing_notes((f"{cell.num_bytes} bytes", cell.timing) for cell in study.reductions),
     ]
     title = f"All-reduce among {study.grid.world_size} processes, {study.device_name}"
-    table = make_table(title, columns, study.reductions, notes, _has_no_time)
-    return Section(name="all_reduce", tables=(table,) if study.reductions else (), csv=csv_of(fields, study.reductions))
+    tables = (make_table(title, columns, study.reductions, notes, _has_no_time),) if study.reductions else ()
+    return Section(name="all_reduce", tables=tables, rows=values_of(fields, study.reductions))
 
 
 def _timing_fields(study: CeilingsStudy, unit: str, per_s: float) -> Fields:

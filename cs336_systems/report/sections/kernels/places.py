@@ -13,7 +13,7 @@ from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import count as count_text
 from cs336_systems.report.numbers import label, percent, rounded, share
-from cs336_systems.report.section import Section, csv_by_keys
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.words import WHOLE_STEP, terms
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import inert_line
@@ -90,17 +90,17 @@ def modules_section(profile: StepProfile) -> Section:
         part = percent(sum(row.whole_s for row in shown), whole_s)
         notes.append(f"Shown are {len(shown)} of {len(sums)} modules, {part} % of the time.")
     tables = (make_table("Modules", columns, rows, notes),) if rows else ()
-    return Section(name="modules", tables=tables, csv=_modules_csv(profile, sums))
+    return Section(name="modules", tables=tables, rows=_module_rows(profile, sums))
 
 
 def _phases(profile: StepProfile) -> list[LaunchPhase]:
     return [phase.phase for phase in profile.phases if any(phase.launches)]
 
 
-def _modules_csv(profile: StepProfile, sums: Iterable[ModuleSum]) -> str:
+def _module_rows(profile: StepProfile, sums: Iterable[ModuleSum]) -> list[Values]:
     """A row for each module and phase."""
     steps, whole_s = profile.num_steps, sum(row.total_s for row in profile.modules)
-    rows = [
+    return [
         {
             "module": " > ".join(row.path) or OUTSIDE,
             "phase": phase,
@@ -111,7 +111,6 @@ def _modules_csv(profile: StepProfile, sums: Iterable[ModuleSum]) -> str:
         for row in sums
         for phase in row.count
     ]
-    return csv_by_keys(("module", "phase", "count_per_step", "total_ms_per_step", "share"), rows)
 
 
 def blocks_section(profile: StepProfile) -> Section:
@@ -136,7 +135,7 @@ def blocks_section(profile: StepProfile) -> Section:
     ]
     notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
     tables = (make_table("Blocks", columns, rows, notes),) if blocks else ()
-    return Section(name="blocks", tables=tables, csv=_modules_csv(profile, blocks.values()))
+    return Section(name="blocks", tables=tables, rows=_module_rows(profile, blocks.values()))
 
 
 def _of_phase(blocks: Iterable[ModuleSum], phase: LaunchPhase) -> list[ModuleSum]:
@@ -153,7 +152,7 @@ def _in_order(path: tuple[str, ...]) -> tuple[tuple[str, ...], str, int]:
 def idle_section(profile: StepProfile, top: int) -> Section:
     """Idle time by phase and cause, and the `top` longest idle times; nothing for a CPU, which is its own host."""
     if profile.work is Work.OPERATORS or not profile.idle:
-        return Section(name="idle", tables=(), csv="")
+        return Section(name="idle")
     steps, wall_s = profile.num_steps, sum(sum(phase.wall_s) for phase in profile.phases)
     whole = (WHOLE_STEP, "all", sum(row.count for row in profile.idle), sum(row.total_s for row in profile.idle))
     rows = [
@@ -180,8 +179,8 @@ def idle_section(profile: StepProfile, top: int) -> Section:
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", columns, rows, notes)
     tables = (table, _gaps_table(profile.gaps[:top])) if profile.gaps else (table,)
-    csv = csv_by_keys(("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step"), rows[:-1])
-    return Section(name="idle", tables=tables, csv=csv)
+    keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
+    return Section(name="idle", tables=tables, rows=rows[:-1], keys=keys)
 
 
 def _gap(gap: Gap) -> Values:
@@ -217,7 +216,7 @@ def _gaps_table(gaps: Iterable[Gap]) -> Table:
 def gaps_section(profile: StepProfile) -> Section:
     """All of the longest idle times that the profile keeps, as CSV; those to read stand below the idle times."""
     keys = ("step", "start_ms", "idle_ms", "phase", "cause", "before", "after", "module", "host_call")
-    return Section(name="gaps", tables=(), csv=csv_by_keys(keys, [*map(_gap, profile.gaps)]))
+    return Section(name="gaps", rows=[*map(_gap, profile.gaps)], keys=keys)
 
 
 def host_calls_section(profile: StepProfile) -> Section:
@@ -253,7 +252,7 @@ def host_calls_section(profile: StepProfile) -> Section:
         }
         for row in profile.host_calls
     ]
-    return Section(name="host_calls", tables=tables, csv=csv_by_keys(tuple(every[0]), every) if every else "")
+    return Section(name="host_calls", tables=tables, rows=every)
 
 
 def _calls(name: str, calls: Iterable[HostCalls], phase: LaunchPhase, steps: int) -> Values:

@@ -12,7 +12,7 @@ from cs336_systems.config import Arch, CompileMode, RunConfig
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import in_percent, label, rounded, share, significant
-from cs336_systems.report.section import Section, csv_by_keys
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.facts import class_shares, softmax_cost
 from cs336_systems.report.sections.kernels.words import WHOLE_STEP, terms
@@ -45,8 +45,8 @@ def classes_section(profile: StepProfile) -> Section:
     columns.append(column("count_per_step", name=words.items, spare=3))
     notes = [f"{words.time} per step; % of the phase, and of the step.", *_others(profile)]
     found = [sums[kind, phase] for kind in (*kinds, None) for phase in where if sums[kind, phase]["count_per_step"]]
-    csv = csv_by_keys(("class", "phase", "count_per_step", "total_ms_per_step", "share"), found)
-    return Section(name="classes", tables=(make_table(f"Classes of {words.items}", columns, rows, notes),), csv=csv)
+    table = make_table(f"Classes of {words.items}", columns, rows, notes)
+    return Section(name="classes", tables=(table,), rows=found)
 
 
 def _class(profile: StepProfile, kind: KernelClass | None, phase: LaunchPhase | None) -> Values:
@@ -132,7 +132,7 @@ def products_section(profile: StepProfile) -> Section:
     if "unknown" in found:
         notes.append("Unknown: the file does not tell whether a linear layer's or attention's.")
     tables = (make_table("Matrix products", [*map(column, keys)], rows, notes),) if found else ()
-    return Section(name="products", tables=tables, csv=csv_by_keys(_PRODUCT_CSV, rows))
+    return Section(name="products", tables=tables, rows=rows, keys=_PRODUCT_CSV)
 
 
 def products_by_configuration(entries: Sequence[Profiled]) -> Section:
@@ -166,11 +166,9 @@ def attention_section(profile: StepProfile) -> Section:
     """Scores, softmax and values in time and FLOPs, a table for forward and one for backward; none where not told."""
     phases = list(dict.fromkeys(row.phase for row in profile.attention))
     rows = {phase: [_part(profile, row) for row in profile.attention if row.phase is phase] for phase in phases}
-    csv = ("phase", "part", "count_per_step", "total_ms_per_step", "share_of_attention", "share_of_phase",
-           "products_per_step", "products_ms_per_step", "flops_per_step", "flops_per_s")  # fmt: skip
     tables = tuple(_attention_table(profile, phase, own) for phase, own in rows.items())
     every = [_part(profile, row) for row in profile.attention]
-    return Section(name="attention", tables=tables, csv=csv_by_keys(csv, every))
+    return Section(name="attention", tables=tables, rows=every)
 
 
 def _part(profile: StepProfile, row: AttentionTimes) -> Values:

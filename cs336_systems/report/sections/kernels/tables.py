@@ -12,7 +12,7 @@ from cs336_systems.config import Phase
 from cs336_systems.report.columns import column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import mean_and_std, percent, rounded, share
-from cs336_systems.report.section import Section, csv_by_keys
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.facts import top_kernel
 from cs336_systems.report.sections.kernels.words import WHOLE_STEP, Terms, terms
@@ -91,7 +91,7 @@ def phases_section(profile: StepProfile) -> Section:
     columns += [column("recomputed_mean_ms", std="recomputed_std_ms")] if rows[-1]["recomputed_mean_ms"] else []
     notes = [_times_note(profile), _check(profile, words), *profile.notes]
     table = make_table("Phases of a step", columns, rows, notes)
-    return Section(name="phases", tables=(table,), csv=csv_by_keys(_PHASE_CSV, rows))
+    return Section(name="phases", tables=(table,), rows=rows, keys=_PHASE_CSV)
 
 
 def _times_note(profile: StepProfile) -> str:
@@ -189,7 +189,7 @@ def kernels_section(profile: StepProfile, top: int) -> Section:
     total_s = {phase: sum(kernel.total_s for kernel in profile.kernels if kernel.phase is phase) for phase in phases}
     rows = [_kernel(profile, kernel, total_s) for kernel in profile.kernels]
     tables = tuple(_kernels_table(profile, phase, rows, top) for phase in phases if total_s[phase])
-    return Section(name="kernels", tables=tables, csv=csv_by_keys(_KERNEL_CSV, rows))
+    return Section(name="kernels", tables=tables, rows=rows, keys=_KERNEL_CSV)
 
 
 def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: Mapping[LaunchPhase | None, float]) -> Values:

@@ -9,7 +9,7 @@ from cs336_systems.report.columns import Column, column
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.numbers import mean_and_std, significant
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.section import Section, csv_of, in_si, texts_of, write_files
+from cs336_systems.report.section import Section, texts_of, values_of, write_files
 from cs336_systems.report.sections.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.sections.ladder.plots import draw_ladder
 from cs336_systems.report.sections.ladder.reasons import GIGA, reasons
@@ -35,16 +35,14 @@ def ladder_tables(rows: Rows) -> list[Table]:
 
 def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
     """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
-    files: dict[str, str | bytes] = {
-        **texts_of(Section(name="ladder", tables=tuple(ladder_tables(rows)), csv=csv_of(CSV, rows)))
-    }
+    files: dict[str, str | bytes] = {**texts_of(ladder_section(rows))}
     files["plots/ladder.png"] = drawing.to_png(draw_ladder(rows, settings(rows)))
     return write_files(files, directory)
 
 
-def ladder_json(rows: Rows) -> list[dict[str, object]]:
-    """The rows of ladder.csv, in SI units."""
-    return [in_si({name: value(row) for name, value in CSV.items()}) for row in rows]
+def ladder_section(rows: Rows) -> Section:
+    """The tables, and a row for each rung."""
+    return Section(name="ladder", tables=tuple(ladder_tables(rows)), rows=values_of(CSV, rows))
 
 
 def settings(rows: Rows) -> str:

@@ -10,7 +10,7 @@ from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, 
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import label, percent, share
-from cs336_systems.report.section import Section, csv_by_keys
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.words import MIB, MIB_CELL, in_unit, innermost, shape_text, size, unit_for
 from cs336_systems.report.table import Table, make_table
@@ -57,7 +57,7 @@ def largest_section(profile: MemoryProfile, top: int) -> Section:
         *_what_columns(),
     ]
     table = make_table("Largest allocations", columns, rows[:top], _shown(len(rows[:top]), len(rows)))
-    return Section(name="largest", tables=(table,) if rows else (), csv=csv_by_keys(_LIKE_CSV, rows))
+    return Section(name="largest", tables=(table,) if rows else (), rows=rows, keys=_LIKE_CSV)
 
 
 def largest_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
@@ -91,8 +91,8 @@ def at_peak_section(profile: MemoryProfile, top: int) -> Section:
         f"Shown are {percent(sum(row['bytes_at_peak'] for row in rows[:top]), whole_bytes)} % of the peak.",
     ]
     table = make_table("What the peak consists of", columns, rows[:top], notes)
-    csv = csv_by_keys((*_LIKE_CSV, "share_of_peak"), rows)
-    return Section(name="at_peak", tables=(table,) if rows else (), csv=csv)
+    keys = (*_LIKE_CSV, "share_of_peak")
+    return Section(name="at_peak", tables=(table,) if rows else (), rows=rows, keys=keys)
 
 
 def _whole(value: int) -> str:
@@ -127,7 +127,7 @@ def blocks_section(profile: MemoryProfile) -> Section:
     """What each block saves and holds; to read, the least, median and most over the blocks."""
     blocks = profile.blocks
     if not blocks:
-        return Section(name="blocks", tables=(), csv="")
+        return Section(name="blocks")
     every = [
         {
             "block": block.name,
@@ -156,7 +156,7 @@ def blocks_section(profile: MemoryProfile) -> Section:
     if again := sum(block.recomputed_bytes for block in blocks):
         notes.append(f"Of what is saved, {size(again)} are not kept from forward on: backward computes them again.")
     tables = (make_table("Memory of a block", columns, rows, notes), _contributors_table(blocks))
-    return Section(name="blocks", tables=tables, csv=csv_by_keys(tuple(every[0]), every))
+    return Section(name="blocks", tables=tables, rows=every)
 
 
 def _saved(block: BlockMemory, tensor: SavedTensor) -> Values:
@@ -199,5 +199,5 @@ def _tensors(block: BlockMemory) -> list[tuple[str, tuple[int, ...], str, int]]:
 def saved_section(profile: MemoryProfile) -> Section:
     """Every tensor that a block saves, as CSV; the largest of a typical block stand below the blocks."""
     rows = [_saved(block, tensor) for block in profile.blocks for tensor in block.saved]
-    csv = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
-    return Section(name="saved", tables=(), csv=csv_by_keys(csv, rows))
+    keys = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
+    return Section(name="saved", rows=rows, keys=keys)

@@ -1,13 +1,14 @@
 """Tables of memory over the phases of a step: what there was where each ended, and its peak; of one run and of many."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment, PhaseMemory
 from cs336_systems.config import Phase
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import label
-from cs336_systems.report.section import Section, csv_by_keys
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.tables import (
     SMALL,
@@ -84,7 +85,7 @@ def boundaries_section(profile: MemoryProfile) -> Section:
     tables = [make_table("Memory from phase to phase", columns, rows, [_check(profile), *rounding])]
     if rounding and profile.boundaries:
         tables.append(_requested_table(profile, rows, unit))
-    return Section(name="boundaries", tables=tuple(tables), csv=csv_by_keys(_MOMENT_CSV, rows))
+    return Section(name="boundaries", tables=tuple(tables), rows=rows, keys=_MOMENT_CSV)
 
 
 def _requested_table(profile: MemoryProfile, rows: Sequence[Values], unit: Unit) -> Table:
@@ -155,8 +156,7 @@ def boundaries_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
     title, notes = "Memory from phase to phase", [_check_all(entries)]
     tables = over_configurations("", title, rows, columns, (), notes).tables if present else ()
     moments = rows_of(entries, lambda entry: map(moment_values, entry.profile.boundaries))
-    csv = over_configurations("", "", moments, [], _MOMENT_CSV, []).csv
-    return Section(name="boundaries", tables=tables, csv=csv)
+    return replace(over_configurations("boundaries", "", moments, [], _MOMENT_CSV, []), tables=tables)
 
 
 def _last_step(entry: MemoryEntry) -> dict[str, PhaseMemory]:
@@ -237,7 +237,7 @@ def phases_section(profile: MemoryProfile) -> Section:
     ]
     notes = ["Peaks are over all events; times are those of a run that is being recorded.", *_unfinished(phases)]
     table = make_table("Peak of each phase", columns, rows, notes, lambda row: row["status"] != "ok")
-    return Section(name="phases", tables=(table,) if rows else (), csv=csv_by_keys(_PHASE_CSV, rows))
+    return Section(name="phases", tables=(table,) if rows else (), rows=rows, keys=_PHASE_CSV)
 
 
 def _unfinished(phases: Iterable[PhaseMemory]) -> Iterator[str]:

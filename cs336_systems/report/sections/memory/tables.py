@@ -4,6 +4,7 @@ Those over its phases are in phases.py, those of single allocations and of block
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cs336_systems.analysis.memory.profile import Category, CategoryBytes, MemoryProfile, Moment
 from cs336_systems.config import Mode
@@ -11,7 +12,7 @@ from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import share
-from cs336_systems.report.section import Section, csv_by_keys
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.allocations import typical
 from cs336_systems.report.sections.memory.entries import MemoryEntry, twins
 from cs336_systems.report.sections.memory.words import (
@@ -147,8 +148,8 @@ def _quantities(
         column("about"),
     ]
     source = [_quantity("device", profile.device, unit="index"), _quantity("steps", profile.num_steps, unit="steps")]
-    csv = csv_by_keys(("quantity", "value", "unit"), [*rows, *source])
-    return Section(name=name, tables=(make_table(title, columns, rows, notes),), csv=csv)
+    table = make_table(title, columns, rows, notes)
+    return Section(name=name, tables=(table,), rows=[*rows, *source], keys=("quantity", "value", "unit"))
 
 
 def rounding_words(moments: Iterable[Moment]) -> Iterator[str]:
@@ -193,7 +194,7 @@ def categories_section(profile: MemoryProfile) -> Section:
     ]
     notes = [f"The peak is {when(peak)}.", *rounding_words([peak])]
     table = make_table("Categories at the peak", columns, rows, notes)
-    return Section(name="categories", tables=(table,), csv=csv_by_keys(tuple(rows[0]), rows))
+    return Section(name="categories", tables=(table,), rows=rows)
 
 
 def _peak(entry: MemoryEntry) -> Values:
@@ -236,7 +237,7 @@ def peaks_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_failure_notes(entries)]
     csv = tuple(_peak(entries[0]))
     every = over_configurations("peaks", "Peaks of memory", rows, columns, csv, notes)
-    return Section(name="peaks", tables=(*_by_mode(entries), *every.tables), csv=every.csv)
+    return replace(every, tables=(*_by_mode(entries), *every.tables))
 
 
 def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:

@@ -13,10 +13,15 @@ from PIL import Image
 
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import Status
-from cs336_systems.report.section import csv_of
 from cs336_systems.report.sections.ladder.plots import UNCREDITED, draw_ladder
 from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import CSV, ladder_tables, settings, write_ladder_report
+from cs336_systems.report.sections.ladder.tables import (
+    CSV,
+    ladder_section,
+    ladder_tables,
+    settings,
+    write_ladder_report,
+)
 from tests.report.drawn import overlaps, texts
 from tests.report.ladders import NOISE, make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import HOSTILE, make_failure
@@ -42,7 +47,7 @@ def column(table, name, nth=0):
 
 
 def csv_rows(rows):
-    return list(csv.DictReader(io.StringIO(csv_of(CSV, rows))))
+    return list(csv.DictReader(io.StringIO(ladder_section(rows).csv)))
 
 
 def test_speed_by_hand(rows):
