@@ -68,10 +68,10 @@ def run(arguments: AttentionArguments) -> int:
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     from cs336_systems.report.sections.attention import attention_tables, write_attention, write_attention_record
-    from cs336_systems.studies.attention_study import run_attention_study
+    from cs336_systems.studies.runner import run_study
 
     study = show_study(
-        lambda say: run_attention_study(grid, say, lambda study: write_attention_record(study, directory)),
+        lambda status: run_study(grid, status, lambda study: write_attention_record(study, directory)),
         write_attention,
         attention_tables,
         directory,

@@ -174,7 +174,7 @@ def run(arguments: CeilingsArguments) -> int:
     parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
     from cs336_systems.report.sections.ceilings.summary import ceilings_tables, doubts, write_ceilings
-    from cs336_systems.studies.ceilings_study import run_ceilings_study
+    from cs336_systems.studies.runner import run_study
 
     def write(study: CeilingsStudy, directory: Path) -> None:
         if (kept := keep_earlier(directory, study)) is not None:
@@ -183,7 +183,7 @@ def run(arguments: CeilingsArguments) -> int:
         _keep_step(step, directory)
 
     study = show_study(
-        lambda say: earlier or run_ceilings_study(grid, say),
+        lambda status: earlier or run_study(grid, status),
         write,
         lambda study: ceilings_tables(study, parts),
         directory,

@@ -5,12 +5,13 @@ Attention is without heads, as in the course's exercise: queries, keys and value
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from typing import ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
 from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, CellStatus, Row, check_grid
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row, check_grid
 
 
 class Implementation(StrEnum):
@@ -46,8 +47,10 @@ class AttentionCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionGrid:
+class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     """What to run: every implementation at every precision, head dimension and context length."""
+
+    MEASURE: ClassVar[str] = "cs336_systems.studies.attention_cell:measure_rows"
 
     device: Device
     batch_size: int = 8
@@ -78,24 +81,27 @@ class AttentionGrid:
         if not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
 
-    def cells(self, implementation: Implementation, precision: Precision) -> list[AttentionCell]:
-        """The cells of one implementation and precision, the smallest first, so that the surest results come first."""
+    def groups(self) -> list[list[Cell["CellResult"]]]:
+        """One group for each precision and implementation, the smallest cells first."""
+        sizes = [*product(sorted(set(self.context_lengths)), sorted(set(self.d_heads)))]
         return [
-            AttentionCell(
-                implementation=implementation, precision=precision, d_head=d_head, context_length=context_length
+            [self._cell(implementation, precision, d_head, context_length) for context_length, d_head in sizes]
+            for precision, implementation in product(
+                dict.fromkeys(self.precisions), dict.fromkeys(self.implementations)
             )
-            for context_length in sorted(set(self.context_lengths))
-            for d_head in sorted(set(self.d_heads))
         ]
 
-    @property
-    def groups(self) -> list[list[AttentionCell]]:
-        """All cells: those of a group share a process as long as none of them fails."""
-        return [
-            self.cells(implementation, precision)
-            for precision in dict.fromkeys(self.precisions)
-            for implementation in dict.fromkeys(self.implementations)
-        ]
+    def _cell(
+        self, implementation: Implementation, precision: Precision, d_head: int, context_length: int
+    ) -> Cell["CellResult"]:
+        cell = AttentionCell(
+            implementation=implementation, precision=precision, d_head=d_head, context_length=context_length
+        )
+        return Cell(label=cell.label, rows=(CellResult(cell=cell, status=CellStatus.OK),))
+
+    def study(self, rows: tuple["CellResult", ...], environment: Environment) -> "AttentionStudy":
+        """The study with these results."""
+        return AttentionStudy(grid=self, results=rows, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

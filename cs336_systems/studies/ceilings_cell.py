@@ -24,7 +24,6 @@ from cs336_systems.studies.ceilings_records import (
     Shape,
     Stream,
     StreamCell,
-    Timing,
 )
 from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.timing import Run, host_timer, launch_timer, measure, replayed, timed_loops
@@ -39,29 +38,23 @@ LEAST_CAPABILITY = {
 LAUNCHES_IN_GRAPH = 1000
 
 
-def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow | CacheRow]) -> list[CeilingsRow | CacheRow]:
-    """Each row with its timing. Raises whatever running it raises."""
+def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[CeilingsRow | CacheRow]:
+    """Each row with its timing; after launches on a GPU, also its cache. Raises whatever running them raises."""
     reductions = [row for row in rows if isinstance(row, ReduceCell)]
     if reductions:
         return [*measure_reductions(grid, reductions)]
-    return [_measured(grid, row) for row in rows]
-
-
-def _measured(grid: CeilingsGrid, row: CeilingsRow | CacheRow) -> CeilingsRow | CacheRow:
-    if isinstance(row, ProductCell):
-        return measure_product(grid, row)
-    if isinstance(row, StreamCell):
-        elements = row.moved_bytes // STREAM_BYTES[row.stream]
-        return row.timed(_timing(measure(make_stream(grid, row.stream, elements), grid)))
-    if isinstance(row, LaunchCell):
-        return row.timed(_timing(measure_launch(grid, row.launch)))
-    if isinstance(row, CacheRow) and grid.device is Device.CUDA:
-        return CacheRow(num_bytes=torch.cuda.get_device_properties().L2_cache_size)
-    return row
-
-
-def _timing(loops: Loops) -> Timing:
-    return Timing(status=CellStatus.OK, loops=loops)
+    measured: list[CeilingsRow | CacheRow] = []
+    for row in rows:
+        if isinstance(row, ProductCell):
+            measured.append(measure_product(grid, row))
+        elif isinstance(row, StreamCell):
+            elements = row.moved_bytes // STREAM_BYTES[row.stream]
+            measured.append(row.with_loops(measure(make_stream(grid, row.stream, elements), grid)))
+        elif isinstance(row, LaunchCell):
+            measured.append(row.with_loops(measure_launch(grid, row.launch)))
+            if grid.device is Device.CUDA:
+                measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
+    return measured
 
 
 def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
@@ -69,7 +62,7 @@ def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
     if reason := why_unavailable(grid.device, row.precision, row.shape):
         return row.failed(CellStatus.UNAVAILABLE, Failure(message=reason))
     apply_math_mode(Precision.TF32 if row.precision is ProductPrecision.TF32 else Precision.FP32)
-    return row.timed(_timing(measure(make_product(grid, row.precision, row.shape), grid)))
+    return row.with_loops(measure(make_product(grid, row.precision, row.shape), grid))
 
 
 def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -> str | None:

@@ -16,7 +16,7 @@ from cs336_systems.config import Device
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
 from cs336_systems.record import Failure
-from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, Loops, ReduceCell, Timing
+from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, Loops, ReduceCell
 from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.timing import PROBES, device_timer, host_timer
 from cs336_systems.sweep.process import die_with_forker
@@ -38,7 +38,7 @@ def measure_reductions(grid: CeilingsGrid, rows: Sequence[ReduceCell]) -> list[R
             failure = Failure(message=str(error).strip().splitlines()[-1], traceback=str(error))
             return [row.failed(CellStatus(classify(error)), failure) for row in rows]
         found = msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=list[Loops])
-    return [row.timed(Timing(status=CellStatus.OK, loops=loops)) for row, loops in zip(rows, found, strict=True)]
+    return [row.with_loops(loops) for row, loops in zip(rows, found, strict=True)]
 
 
 def _serve(rank: int, grid: CeilingsGrid, sizes: Sequence[int], scratch: str) -> None:

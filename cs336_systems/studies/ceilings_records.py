@@ -4,8 +4,10 @@ Matrix products, memory, launches, all-reduce. The best product and the largest 
 later shares are shares of.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 from statistics import fmean, median, stdev
 from typing import Annotated, ClassVar, Self
 
@@ -15,7 +17,7 @@ from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import Device
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, CellStatus, Row, check_grid
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row, check_grid
 
 MAX_SIDE = 2**20
 MAX_BYTES = 2**42
@@ -107,8 +109,10 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CeilingsGrid:
+class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
     """What to run."""
+
+    MEASURE: ClassVar[str] = "cs336_systems.studies.ceilings_cell:measure_rows"
 
     device: Device
     shapes: tuple[Shape, ...]
@@ -133,6 +137,39 @@ class CeilingsGrid:
             raise ValueError(f"loops must be from 1 to {MAX_LOOPS}, got {self.loops}")
         if not 0 < self.loop_s <= 60:
             raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
+
+    def groups(self) -> list[list[Cell["CeilingsRow | CacheRow"]]]:
+        """One group of all cells."""
+        return [[*self.cells()]]
+
+    def cells(self) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
+        """Products, passes over memory, launches, and all-reduces where there are several processes."""
+        timing = Timing(status=CellStatus.OK)
+        for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
+            row = ProductCell(precision=precision, shape=shape, timing=timing)
+            yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
+        for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
+            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]  # of whole elements
+            passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=timing)
+            yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
+        for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
+            yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=timing),))
+        if self.world_size > 1:
+            sizes = sorted({num_bytes // FP32_BYTES * FP32_BYTES for num_bytes in self.stream_bytes})
+            reductions = (ReduceCell(num_bytes=size, world_size=self.world_size, timing=timing) for size in sizes)
+            yield Cell(label=f"all-reduce of {self.world_size} processes", rows=tuple(reductions))
+
+    def study(self, rows: tuple["CeilingsRow | CacheRow", ...], environment: Environment) -> "CeilingsStudy":
+        """The study with these rows, each kind in a field of its own."""
+        return CeilingsStudy(
+            grid=self,
+            products=tuple(row for row in rows if isinstance(row, ProductCell)),
+            streams=tuple(row for row in rows if isinstance(row, StreamCell)),
+            launches=tuple(row for row in rows if isinstance(row, LaunchCell)),
+            reductions=tuple(row for row in rows if isinstance(row, ReduceCell)),
+            cache_bytes=next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None),
+            environment=environment,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,11 +239,11 @@ class TimedRow(Row):
 
     def failed(self, status: CellStatus, failure: Failure) -> Self:
         """The row with the failure in place of a measurement."""
-        return self.timed(Timing(status=status, failure=failure))
+        return replace(self, timing=Timing(status=status, failure=failure))  # type: ignore[type-var]
 
-    def timed(self, timing: Timing) -> Self:
-        """The row with this timing."""
-        return replace(self, timing=timing)  # type: ignore[type-var]
+    def with_loops(self, loops: Loops) -> Self:
+        """The row with the times of these loops."""
+        return replace(self, timing=Timing(status=CellStatus.OK, loops=loops))  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,15 +301,12 @@ class ReduceCell(TimedRow):
         return self.timing.rate(self.num_bytes * 2 * (self.world_size - 1) / self.world_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CacheRow(Row):
-    """Size of the last cache of a GPU before its memory, as its worker sees it; None if it could not."""
+    """What the worker adds to the launches on a GPU."""
 
-    num_bytes: int | None = None
-
-    def failed(self, _status: CellStatus, _failure: Failure) -> Self:
-        """The row itself: what it would have said is not known."""
-        return self
+    num_bytes: int
+    """Size of the GPU's last cache before its memory."""
 
 
 CeilingsRow = ProductCell | StreamCell | LaunchCell | ReduceCell

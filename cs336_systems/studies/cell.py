@@ -13,10 +13,10 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.studies.records import Cell, CellStatus, Grid, RowT
+from cs336_systems.studies.records import Cell, CellStatus, Grid, RowT, StudyT
 
 Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
-"""Fills the rows of a cell of a grid with what it measures. Raises whatever running them raises."""
+"""Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises what running raises."""
 
 DTYPES = {
     Precision.FP32: torch.float32,
@@ -26,22 +26,22 @@ DTYPES = {
 }
 
 
-def serve(connection: Connection, grid: Grid, measure: str) -> None:
-    """Entry of a worker: measure the cells that come over the connection until it is closed."""
-    function = pkgutil.resolve_name(measure)
+def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
+    """Measure the cells that come over the connection until it is closed."""
+    function = pkgutil.resolve_name(grid.MEASURE)
     gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
-    gc.disable()  # its collections would fall into the times
+    gc.disable()  # a collection during a timed pass would lengthen its time
     with contextlib.suppress(EOFError):
         while True:
             rows, is_fit = attempt(grid, connection.recv(), function)
             connection.send((rows, is_fit, environment(grid.device, gpu)))
 
 
-def attempt(grid: Grid, cell: Cell[RowT], measure: Measure[RowT]) -> tuple[tuple[RowT, ...], bool]:
-    """The rows that `measure` returns, or those of the failure that its exception means, and whether it returned."""
+def attempt(grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]) -> tuple[tuple[RowT, ...], bool]:
+    """The rows that `measure` returns, or rows of its failure; and whether this process is fit for another cell."""
     gc.collect()
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # a larger cell may need what the last one left in the cache
+        torch.cuda.empty_cache()  # the next cell may need the memory that the last one left in the cache
     try:
         return tuple(measure(grid, cell.rows)) if cell.rows else (), True
     except Exception as error:

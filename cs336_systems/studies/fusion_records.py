@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from typing import ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
 from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, CellStatus, Row, check_grid
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row, check_grid
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
@@ -31,8 +32,10 @@ class Version(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusionGrid:
+class FusionGrid(Grid["FusionRow", "FusionStudy"]):
     """What to run. gelu, softmax and rms_norm work on (batch_size, context_length, width), the last two along width."""
+
+    MEASURE: ClassVar[str] = "cs336_systems.studies.fusion_cell:measure_rows"
 
     device: Device
     ops: tuple[Op, ...] = tuple(Op)
@@ -54,6 +57,20 @@ class FusionGrid:
         rows = self.batch_size * self.context_length
         if rows * max(self.width, self.num_heads * max(self.d_head, self.context_length)) > MAX_ELEMENTS:
             raise ValueError(f"the tensors would have more than {MAX_ELEMENTS:.0e} elements; use smaller sizes")
+
+    def groups(self) -> list[list[Cell["FusionRow"]]]:
+        """One group of all versions of all operations."""
+        versions = product(dict.fromkeys(self.precisions), dict.fromkeys(self.ops), Version)
+        return [
+            [
+                Cell(label=f"{op} {version} {precision}", rows=version_rows(self, op, precision, version))
+                for precision, op, version in versions
+            ]
+        ]
+
+    def study(self, rows: tuple["FusionRow", ...], environment: Environment) -> "FusionStudy":
+        """The study with these rows."""
+        return FusionStudy(grid=self, rows=rows, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
-"""What the records of all studies share: how a cell ends, how a record is read, what every grid must have."""
+"""What all studies share: a grid of cells to measure, the rows that come of a cell, and the file that keeps them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -7,19 +8,11 @@ from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.files import read_json
-from cs336_systems.record import Failure, RecordError
+from cs336_systems.record import Environment, Failure, RecordError
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
 """Bytes of one element of the inputs: they have the precision's own data type, there is no autocast."""
-
-
-class Grid(Protocol):
-    """What to run."""
-
-    @property
-    def device(self) -> Device:
-        """Where the cells are measured."""
 
 
 class CellStatus(StrEnum):
@@ -74,6 +67,29 @@ class Study(Protocol):
 
 
 StudyT = TypeVar("StudyT", bound=Study)
+
+
+class Grid(Generic[RowT, StudyT]):
+    """What a study measures; each kind of study has a data class of this kind."""
+
+    __slots__ = ()
+    MEASURE: ClassVar[str]
+    """Function that measures a cell in a worker, as `module:function`.
+
+    It gets the grid and the rows of a cell, and returns the rows with what it measured."""
+    device: Device
+    timeout_s: float | None = None
+    """Longest time for one cell; None for no limit."""
+    world_size: int = 1
+    """GPUs that a worker sees."""
+
+    def groups(self) -> Sequence[Sequence[Cell[RowT]]]:
+        """All cells. Those of a group share a worker as long as none of them fails."""
+        raise NotImplementedError
+
+    def study(self, rows: tuple[RowT, ...], environment: Environment) -> StudyT:
+        """The study with these rows, which were measured in this environment."""
+        raise NotImplementedError
 
 
 def read_study(path: Path, kind: type[StudyT]) -> StudyT:

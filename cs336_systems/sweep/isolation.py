@@ -9,9 +9,9 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
@@ -294,6 +294,21 @@ class WorkerProcess:
         else:
             message = f"{end_in_words(exit_code)} and gave no result"
         return status, Failure(message=message, signal=name, log_tail=self.log_tail())
+
+
+def wait_for_workers(
+    workers: Sequence[WorkerProcess], others: Sequence[Connection | int], timeout_s: float | None
+) -> list[object]:
+    """Wait until a worker prints or ends, one of `others` can be read, or the time is over; read what workers printed.
+
+    Return what is ready: of a worker that has ended, its sentinel.
+    """
+    printing = [worker for worker in workers if not worker.log_closed]
+    sentinels, logs = [worker.process.sentinel for worker in workers], [worker.log for worker in printing]
+    ready = wait([*sentinels, *logs, *others], timeout_s)
+    for worker in printing:
+        worker.drain()
+    return [*ready]
 
 
 class Worker(WorkerProcess):

@@ -9,6 +9,7 @@ import signal
 import sys
 import sysconfig
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -32,11 +33,14 @@ def die_with_forker(signal_number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
-def begin_worker(log: Connection) -> None:
+def begin_worker(log: Connection, gpu_uuids: Sequence[str] = ()) -> None:
     """Turn this forked process into a worker: its own session and process group, its output into `log`.
 
-    Signals that the fork server ignores end it again, and it dies as soon as the sweep does.
+    Signals that the fork server ignores end it again, and it dies as soon as the sweep does. It sees the GPUs in
+    `gpu_uuids`, or those that the sweep sees if that is empty.
     """
+    if gpu_uuids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     os.setsid()
     die_with_parent()
     adopt_orphans()

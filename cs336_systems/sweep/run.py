@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 
@@ -45,6 +45,7 @@ from cs336_systems.sweep.isolation import (
     preload_to_explain,
     signal_name,
     spare_children,
+    wait_for_workers,
 )
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
@@ -237,7 +238,7 @@ class _Loop:
 
     def _measure(self, config: RunConfig, gpu: Gpu | None) -> Worker:
         (self.runs / f"{config.key}.json").unlink(missing_ok=True)
-        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuid=gpu.uuid if gpu else None))
+        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid] if gpu else []))
         self._look_for_others()
         self.listener.started(config, gpu)
         return worker
@@ -262,18 +263,8 @@ class _Loop:
 
     def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
         """Wait for something to happen, then yield the workers that ended, with what they did on record."""
-        listening = [worker for worker in working if not worker.log_closed]
-        patience = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
-        ready = wait(
-            [
-                *(worker.process.sentinel for worker in working),
-                *(worker.log for worker in listening),
-                self.interrupts.wakeup,
-            ],
-            timeout=patience,
-        )
-        for worker in listening:
-            worker.drain()
+        left_s = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
+        ready = wait_for_workers(working, [self.interrupts.wakeup], left_s)
         if self.interrupts.count:
             return  # whoever asks for the end may have ended the workers too: that is no failure of theirs
         self._look_for_others()
@@ -360,11 +351,11 @@ class _Loop:
         return record
 
 
-def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuid: str | None) -> None:
-    """Entry of a worker that measures. What it needs is imported there: this process must not import torch."""
+def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
+    """Entry of a worker that measures. It imports torch itself, because this module's own process must not."""
     from cs336_systems.sweep import worker
 
-    worker.main(config, runs, log, gpu_uuid)
+    worker.main(config, runs, log, gpu_uuids)
 
 
 def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:

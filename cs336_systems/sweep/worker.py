@@ -3,6 +3,7 @@
 import datetime
 import os
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -21,11 +22,9 @@ from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_wi
 from cs336_systems.sweep.store import fresh_profile_path
 
 
-def main(config: RunConfig, runs: Path, log: Connection, gpu_uuid: str | None) -> None:
+def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
     """Entry of a forked worker that measures one run and writes its record into `runs`."""
-    begin_worker(log)
-    if gpu_uuid is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_uuid
+    begin_worker(log, gpu_uuids)
     record = run_here(config, runs)
     try:
         write_record(record, runs)

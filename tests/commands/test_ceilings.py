@@ -16,7 +16,7 @@ from cs336_systems.config import SIZES, Device, ModelConfig, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status, write_record
-from cs336_systems.studies import ceilings_study
+from cs336_systems.studies import runner
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Shape, Stream
 from cs336_systems.studies.records import CellStatus, read_study
@@ -100,7 +100,7 @@ def test_ceilings_in_doubt_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = make_ceilings([product_at(square(64), 1, spread=0.3)], [stream_at(2)])
-    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda *_: study)
+    monkeypatch.setattr(runner, "run_study", lambda *_: study)
     assert run(parsed(*TINY.split(), "--output", tmp_path, "--json")) == OK
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: In doubt")]
     assert "bf16 product (unstable; the slowest loop took 30 % longer" in warning
@@ -125,7 +125,7 @@ def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for status, expected in ((CellStatus.OOM, OK), (CellStatus.CRASHED, FAILED)):
         cell = ProductCell(precision=ProductPrecision.FP32, shape=square(16), timing=lost(status, "it broke"))
         study = make_ceilings([cell], [stream_at(2)])
-        monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda *_, study=study: study)
+        monkeypatch.setattr(runner, "run_study", lambda *_, study=study: study)
         assert run(parsed(*TINY.split(), "--output", tmp_path)) == expected
         assert read_study(tmp_path / "ceilings" / "cpu" / "ceilings.json", CeilingsStudy) == study
 
@@ -148,7 +148,7 @@ def test_a_profile_stands_on_the_roofline_of_an_earlier_study(
 def test_a_profile_that_cannot_be_placed_is_refused_before_anything_is_measured(
     tmp_path: Path, profile: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(ceilings_study, "run_ceilings_study", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr(runner, "run_study", lambda *_: pytest.fail("it measured"))
     words = [*TINY.split(), "--output", tmp_path / "data", "--profile", profile]
     expected = "is of NVIDIA H200, the ceilings are of "
     if kind == "record":
@@ -247,7 +247,7 @@ def test_an_interrupted_study_leaves_no_file(tmp_path: Path, monkeypatch: pytest
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ceilings_study, "run_ceilings_study", interrupted)
+    monkeypatch.setattr(runner, "run_study", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(parsed(*TINY.split(), "--output", tmp_path))
     assert list((tmp_path / "ceilings" / "cpu").iterdir()) == []

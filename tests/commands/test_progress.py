@@ -10,8 +10,7 @@ import cs336_systems.report.sections.attention
 import cs336_systems.report.sections.ceilings.summary
 import cs336_systems.report.sections.fusion
 import cs336_systems.report.sections.ladder.tables
-import cs336_systems.studies.attention_study
-import cs336_systems.studies.fusion_study
+import cs336_systems.studies.runner
 import cs336_systems.sweep.run
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
@@ -74,15 +73,16 @@ def fake_sweep(configs, directory, listener, **_):
     return Outcome(records=records, measured=records, wall_s=1.0, slots=1, interrupted=False)
 
 
-def fake_cells(grid, groups, measure, say, on_rows=do_not, **_):
+def fake_study(grid, announce, on_progress=do_not):
     """The runner, but for the measuring."""
-    cells = [cell for group in groups for cell in group]
-    say("importing PyTorch", 0, 0)
+    cells = [cell for group in grid.groups() for cell in group]
+    announce("importing PyTorch", 0, 0)
     for done, cell in enumerate(cells):
-        say(cell.label, done, len(cells))
+        announce(cell.label, done, len(cells))
     rows = tuple(row for cell in cells for row in cell.failed(CellStatus.OOM, Failure(message="fake")))
-    on_rows(rows, None)
-    return rows, make_environment("a CPU")
+    study = grid.study(rows, make_environment("a CPU"))
+    on_progress(study)
+    return study
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -93,8 +93,7 @@ def test_what_takes_longer_says_what_it_does(
     monkeypatch.setattr(status_line, "LARGE_BYTES", 0)
     for module, function, fake in (
         (cs336_systems.sweep.run, "run_sweep", fake_sweep),
-        (cs336_systems.studies.fusion_study, "run_cells", fake_cells),
-        (cs336_systems.studies.attention_study, "run_cells", fake_cells),
+        (cs336_systems.studies.runner, "run_study", fake_study),
         (cs336_systems.report.sections.attention, "write_attention", do_not),
         (cs336_systems.report.sections.ceilings.summary, "write_ceilings", do_not),
         (cs336_systems.report.sections.fusion, "write_fusion", do_not),

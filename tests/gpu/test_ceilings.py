@@ -19,9 +19,9 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
-from cs336_systems.studies.ceilings_study import ceilings_cells, run_ceilings_study
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.records import CellStatus
+from cs336_systems.studies.runner import run_study
 from cs336_systems.studies.timing import measure, replayed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
@@ -37,9 +37,7 @@ SLEEP_CYCLES = 2_000_000
 
 def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
     """The row of one product."""
-    (row,), _ = attempt(
-        GRID, next(ceilings_cells(replace(GRID, shapes=(shape,), precisions=(precision,)))), measure_rows
-    )
+    (row,), _ = attempt(GRID, next(replace(GRID, shapes=(shape,), precisions=(precision,)).cells()), measure_rows)
     return row
 
 
@@ -126,7 +124,7 @@ def test_a_graph_runs_as_often_as_it_says() -> None:
 
 
 def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
-    rows = [row for cell in ceilings_cells(GRID) for row in cell.rows if isinstance(row, StreamCell)]
+    rows = [row for cell in GRID.cells() for row in cell.rows if isinstance(row, StreamCell)]
     sizes = [size for _ in Stream for size in GRID.stream_bytes]
     rates = {(row.stream, size): row.bytes_per_s for row, size in zip(measure_rows(GRID, rows), sizes, strict=True)}
     print({f"{stream} {size // MIB} MiB": f"{rate / 1e9:.0f} GB/s" for (stream, size), rate in rates.items()})
@@ -153,7 +151,7 @@ def test_what_does_not_fit_is_a_row_and_the_next_is_measured() -> None:
 
 
 def test_a_whole_study() -> None:
-    study = run_ceilings_study(replace(GRID, shapes=(SMALL,), stream_bytes=(MIB,)))
+    study = run_study(replace(GRID, shapes=(SMALL,), stream_bytes=(MIB,)))
     assert {timing.status for timing in study.timings} <= {CellStatus.OK, CellStatus.UNAVAILABLE}
     assert study.cache_bytes == torch.cuda.get_device_properties().L2_cache_size
     assert study.device_name in torch.cuda.get_device_name() or torch.cuda.get_device_name() in study.device_name
@@ -163,7 +161,7 @@ def test_gpus_reduce_together() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     grid = replace(GRID, world_size=2, stream_bytes=(MIB, 256 * MIB))
-    *_, last = ceilings_cells(grid)
+    *_, last = grid.cells()
     small, large = measure_reductions(grid, last.rows)
     for cell in (small, large):
         assert cell.timing.status is CellStatus.OK, cell.timing.failure

@@ -1,7 +1,7 @@
 """The attention grid and the fusion study where their numbers count: on a GPU."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -21,12 +21,11 @@ from cs336_systems.studies.attention_records import (
     rows_bytes,
     weights_bytes,
 )
-from cs336_systems.studies.attention_study import run_attention_study
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.fusion_ops import OPS, Watcher
 from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Op, Version, version_rows
-from cs336_systems.studies.fusion_study import run_fusion_study
 from cs336_systems.studies.records import Cell, CellStatus
+from cs336_systems.studies.runner import run_study
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -56,13 +55,20 @@ def device_assert_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> lis
     return [measure_cell(grid, row.cell, out_of_bounds if row.cell.context_length == 512 else None) for row in rows]
 
 
+class OutOfMemoryGrid(AttentionGrid):
+    MEASURE = f"{__name__}:out_of_memory_at_512"
+
+
+class DeviceAssertGrid(AttentionGrid):
+    MEASURE = f"{__name__}:device_assert_at_512"
+
+
 @pytest.mark.parametrize(
-    ("measure", "status"),
-    [(out_of_memory_at_512, CellStatus.OOM), (device_assert_at_512, CellStatus.CUDA_ERROR)],
-    ids=["out of memory", "device assert"],
+    ("kind", "status"), [(OutOfMemoryGrid, CellStatus.OOM), (DeviceAssertGrid, CellStatus.CUDA_ERROR)]
 )
-def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(measure, status: CellStatus) -> None:
-    before, failed, after = run_attention_study(GRID, measure=f"{__name__}:{measure.__name__}").results
+def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status: CellStatus) -> None:
+    grid = kind(**{each.name: getattr(GRID, each.name) for each in fields(GRID)})
+    before, failed, after = run_study(grid).results
     assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK), failed.failure
     if status is CellStatus.OOM:
         assert failed.failure.requested_bytes == 2**44
@@ -80,7 +86,7 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
         GRID, batch_size=1, d_heads=(16,), context_lengths=(context_length,), precisions=(Precision.BF16,),
         passes=1, warmup_passes=1, implementations=(Implementation.NAIVE, Implementation.FLASH),
     )  # fmt: skip
-    naive, flash = run_attention_study(grid).results
+    naive, flash = run_study(grid).results
     assert naive.status is CellStatus.OOM
     assert naive.failure.requested_bytes == pytest.approx(weights_bytes(grid, naive.cell), rel=0.01)
     assert flash.status is CellStatus.OK, flash.failure
@@ -111,9 +117,7 @@ def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) 
 
 
 def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
-    (result,) = run_attention_study(
-        replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))
-    ).results
+    (result,) = run_study(replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))).results
     assert result.status is CellStatus.UNAVAILABLE
     assert "dtype" in result.failure.message, result.failure.message
 
@@ -121,14 +125,14 @@ def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_compiled_for_every_shape(causal: bool) -> None:
     grid = replace(GRID, causal=causal, implementations=(Implementation.COMPILED,), precisions=(Precision.BF16,))
-    for result in run_attention_study(grid).results:
+    for result in run_study(grid).results:
         assert result.status is CellStatus.OK, result.failure
         assert result.compile_s > 10 * result.measurement(Phase.FORWARD).mean_s
 
 
 @pytest.fixture(scope="module")
 def forward() -> dict[tuple[Op, Version], FusionRow]:
-    study = run_fusion_study(FUSION)
+    study = run_study(FUSION)
     for row in study.rows:
         assert row.status is CellStatus.OK, (row.op, row.version, row.failure)
         print(row.op, row.version, row.phase, row.measurement.median_s, row.max_error, row.kernels)

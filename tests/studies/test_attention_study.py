@@ -25,8 +25,8 @@ from cs336_systems.studies.attention_records import (
     matmul_flops,
     naive_saved_bytes,
 )
-from cs336_systems.studies.attention_study import run_attention_study
 from cs336_systems.studies.records import CellStatus, read_study
+from cs336_systems.studies.runner import run_study
 
 SMALL = AttentionGrid(
     device=Device.CPU, batch_size=2, d_heads=(4,), context_lengths=(8, 16, 32), implementations=(Implementation.NAIVE,),
@@ -48,7 +48,7 @@ def inputs_of(grid: AttentionGrid, cell: AttentionCell) -> list[torch.Tensor]:
 
 def test_a_kernel_that_there_is_not_is_a_row_and_no_failure() -> None:
     grid = replace(SMALL, implementations=(Implementation.EFFICIENT, Implementation.FLASH), context_lengths=(8, 16))
-    study = run_attention_study(grid)
+    study = run_study(grid)
     assert [result.status for result in study.results] == [CellStatus.UNAVAILABLE] * 2 + [CellStatus.OK] * 2
     assert "viable backend" in study.results[0].failure.message
     assert study.available(Precision.FP32) == [Implementation.FLASH]
@@ -57,9 +57,7 @@ def test_a_kernel_that_there_is_not_is_a_row_and_no_failure() -> None:
 
 def test_a_whole_study_keeps_every_time_and_says_where_it_was() -> None:
     progress: list[AttentionStudy] = []
-    study = run_attention_study(
-        replace(SMALL, d_heads=(8, 4), precisions=(Precision.BF16,)), on_progress=progress.append
-    )
+    study = run_study(replace(SMALL, d_heads=(8, 4), precisions=(Precision.BF16,)), on_progress=progress.append)
     assert [(r.cell.context_length, r.cell.d_head) for r in study.results] == [
         (8, 4), (8, 8), (16, 4), (16, 8), (32, 4), (32, 8),
     ]  # fmt: skip
@@ -95,7 +93,7 @@ def test_compiling_starts_afresh_for_every_shape() -> None:
 
 def test_causal_attention_is_compiled_in_a_worker() -> None:
     grid = replace(SMALL, causal=True, context_lengths=(8,), implementations=(Implementation.COMPILED,))
-    (result,) = run_attention_study(grid).results
+    (result,) = run_study(grid).results
     assert result.failure is None
     assert result.compile_s > result.measurement(Phase.FORWARD).mean_s
 

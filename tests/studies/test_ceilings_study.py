@@ -24,9 +24,9 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
-from cs336_systems.studies.ceilings_study import ceilings_cells, run_ceilings_study
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.records import CellStatus
+from cs336_systems.studies.runner import run_study
 from cs336_systems.studies.timing import MOST_GROWTH, host_timer, next_count, timed_loops
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
@@ -37,7 +37,7 @@ GRID = CeilingsGrid(
 
 def row_of(precision: ProductPrecision, shape: Shape = SHAPE) -> ProductCell:
     """The row of one product."""
-    cell = next(ceilings_cells(replace(GRID, shapes=(shape,), precisions=(precision,))))
+    cell = next(replace(GRID, shapes=(shape,), precisions=(precision,)).cells())
     (row,), _ = attempt(GRID, cell, measure_rows)
     return row
 
@@ -219,7 +219,7 @@ def test_a_failure_is_a_row_and_the_next_cell_is_measured(monkeypatch: pytest.Mo
 
 
 def test_bytes_are_those_of_whole_elements() -> None:
-    rows = [row for cell in ceilings_cells(replace(GRID, stream_bytes=(100,))) for row in cell.rows]
+    rows = [row for cell in replace(GRID, stream_bytes=(100,)).cells() for row in cell.rows]
     moved = {row.stream: row.moved_bytes for row in rows if isinstance(row, StreamCell)}
     assert (moved[Stream.ADAMW], moved[Stream.COPY]) == (3 * 28, 12 * 8)
 
@@ -228,7 +228,7 @@ def test_a_whole_study_on_a_cpu() -> None:
     grid = replace(
         GRID, shapes=(SHAPE, SHAPE, replace(SHAPE, rows=9)), precisions=(ProductPrecision.FP32, ProductPrecision.FP8)
     )
-    study = run_ceilings_study(grid)
+    study = run_study(grid)
     assert [(cell.precision, cell.shape.rows) for cell in study.products] == [
         (ProductPrecision.FP32, 5), (ProductPrecision.FP32, 9), (ProductPrecision.FP8, 5), (ProductPrecision.FP8, 9),
     ]  # fmt: skip
@@ -245,14 +245,14 @@ def test_a_whole_study_on_a_cpu() -> None:
 
 
 def reductions(grid: CeilingsGrid) -> list[ReduceCell]:
-    *_, last = ceilings_cells(grid)
+    *_, last = grid.cells()
     return measure_reductions(grid, last.rows)
 
 
 def test_processes_reduce_together() -> None:
     """In a study, whose worker starts them."""
     grid = replace(GRID, world_size=2, stream_bytes=(1 << 14, 4097, 1 << 14))
-    small, large = run_ceilings_study(grid).reductions
+    small, large = run_study(grid).reductions
     assert (small.num_bytes, large.num_bytes) == (4096, 1 << 14)
     for cell in (small, large):
         assert cell.timing.status is CellStatus.OK, cell.timing.failure

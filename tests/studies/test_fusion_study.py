@@ -30,8 +30,8 @@ from cs336_systems.studies.fusion_records import (
     matmul_flops,
     version_rows,
 )
-from cs336_systems.studies.fusion_study import run_fusion_study
 from cs336_systems.studies.records import Cell, CellStatus, read_study
+from cs336_systems.studies.runner import run_study
 
 GRID = FusionGrid(
     device=Device.CPU, batch_size=2, context_length=3, width=8, num_heads=5, d_head=4, passes=3, warmup_passes=1
@@ -147,7 +147,7 @@ def test_flops_are_those_that_torch_counts(op: Op) -> None:
 def test_a_whole_study_on_a_cpu(tmp_path: Path) -> None:
     said: list[tuple[str, int, int]] = []
     grid = replace(GRID, ops=(Op.SOFTMAX, Op.ATTENTION), precisions=(Precision.FP32,))
-    study = run_fusion_study(grid, lambda *words: said.append(words))
+    study = run_study(grid, lambda *words: said.append(words))
     assert [(done, total) for _, done, total in said] == [(0, 0), *((done, 6) for done in range(6))]
     assert [(row.op, row.version, row.phase) for row in study.rows] == [
         (op, version, phase) for op in grid.ops for version in Version for phase in (Phase.FORWARD, Phase.BACKWARD)

@@ -15,22 +15,17 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.record import Failure, RecordError
-from cs336_systems.studies import runner
 from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.fusion_records import FusionStudy
-from cs336_systems.studies.records import Cell, CellStatus, Row, read_study
-from cs336_systems.studies.runner import run_cells
+from cs336_systems.studies.records import Cell, CellStatus, Grid, Row, read_study
+from cs336_systems.studies.runner import run_study
+from cs336_systems.sweep import isolation
 
 ROOT = Path(__file__).parents[2]
 CELLS = 3
 FAILING = 1
 HANGING = ["sleep", "601"]
-
-
-@dataclass(frozen=True)
-class Grid:
-    device: Device = Device.CPU
 
 
 @dataclass(frozen=True)
@@ -43,8 +38,20 @@ class ProcessRow(Row):
     failure: Failure | None = None
 
 
-def cells_of(*numbers: int) -> list[Cell[ProcessRow]]:
-    return [Cell(label=f"cell {number}", rows=(ProcessRow(number),)) for number in numbers]
+@dataclass(frozen=True)
+class ProcessGrid(Grid):
+    """Its study is the rows and the environment."""
+
+    MEASURE: str
+    numbers: tuple[tuple[int, ...], ...] = (tuple(range(CELLS)),)
+    timeout_s: float | None = None
+    device: Device = Device.CPU
+
+    def groups(self):
+        return [[Cell(label=f"cell {i}", rows=(ProcessRow(i),)) for i in numbers] for numbers in self.numbers]
+
+    def study(self, rows, environment):
+        return rows, environment
 
 
 # What measures in the worker, found there by its name.
@@ -98,8 +105,8 @@ def fail_on_the_device(grid, rows):
     return measure(grid, rows)
 
 
-def run(function, groups=None, **options) -> tuple[ProcessRow, ...]:
-    return run_cells(Grid(), groups or [cells_of(*range(CELLS))], f"{__name__}:{function.__name__}", **options)[0]
+def grid_of(function, **fields) -> ProcessGrid:
+    return ProcessGrid(f"{__name__}:{function.__name__}", **fields)
 
 
 def wait_until_it_hangs(objects: list[object], timeout: float) -> list[object]:
@@ -127,8 +134,8 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
     function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if function is hang:
-        monkeypatch.setattr(runner, "wait", wait_until_it_hangs)
-    before, failed, after = run(function, timeout_s=60.0)
+        monkeypatch.setattr(isolation, "wait", wait_until_it_hangs)
+    (before, failed, after), _ = run_study(grid_of(function, timeout_s=60.0))
     status, words = FAULTS[function]
     assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK)
     assert words in failed.failure.message
@@ -141,23 +148,26 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
 
 
 def test_a_study_whose_cells_all_end_their_workers_still_says_where_it_ran() -> None:
-    rows, environment = run_cells(Grid(), [cells_of(FAILING)], f"{__name__}:exit_at_once")
+    rows, environment = run_study(grid_of(exit_at_once, numbers=((FAILING,),)))
     assert [row.status for row in rows] == [CellStatus.CRASHED]
     assert environment.identity.torch == torch.__version__
 
 
 def test_healthy_cells_of_a_group_share_a_process() -> None:
-    first, second, other = run(measure, [cells_of(0, 1), cells_of(2)])
+    (first, second, other), _ = run_study(grid_of(measure, numbers=((0, 1), (2,))))
     assert first.pid == second.pid != other.pid
 
 
 def test_a_worker_that_prints_more_than_a_pipe_holds_is_not_held_up() -> None:
-    assert [row.status for row in run(print_much, timeout_s=60.0)] == [CellStatus.OK] * CELLS
+    rows, _ = run_study(grid_of(print_much, timeout_s=60.0))
+    assert [row.status for row in rows] == [CellStatus.OK] * CELLS
 
 
 def test_each_cell_is_announced_and_its_rows_are_handed_over_at_once() -> None:
     seen: list[object] = []
-    rows = run(measure, say=lambda *words: seen.append(words), on_rows=lambda rows, _: seen.append(len(rows)))
+    rows, _ = run_study(
+        grid_of(measure), lambda *words: seen.append(words), on_progress=lambda study: seen.append(len(study[0]))
+    )
     assert seen == [
         ("importing PyTorch", 0, 0),
         *(event for number in range(CELLS) for event in ((f"cell {number}", number, CELLS), number + 1)),
@@ -179,7 +189,7 @@ def test_the_parent_needs_no_torch_and_an_interrupted_study_leaves_no_process(tm
 import sys
 import psutil
 from cs336_systems.studies.attention_records import *
-from cs336_systems.studies.attention_study import run_attention_study
+from cs336_systems.studies.runner import run_study
 from cs336_systems.config import Device
 
 def interrupt(study):
@@ -189,9 +199,9 @@ def interrupt(study):
 if __name__ == "__main__":
     grid = AttentionGrid(device=Device.CPU, batch_size=1, d_heads=(4,), context_lengths=(8, 16, 32),
                          implementations=(Implementation.NAIVE,), passes=1, warmup_passes=1)
-    assert [r.status for r in run_attention_study(grid).results] == ["ok"] * 3
+    assert [r.status for r in run_study(grid).results] == ["ok"] * 3
     try:
-        run_attention_study(grid, on_progress=interrupt)
+        run_study(grid, on_progress=interrupt)
     except KeyboardInterrupt:
         pass
     assert "torch" not in sys.modules
@@ -207,9 +217,8 @@ def test_what_a_killed_worker_leaves_is_cleaned_up_without_a_word(tmp_path: Path
     text = """
 import multiprocessing, sys
 from pathlib import Path
-from cs336_systems.studies.records import Cell
-from cs336_systems.studies.runner import run_cells
-from tests.studies.test_runner import Grid, ProcessRow
+from cs336_systems.studies.runner import run_study
+from tests.studies.test_runner import ProcessGrid
 
 KEPT = []
 
@@ -219,7 +228,7 @@ def measure(grid, rows):
     return rows
 
 if __name__ == "__main__":
-    run_cells(Grid(), [[Cell(label="one", rows=(ProcessRow(1),))]], "study:measure")
+    run_study(ProcessGrid("study:measure", ((1,),)))
 """
     done = script(tmp_path, text, str(tmp_path / "name"))
     assert (done.returncode, done.stderr) == (0, "")
