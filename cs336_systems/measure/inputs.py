@@ -21,8 +21,13 @@ from cs336_systems.record import Input
 
 _INSTALLED = ("site-packages", "dist-packages")
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE | re.ASCII)
-_DYNAMIC = re.compile(r"import\s*\*|__path__|__getattr__|sys\.modules|\b(?:global|globals|vars|exec|setattr)\b")
-"""Signs that a module has names or submodules that its source text does not show."""
+_DYNAMIC = re.compile(
+    r"import\s*\*|__path__|__getattr__|sys\.modules|\b(?:global|globals|vars|exec)\b|\bsetattr\b(?!\s*\(\s*self\b)"
+)
+"""Signs that a module has names or submodules that its source text does not show.
+
+`setattr(self, ...)` is none: it sets an attribute of an object, such as a layer of a model.
+"""
 _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 

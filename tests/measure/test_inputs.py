@@ -143,6 +143,8 @@ for looped in "x": pass
     "lazy.py": "def __getattr__(name):\n    return name\n",
     "star.py": "from plain import *\n",
     "late.py": "globals()['make'] = print\n",
+    "sets.py": "import sets\nsetattr(sets, 'make', print)\n",
+    "layers.py": "class Model:\n    def __init__(self):\n        setattr(self, 'layer0', 1)\ndef make(): ...\n",
     "within.py": "def hidden():\n    inner = 1\n    return later\n",
     "broken.py": "def make(:\n",
     "package/__init__.py": "from .sub import make\nfrom . import other as renamed\n",
@@ -154,7 +156,8 @@ for looped in "x": pass
 }
 NAMES = [
     *(f"plain:{name}" for name in ("make", "m", "dumps", "other", "Outer.Inner", "looped", "Outer", "nothing", "pi")),
-    "lazy:anything", "star:make", "late:make", "within:hidden", "within:inner", "within:later", "broken:make",
+    "lazy:anything", "star:make", "late:make", "sets:make", "layers:make", "layers:mkae",
+    "within:hidden", "within:inner", "within:later", "broken:make",
     "package:make", "package:sub.make", "package:renamed", "package:other", "package:nothing", "package.sub:make",
     "package.sub:nothing", "package.nothing:make", "package.sub.nothing:make", "package.folder.deep:make",
     "package.folder.nothing:make", "package.folder.deep:nothing", "folder.sub:make", "folder.nothing:make",
@@ -169,7 +172,7 @@ def test_a_factory_is_refused_only_where_python_does_not_find_it_either(here: Pa
 import importlib, operator, subprocess, sys
 sys.path.insert(0, ".")
 for name in {NAMES}:
-    for loaded in [m for m in sys.modules if m.split(".")[0] in ("plain", "package", "folder", "replaces")]:
+    for loaded in [m for m in sys.modules if m.split(".")[0] in ("plain", "package", "folder", "replaces", "sets")]:
         del sys.modules[loaded]
     module, _, attribute = name.partition(":")
     try:
