@@ -21,16 +21,16 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
-    """A column of a table. A row is a mapping with the value under `key`, or any object that `says` turns to text."""
+    """A column of a table. A row is a mapping with the value under `key`, or any object that `text` makes a cell of."""
 
     name: str
     unit: str = ""
     numeric: bool = True
     """Numbers stand to the right."""
-    spare: int = 0
-    """Above 0, a terminal too narrow for the table leaves the column out, the highest number first."""
-    says: Callable[[Row], str] | None = None
-    """The cell of a row, where it is not the value of `key` alone; unknown is an empty text."""
+    drop_order: int = 0
+    """Above 0, a terminal that is too narrow for the table drops the column; the highest number goes first."""
+    text: Callable[[Row], str] | None = None
+    """Makes the cell of a row where that is not the value of `key` alone; an empty text for unknown."""
     key: str = ""
     """Name of the value in a row and in CSV files."""
     scale: float = 1
@@ -49,10 +49,10 @@ class Column(Generic[Row]):
 
     def cell(self, row: Row) -> str:
         """What a row has below this heading; empty for unknown."""
-        if self.says is not None:
-            return self.says(row)
+        if self.text is not None:
+            return self.text(row)
         if not isinstance(row, Mapping):
-            raise TypeError(f"column {self.name!r} needs rows with values by key, or says, got {type(row).__name__}")
+            raise TypeError(f"column {self.name!r} needs rows with values by key, or text, got {type(row).__name__}")
         value, std = row[self.key], row[self.std] if self.std else None
         if value is None:
             return ""
@@ -64,8 +64,8 @@ class Column(Generic[Row]):
 class Options(TypedDict, total=False):
     """What most columns leave as it is; see `Column`."""
 
-    spare: int
-    says: Callable[[Any], str]
+    drop_order: int
+    text: Callable[[Any], str]
     scale: float
     write: Callable[[Any], str]
     std: str
@@ -108,66 +108,68 @@ def _number(name: str, unit: str, about: str, **options: Unpack[Options]) -> Col
     return found
 
 
-def _text(name: str, about: str, spare: int = 0, write: Callable[[Any], str] = str) -> Column[Any]:
+def _text(name: str, about: str, drop_order: int = 0, write: Callable[[Any], str] = str) -> Column[Any]:
     """A column of texts."""
-    return Column(name, numeric=False, spare=spare, write=write, about=about)
+    return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
 
 
 COLUMNS: dict[str, Column[Any]] = {
     "phase": _text("phase", "Phase of a training step, or the whole step."),
-    "share": _number("share", "%", "Part of the sum of all rows.", spare=1, write=in_percent),
+    "share": _number("share", "%", "Part of the sum of all rows.", drop_order=1, write=in_percent),
     # times of a step and what follows from them
-    "data_mean_ms": _number("data", "ms", "Time to make a batch.", spare=9, std="data_std_ms"),
-    "forward_mean_ms": _number("forward", "ms", "Time of forward, the loss included.", spare=6, std="forward_std_ms"),
-    "backward_mean_ms": _number("backward", "ms", "Time of backward.", spare=7, std="backward_std_ms"),
-    "optimizer_mean_ms": _number("optimizer", "ms", "Time of the optimizer's step.", spare=8, std="optimizer_std_ms"),
+    "data_mean_ms": _number("data", "ms", "Time to make a batch.", drop_order=9, std="data_std_ms"),
+    "forward_mean_ms": _number("forward", "ms", "Time of forward, the loss included.",
+                                drop_order=6, std="forward_std_ms"),
+    "backward_mean_ms": _number("backward", "ms", "Time of backward.", drop_order=7, std="backward_std_ms"),
+    "optimizer_mean_ms": _number("optimizer", "ms", "Time of the optimizer's step.",
+                                drop_order=8, std="optimizer_std_ms"),
     "step_mean_ms": _number("step", "ms", "Mean time of a whole step, with its deviation.", std="step_std_ms"),
     "step_ci95_low_ms": _number("95 % interval", "ms, over processes",
                                 "Of the mean step, over the means of fresh processes (Student's t).",
-                                spare=1, says=_step_interval),
+                                drop_order=1, text=_step_interval),
     "step_cv": _number("std/mean", "%", "Standard deviation of a step over its mean.",
-                       spare=10, scale=100, write=two_digits),
-    "first_step_ms": _number("first measured step", "ms", "Time of the first step after warm-up.", spare=2),
-    "tokens_per_s": _number("tokens/s", "", "Tokens of a step over its mean time.", spare=5),
+                       drop_order=10, scale=100, write=two_digits),
+    "first_step_ms": _number("first measured step", "ms", "Time of the first step after warm-up.", drop_order=2),
+    "tokens_per_s": _number("tokens/s", "", "Tokens of a step over its mean time.", drop_order=5),
     "mfu": _number("MFU", "%", "The model's FLOPs per second over the peak of the data sheet at this precision.",
-                   spare=3, scale=100, write=three_digits),
+                   drop_order=3, scale=100, write=three_digits),
     "ceiling_share": _number("of ceiling", "%", "The model's FLOPs per second over the highest measured rate.",
-                             spare=12, scale=100, write=three_digits),
+                             drop_order=12, scale=100, write=three_digits),
     "peak_allocated_gib": _number("peak", "GiB", "The most memory that was allocated at any time.",
-                                  spare=2, write=three_digits),
+                                  drop_order=2, write=three_digits),
     "predicted_peak_gib": _number("predicted", "GiB", "The peak that the configuration was predicted to have.",
-                                  spare=11, write=three_digits),
+                                  drop_order=11, write=three_digits),
     "speed_up": _number("speed-up", "vs fp32", "How many times faster than the same configuration in fp32.",
-                        spare=4, says=_speed_up),
+                        drop_order=4, text=_speed_up),
     # kernels, per step
-    "kernels_per_step": _number("kernels", "", "Kernels that were launched.", spare=4, write=count),
+    "kernels_per_step": _number("kernels", "", "Kernels that were launched.", drop_order=4, write=count),
     "kernel_mean_ms": _number("GPU time", "ms", "Durations of the kernels, added up.", write=rounded),
     "wall_mean_ms": _number("wall", "ms", "Time on the device until the phase's last kernel has ended.",
-                            spare=1, write=rounded),
+                            drop_order=1, write=rounded),
     "busy_share": _number("GPU busy", "%", "Part of the wall time in which a kernel or copy ran.",
-                          spare=2, write=in_percent),
+                          drop_order=2, write=in_percent),
     "host_mean_ms": _number("CPU", "ms", "Time that the host was in the phase, waits included.",
-                            spare=5, write=rounded),
+                            drop_order=5, write=rounded),
     "host_per_launch_s": _number("CPU per launch", "µs", "The host's time in the phase, over its launches.",
-                                 spare=6, scale=1e6),
-    "copies_per_step": _number("copies", "", "Copies and fills by the driver.", spare=8, write=count),
+                                 drop_order=6, scale=1e6),
+    "copies_per_step": _number("copies", "", "Copies and fills by the driver.", drop_order=8, write=count),
     "recomputed_mean_ms": _number("recomputed", "ms", "GPU time of forward that backward does again.",
-                                  spare=7, write=rounded),
-    "clock_mean_ms": _number("clock", "ms", "Time of the same phase in a run without a profiler.", spare=3),
+                                  drop_order=7, write=rounded),
+    "clock_mean_ms": _number("clock", "ms", "Time of the same phase in a run without a profiler.", drop_order=3),
     "wall_over_clock": _number("wall vs clock", "%", "By how much the wall time is longer than without a profiler.",
-                               spare=5, write=change),
+                               drop_order=5, write=change),
     "plain_step_mean_ms": _number("step", "ms", "Mean step of the run without a profiler."),
-    "profiled_step_mean_ms": _number("with profiler", "ms", "Mean step of the profiled run.", spare=1),
+    "profiled_step_mean_ms": _number("with profiler", "ms", "Mean step of the profiled run.", drop_order=1),
     "slowdown": _number("slowdown", "times", "Profiled step over plain step.", write=three_digits),
     "total_ms_per_step": _number("time", "ms", "Durations of these kernels, added up.", write=rounded),
     "count_per_step": _number("launches", "", "Launches of these kernels.", write=count),
     "class": _text("class", "What kind of work the kernels do, by their names."),
     "short_name": _text("kernel", "Name of the kernel without its template arguments.", write=label),
-    "mean_s": _number("mean", "µs", "Mean duration of one launch.", spare=4, scale=1e6),
-    "median_s": _number("median", "µs", "Median duration of one launch.", spare=6, scale=1e6),
-    "min_s": _number("min", "µs", "Shortest launch.", spare=8, scale=1e6),
-    "max_s": _number("max", "µs", "Longest launch.", spare=7, scale=1e6),
-    "std_s": _number("std", "µs", "Standard deviation of the launches' durations.", spare=5, scale=1e6),
+    "mean_s": _number("mean", "µs", "Mean duration of one launch.", drop_order=4, scale=1e6),
+    "median_s": _number("median", "µs", "Median duration of one launch.", drop_order=6, scale=1e6),
+    "min_s": _number("min", "µs", "Shortest launch.", drop_order=8, scale=1e6),
+    "max_s": _number("max", "µs", "Longest launch.", drop_order=7, scale=1e6),
+    "std_s": _number("std", "µs", "Standard deviation of the launches' durations.", drop_order=5, scale=1e6),
     "of": _text("of", "Forward, or the whole step."),
     "linear_per_step": _number("linear", "", "Matrix products of linear layers.", write=count),
     "linear_ms_per_step": _number("linear time", "ms", "GPU time of linear layers' matrix products.", write=rounded),
@@ -177,39 +179,40 @@ COLUMNS: dict[str, Column[Any]] = {
                                 write=count),
     "unknown_ms_per_step": _number("unknown time", "ms", "GPU time of those.", write=rounded),
     "linear_expected": _number("expected", "", "One for each linear layer in forward, two in backward.",
-                               spare=2, write=count),
-    "as_expected": _text("as expected", "Whether as many were launched as expected.", spare=1),
+                               drop_order=2, write=count),
+    "as_expected": _text("as expected", "Whether as many were launched as expected.", drop_order=1),
     "part": _text("part", "Scores, softmax or values."),
-    "share_of_attention": _number("share", "%", "Part of attention's GPU time.", spare=1, write=in_percent),
-    "share_of_phase": _number("of phase", "%", "Part of the phase's GPU time.", spare=4, write=in_percent),
-    "products_ms_per_step": _number("products", "ms", "GPU time of matrix products.", spare=1, write=rounded),
-    "flops_per_step": _number("FLOPs", "G", "Floating-point operations.", spare=7, scale=1e-9),
-    "flops_per_s": _number("rate", "TFLOP/s", "FLOPs over GPU time.", spare=3, scale=1e-12, write=three_digits),
+    "share_of_attention": _number("share", "%", "Part of attention's GPU time.", drop_order=1, write=in_percent),
+    "share_of_phase": _number("of phase", "%", "Part of the phase's GPU time.", drop_order=4, write=in_percent),
+    "products_ms_per_step": _number("products", "ms", "GPU time of matrix products.", drop_order=1, write=rounded),
+    "flops_per_step": _number("FLOPs", "G", "Floating-point operations.", drop_order=7, scale=1e-9),
+    "flops_per_s": _number("rate", "TFLOP/s", "FLOPs over GPU time.", drop_order=3, scale=1e-12, write=three_digits),
     "softmax_ms_per_step": _number("softmax", "ms", "GPU time of the softmax.", write=rounded),
     "whole_ms_per_step": _number("all of attention", "ms", "GPU time of all kernels of attention.",
-                                 spare=2, write=rounded),
-    "time_ratio": _number("time ratio", "", "Softmax over matrix products, in time.", spare=3, write=three_digits),
-    "flops_ratio": _number("FLOP ratio", "", "Softmax over matrix products, in FLOPs.", spare=3, write=three_digits),
+                                 drop_order=2, write=rounded),
+    "time_ratio": _number("time ratio", "", "Softmax over matrix products, in time.", drop_order=3, write=three_digits),
+    "flops_ratio": _number("FLOP ratio", "", "Softmax over matrix products, in FLOPs.",
+                           drop_order=3, write=three_digits),
     "time_per_flop_ratio": _number("time per FLOP", "", "Softmax over matrix products, in time per FLOP.",
-                                   spare=3, write=three_digits),
+                                   drop_order=3, write=three_digits),
     "module": _text("module", "Ranges around the launch, the outermost first."),
     "cause": _text("cause", "Why the GPU had nothing to run."),
     "idle_ms_per_step": _number("idle", "ms", "Time in which no kernel or copy ran.", write=rounded),
-    "share_of_wall": _number("of wall", "%", "Part of the step's wall time.", spare=1, write=in_percent),
-    "idle_each_s": _number("each", "µs", "Mean length of one idle time.", spare=3, scale=1e6),
+    "share_of_wall": _number("of wall", "%", "Part of the step's wall time.", drop_order=1, write=in_percent),
+    "idle_each_s": _number("each", "µs", "Mean length of one idle time.", drop_order=3, scale=1e6),
     "idle_ms": _number("idle", "ms", "Length of this idle time.", write=rounded),
-    "start_ms": _number("at", "ms", "Time from the start of the step.", spare=6, write=rounded),
-    "before": _text("before it", "The kernel that ended before.", spare=8),
-    "after": _text("after it", "The kernel that ended the wait.", spare=4),
-    "host_call": _text("host was in", "The CUDA call in which the host spent most of the time.", spare=3),
+    "start_ms": _number("at", "ms", "Time from the start of the step.", drop_order=6, write=rounded),
+    "before": _text("before it", "The kernel that ended before.", drop_order=8),
+    "after": _text("after it", "The kernel that ended the wait.", drop_order=4),
+    "host_call": _text("host was in", "The CUDA call in which the host spent most of the time.", drop_order=3),
     # memory
     "quantity": _text("quantity", "What the value is of."),
     "value": _number("value", "", "Bytes, or how many."),
-    "about": _text("what it is", "What the quantity is, in words.", spare=2),
-    "category": _text("category", "What the memory is used for.", spare=3),
+    "about": _text("what it is", "What the quantity is, in words.", drop_order=2),
+    "category": _text("category", "What the memory is used for.", drop_order=3),
     "bytes": _number("size", "", "Bytes in blocks of the allocator."),
     "requested_bytes": _number("asked for", "", "Bytes that the program asked for; a block may be larger."),
-    "blocks": _number("blocks", "", "Blocks of the allocator.", spare=2, write=count),
+    "blocks": _number("blocks", "", "Blocks of the allocator.", drop_order=2, write=count),
     "status": _text("status", "How the run ended."),
     "peak_allocated_bytes": _number("peak", "", "The most that was allocated at any time."),
     "peak_phase": _text("in", "The phase in which memory was at its peak."),
@@ -223,24 +226,24 @@ COLUMNS: dict[str, Column[Any]] = {
     "block_gradient_bytes": _number("gradients per block", "", "Gradients of a typical block of the model."),
     "step": _number("step", "", "Number of the recorded step, from 0.", write=str),
     "moment": _text("moment", "When: the end of a phase, or the peak."),
-    "time_s": _number("at", "ms", "Time from the first recorded event.", spare=4),
+    "time_s": _number("at", "ms", "Time from the first recorded event.", drop_order=4),
     "allocated_bytes": _number("allocated", "", "All categories together, in blocks."),
     "counted_bytes": _number("PyTorch's count", "", "What PyTorch's allocator itself counted."),
     "counted_requested_bytes": _number("PyTorch's count", "", "What PyTorch's allocator counted as asked for."),
     "reserved_bytes": _number("reserved", "", "Segments that PyTorch held then."),
-    "begin_s": _number("begins", "ms", "Time from the first recorded event to the phase's start.", spare=3),
-    "duration_s": _number("takes", "ms", "Time from the phase's start to its end.", spare=3),
+    "begin_s": _number("begins", "ms", "Time from the first recorded event to the phase's start.", drop_order=3),
+    "duration_s": _number("takes", "ms", "Time from the phase's start to its end.", drop_order=3),
     "begin_bytes": _number("at its start", "", "Allocated when the phase began."),
     "peak_bytes": _number("peak", "", "The most that was allocated during the phase."),
-    "peak_s": _number("peak at", "ms", "Time from the first recorded event to the phase's peak.", spare=4),
+    "peak_s": _number("peak at", "ms", "Time from the first recorded event to the phase's peak.", drop_order=4),
     "end_bytes": _number("at its end", "", "Allocated when the phase ended."),
-    "count": _number("count", "", "Allocations that are alike.", spare=2, write=count),
+    "count": _number("count", "", "Allocations that are alike.", drop_order=2, write=count),
     "bytes_at_peak": _number("together", "", "Bytes of all of them at the peak, in blocks."),
-    "share_of_peak": _number("share", "%", "Part of the peak.", spare=1, write=in_percent),
-    "count_at_peak": _number("count", "", "How many of them there were at the peak.", spare=2, write=count),
+    "share_of_peak": _number("share", "%", "Part of the peak.", drop_order=1, write=in_percent),
+    "count_at_peak": _number("count", "", "How many of them there were at the peak.", drop_order=2, write=count),
     "name": _text("name", "Name of the tensor in the model.", write=label),
-    "shape_and_type": _text("shape", "Shape and data type of the tensor.", spare=7),
-    "explanation": _text("formula", "The size as a product of the model's dimensions.", spare=5),
-    "place": _text("place", "The line of code that allocated it.", spare=6),
+    "shape_and_type": _text("shape", "Shape and data type of the tensor.", drop_order=7),
+    "explanation": _text("formula", "The size as a product of the model's dimensions.", drop_order=5),
+    "place": _text("place", "The line of code that allocated it.", drop_order=6),
 }  # fmt: skip
 """The columns that tables name by key, with the unit, digits and place that most tables give them."""

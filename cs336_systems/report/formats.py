@@ -168,7 +168,7 @@ def _caption(table: Table) -> str:
 def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     """Title, table and notes for a terminal of `width` characters, or of any width; rich reads no markup in them.
 
-    Spare columns are left out as far as the width asks for it; a note names them and says `where` they are.
+    Columns with a `drop_order` are dropped as far as the width asks for it; a note names them and `where` they are.
     """
     columns = range(len(table.headings))
     texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
@@ -193,7 +193,7 @@ class _Layout:
 
 
 def _fit(headings: Sequence[Column[Any]], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
-    """All columns with each cell on one line; else headings and texts wrap and spare columns go; else numbers wrap too.
+    """Each cell on one line; if too wide, headings and texts wrap and columns are dropped; at last numbers wrap too.
 
     `texts` are the cells of each column.
     """
@@ -205,8 +205,8 @@ def _fit(headings: Sequence[Column[Any]], texts: Sequence[Sequence[str]], width:
     firm = [
         max(words[column], _widest(texts[column])) if headings[column].numeric else words[column] for column in columns
     ]
-    by_worth = sorted(columns, key=lambda column: headings[column].spare)
-    fewest = max(1, sum(not heading.spare for heading in headings))
+    by_worth = sorted(columns, key=lambda column: headings[column].drop_order)
+    fewest = max(1, sum(not heading.drop_order for heading in headings))
     selections = [sorted(by_worth[:number]) for number in range(len(headings), fewest - 1, -1)]
     ways = [(shown, firm, gap) for shown in selections for gap in (2, 1)]
     for shown, least, gap in (*ways, (selections[-1], words, 1)):

@@ -146,7 +146,7 @@ def identity_columns(
     def cell(name: str) -> Callable[[Row], str]:
         return lambda row: _cell(of(row)[name])
 
-    return [Column(heading(name), numeric=_is_numeric(rows, name), says=cell(name), key=name) for name in names]
+    return [Column(heading(name), numeric=_is_numeric(rows, name), text=cell(name), key=name) for name in names]
 
 
 def heading(name: str) -> str:

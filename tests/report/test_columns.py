@@ -20,14 +20,14 @@ def test_a_value_is_scaled_and_unknown_is_empty() -> None:
 
 
 def test_rows_that_are_no_mappings_need_a_function_of_the_row() -> None:
-    with pytest.raises(TypeError, match="column 'n' needs rows with values by key, or says, got int"):
+    with pytest.raises(TypeError, match="column 'n' needs rows with values by key, or text, got int"):
         make_table("t", [Column("n", key="n")], [1])
 
 
 def test_one_table_may_change_a_column_for_itself_alone() -> None:
     before = COLUMNS["wall_mean_ms"]
-    changed = column("wall_mean_ms", name="other", spare=7)
-    assert (changed.name, changed.spare, changed.unit, changed.key) == ("other", 7, "ms", "wall_mean_ms")
+    changed = column("wall_mean_ms", name="other", drop_order=7)
+    assert (changed.name, changed.drop_order, changed.unit, changed.key) == ("other", 7, "ms", "wall_mean_ms")
     assert COLUMNS["wall_mean_ms"] == before != changed
 
 

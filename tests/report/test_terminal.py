@@ -186,9 +186,9 @@ def test_columns_that_are_no_width_are_none(columns, capsys, monkeypatch):
 
 
 def test_columns_go_in_the_declared_order(capsys, monkeypatch):
-    spares = (0, 2, 1, 3)
-    headings = tuple(Column(f"h{spare}", spare=spare) for spare in spares)
-    table = Table(title="t", headings=headings, rows=(tuple("1" * 10 for _ in spares),))
+    orders = (0, 2, 1, 3)
+    headings = tuple(Column(f"h{order}", drop_order=order) for order in orders)
+    table = Table(title="t", headings=headings, rows=(tuple("1" * 10 for _ in orders),))
     for width, left_out in ((46, []), (40, ["h3."]), (30, ["h2,", "h3."]), (20, ["h2,", "h1,", "h3."])):
         monkeypatch.setenv("COLUMNS", str(width))
         print_table(table)

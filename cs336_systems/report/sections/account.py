@@ -179,15 +179,17 @@ def _tera(count: int | None) -> str:
 def _flops_table(parts: Mapping[str, Numbers]) -> Table:
     whole = parts[ALL]
     columns: list[Column[tuple[str, Numbers]]] = [
-        Column("part", numeric=False, says=lambda row: row[0]),
-        Column("parameters", spare=3, says=lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""),
-        _flops_column("forward", "forward_flops", spare=1 if whole["backward_flops"] else 0),
+        Column("part", numeric=False, text=lambda row: row[0]),
+        Column(
+            "parameters", drop_order=3, text=lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""
+        ),
+        _flops_column("forward", "forward_flops", drop_order=1 if whole["backward_flops"] else 0),
     ]
     notes = ["A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after it count."]
     if whole["backward_flops"]:
-        columns += [_flops_column("backward", "backward_flops", spare=2), _flops_column("step", "step_flops")]
+        columns += [_flops_column("backward", "backward_flops", drop_order=2), _flops_column("step", "step_flops")]
     if whole["recomputed_flops"]:
-        columns.append(_flops_column("again", "recomputed_flops", spare=4))
+        columns.append(_flops_column("again", "recomputed_flops", drop_order=4))
         notes.append(
             "again: what backward computes once more, between checkpoints or in fused attention. It is no part of the "
             f"model's FLOPs: the hardware's are {_tera(whole['hardware_flops'])} TFLOP."
@@ -196,19 +198,19 @@ def _flops_table(parts: Mapping[str, Numbers]) -> Table:
         Column(
             "share",
             "%",
-            spare=1,
-            says=lambda row: percent(row[1]["step_flops"], whole["step_flops"]) if "step_flops" in row[1] else "",
+            drop_order=1,
+            text=lambda row: percent(row[1]["step_flops"], whole["step_flops"]) if "step_flops" in row[1] else "",
         )
     )
-    columns.append(_flops_column("forward, causal", "forward_causal_flops", spare=6))
+    columns.append(_flops_column("forward, causal", "forward_causal_flops", drop_order=6))
     if whole["backward_flops"]:
-        columns.append(_flops_column("backward, causal", "backward_causal_flops", spare=7))
-        columns.append(_flops_column("step, causal", "step_causal_flops", spare=5))
+        columns.append(_flops_column("backward, causal", "backward_causal_flops", drop_order=7))
+        columns.append(_flops_column("step, causal", "step_causal_flops", drop_order=5))
     return make_table("FLOPs by part of the model", columns, parts.items(), notes)
 
 
-def _flops_column(name: str, key: str, spare: int = 0) -> Column[tuple[str, Numbers]]:
-    return Column(name, "TFLOP", spare=spare, says=lambda row: _tera(row[1].get(key)))
+def _flops_column(name: str, key: str, drop_order: int = 0) -> Column[tuple[str, Numbers]]:
+    return Column(name, "TFLOP", drop_order=drop_order, text=lambda row: _tera(row[1].get(key)))
 
 
 def _state_table(config: RunConfig, whole: Numbers) -> Table:
@@ -221,11 +223,13 @@ def _state_table(config: RunConfig, whole: Numbers) -> Table:
         ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
     )
     columns: list[Column[tuple[str, Precision, int, str]]] = [
-        Column("what", numeric=False, says=lambda row: row[0]),
-        Column("dtype", numeric=False, spare=2, says=lambda row: row[1]),
-        Column("size", "GiB", says=lambda row: significant(row[2] / GIB)),
-        Column("for each parameter", "byte", spare=1, says=lambda row: significant(row[2] / whole["parameters"], 3)),
-        Column("held", numeric=False, spare=3, says=lambda row: row[3]),
+        Column("what", numeric=False, text=lambda row: row[0]),
+        Column("dtype", numeric=False, drop_order=2, text=lambda row: row[1]),
+        Column("size", "GiB", text=lambda row: significant(row[2] / GIB)),
+        Column(
+            "for each parameter", "byte", drop_order=1, text=lambda row: significant(row[2] / whole["parameters"], 3)
+        ),
+        Column("held", numeric=False, drop_order=3, text=lambda row: row[3]),
     ]
     return make_table("Memory for parameters, gradients and optimizer state", columns, [row for row in rows if row[2]])
 
@@ -233,18 +237,18 @@ def _state_table(config: RunConfig, whole: Numbers) -> Table:
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
     update = (optimizer_work(config.model),) if config.mode is Mode.TRAIN else ()
     columns: list[Column[Work]] = [
-        Column("part", numeric=False, says=lambda work: work.name),
-        Column("FLOPs", "GFLOP", spare=3, says=lambda work: significant(work.flops / GIGA) if work.flops else "0"),
-        Column("moves at least", "MiB", spare=2, says=lambda work: significant(work.moved_bytes / MIB)),
-        Column("intensity", "FLOP/byte", says=lambda work: significant(work.intensity) if work.flops else "0"),
+        Column("part", numeric=False, text=lambda work: work.name),
+        Column("FLOPs", "GFLOP", drop_order=3, text=lambda work: significant(work.flops / GIGA) if work.flops else "0"),
+        Column("moves at least", "MiB", drop_order=2, text=lambda work: significant(work.moved_bytes / MIB)),
+        Column("intensity", "FLOP/byte", text=lambda work: significant(work.intensity) if work.flops else "0"),
     ]
     notes = [
         "Every factor and result of a product moves once; the scores of fused attention do not. Norms, softmax, casts "
         "and the loss come on top."
     ]
     if device is not None:
-        columns.append(Column("bound by", numeric=False, spare=1, says=lambda work: _bound(work, device)))
-        columns.append(Column("takes at least", "ms", says=lambda work: _least_ms(work, device)))
+        columns.append(Column("bound by", numeric=False, drop_order=1, text=lambda work: _bound(work, device)))
+        columns.append(Column("takes at least", "ms", text=lambda work: _least_ms(work, device)))
         notes += _ridge_note(device, config.precision)
     title = "Arithmetic intensity of forward and of the optimizer" if update else "Arithmetic intensity of forward"
     return make_table(title, columns, [*forward_work(config), *update], notes)
@@ -285,13 +289,13 @@ def _rule_table(config: RunConfig, parts: Mapping[str, Numbers]) -> Table:
         for name, count in (("all parameters", whole["parameters"]), ("without the embedding", multiplying))
     ]
     columns: list[Column[tuple[str, str, int, float, str]]] = [
-        Column("rule of thumb", numeric=False, says=lambda row: f"{row[0]}, {row[4]}"),
-        Column("N counts", numeric=False, spare=5, says=lambda row: row[1]),
-        Column("N", spare=4, says=lambda row: f"{row[2]:,}"),
-        Column("rule", "TFLOP", spare=3, says=lambda row: significant(row[3] / TERA)),
-        Column("exact", "TFLOP", spare=2, says=lambda row: _tera(whole[f"{row[4]}_flops"])),
-        Column("exact / rule", says=lambda row: f"{whole[f'{row[4]}_flops'] / row[3]:.4f}"),
-        Column("causal / rule", spare=1, says=lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
+        Column("rule of thumb", numeric=False, text=lambda row: f"{row[0]}, {row[4]}"),
+        Column("N counts", numeric=False, drop_order=5, text=lambda row: row[1]),
+        Column("N", drop_order=4, text=lambda row: f"{row[2]:,}"),
+        Column("rule", "TFLOP", drop_order=3, text=lambda row: significant(row[3] / TERA)),
+        Column("exact", "TFLOP", drop_order=2, text=lambda row: _tera(whole[f"{row[4]}_flops"])),
+        Column("exact / rule", text=lambda row: f"{whole[f'{row[4]}_flops'] / row[3]:.4f}"),
+        Column("causal / rule", drop_order=1, text=lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
     ]
     shared = "positions alone, as its table is the head's" if _is_tied(config) else "the table that tokens look up"
     note = f"T: the {_tokens(config):,} tokens of the batch. The embedding: {shared}. The rule knows no attention."
@@ -351,12 +355,12 @@ def _parts(title: str, parts: tuple[Part, ...], top: int, notes: tuple[str, ...]
     shown = sorted(parts, key=lambda part: -part.size_bytes)[:top]
     rest = whole - sum(part.size_bytes for part in shown)
     columns: list[Column[Part]] = [
-        Column("category", numeric=False, says=lambda part: part.category),
-        Column("what", numeric=False, says=lambda part: part.label),
-        Column("count", spare=3, says=lambda part: f"{part.count:,}"),
-        Column("size", "MiB", says=lambda part: significant(part.size_bytes / MIB)),
-        Column("share", "%", spare=1, says=lambda part: f"{100 * part.size_bytes / whole:.1f}"),
-        Column("bytes of each", numeric=False, spare=2, says=lambda part: part.formula),
+        Column("category", numeric=False, text=lambda part: part.category),
+        Column("what", numeric=False, text=lambda part: part.label),
+        Column("count", drop_order=3, text=lambda part: f"{part.count:,}"),
+        Column("size", "MiB", text=lambda part: significant(part.size_bytes / MIB)),
+        Column("share", "%", drop_order=1, text=lambda part: f"{100 * part.size_bytes / whole:.1f}"),
+        Column("bytes of each", numeric=False, drop_order=2, text=lambda part: part.formula),
     ]
     more = (f"{len(parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
     return make_table(title, columns, shown, notes=(*more, *notes))

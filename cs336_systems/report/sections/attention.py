@@ -89,9 +89,9 @@ def _table(
             texts.append(significant(naive_saved_bytes(study.grid, shape) / MIB))
         rows.append((str(d_head), str(context_length), *texts))
     own: list[Column[object]] = [
-        Column(name, spare=rank if closed_form else 0) for rank, name in enumerate(implementations)
+        Column(name, drop_order=rank if closed_form else 0) for rank, name in enumerate(implementations)
     ]
-    extra: list[Column[object]] = [Column("naive saves, in closed form", spare=len(own))] if closed_form else []
+    extra: list[Column[object]] = [Column("naive saves, in closed form", drop_order=len(own))] if closed_form else []
     return Table(
         title=f"{title}, {precision}, {settings(study)}",
         headings=(Column("d_head"), Column("context"), *own, *extra),

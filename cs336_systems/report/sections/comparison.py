@@ -29,12 +29,12 @@ def comparison_table(
     """
     rows: list[Side] = list(zip("AB", names, means_s, strict=True))
     columns: list[Column[Side]] = [
-        Column("side", numeric=False, says=lambda row: row[0]),
-        Column("configuration", numeric=False, says=lambda row: row[1]),
-        Column("processes", spare=2, says=lambda row: str(len(row[2]))),
-        Column("step", "ms", says=lambda row: _step(row[2])),
-        column("step_ci95_low_ms", says=lambda row: _interval(row[2])),
-        Column("step of each process", "ms", numeric=False, spare=3, says=lambda row: _each(row[2])),
+        Column("side", numeric=False, text=lambda row: row[0]),
+        Column("configuration", numeric=False, text=lambda row: row[1]),
+        Column("processes", drop_order=2, text=lambda row: str(len(row[2]))),
+        Column("step", "ms", text=lambda row: _step(row[2])),
+        column("step_ci95_low_ms", text=lambda row: _interval(row[2])),
+        Column("step of each process", "ms", numeric=False, drop_order=3, text=lambda row: _each(row[2])),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""

@@ -58,20 +58,22 @@ def settings(study: FusionStudy) -> str:
 def _columns(study: FusionStudy) -> list[Column[FusionRow]]:
     spec = _spec(study)
     columns: list[Column[FusionRow]] = [
-        Column("op", numeric=False, says=lambda row: row.op),
-        Column("version", numeric=False, says=lambda row: row.version),
-        Column("kernels", spare=3, says=lambda row: str(len(row.kernels)) if row.status is CellStatus.OK else ""),
-        Column("must move", "MiB", spare=6, says=lambda row: significant(row.must_move_bytes / 2**20)),
-        Column("moved", "MiB", spare=7, says=lambda row: _text(row.moved_bytes, 2**-20)),
-        Column("time", "ms", says=lambda row: _time(row)),
-        Column("rate", "GB/s", spare=5, says=lambda row: _derived(row, row.must_move_bytes_per_s, 1e-9)),
+        Column("op", numeric=False, text=lambda row: row.op),
+        Column("version", numeric=False, text=lambda row: row.version),
+        Column("kernels", drop_order=3, text=lambda row: str(len(row.kernels)) if row.status is CellStatus.OK else ""),
+        Column("must move", "MiB", drop_order=6, text=lambda row: significant(row.must_move_bytes / 2**20)),
+        Column("moved", "MiB", drop_order=7, text=lambda row: _text(row.moved_bytes, 2**-20)),
+        Column("time", "ms", text=lambda row: _time(row)),
+        Column("rate", "GB/s", drop_order=5, text=lambda row: _derived(row, row.must_move_bytes_per_s, 1e-9)),
     ]
     if spec is not None:
-        columns.append(Column("of bandwidth", "%", spare=4, says=lambda row: _derived(row, _share(row, spec), 100)))
+        columns.append(
+            Column("of bandwidth", "%", drop_order=4, text=lambda row: _derived(row, _share(row, spec), 100))
+        )
     return [
         *columns,
-        Column("speed-up", "vs eager", spare=1, says=lambda row: _speed_up(study, row)),
-        Column("max error", spare=8, says=_error),
+        Column("speed-up", "vs eager", drop_order=1, text=lambda row: _speed_up(study, row)),
+        Column("max error", drop_order=8, text=_error),
     ]
 
 

@@ -16,7 +16,7 @@ HEADINGS: tuple[Column[object], ...] = (
     Column("quantity", numeric=False),
     Column("value"),
     Column("unit", numeric=False),
-    Column("how", numeric=False, spare=1),
+    Column("how", numeric=False, drop_order=1),
 )
 
 

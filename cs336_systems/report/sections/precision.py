@@ -19,14 +19,14 @@ from cs336_systems.studies.precision_records import (
 )
 
 _ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
-    Column("sum", numeric=False, says=lambda row: row.sum_dtype),
-    Column("addend", numeric=False, says=lambda row: row.addend_dtype),
-    Column("cast", numeric=False, says=lambda row: "explicit" if row.cast else ""),
-    Column("result", says=lambda row: f"{row.total:.4f}"),
-    Column("error", says=lambda row: f"{row.error:+z.4f}"),
-    Column("storing", spare=2, says=lambda row: f"{row.storage_error:+z.4f}"),
-    Column("rounding", spare=3, says=lambda row: f"{row.rounding_error:+z.4f}"),
-    Column("additions", spare=1, says=lambda row: f"{row.growing_additions}"),
+    Column("sum", numeric=False, text=lambda row: row.sum_dtype),
+    Column("addend", numeric=False, text=lambda row: row.addend_dtype),
+    Column("cast", numeric=False, text=lambda row: "explicit" if row.cast else ""),
+    Column("result", text=lambda row: f"{row.total:.4f}"),
+    Column("error", text=lambda row: f"{row.error:+z.4f}"),
+    Column("storing", drop_order=2, text=lambda row: f"{row.storage_error:+z.4f}"),
+    Column("rounding", drop_order=3, text=lambda row: f"{row.rounding_error:+z.4f}"),
+    Column("additions", drop_order=1, text=lambda row: f"{row.growing_additions}"),
 )
 
 

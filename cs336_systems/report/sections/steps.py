@@ -83,7 +83,7 @@ def warmup_table(records: Iterable[RunRecord]) -> Table | None:
         *_identity(rows),
         column("step_mean_ms"),
         *_known(frame, "step_ci95_low_ms"),
-        column("step_cv", spare=3),
+        column("step_cv", drop_order=3),
         column("first_step_ms"),
         *_status(frame),
     ]

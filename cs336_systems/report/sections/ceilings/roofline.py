@@ -224,16 +224,16 @@ def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
     """The parts beside the roof that the measured ceilings are for them; empty without parts."""
     rows = parts.parts if parts else ()
     columns: list[Column[StepPart]] = [
-        Column("part", numeric=False, says=lambda part: part.name),
-        Column("phase", numeric=False, says=lambda part: part.phase),
-        Column("work", "GFLOP", spare=6, says=lambda part: significant(part.flops / GIGA)),
-        Column("least", "MiB", spare=7, says=lambda part: significant(part.moved_bytes / MIB)),
-        Column("intensity", "FLOP/byte", spare=5, says=lambda part: significant(part.intensity, 3)),
-        Column("time", "ms", says=lambda part: significant(part.time_s * 1e3)),
-        Column("rate", "TFLOP/s", spare=2, says=lambda part: scaled(part.flops_per_s, TERA)),
-        Column("roof", "TFLOP/s", spare=4, says=lambda part: scaled(roof(study, part), TERA)),
-        Column("of roof", "%", spare=1, says=lambda part: percent(part.flops_per_s, roof(study, part))),
-        Column("limit", numeric=False, spare=3, says=lambda part: limit(study, part)),
+        Column("part", numeric=False, text=lambda part: part.name),
+        Column("phase", numeric=False, text=lambda part: part.phase),
+        Column("work", "GFLOP", drop_order=6, text=lambda part: significant(part.flops / GIGA)),
+        Column("least", "MiB", drop_order=7, text=lambda part: significant(part.moved_bytes / MIB)),
+        Column("intensity", "FLOP/byte", drop_order=5, text=lambda part: significant(part.intensity, 3)),
+        Column("time", "ms", text=lambda part: significant(part.time_s * 1e3)),
+        Column("rate", "TFLOP/s", drop_order=2, text=lambda part: scaled(part.flops_per_s, TERA)),
+        Column("roof", "TFLOP/s", drop_order=4, text=lambda part: scaled(roof(study, part), TERA)),
+        Column("of roof", "%", drop_order=1, text=lambda part: percent(part.flops_per_s, roof(study, part))),
+        Column("limit", numeric=False, drop_order=3, text=lambda part: limit(study, part)),
     ]
     fields: Fields = {
         "run": lambda _: parts.label if parts else None,

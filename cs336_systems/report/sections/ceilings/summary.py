@@ -140,16 +140,18 @@ def summary_section(study: CeilingsStudy) -> Section:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
     rows = ceilings_of(study)
     columns: list[Column[Ceiling]] = [
-        Column("ceiling", numeric=False, says=lambda row: row.name),
-        Column("measured", says=_measured),
-        Column("unit", numeric=False, says=lambda row: row.unit),
+        Column("ceiling", numeric=False, text=lambda row: row.name),
+        Column("measured", text=_measured),
+        Column("unit", numeric=False, text=lambda row: row.unit),
     ]
     if any(row.promised for row in rows):
         columns += [
-            Column("data sheet", spare=2, says=lambda row: scaled(row.promised, row.unit_value)),
-            Column("of data sheet", "%", spare=1, says=lambda row: share_text(row.value, row.promised, row.timing)),
+            Column("data sheet", drop_order=2, text=lambda row: scaled(row.promised, row.unit_value)),
+            Column(
+                "of data sheet", "%", drop_order=1, text=lambda row: share_text(row.value, row.promised, row.timing)
+            ),
         ]
-    columns.append(Column("reached at", numeric=False, spare=3, says=lambda row: row.reached_at))
+    columns.append(Column("reached at", numeric=False, drop_order=3, text=lambda row: row.reached_at))
     fields: Fields = {
         "ceiling": lambda row: row.name,
         "device_name": lambda _: study.device_name,

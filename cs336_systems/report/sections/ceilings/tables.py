@@ -88,17 +88,22 @@ def products_section(study: CeilingsStudy) -> Section:
 
 def _product_columns(study: CeilingsStudy, promised: float | None) -> list[Column[ProductCell]]:
     columns: list[Column[ProductCell]] = [
-        Column("product", numeric=False, says=lambda cell: cell.shape.name),
-        Column("rows x inner x columns", says=lambda cell: cell.shape.label),
-        Column("intensity", "FLOP/byte", spare=3, says=lambda cell: significant(_intensity(cell), 3)),
-        Column("time", "ms", says=lambda cell: _time(cell.timing, 1e3)),
-        Column("rate", "TFLOP/s", says=lambda cell: rate_text(cell.flops_per_s, TERA, cell.timing)),
+        Column("product", numeric=False, text=lambda cell: cell.shape.name),
+        Column("rows x inner x columns", text=lambda cell: cell.shape.label),
+        Column("intensity", "FLOP/byte", drop_order=3, text=lambda cell: significant(_intensity(cell), 3)),
+        Column("time", "ms", text=lambda cell: _time(cell.timing, 1e3)),
+        Column("rate", "TFLOP/s", text=lambda cell: rate_text(cell.flops_per_s, TERA, cell.timing)),
     ]
     if promised is not None:
         columns.append(
-            Column("of data sheet", "%", spare=2, says=lambda cell: share_text(cell.flops_per_s, promised, cell.timing))
+            Column(
+                "of data sheet",
+                "%",
+                drop_order=2,
+                text=lambda cell: share_text(cell.flops_per_s, promised, cell.timing),
+            )
         )
-    return [*columns, Column("of best", "%", spare=1, says=lambda cell: _of_best(study, cell))]
+    return [*columns, Column("of best", "%", drop_order=1, text=lambda cell: _of_best(study, cell))]
 
 
 def _of_best(study: CeilingsStudy, cell: ProductCell) -> str:
@@ -130,14 +135,19 @@ def streams_section(study: CeilingsStudy) -> Section:
     """One table for copies, sums and AdamW."""
     promised = promised_bandwidth(study)
     columns: list[Column[StreamCell]] = [
-        Column("pass", numeric=False, says=lambda cell: cell.stream),
-        Column("moved", "MiB", says=lambda cell: significant(cell.moved_bytes / MIB)),
-        Column("time", "ms", says=lambda cell: _time(cell.timing, 1e3)),
-        Column("rate", "GB/s", says=lambda cell: rate_text(cell.bytes_per_s, GIGA, cell.timing)),
+        Column("pass", numeric=False, text=lambda cell: cell.stream),
+        Column("moved", "MiB", text=lambda cell: significant(cell.moved_bytes / MIB)),
+        Column("time", "ms", text=lambda cell: _time(cell.timing, 1e3)),
+        Column("rate", "GB/s", text=lambda cell: rate_text(cell.bytes_per_s, GIGA, cell.timing)),
     ]
     if promised is not None:
         columns.append(
-            Column("of data sheet", "%", spare=1, says=lambda cell: share_text(cell.bytes_per_s, promised, cell.timing))
+            Column(
+                "of data sheet",
+                "%",
+                drop_order=1,
+                text=lambda cell: share_text(cell.bytes_per_s, promised, cell.timing),
+            )
         )
     fields: Fields = {
         "stream": lambda cell: cell.stream,
@@ -160,8 +170,8 @@ def streams_section(study: CeilingsStudy) -> Section:
 def launches_section(study: CeilingsStudy) -> Section:
     """What a kernel costs that does next to nothing."""
     columns: list[Column[LaunchCell]] = [
-        Column("a kernel on one element", numeric=False, says=lambda cell: launch_words(study, cell.launch)),
-        Column("time", "µs", says=lambda cell: _time(cell.timing, 1e6)),
+        Column("a kernel on one element", numeric=False, text=lambda cell: launch_words(study, cell.launch)),
+        Column("time", "µs", text=lambda cell: _time(cell.timing, 1e6)),
     ]
     fields: Fields = {
         "launch": lambda cell: cell.launch,
@@ -179,12 +189,15 @@ def launches_section(study: CeilingsStudy) -> Section:
 def reductions_section(study: CeilingsStudy) -> Section:
     """All-reduces; empty where there was one process."""
     columns: list[Column[ReduceCell]] = [
-        Column("tensor", "MiB", says=lambda cell: significant(cell.num_bytes / MIB)),
-        Column("time", "ms", says=lambda cell: _time(cell.timing, 1e3)),
+        Column("tensor", "MiB", text=lambda cell: significant(cell.num_bytes / MIB)),
+        Column("time", "ms", text=lambda cell: _time(cell.timing, 1e3)),
         Column(
-            "algorithm", "GB/s", spare=1, says=lambda cell: rate_text(cell.algorithm_bytes_per_s, GIGA, cell.timing)
+            "algorithm",
+            "GB/s",
+            drop_order=1,
+            text=lambda cell: rate_text(cell.algorithm_bytes_per_s, GIGA, cell.timing),
         ),
-        Column("bus", "GB/s", says=lambda cell: rate_text(cell.bus_bytes_per_s, GIGA, cell.timing)),
+        Column("bus", "GB/s", text=lambda cell: rate_text(cell.bus_bytes_per_s, GIGA, cell.timing)),
     ]
     fields: Fields = {
         "tensor_mib": lambda cell: cell.num_bytes / MIB,

@@ -82,7 +82,7 @@ def modules_section(profile: StepProfile) -> Section:
     columns: list[Column[Values]] = [
         column("module"),
         *(Column(phase, "ms", key=phase, write=rounded) for phase in _phases(profile)),
-        column("share", spare=0),
+        column("share", drop_order=0),
         column("kernels_per_step", name=words.items),
     ]
     notes = [f"{words.time} per step, of a module without the modules in it; a star stands for all blocks."]
@@ -127,11 +127,11 @@ def blocks_section(profile: StepProfile) -> Section:
                      "max": times_s[-1] / steps, "longest": path_text(own[-1].path)})  # fmt: skip
     columns: list[Column[Values]] = [
         column("phase"),
-        column("blocks", spare=3),
-        Column("min", "ms", spare=2, key="min", scale=1e3, write=rounded),
+        column("blocks", drop_order=3),
+        Column("min", "ms", drop_order=2, key="min", scale=1e3, write=rounded),
         Column("median", "ms", key="median", scale=1e3, write=rounded),
-        Column("max", "ms", spare=1, key="max", scale=1e3, write=rounded),
-        Column("longest", numeric=False, spare=4, key="longest", write=str),
+        Column("max", "ms", drop_order=1, key="max", scale=1e3, write=rounded),
+        Column("longest", numeric=False, drop_order=4, key="longest", write=str),
     ]
     notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
     tables = (make_table("Blocks", columns, rows, notes),) if blocks else ()
@@ -173,7 +173,7 @@ def idle_section(profile: StepProfile, top: int) -> Section:
         column("cause"),
         column("idle_ms_per_step"),
         column("share_of_wall"),
-        column("count_per_step", name="times", spare=2),
+        column("count_per_step", name="times", drop_order=2),
         column("idle_each_s"),
     ]
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
@@ -200,13 +200,13 @@ def _gap(gap: Gap) -> Values:
 def _gaps_table(gaps: Iterable[Gap]) -> Table:
     columns = [
         column("idle_ms"),
-        column("step", spare=5),
+        column("step", drop_order=5),
         column("start_ms"),
         column("phase"),
         column("cause"),
         column("before", write=lambda name: label(name) or "start of the step"),
         column("after", write=lambda name: label(name) or "end of the step"),
-        column("module", spare=7, says=lambda row: row["module"] or OUTSIDE),
+        column("module", drop_order=7, text=lambda row: row["module"] or OUTSIDE),
         column("host_call", write=lambda name: label(name) or "no CUDA call"),
     ]
     notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
@@ -232,9 +232,9 @@ def host_calls_section(profile: StepProfile) -> Section:
     ]
     columns: list[Column[Values]] = [column("phase")]
     for name in ("launches", "waits"):
-        columns.append(Column(name, spare=1, key=f"{name}_per_step", write=count_text))
+        columns.append(Column(name, drop_order=1, key=f"{name}_per_step", write=count_text))
         columns.append(Column("time", "ms", key=f"{name}_ms", write=rounded))
-        columns.append(Column("each", "µs", spare=2, key=f"{name}_each_s", scale=1e6))
+        columns.append(Column("each", "µs", drop_order=2, key=f"{name}_each_s", scale=1e6))
     notes = [
         "Calls of CUDA by the host, per step, in the phase that the host was in. Waits: synchronisations, and copies "
         "to the host that are followed by one."

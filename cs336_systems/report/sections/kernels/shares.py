@@ -39,10 +39,10 @@ def classes_section(profile: StepProfile) -> Section:
     ]  # fmt: skip
     columns: list[Column[Values]] = [column("class")]
     for phase in where:
-        name, spares = phase or WHOLE_STEP, (0, 0) if phase is None else (1, 2)
-        columns.append(Column(name, "ms", key=f"{name} total_ms_per_step", spare=spares[0], write=rounded))
-        columns.append(Column("", "%", key=f"{name} share", spare=spares[1], write=in_percent))
-    columns.append(column("count_per_step", name=words.items, spare=3))
+        name, drop_orders = phase or WHOLE_STEP, (0, 0) if phase is None else (1, 2)
+        columns.append(Column(name, "ms", key=f"{name} total_ms_per_step", drop_order=drop_orders[0], write=rounded))
+        columns.append(Column("", "%", key=f"{name} share", drop_order=drop_orders[1], write=in_percent))
+    columns.append(column("count_per_step", name=words.items, drop_order=3))
     notes = [f"{words.time} per step; % of the phase, and of the step.", *_others(profile)]
     found = [sums[kind, phase] for kind in (*kinds, None) for phase in where if sums[kind, phase]["count_per_step"]]
     table = make_table(f"Classes of {words.items}", columns, rows, notes)
@@ -85,7 +85,7 @@ def classes_by_configuration(entries: Sequence[Profiled]) -> Section:
     kinds = [kind for kind in KernelClass if any(row[kind] is not None for row in rows)]
     columns: list[Column[Values]] = [
         column("phase"),
-        *(Column(kind, "%", key=kind, spare=rank, write=in_percent) for rank, kind in enumerate(kinds)),
+        *(Column(kind, "%", key=kind, drop_order=rank, write=in_percent) for rank, kind in enumerate(kinds)),
     ]
     for row in rows:
         row.update({key: row[kind] or 0.0 for kind, key in keys.items()})
@@ -142,10 +142,10 @@ def products_by_configuration(entries: Sequence[Profiled]) -> Section:
         column("linear_per_step"),
         column("linear_expected"),
         column("as_expected"),
-        column("attention_per_step", spare=4),
-        column("unknown_per_step", spare=6),
-        column("linear_ms_per_step", spare=3),
-        column("attention_ms_per_step", spare=5),
+        column("attention_per_step", drop_order=4),
+        column("unknown_per_step", drop_order=6),
+        column("linear_ms_per_step", drop_order=3),
+        column("attention_ms_per_step", drop_order=5),
     ]
     csv = (*_PRODUCT_CSV, "linear_expected", "as_expected")
     note = "Launches per step. Expected of an eager model: one for each linear layer in forward, two in backward."
@@ -194,14 +194,14 @@ def _part(profile: StepProfile, row: AttentionTimes) -> Values:
 def _attention_table(profile: StepProfile, phase: LaunchPhase, rows: Sequence[Values]) -> Table:
     columns = [
         column("part"),
-        column("count_per_step", name=terms(profile).items, spare=5),
+        column("count_per_step", name=terms(profile).items, drop_order=5),
         column("total_ms_per_step"),
         column("share_of_attention"),
         column("share_of_phase", name=f"of {phase}"),
         column(
             "products_ms_per_step",
-            spare=6,
-            says=lambda row: rounded(row["products_ms_per_step"]) if row["products_per_step"] else "",
+            drop_order=6,
+            text=lambda row: rounded(row["products_ms_per_step"]) if row["products_per_step"] else "",
         ),
         *(map(column, ("flops_per_step", "flops_per_s")) if any(row["flops_per_step"] for row in rows) else ()),
     ]

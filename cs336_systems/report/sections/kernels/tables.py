@@ -76,14 +76,14 @@ def phases_section(profile: StepProfile) -> Section:
     rows, words = phase_values(profile), terms(profile)
     columns = [
         column("phase"),
-        column("kernels_per_step", name=words.items, spare=3),
+        column("kernels_per_step", name=words.items, drop_order=3),
         column("kernel_mean_ms", name=words.time, std="kernel_std_ms"),
         column("share"),
-        column("wall_mean_ms", std="wall_std_ms", spare=2),
+        column("wall_mean_ms", std="wall_std_ms", drop_order=2),
     ]
     if profile.work is Work.KERNELS:
         columns += [
-            column("busy_share", spare=4),
+            column("busy_share", drop_order=4),
             column("host_mean_ms", std="host_std_ms"),
             column("host_per_launch_s"),
         ]
@@ -159,7 +159,7 @@ def slowdown_by_configuration(entries: Sequence[Profiled]) -> Section:
         column("plain_step_mean_ms"),
         column("profiled_step_mean_ms"),
         column("slowdown"),
-        column("kernels_per_step", name=f"{items} per step", spare=2),
+        column("kernels_per_step", name=f"{items} per step", drop_order=2),
     ]
     profilers = " and ".join(dict.fromkeys(str(entry.config.profiler) for entry in entries))
     return over_configurations(
@@ -216,9 +216,9 @@ def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, kernels: Seq
     columns = [
         column("share"),
         column("total_ms_per_step", name="total"),
-        column("count_per_step", name="count", spare=2),
+        column("count_per_step", name="count", drop_order=2),
         *map(column, ("mean_s", "median_s", "min_s", "max_s", "std_s")),
-        column("class", spare=3),
+        column("class", drop_order=3),
         column("short_name", name=words.item),
     ]
     shown = rows[:top]
@@ -235,7 +235,7 @@ def top_kernels_by_configuration(entries: Sequence[Profiled]) -> Section:
     words = terms(entries[0].profile)
     columns = [
         column("of"),
-        column("share", spare=0),
+        column("share", drop_order=0),
         column("total_ms_per_step"),
         column("count_per_step"),
         column("class"),

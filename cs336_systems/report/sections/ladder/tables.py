@@ -58,18 +58,18 @@ def settings(rows: Rows) -> str:
 def _speed_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column("change", numeric=False, spare=9, says=lambda row: row.rung.change),
-        Column("step", "ms", says=_step),
-        column("step_ci95_low_ms", says=lambda row: column("step_ci95_low_ms").cell(row.row)),
-        _quantity("tokens/s", "", "tokens_per_s", 1, 4, spare=5),
-        _quantity("MFU", "%", "mfu", 100, 3, spare=6),
-        _quantity("of ceiling", "%", "ceiling_share", 100, 3, spare=10),
-        Column("over last", spare=2, says=lambda row: ratio_text(row.over_last)),
-        Column("interval", numeric=False, spare=8, says=lambda row: interval_text(row.over_last)),
-        Column("over first", spare=3, says=lambda row: ratio_text(row.over_first)),
-        Column("interval", numeric=False, spare=7, says=lambda row: interval_text(row.over_first)),
-        _quantity("peak", "GiB", "peak_allocated_gib", 1, 3, spare=4),
-        Column("gate", numeric=False, says=_verdict),
+        Column("change", numeric=False, drop_order=9, text=lambda row: row.rung.change),
+        Column("step", "ms", text=_step),
+        column("step_ci95_low_ms", text=lambda row: column("step_ci95_low_ms").cell(row.row)),
+        _quantity("tokens/s", "", "tokens_per_s", 1, 4, drop_order=5),
+        _quantity("MFU", "%", "mfu", 100, 3, drop_order=6),
+        _quantity("of ceiling", "%", "ceiling_share", 100, 3, drop_order=10),
+        Column("over last", drop_order=2, text=lambda row: ratio_text(row.over_last)),
+        Column("interval", numeric=False, drop_order=8, text=lambda row: interval_text(row.over_last)),
+        Column("over first", drop_order=3, text=lambda row: ratio_text(row.over_first)),
+        Column("interval", numeric=False, drop_order=7, text=lambda row: interval_text(row.over_first)),
+        _quantity("peak", "GiB", "peak_allocated_gib", 1, 3, drop_order=4),
+        Column("gate", numeric=False, text=_verdict),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     notes = [f"{settings(rows)}.", *speed_notes(rows)]
@@ -79,15 +79,15 @@ def _speed_table(rows: Rows) -> Table:
 def _gate_table(rows: Rows) -> Table:
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column(f"loss {GATE_STEPS}", spare=5, says=lambda row: _text(row.gate.loss, 6)),
-        Column("distance", "% of the fall", spare=1, says=lambda row: _distance(row.gate.last)),
-        Column("largest", "% of the fall", spare=3, says=lambda row: _distance(row.gate.largest)),
-        Column("bound", "% of the fall", spare=4, says=lambda row: f"{100 * row.gate.bound:g}"),
-        Column("gate", numeric=False, says=_verdict),
-        Column("compiling", "s", spare=2, says=lambda row: _text(row.compile_s, 3)),
-        Column("graphs", spare=6, says=_compiled("graphs")),
-        Column("graph breaks", spare=7, says=_compiled("graph_breaks")),
-        Column("recompiles", spare=8, says=_compiled("recompiles")),
+        Column(f"loss {GATE_STEPS}", drop_order=5, text=lambda row: _text(row.gate.loss, 6)),
+        Column("distance", "% of the fall", drop_order=1, text=lambda row: _distance(row.gate.last)),
+        Column("largest", "% of the fall", drop_order=3, text=lambda row: _distance(row.gate.largest)),
+        Column("bound", "% of the fall", drop_order=4, text=lambda row: f"{100 * row.gate.bound:g}"),
+        Column("gate", numeric=False, text=_verdict),
+        Column("compiling", "s", drop_order=2, text=lambda row: _text(row.compile_s, 3)),
+        Column("graphs", drop_order=6, text=_compiled("graphs")),
+        Column("graph breaks", drop_order=7, text=_compiled("graph_breaks")),
+        Column("recompiles", drop_order=8, text=_compiled("recompiles")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     return make_table("The same training, and what compiling takes", known, rows, gate_notes(rows), _stands_out)
@@ -97,13 +97,13 @@ def _count_table(rows: Rows) -> Table:
     on_cpu = rows[0].rung.config.device is Device.CPU
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column("operators" if on_cpu else "kernels", says=lambda row: _text(_launches(row), 3)),
-        Column("GPU busy", "%", spare=2, says=lambda row: _text(row.busy_share, 3, 100)),
-        Column("busy", "ms", spare=1, says=lambda row: "" if on_cpu else _text(_busy_ms(row), 4)),
-        Column("weights", "GB", spare=5, says=_moved("weights")),
-        Column("casts", "GB", spare=4, says=_moved("casts")),
-        Column("AdamW", "GB", spare=3, says=_moved("optimizer")),
-        Column("activations", "GB", spare=6, says=_moved("activations")),
+        Column("operators" if on_cpu else "kernels", text=lambda row: _text(_launches(row), 3)),
+        Column("GPU busy", "%", drop_order=2, text=lambda row: _text(row.busy_share, 3, 100)),
+        Column("busy", "ms", drop_order=1, text=lambda row: "" if on_cpu else _text(_busy_ms(row), 4)),
+        Column("weights", "GB", drop_order=5, text=_moved("weights")),
+        Column("casts", "GB", drop_order=4, text=_moved("casts")),
+        Column("AdamW", "GB", drop_order=3, text=_moved("optimizer")),
+        Column("activations", "GB", drop_order=6, text=_moved("activations")),
     ]
     known = [column for column in columns if any(column.cell(row) for row in rows)]
     return make_table("Counts of a step, and the least bytes that it must move", known, rows, count_notes(rows))
@@ -113,18 +113,18 @@ def _reason_table(rows: Rows) -> Table:
     by_name = {row.rung.name: row for row in rows}
     columns: list[Column[LadderRow]] = [
         _name(),
-        Column("over", numeric=False, spare=1, says=lambda row: row.last),
-        Column("what changes", numeric=False, says=lambda row: reasons(row, by_name.get(row.last))),
+        Column("over", numeric=False, drop_order=1, text=lambda row: row.last),
+        Column("what changes", numeric=False, text=lambda row: reasons(row, by_name.get(row.last))),
     ]
     return make_table("Why", columns, [row for row in rows if row.num_processes], reason_notes(rows))
 
 
 def _name() -> Column[LadderRow]:
-    return Column("rung", numeric=False, says=lambda row: row.rung.name)
+    return Column("rung", numeric=False, text=lambda row: row.rung.name)
 
 
-def _quantity(name: str, unit: str, source: str, scale: float, digits: int, spare: int) -> Column[LadderRow]:
-    return Column(name, unit, spare=spare, says=lambda row: _text(row.row[source], digits, scale))
+def _quantity(name: str, unit: str, source: str, scale: float, digits: int, drop_order: int) -> Column[LadderRow]:
+    return Column(name, unit, drop_order=drop_order, text=lambda row: _text(row.row[source], digits, scale))
 
 
 def _text(value: float | None, digits: int, scale: float = 1) -> str:

@@ -50,9 +50,9 @@ def largest_section(profile: MemoryProfile, top: int) -> Section:
     """The `top` largest allocations with the code that they come from; as CSV all that the profile keeps."""
     rows = [*map(_like, profile.largest)]
     columns = [
-        column("requested_bytes", unit="bytes", write=_whole, spare=4),
+        column("requested_bytes", unit="bytes", write=_whole, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
-        in_unit("bytes", MIB_CELL, "block", spare=8),
+        in_unit("bytes", MIB_CELL, "block", drop_order=8),
         column("count"),
         *_what_columns(),
     ]
@@ -64,12 +64,12 @@ def largest_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
     """The largest allocations of every configuration, and where they come from."""
     rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:NUM_LARGEST]))
     columns = [
-        column("requested_bytes", unit="bytes", write=_whole, spare=3),
+        column("requested_bytes", unit="bytes", write=_whole, drop_order=3),
         column("requested_bytes", name="size", write=size),
-        column("count", spare=1),
-        column("category", spare=2),
-        column("explanation", spare=4),
-        column("place", spare=5),
+        column("count", drop_order=1),
+        column("category", drop_order=2),
+        column("explanation", drop_order=4),
+        column("place", drop_order=5),
     ]
     csv = ("requested_bytes", "bytes", "count", "category", "name", "explanation", "place")
     return over_configurations("largest", "Largest allocations", rows, columns, csv, [])
@@ -83,7 +83,7 @@ def at_peak_section(profile: MemoryProfile, top: int) -> Section:
         in_unit("bytes_at_peak", unit_for(whole_bytes)),
         column("share_of_peak"),
         column("count_at_peak"),
-        in_unit("requested_bytes", MIB_CELL, "each", spare=4),
+        in_unit("requested_bytes", MIB_CELL, "each", drop_order=4),
         *_what_columns(),
     ]
     notes = [
@@ -102,7 +102,7 @@ def _whole(value: int) -> str:
 def _what_columns() -> list[Column[Values]]:
     return [
         column("category"),
-        column("phase", write=label, spare=9),
+        column("phase", write=label, drop_order=9),
         column("name"),
         column("shape_and_type"),
         column("explanation"),
@@ -147,9 +147,9 @@ def blocks_section(profile: MemoryProfile) -> Section:
     ]
     columns: list[Column[Values]] = [
         column("of", name="of a block"),
-        Column("min", "MiB", spare=2, key="min", write=MIB_CELL.cell),
+        Column("min", "MiB", drop_order=2, key="min", write=MIB_CELL.cell),
         Column("median", "MiB", key="median", write=MIB_CELL.cell),
-        Column("max", "MiB", spare=1, key="max", write=MIB_CELL.cell),
+        Column("max", "MiB", drop_order=1, key="max", write=MIB_CELL.cell),
         Column("all blocks", "MiB", key="sum", write=MIB_CELL.cell),
     ]
     notes = [f"Over {counted(len(blocks), 'block')}, in one step, without rounding; each is in blocks.csv."]
@@ -180,8 +180,8 @@ def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
         in_unit("bytes", MIB_CELL),
         column("share"),
         column("name", name="within the block"),
-        column("shape_and_type", spare=3),
-        column("explanation", spare=2),
+        column("shape_and_type", drop_order=3),
+        column("explanation", drop_order=2),
     ]
     alike = sum(_tensors(other) == _tensors(block) for other in blocks)
     notes = [

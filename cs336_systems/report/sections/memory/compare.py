@@ -56,7 +56,7 @@ def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
 
 def _categories_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
     rows = _category_changes(a, b)
-    columns: list[Column[Change]] = [Column("category", numeric=False, says=attrgetter("name")), *_values(unit)]
+    columns: list[Column[Change]] = [Column("category", numeric=False, text=attrgetter("name")), *_values(unit)]
     return make_table("Memory at the peak, before and after", columns, rows, [_sides(a, b), _verdict(a, b)])
 
 
@@ -75,9 +75,9 @@ def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
 def _places_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
     changed = _place_changes(a, b)
     columns: list[Column[Change]] = [
-        Column("what", numeric=False, says=attrgetter("name")),
+        Column("what", numeric=False, text=attrgetter("name")),
         *_values(unit),
-        Column("place", numeric=False, spare=4, says=attrgetter("place")),
+        Column("place", numeric=False, drop_order=4, text=attrgetter("place")),
     ]
     notes = [_coverage(a, b)]
     if len(changed) > MAX_CHANGES:
@@ -106,10 +106,10 @@ def _values(unit: Unit) -> list[Column[Change]]:
         return f"{100 * row.grown_bytes / row.before_bytes:+.1f}" if row.before_bytes else "new"
 
     return [
-        Column("before", unit.name, spare=1, says=lambda row: unit.cell(row.before_bytes)),
-        Column("after", unit.name, spare=2, says=lambda row: unit.cell(row.after_bytes)),
-        Column("grown by", unit.name, says=signed),
-        Column("grown by", "%", spare=3, says=relative),
+        Column("before", unit.name, drop_order=1, text=lambda row: unit.cell(row.before_bytes)),
+        Column("after", unit.name, drop_order=2, text=lambda row: unit.cell(row.after_bytes)),
+        Column("grown by", unit.name, text=signed),
+        Column("grown by", "%", drop_order=3, text=relative),
     ]
 
 

@@ -79,7 +79,7 @@ def boundaries_section(profile: MemoryProfile) -> Section:
         *_category_columns(rows, unit, "bytes", SMALL * profile.peak.allocated_bytes),
         in_unit("allocated_bytes", unit),
         *_count_columns(rows, unit, "counted_bytes"),
-        in_unit("reserved_bytes", unit, spare=3),
+        in_unit("reserved_bytes", unit, drop_order=3),
     ]
     rounding = list(rounding_words([*profile.boundaries, profile.peak]))
     tables = [make_table("Memory from phase to phase", columns, rows, [_check(profile), *rounding])]
@@ -108,12 +108,12 @@ def _category_columns(rows: Sequence[Values], unit: Unit, key: str, small_bytes:
     """One for each category of which there is ever something."""
     for category in Category:
         if most := max(row[f"{name_of(category)}_{key}"] for row in rows):
-            yield of_category(category, unit, key, spare=5 if most < small_bytes else 1)
+            yield of_category(category, unit, key, drop_order=5 if most < small_bytes else 1)
 
 
 def _count_columns(rows: Sequence[Values], unit: Unit, key: str) -> list[Column[Values]]:
     """What the allocator itself counted, if it did."""
-    return [in_unit(key, unit, spare=2)] if any(row[key] is not None for row in rows) else []
+    return [in_unit(key, unit, drop_order=2)] if any(row[key] is not None for row in rows) else []
 
 
 def _differences(moments: Iterable[Moment]) -> list[int]:
@@ -149,10 +149,10 @@ def boundaries_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
     """A row for the last step of each configuration; in the CSV every boundary of every recorded step."""
     rows = rows_of(entries, lambda entry: [{"last step": _last_step(entry)}])
     present = [phase for phase in Phase if any(phase in row["last step"] for row in rows)]
-    columns: list[Column[Values]] = [Column("at its start", "GiB", spare=1, says=_at_start)]
+    columns: list[Column[Values]] = [Column("at its start", "GiB", drop_order=1, text=_at_start)]
     for phase in present:
-        columns.append(Column(f"{phase}: peak", "GiB", says=_peak_of(phase)))
-        columns.append(Column(f"{phase}: at its end", "GiB", spare=2, says=_end_of(phase)))
+        columns.append(Column(f"{phase}: peak", "GiB", text=_peak_of(phase)))
+        columns.append(Column(f"{phase}: at its end", "GiB", drop_order=2, text=_end_of(phase)))
     title, notes = "Memory from phase to phase", [_check_all(entries)]
     tables = over_configurations("", title, rows, columns, (), notes).tables if present else ()
     moments = rows_of(entries, lambda entry: map(moment_values, entry.profile.boundaries))
@@ -230,10 +230,10 @@ def phases_section(profile: MemoryProfile) -> Section:
         column("phase", write=label),
         column("begin_s", write=milliseconds),
         column("duration_s", write=milliseconds),
-        in_unit("begin_bytes", unit, spare=2),
+        in_unit("begin_bytes", unit, drop_order=2),
         in_unit("peak_bytes", unit),
         column("peak_s", write=milliseconds),
-        in_unit("end_bytes", unit, spare=1),
+        in_unit("end_bytes", unit, drop_order=1),
     ]
     notes = ["Peaks are over all events; times are those of a run that is being recorded.", *_unfinished(phases)]
     table = make_table("Peak of each phase", columns, rows, notes, lambda row: row["status"] != "ok")

@@ -59,9 +59,9 @@ def name_of(category: Category) -> str:
     return category.replace(" ", "_")
 
 
-def of_category(category: Category, unit: Unit, key: str = "bytes", spare: int = 0) -> Column[Values]:
+def of_category(category: Category, unit: Unit, key: str = "bytes", drop_order: int = 0) -> Column[Values]:
     """How much of the category there is, or with another `key` was asked for."""
-    return Column(category, unit.name, key=f"{name_of(category)}_{key}", write=unit.cell, spare=spare)
+    return Column(category, unit.name, key=f"{name_of(category)}_{key}", write=unit.cell, drop_order=drop_order)
 
 
 def _quantity(name: str, value: int | None, about: str = "", unit: str = "bytes") -> Values:
@@ -143,8 +143,8 @@ def _quantities(
     has_bytes = any(row["unit"] == "bytes" for row in rows)
     columns = [
         column("quantity"),
-        column("value", says=cell),
-        *([column("value", name="exact", spare=1, says=exact)] if has_bytes else []),
+        column("value", text=cell),
+        *([column("value", name="exact", drop_order=1, text=exact)] if has_bytes else []),
         column("about"),
     ]
     source = [_quantity("device", profile.device, unit="index"), _quantity("steps", profile.num_steps, unit="steps")]
@@ -189,7 +189,7 @@ def categories_section(profile: MemoryProfile) -> Section:
         column("category"),
         in_unit("bytes", unit),
         column("share"),
-        in_unit("requested_bytes", unit, spare=3),
+        in_unit("requested_bytes", unit, drop_order=3),
         column("blocks"),
     ]
     notes = [f"The peak is {when(peak)}.", *rounding_words([peak])]
@@ -225,13 +225,13 @@ def peaks_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
     rows = rows_of(entries, lambda entry: [_peak(entry)])
     columns = [
         in_unit("peak_allocated_bytes", GIB_CELL),
-        column("peak_phase", spare=3),
-        in_unit("plain_peak_allocated_bytes", GIB_CELL, spare=7),
-        in_unit("predicted_peak_allocated_bytes", GIB_CELL, spare=1),
-        in_unit("peak_reserved_bytes", GIB_CELL, spare=5),
-        in_unit("residual_stream_bytes", MIB_CELL, spare=6),
-        in_unit("block_saved_bytes", MIB_CELL, spare=2),
-        in_unit("block_gradient_bytes", MIB_CELL, spare=4),
+        column("peak_phase", drop_order=3),
+        in_unit("plain_peak_allocated_bytes", GIB_CELL, drop_order=7),
+        in_unit("predicted_peak_allocated_bytes", GIB_CELL, drop_order=1),
+        in_unit("peak_reserved_bytes", GIB_CELL, drop_order=5),
+        in_unit("residual_stream_bytes", MIB_CELL, drop_order=6),
+        in_unit("block_saved_bytes", MIB_CELL, drop_order=2),
+        in_unit("block_gradient_bytes", MIB_CELL, drop_order=4),
         _status(),
     ]
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_failure_notes(entries)]
@@ -262,7 +262,7 @@ def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
     groups = twins(entries, "mode")
     of = {id(group[0]): {entry.config.mode: entry for entry in group} for group in groups}
     rows = rows_of([group[0] for group in groups], lambda entry: [{"peaks": of[id(entry)]}])
-    columns: list[Column[Values]] = [Column(mode, "GiB", says=_mode_cell(mode)) for mode in modes]
+    columns: list[Column[Values]] = [Column(mode, "GiB", text=_mode_cell(mode)) for mode in modes]
     note = "Allocated at most. Above: memory ran out after that much."
     return over_configurations(
         "", "Peak of memory by mode", rows, columns, (), [note], without=("mode",), among=entries
@@ -283,9 +283,9 @@ def categories_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
     present = [name for name in Category if any(bytes_of(entry.profile.peak, name) for entry in entries)]
     rows = rows_of(entries, lambda entry: [_peak(entry) | _categories(entry.profile.peak)])
     columns = [
-        *(of_category(name, GIB_CELL, spare=1 if _is_seen(name, entries) else 3) for name in present),
+        *(of_category(name, GIB_CELL, drop_order=1 if _is_seen(name, entries) else 3) for name in present),
         in_unit("peak_allocated_bytes", GIB_CELL),
-        column("peak_phase", spare=2),
+        column("peak_phase", drop_order=2),
         _status(),
     ]
     csv = ("status", "peak_phase", "peak_allocated_bytes", *_categories(entries[0].profile.peak))
