@@ -1,6 +1,6 @@
 """Tables over the configurations of a sweep: rows with what tells them apart before what was found in each."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from cs336_systems.config import RunConfig
@@ -10,6 +10,8 @@ from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
 from cs336_systems.report.words import shared_settings
 
+ALWAYS = ("size", "context_length")
+"""What names and tables of several configurations say of each, whether it tells them apart or not."""
 Values: TypeAlias = dict[str, Any]
 """A row of a table by the keys of its columns."""
 
@@ -18,8 +20,8 @@ class Entry(Protocol):
     """A run whose profile was explained."""
 
     @property
-    def config(self) -> RunConfig:
-        """Of the profiled run."""
+    def config(self) -> RunConfig | None:
+        """Of the profiled run; None for a file of which nothing else is known."""
 
     @property
     def device_name(self) -> str | None:
@@ -34,20 +36,21 @@ E = TypeVar("E", bound=Entry)
 
 
 def identities_of(entries: Sequence[Entry]) -> list[Identity]:
-    """Which configuration each entry is."""
-    return identities((entry.config, entry.device_name) for entry in entries)
+    """Which configuration each entry is; nothing is said of a file that has none."""
+    known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
+    found = iter(identities(known))
+    return [{} if entry.config is None else next(found) for entry in entries]
 
 
-def labels(
-    entries: Sequence[Entry], *, always: Sequence[str] = ("size", "context_length"), without: Sequence[str] = ()
-) -> list[str]:
+def labels(entries: Sequence[Entry], *, always: Sequence[str] = ALWAYS, without: Sequence[str] = ()) -> list[str]:
     """A few words for each entry, with what tells it from the others: `small ctx 128 train bf16`."""
     return names_of(identities_of(entries), always=always, without=without)
 
 
-def settings(entries: Sequence[Entry]) -> str:
+def settings(entries: Sequence[Entry], also: Collection[str] = ()) -> str:
     """What all entries share, in words."""
-    return shared_settings([(entry.config, entry.device_name) for entry in entries])
+    known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
+    return shared_settings(known, also)
 
 
 def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]) -> list[Values]:
@@ -70,19 +73,25 @@ def over_configurations(
 ) -> Section:
     """The columns after those that tell the configurations apart, `without` some; in the CSV all that say which it is.
 
-    What all configurations share, those of the rows or all `among` which a row stands for several, is said once, below
-    the table. Nothing at all where there are no rows.
+    Columns that have no value but 0 in any row that is `shown` are left out. What all configurations share, those of
+    the rows or all `among` which a row stands for several, is said once, below the table: of a single configuration
+    its size and context too. Nothing at all where there are no rows.
     """
     kept = [row for row in rows if shown(row)]
     told = [row["identity"] for row in kept]
+    is_single = all(identity == told[0] for identity in told)
     before: list[Column[Values]] = identity_columns(
-        [name for name in telling(told) if name not in without], told, lambda row: row["identity"]
+        [name for name in ([] if is_single else telling(told)) if name not in without],
+        told,
+        lambda row: row["identity"],
     )
-    shared = settings(among or [row["entry"] for row in kept])
+    columns = [column for column in columns if not column.key or any(row[column.key] for row in kept)]
+    shared = settings(among or [row["entry"] for row in kept], ALWAYS if is_single else ())
     table = make_table(
         title, [*before, *columns], kept, [*notes, *([f"{shared}."] if shared else [])],
         lambda row: bool(row["entry"].is_out_of_memory),
     )  # fmt: skip
     every = [row | row["identity"] for row in rows] if csv else []
-    keys = (*LEADING, *csv, *trailing([row["identity"] for row in rows]))
+    before_csv = [name for name in LEADING if rows and name in rows[0]["identity"]]
+    keys = (*before_csv, *csv, *trailing([row["identity"] for row in rows]))
     return Section(name=name, tables=(table,) if kept else (), rows=every, keys=keys)
