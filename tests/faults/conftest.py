@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cs336_systems.sweep.isolation import ensure_fork_server
-from tests.faults.harness import Command, eventually, processes_in
+from tests.faults.harness import Command, eventually, lay_out_models, processes_in
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +24,7 @@ def preloaded():
 def place(tmp_path, monkeypatch, preloaded):
     """The current directory, of this process and of all that the test starts."""
     monkeypatch.chdir(tmp_path)
+    lay_out_models(tmp_path)
     yield tmp_path
     assert eventually(lambda: not processes_in(tmp_path)), processes_in(tmp_path)
 

@@ -23,6 +23,8 @@ from cs336_systems.sweep.run import Listener, run_sweep
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
 NAME = "faulty"
+MODELS = "faulty_models"
+"""The module of the models, in the current directory: among the tests, the digest of what it may import takes long."""
 PATIENCE_S = 120
 """Far longer than anything here takes on an idle machine: only a hang lasts so long."""
 
@@ -30,7 +32,7 @@ PATIENCE_S = 120
 def config(fault="good", **changes):
     shape = replace(SHAPE, context_length=changes.pop("context_length", SHAPE.context_length))
     small = RunConfig(size="custom", model=shape, warmup_steps=2, measured_steps=2)
-    return replace(small, model_factory=f"tests.faults.models:{fault}", **changes)
+    return replace(small, model_factory=f"{MODELS}:{fault}", **changes)
 
 
 @contextmanager
@@ -68,6 +70,11 @@ class Witness(Listener):
         self.ticks += 1
 
 
+def lay_out_models(directory):
+    """Let the workers of sweeps that are started in `directory` find the models that go wrong."""
+    (directory / f"{MODELS}.py").symlink_to(ROOT / "tests/faults/models.py")
+
+
 def sweep(directory, *configs, timeout_s=PATIENCE_S, witness=None, **options):
     return run_sweep(configs, directory, witness or Witness(), timeout_s=timeout_s, **options)
 
@@ -85,7 +92,7 @@ def command(fault="good", contexts=(4, 8, 16), script=ROOT / "benchmark_sweep.py
     """The sweep as a user types it, in the current directory, without a report of what is beside the point."""
     shape = {"vocab-size": 11, "d-model": 8, "d-ff": 16, "num-layers": 1, "num-heads": 2}
     steps = {"warmup-steps": 2, "measured-steps": 2, "timeout-s": PATIENCE_S}
-    flags = {**shape, **steps, "device": "cpu", "name": NAME, "model": f"tests.faults.models:{fault}"}
+    flags = {**shape, **steps, "device": "cpu", "name": NAME, "model": f"{MODELS}:{fault}"}
     return [
         sys.executable, str(script), "--context-lengths", *map(str, contexts),
         *(word for name, value in flags.items() for word in (f"--{name}", str(value))),

@@ -7,13 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
+from dataclasses import replace
 
 import pytest
 
-from cs336_systems.record import load_records, read_record, write_record
+from cs336_systems.record import Status, load_records, read_record, write_record
 from cs336_systems.sweep.store import SweepError
-from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, runs, sweep
+from tests.faults.harness import ROOT, Witness, command, config, contents, lay_out_models, path_of, runs, sweep
 
 WRITE = """
 import os, signal, sys
@@ -49,10 +50,20 @@ Path.open = open_half
 }
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, preloaded):
+    """A directory with the records of two good runs, to be copied."""
+    directory = tmp_path_factory.mktemp("measured")
+    with chdir(directory):
+        lay_out_models(directory)
+        sweep(directory, config(), config(seed=1))
+    return directory
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_death_at_a_stage_of_writing_leaves_the_old_record_or_the_new(place, stage):
+def test_death_at_a_stage_of_writing_leaves_the_old_record_or_the_new(measured, place, stage):
     overwritten, untouched = config(), config(seed=1)
-    sweep(place, overwritten, untouched)
+    shutil.copytree(measured / "runs", place / "runs", copy_function=shutil.copy2)
     earlier = contents(place / "runs")
     old = read_record(path_of(overwritten, place))
     script = WRITE.format(root=str(ROOT), injection=STAGES[stage])
@@ -140,24 +151,26 @@ def lose_its_target(path):
 DAMAGES = (halve, zero, nest, become_a_directory, become_a_pipe, become_endless, lose_its_target)
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_record_is_set_aside_reported_and_measured_again(place, damage):
-    whole, damaged = config(seed=1), config(seed=2)
-    sweep(place, whole, damaged)
+def test_damaged_records_are_set_aside_reported_and_measured_again(place):
+    whole, *damaged = (config(seed=seed) for seed in range(1 + len(DAMAGES)))
+    sweep(place, whole)
     name = path_of(whole, place).name
     earlier = contents(place / "runs")[name]
-    path = path_of(damaged, place)
-    damage(path)
-    bytes_left = path.read_bytes() if path.is_file() and not path.is_symlink() else None
+    left = {}
+    for run, damage in zip(damaged, DAMAGES, strict=True):
+        path = write_record(replace(read_record(path_of(whole, place)), config=run), place / "runs")
+        damage(path)
+        left[path] = path.read_bytes() if path.is_file() and not path.is_symlink() else None
     witness = Witness()
-    outcome = sweep(place, whole, damaged, witness=witness)
-    assert [problem.path for problem in witness.problems] == [path]
-    assert witness.runs == [damaged]
-    assert len(outcome.records) == 2
+    outcome = sweep(place, whole, *damaged, witness=witness)
+    assert {problem.path for problem in witness.problems} == set(left)
+    assert witness.runs == damaged
+    assert [record.status for record in outcome.records] == [Status.OK] * (1 + len(DAMAGES))
     assert contents(place / "runs")[name] == earlier
-    aside = path.with_name(f"{path.name}.invalid")
-    assert os.path.lexists(aside)
-    assert bytes_left is None or aside.read_bytes() == bytes_left
+    for path, data in left.items():
+        aside = path.with_name(f"{path.name}.invalid")
+        assert os.path.lexists(aside)
+        assert data is None or aside.read_bytes() == data
 
 
 def test_damage_twice_keeps_both(place):

@@ -19,8 +19,10 @@ from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path, 
 from tests.analysis.memory.programs import Training
 from tests.faults import analyses
 from tests.faults.analyses import HANGING, NOTES
-from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, sweep, time_is_up
+from tests.faults.harness import ROOT, Witness, command, config, contents, lay_out_models, path_of, sweep, time_is_up
 from tests.report.making import make_failure, make_record
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 WATCHED = config(profiler=Profiler.KINETO)
 
@@ -31,6 +33,7 @@ def unexplained(tmp_path_factory, preloaded):
     directory = tmp_path_factory.mktemp("measured")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
+        lay_out_models(directory)
         patch.setattr(explain, "main", analyses.raises)
         outcome = sweep(directory / "sweep", WATCHED)
     assert outcome.unexplained == (WATCHED,)

@@ -15,14 +15,14 @@ from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.store import SweepError
 from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, results, runs, sweep
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
-def made_elsewhere(place, **identity):
-    """A finished record, as it would be had it been made under other conditions."""
-    sweep(place, config())
-    path = path_of(config(), place)
-    data = json.loads(path.read_bytes())
+
+def made_elsewhere(place, record, **identity):
+    """Write the text of a finished record as it would be had it been made under other conditions."""
+    data = json.loads(record)
     data["environment"]["identity"] |= identity
-    path.write_text(json.dumps(data))
+    path_of(config(), place).write_text(json.dumps(data))
     return contents(place / "runs")
 
 
@@ -34,18 +34,16 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), CHANGES)
-def test_other_conditions_are_refused_by_name(place, name, value):
-    earlier = made_elsewhere(place, **{name: value})
-    witness = Witness()
-    with pytest.raises(SweepError, match=f"{name} was {value}, is .*--fresh.*--allow-mixed"):
-        sweep(place, config(), config(seed=1), witness=witness)
-    assert witness.runs == []
-    assert contents(place / "runs") == earlier
-
-
-def test_other_conditions_are_mixed_when_told_to(place):
-    earlier = made_elsewhere(place, torch="1.0")
+def test_other_conditions_are_refused_by_name_and_mixed_when_told_to(place):
+    sweep(place, config())
+    whole = path_of(config(), place).read_text()
+    for name, value in CHANGES:
+        earlier = made_elsewhere(place, whole, **{name: value})
+        witness = Witness()
+        with pytest.raises(SweepError, match=f"{name} was {value}, is .*--fresh.*--allow-mixed"):
+            sweep(place, config(), config(seed=1), witness=witness)
+        assert witness.runs == []
+        assert contents(place / "runs") == earlier
     outcome = sweep(place, config(), config(seed=1), allow_mixed=True)
     assert [record.config for record in outcome.measured] == [config(seed=1)]
     assert contents(place / "runs").items() >= earlier.items()
@@ -62,7 +60,8 @@ def test_a_record_of_a_later_version_is_left_alone(place):
 
 
 def test_a_fresh_start_keeps_the_old_records_beside(place):
-    earlier = made_elsewhere(place, torch="1.0")
+    sweep(place, config())
+    earlier = made_elsewhere(place, path_of(config(), place).read_text(), torch="1.0")
     outcome = sweep(place, config(), fresh=True)
     assert [record.config for record in outcome.measured] == [config()]
     (beside,) = place.glob("runs-before-*")
@@ -153,8 +152,7 @@ def records_in(place):
     return {path.relative_to(place): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
-@pytest.mark.parametrize("edited", [0, 1])
-@pytest.mark.parametrize("run", [sweep_of, ladder_of])
+@pytest.mark.parametrize(("run", "edited"), [(sweep_of, 0), (sweep_of, 1), (ladder_of, 1)])
 def test_a_model_that_was_edited_is_not_given_its_old_times(place, capsys, run, edited):
     files = own_model(place, f"edited_{run.__name__}_{edited}")
     module = files[0].stem

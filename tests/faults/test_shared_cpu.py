@@ -11,7 +11,7 @@ from cs336_systems.commands import benchmark
 from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.locks import at_work
-from tests.faults.harness import ROOT, Witness, config, sweep
+from tests.faults.harness import MODELS, ROOT, Witness, config, sweep
 
 WORK = """
 import sys
@@ -127,6 +127,6 @@ def test_a_single_run_is_warned_too(place, neighbour):
     neighbour()
     shape = ["--vocab-size", "11", "--d-model", "8", "--d-ff", "16", "--num-layers", "1", "--num-heads", "2"]
     steps = ["--context-length", "8", "--warmup-steps", "2", "--measured-steps", "2", "--device", "cpu"]
-    assert cli.benchmark([*shape, *steps, "--model", "tests.faults.models:good"]) == 0
+    assert cli.benchmark([*shape, *steps, "--model", f"{MODELS}:good"]) == 0
     (path,) = Path("data/e2e_benchmark/single/runs").iterdir()
     assert is_warned(read_record(path))

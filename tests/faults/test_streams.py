@@ -16,6 +16,8 @@ from cs336_systems.record import Status, load_records
 from tests.faults.harness import ROOT, command, eventually, results, runs
 from tests.faults.models import PAUSED
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 GOES_ON = "the same command goes on from here"
 
 

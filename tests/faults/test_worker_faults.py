@@ -1,5 +1,6 @@
 """Whatever a worker dies of, its run is a row, the next run is none the worse, and nothing is left behind."""
 
+import contextlib
 import signal
 import time
 from multiprocessing.process import BaseProcess
@@ -10,53 +11,108 @@ import pytest
 from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import LOG_TAIL_BYTES
-from tests.faults.harness import Witness, config, contents, path_of, sweep, time_is_up
+from tests.faults.harness import (
+    Witness,
+    config,
+    contents,
+    eventually,
+    lay_out_models,
+    path_of,
+    processes_in,
+    sweep,
+    time_is_up,
+)
 from tests.faults.models import HANGING
 
 CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 CGROUP_LIMIT_BYTES = 64 * 2**20
 
 
+SIGNALS = {
+    "sigkill": (Status.KILLED, "SIGKILL"),
+    "sigkill_from_outside": (Status.KILLED, "SIGKILL"),
+    "sigterm_from_outside": (Status.CRASHED, "SIGTERM"),
+    "segfault": (Status.CRASHED, "SIGSEGV"),
+    "abort": (Status.CRASHED, "SIGABRT"),
+    "nameless_signal": (Status.CRASHED, f"signal {signal.SIGRTMIN + 5}"),
+}
+LAST_WORDS = {"segfault": "the last words before a segmentation fault", "abort": "c10::Error"}
+OUT_OF_MEMORY = {"asks_for_a_pebibyte": 2**50, "python_out_of_memory": None}
+HANGS = ("hangs_printing", "hangs_with_closed_output", "ignores_signals", "stops_itself", "hangs_with_family")
+EXITS = ("exits_well", "calls_exit", "exits_with_family")
+WRONG_RECORDS = (
+    "half_a_record", "empty_record", "record_of_another_run", "record_of_the_future", "record_that_is_a_directory",
+)  # fmt: skip
+TEARDOWNS = {"aborts_at_teardown": "SIGABRT", "fails_at_teardown": "status 3", "hangs_at_teardown": "did not end"}
+OTHERS = ("raises", "good_with_family", "gigabyte_on_stderr")
+FAULTS = (*SIGNALS, *OUT_OF_MEMORY, *HANGS, *EXITS, *WRONG_RECORDS, *TEARDOWNS, *OTHERS)
+
+
+class WitnessOfFaults(Witness):
+    """After each run, makes sure that it has left no process, and lets the next one hang."""
+
+    def finished(self, record):
+        place = Path.cwd()
+        assert eventually(lambda: not processes_in(place)), (record.config, processes_in(place))
+        HANGING.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory, preloaded):
+    """The records of one sweep in which every fault follows another, between good runs that may not notice."""
+    directory = tmp_path_factory.mktemp("survived")
+    good = config(seed=1)
+    runs = [good, *map(config, FAULTS), config(seed=2)]
+
+    def is_over(worker):
+        fault = worker.config.model_factory.partition(":")[2]
+        if fault in HANGS:
+            return HANGING.exists()
+        return fault == "hangs_at_teardown" and path_of(worker.config, directory).exists()
+
+    with contextlib.chdir(directory), time_is_up(is_over):
+        lay_out_models(directory)
+        sweep(directory, good)
+        earlier = contents(directory / "runs")
+        witness = WitnessOfFaults()
+        outcome = sweep(directory, *runs, witness=witness)
+    assert witness.runs == runs[1:]
+    assert contents(directory / "runs").items() >= earlier.items()
+    assert not outcome.interrupted
+    by_config = {record.config: record for record in outcome.records}
+    assert [by_config[run].status for run in (runs[0], runs[-1])] == [Status.OK, Status.OK]
+    return directory, by_config
+
+
+@pytest.fixture
+def record_of(survived):
+    """The record of a fault, as the sweep returned it and as it is in the file."""
+    directory, by_config = survived
+
+    def find(fault):
+        record = by_config[config(fault)]
+        assert read_record(path_of(record.config, directory)) == record
+        return record
+
+    return find
+
+
 def survive(place, fault, **options):
-    """The record of the fault, after a good run and before another, neither of which may notice."""
+    """The record of a fault that needs a sweep of its own, after a good run and before another."""
     before, faulty, after = config(seed=1), config(fault), config(seed=2)
-    sweep(place, before)
-    earlier = contents(place / "runs")
-    witness = Witness()
-    outcome = sweep(place, before, faulty, after, witness=witness, **options)
-    assert witness.runs == [faulty, after]
-    assert {name: contents(place / "runs")[name] for name in earlier} == earlier
+    outcome = sweep(place, before, faulty, after, **options)
     by_config = {record.config: record for record in outcome.records}
     assert [by_config[run].status for run in (before, after)] == [Status.OK, Status.OK]
     assert not outcome.interrupted
-    record = by_config[faulty]
-    assert read_record(path_of(faulty, place)) == record
-    return record
+    return by_config[faulty]
 
 
-@pytest.mark.parametrize(
-    ("fault", "status", "signal_name"),
-    [
-        ("sigkill", Status.KILLED, "SIGKILL"),
-        ("sigkill_from_outside", Status.KILLED, "SIGKILL"),
-        ("sigterm_from_outside", Status.CRASHED, "SIGTERM"),
-        ("segfault", Status.CRASHED, "SIGSEGV"),
-        ("abort", Status.CRASHED, "SIGABRT"),
-        ("nameless_signal", Status.CRASHED, f"signal {signal.SIGRTMIN + 5}"),
-    ],
-)
-def test_death_by_a_signal_names_it(place, fault, status, signal_name):
-    record = survive(place, fault)
-    assert (record.status, record.failure.signal) == (status, signal_name)
-    assert signal_name in record.failure.message
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"), [("segfault", "the last words before a segmentation fault"), ("abort", "c10::Error")]
-)
-def test_the_end_of_what_a_crashed_worker_wrote_is_kept(place, fault, words):
-    sweep(place, config(fault))
-    assert words in read_record(path_of(config(fault), place)).failure.log_tail
+@pytest.mark.parametrize("fault", SIGNALS)
+def test_death_by_a_signal_names_it(record_of, fault):
+    record = record_of(fault)
+    assert (record.status, record.failure.signal) == SIGNALS[fault]
+    assert record.failure.signal in record.failure.message
+    assert LAST_WORDS.get(fault, "") in (record.failure.log_tail or "")
 
 
 @pytest.fixture
@@ -90,31 +146,39 @@ def test_the_kernels_out_of_memory_killer(place, small_cgroup):
     assert "memory" in record.failure.message
 
 
-def test_death_of_the_fork_server(place):
-    assert survive(place, "kills_the_fork_server").status in (Status.CRASHED, Status.KILLED)
+def test_death_of_the_fork_server(place, monkeypatch):
+    """The time allowed does not include the making of another: a worker's time begins when it has been started."""
+    begun, workers = [], []
+    start = BaseProcess.start
+
+    def start_and_note(process):
+        start(process)
+        begun.append(time.monotonic())
+
+    monkeypatch.setattr(BaseProcess, "start", start_and_note)
+    with time_is_up(lambda worker: workers.append(worker)):
+        record = survive(place, "kills_the_fork_server")
+    assert record.status in (Status.CRASHED, Status.KILLED)
+    assert all(began <= worker.started for began, worker in zip(begun, dict.fromkeys(workers), strict=True))
 
 
-@pytest.mark.parametrize(("fault", "requested_bytes"), [("asks_for_a_pebibyte", 2**50), ("python_out_of_memory", None)])
-def test_out_of_memory_is_a_result(place, fault, requested_bytes):
-    record = survive(place, fault)
+@pytest.mark.parametrize("fault", OUT_OF_MEMORY)
+def test_out_of_memory_is_a_result(record_of, fault):
+    record = record_of(fault)
     assert record.status is Status.OOM
-    assert record.failure.requested_bytes == requested_bytes
+    assert record.failure.requested_bytes == OUT_OF_MEMORY[fault]
 
 
-def test_an_exception_keeps_its_message_and_its_traceback(place):
-    record = survive(place, "raises")
+def test_an_exception_keeps_its_message_and_its_traceback(record_of):
+    record = record_of("raises")
     assert record.status is Status.CRASHED
     assert record.failure.message == r"RuntimeError: no such layer \x00"
     assert "in raises" in record.failure.traceback
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["hangs_printing", "hangs_with_closed_output", "ignores_signals", "stops_itself", "hangs_with_family"],
-)
-def test_a_hang_ends_at_the_timeout(place, fault):
-    with time_is_up(lambda worker: worker.config == config(fault) and HANGING.exists()):
-        record = survive(place, fault)
+@pytest.mark.parametrize("fault", HANGS)
+def test_a_hang_ends_at_the_timeout(record_of, fault):
+    record = record_of(fault)
     assert record.status is Status.TIMEOUT
     assert "--timeout-s" in record.failure.message
     if fault == "hangs_printing":
@@ -129,50 +193,44 @@ def test_the_time_allowed_is_that_of_the_clock(place):
     assert time.monotonic() - started >= timeout_s
 
 
-def test_descendants_that_outlive_a_good_run_are_ended(place):
-    assert survive(place, "good_with_family").status is Status.OK
+def test_descendants_that_outlive_a_good_run_are_ended(record_of):
+    assert record_of("good_with_family").status is Status.OK
 
 
-@pytest.mark.parametrize("fault", ["exits_well", "calls_exit", "exits_with_family"])
-def test_an_exit_without_a_record_is_no_success(place, fault):
-    record = survive(place, fault)
+@pytest.mark.parametrize("fault", EXITS)
+def test_an_exit_without_a_record_is_no_success(record_of, fault):
+    record = record_of(fault)
     assert record.status is Status.CRASHED
     assert "status 0" in record.failure.message
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["half_a_record", "empty_record", "record_of_another_run", "record_of_the_future", "record_that_is_a_directory"],
-)
-def test_a_wrong_record_is_invalid_and_kept(place, fault):
-    record = survive(place, fault)
+@pytest.mark.parametrize("fault", WRONG_RECORDS)
+def test_a_wrong_record_is_invalid_and_kept(survived, record_of, fault):
+    record = record_of(fault)
     assert record.status is Status.INVALID
-    (kept,) = (place / "runs").glob("*.invalid*")
+    runs = survived[0] / "runs"
+    (kept,) = runs.glob(f"{record.key}*.invalid*")
     assert kept.name in record.failure.message
-    assert kept.name.startswith(record.key)
     if fault == "half_a_record":
-        whole = path_of(config(seed=1), place).read_bytes()
-        assert kept.read_bytes() == whole[: len(whole) // 2]
+        files = (path.read_bytes() for path in runs.glob("*.json"))
+        assert kept.read_bytes() in {data[: len(data) // 2] for data in files}
 
 
-@pytest.mark.parametrize("fault", ["aborts_at_teardown", "fails_at_teardown", "hangs_at_teardown"])
-def test_a_crash_after_the_record_is_a_warning(place, fault):
-    hanging = config("hangs_at_teardown")
-    with time_is_up(lambda worker: worker.config == hanging and path_of(hanging, place).exists()):
-        record = survive(place, fault)
+@pytest.mark.parametrize("fault", TEARDOWNS)
+def test_a_crash_after_the_record_is_a_warning(record_of, fault):
+    record = record_of(fault)
     assert record.status is Status.OK
     assert len(record.measurements) > 0
     (warning,) = [warning for warning in record.warnings if warning.code is WarningCode.TEARDOWN_FAILED]
-    how = {"aborts_at_teardown": "SIGABRT", "fails_at_teardown": "status 3", "hangs_at_teardown": "did not end"}
-    assert how[fault] in warning.message
+    assert TEARDOWNS[fault] in warning.message
 
 
-def test_a_gigabyte_on_standard_error_is_bounded(place):
-    record = survive(place, "gigabyte_on_stderr")
+def test_a_gigabyte_on_standard_error_is_bounded(survived, record_of):
+    record = record_of("gigabyte_on_stderr")
     assert record.status is Status.CRASHED
     assert record.failure.log_tail.endswith("the end of the gigabyte")
     assert len(record.failure.log_tail) <= LOG_TAIL_BYTES
-    assert path_of(record.config, place).stat().st_size < 2 * LOG_TAIL_BYTES
+    assert path_of(record.config, survived[0]).stat().st_size < 2 * LOG_TAIL_BYTES
 
 
 def test_a_worker_that_prints_does_not_make_the_terminal_busy(place):
@@ -195,23 +253,6 @@ def test_a_worker_that_prints_does_not_make_the_terminal_busy(place):
 def test_a_model_that_changes_directory(place):
     outcome = sweep(Path("relative"), config("changes_directory"))
     assert [record.status for record in outcome.records] == [Status.OK]
-
-
-def test_the_time_allowed_does_not_include_the_making_of_the_fork_server(place, monkeypatch):
-    """A worker's time begins when the fork server has started it: nothing has used it up before."""
-    begun = []
-    start = BaseProcess.start
-
-    def start_and_note(process):
-        start(process)
-        begun.append(time.monotonic())
-
-    monkeypatch.setattr(BaseProcess, "start", start_and_note)
-    workers = []
-    with time_is_up(lambda worker: workers.append(worker)):
-        outcome = sweep(place, config("kills_the_fork_server"), config())
-    assert [record.status for record in outcome.measured][1:] == [Status.OK]
-    assert all(began <= worker.started for began, worker in zip(begun, dict.fromkeys(workers), strict=True))
 
 
 def test_workers_are_fresh_and_have_not_touched_cuda(place):
