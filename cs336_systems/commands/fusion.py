@@ -58,8 +58,14 @@ def run(arguments: FusionArguments) -> int:
     """Measure, print, and write."""
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
-    from cs336_systems.report.sections.fusion import fusion_tables, write_fusion
+    from cs336_systems.report.sections.fusion import fusion_section, write_fusion
     from cs336_systems.studies.runner import run_study
 
-    show_study(lambda status: run_study(grid, status), write_fusion, fusion_tables, directory, as_json=arguments.json)
+    show_study(
+        lambda status: run_study(grid, status),
+        write_fusion,
+        lambda study: fusion_section(study).tables,
+        directory,
+        as_json=arguments.json,
+    )
     return OK

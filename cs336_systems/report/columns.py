@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from cs336_systems.report.numbers import (
+    DOUBT,
     change,
     count,
-    derived_text,
     in_percent,
     interval_text,
     label,
     mean_and_std,
     rounded,
+    scientific,
     significant,
 )
 
@@ -39,6 +40,12 @@ class Column(Generic[Row]):
     """How the scaled value is written."""
     std: str = ""
     """Key of the standard deviation, in the unit of the value, where the cell has it too."""
+    doubt: str = ""
+    """Key of whether the value is in doubt, which a mark behind it then says."""
+    derived: bool = False
+    """Computed from times: the standard deviation is written only where these are in doubt."""
+    instead: str = ""
+    """Key of the text that stands where the value is not known."""
     about: str = ""
     """What it is, in a sentence."""
 
@@ -55,10 +62,13 @@ class Column(Generic[Row]):
             raise TypeError(f"column {self.name!r} needs rows with values by key, or text, got {type(row).__name__}")
         value, std = row[self.key], row[self.std] if self.std else None
         if value is None:
-            return ""
-        if self.std and value:
-            return mean_and_std(value * self.scale, None if std is None else std * self.scale)
-        return self.write(value if self.scale == 1 else value * self.scale)
+            return str(row[self.instead]) if self.instead else ""
+        is_doubted = bool(self.doubt and row[self.doubt])
+        if std is not None and value and (is_doubted or not self.derived):
+            text = mean_and_std(value * self.scale, std * self.scale)
+        else:
+            text = self.write(value if self.scale == 1 else value * self.scale)
+        return f"{text} {DOUBT}" if is_doubted else text
 
 
 class Options(TypedDict, total=False):
@@ -69,6 +79,9 @@ class Options(TypedDict, total=False):
     scale: float
     write: Callable[[Any], str]
     std: str
+    doubt: str
+    derived: bool
+    instead: str
 
 
 class Changes(Options, total=False):
@@ -81,7 +94,7 @@ class Changes(Options, total=False):
 def column(key: str, **changes: Unpack[Changes]) -> Column[Any]:
     """The column of this key as COLUMNS has it, with `changes` for one table."""
     found: Column[Any] = replace(COLUMNS[key], key=key, **changes)
-    return found
+    return replace(found, std=f"{key}_std", doubt=f"{key}_is_doubted") if found.derived else found
 
 
 def two_digits(value: float) -> str:
@@ -96,10 +109,6 @@ def three_digits(value: float) -> str:
 
 def _step_interval(row: Mapping[str, Any]) -> str:
     return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
-
-
-def _speed_up(row: Mapping[str, Any]) -> str:
-    return derived_text(row["speed_up"], row["speed_up_std"], is_doubted=row["is_doubted"], digits=3)
 
 
 def _number(name: str, unit: str, about: str, **options: Unpack[Options]) -> Column[Any]:
@@ -140,7 +149,7 @@ COLUMNS: dict[str, Column[Any]] = {
     "predicted_peak_gib": _number("predicted", "GiB", "The peak that the configuration was predicted to have.",
                                   drop_order=11, write=three_digits),
     "speed_up": _number("speed-up", "vs fp32", "How many times faster than the same configuration in fp32.",
-                        drop_order=4, text=_speed_up),
+                        drop_order=4, derived=True, write=three_digits),
     # kernels, per step
     "kernels_per_step": _number("kernels", "", "Kernels that were launched.", drop_order=4, write=count),
     "kernel_mean_ms": _number("GPU time", "ms", "Durations of the kernels, added up.", write=rounded),
@@ -245,5 +254,18 @@ COLUMNS: dict[str, Column[Any]] = {
     "shape_and_type": _text("shape", "Shape and data type of the tensor.", drop_order=7),
     "explanation": _text("formula", "The size as a product of the model's dimensions.", drop_order=5),
     "place": _text("place", "The line of code that allocated it.", drop_order=6),
+    # studies: attention, fusion, ceilings
+    "op": _text("op", "The operation."),
+    "version": _text("version", "Written out, compiled, or PyTorch's own fused operation."),
+    "kernels": _number("kernels", "", "Kernels that were launched.", drop_order=3, write=count),
+    "must_move_mib": _number("must move", "MiB", "Inputs read once and results written once.", drop_order=6),
+    "moved_mib": _number("moved", "MiB", "Bytes that were read and written."),
+    "median_ms": _number("time", "ms", "Median of the times, with their standard deviation.",
+                         std="std_ms", doubt="is_doubted", instead="ended"),
+    "gb_per_s": _number("rate", "GB/s", "Bytes over the time.", derived=True),
+    "bandwidth_share": _number("of bandwidth", "%", "Rate of the bytes that must move over the data sheet's bandwidth.",
+                               drop_order=4, scale=100, derived=True, write=three_digits),
+    "max_error": _number("max error", "", "Largest distance from the same mathematics in float64.",
+                         drop_order=8, write=scientific, instead="error_words"),
 }  # fmt: skip
 """The columns that tables name by key, with the unit, digits and place that most tables give them."""

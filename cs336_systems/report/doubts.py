@@ -22,7 +22,7 @@ class Timed(Protocol):
 
 def time_text(value: float, std: float | None, warnings: Warnings) -> str:
     """A time with its deviation, marked where it is in doubt."""
-    return f"{mean_and_std(value, std)}{f' {DOUBT}' if _is_doubted(warnings) else ''}"
+    return f"{mean_and_std(value, std)}{f' {DOUBT}' if is_doubted(warnings) else ''}"
 
 
 def ratio_text(ratio: float | None, times: Iterable[Timed | None], warnings: Warnings, digits: int = 3) -> str:
@@ -30,7 +30,14 @@ def ratio_text(ratio: float | None, times: Iterable[Timed | None], warnings: War
     if ratio is None:
         return ""
     std = quotient_stdev(ratio, *(None if measured is None else measured.cv for measured in times))
-    return derived_text(ratio, std, is_doubted=_is_doubted(warnings), digits=digits)
+    return derived_text(ratio, std, is_doubted=is_doubted(warnings), digits=digits)
+
+
+def derived(key: str, value: float | None, *times: tuple[Timed | None, Warnings]) -> dict[str, object]:
+    """What was computed from times, for a `derived` column: the value, its deviation, whether it is in doubt."""
+    std = None if value is None else quotient_stdev(value, *(None if timed is None else timed.cv for timed, _ in times))
+    doubted = any(is_doubted(warnings) for _, warnings in times)
+    return {key: value, f"{key}_std": std, f"{key}_is_doubted": doubted}
 
 
 def codes_text(warnings: Warnings) -> str | None:
@@ -38,17 +45,21 @@ def codes_text(warnings: Warnings) -> str | None:
     return ";".join(warning.code for warning in warnings) or None
 
 
-def doubt_notes(warnings: Sequence[Warnings], rows: str, repeated: Repeated) -> list[str]:
-    """How many of the rows, or what they are called here, carry each warning, and what to do; nothing without any."""
-    counts = Counter(warning.code for found in warnings for warning in found)
+def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> list[str]:
+    """How many of the rows, or what they are called here, carry each warning, and what to do; nothing without any.
+
+    `codes` of each row are joined by semicolons, as in CSV files.
+    """
+    counts = Counter(code for found in codes if found for code in found.split(";"))
     if not counts:
         return []
-    said = ", ".join(f"{code} in {count} of {len(warnings)} {rows}" for code, count in counts.most_common())
+    said = ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())
     return [
         f"{DOUBT} marks a time in doubt, and what is computed from it, with its deviation: {said}. "
         f"Close other programs, or use {repeated.more}."
     ]
 
 
-def _is_doubted(warnings: Warnings) -> bool:
+def is_doubted(warnings: Warnings) -> bool:
+    """Whether a warning puts the time in doubt."""
     return in_doubt(warning.code for warning in warnings)

@@ -87,8 +87,8 @@ def speed_ups(frame: pd.DataFrame) -> pd.DataFrame:
     """For every row, how many times faster it is than the same configuration in fp32 on the same device.
 
     `speed_up` and `speed_up_std` (both steps' std/mean, propagated) are NaN for fp32 itself and where a time is
-    missing; `full_status` is how the fp32 run ended, None where there is none; `is_doubted` says whether a warning
-    of either run puts its time in doubt.
+    missing; `full_status` is how the fp32 run ended, None where there is none; `speed_up_is_doubted` says whether a
+    warning of either run puts its time in doubt.
     """
     rows = rows_of(frame)
     full = {
@@ -107,7 +107,9 @@ def speed_ups(frame: pd.DataFrame) -> pd.DataFrame:
             spread = quotient_stdev(ratio, twin["step_cv"], row["step_cv"])
             is_doubted = any(in_doubt(codes_of(side)) for side in (twin, row))
             found.append((ratio, math.nan if spread is None else spread, twin["status"], is_doubted))
-    return pd.DataFrame(found, columns=["speed_up", "speed_up_std", "full_status", "is_doubted"], index=frame.index)
+    return pd.DataFrame(
+        found, columns=["speed_up", "speed_up_std", "full_status", "speed_up_is_doubted"], index=frame.index
+    )
 
 
 def codes_of(row: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,10 @@ DOUBT = "?"
 """Ends a time that is in doubt, and what is computed from it."""
 
 
+MIB, GIB = 2**20, 2**30
+GIGA, TERA = 1e9, 1e12
+
+
 def significant(value: float, digits: int = 4) -> str:
     """The value to so many significant digits, more where it is a larger whole number; no exponent, thousands apart."""
     if not math.isfinite(value):
@@ -96,6 +100,16 @@ def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
+def ratio(value: float | None, whole: float | None) -> float | None:
+    """The value over the whole; None where either is not known, or the whole is nothing."""
+    return None if value is None or not whole else value / whole
+
+
 def label(name: str) -> str:
     """The name, its middle left out where it is longer than a table has room for."""
     return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
+
+
+def scientific(value: float) -> str:
+    """The value to two digits, with an exponent."""
+    return f"{value:.1e}"

@@ -50,6 +50,11 @@ def with_note(table: Table, note: str) -> Table:
     return replace(table, notes=(note, *table.notes))
 
 
+def known(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
+    """The columns below which at least one row has something."""
+    return [column for column in columns if any(column.cell(row) for row in rows)]
+
+
 def make_table(
     title: str,
     columns: Sequence[Column[Row]],

@@ -17,7 +17,7 @@ from cs336_systems.report.sections.attention import attention_section, attention
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
 from cs336_systems.report.sections.ceilings.tables import products_section
 from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_section, fusion_tables
+from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import ladder_tables
 from cs336_systems.report.sections.steps import results_table
@@ -130,7 +130,7 @@ def test_attention_says_which_times_are_in_doubt(fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fusion_says_which_times_are_in_doubt(fault):
-    (table,) = fusion_tables(fusion(fault))
+    (table,) = fusion_section(fusion(fault)).tables
     assert [bool(marked(cell)) for cell in column(table, "time")] == [False, True]
     (gain,) = marked(column(table, "speed-up")[1])
     ratio = np.median(QUIET) * 4 / np.median(FAULTS[fault])
@@ -193,7 +193,7 @@ def test_a_comparison_says_whose_times_are_in_doubt():
 def test_steady_times_have_no_mark_anywhere():
     tables = [
         *attention_tables(attention(None)),
-        *fusion_tables(fusion(None)),
+        *fusion_section(fusion(None)).tables,
         *(table for section in ceilings_sections(ceilings(None)) for table in section.tables),
     ]
     for table in tables:
@@ -220,7 +220,7 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
     "read",
     [
         lambda data: attention_tables(read_study(data / "attention" / "bf16" / "attention.json", AttentionStudy)),
-        lambda data: fusion_tables(read_study(data / "fusion" / "bf16" / "fusion.json", FusionStudy)),
+        lambda data: fusion_section(read_study(data / "fusion" / "bf16" / "fusion.json", FusionStudy)).tables,
         lambda data: [
             table
             for section in ceilings_sections(read_study(data / "ceilings/NVIDIA-H200/ceilings.json", CeilingsStudy))

@@ -23,7 +23,7 @@ from cs336_systems.report.sections.account import account_section
 from cs336_systems.report.sections.attention import attention_tables
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables
 from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_tables
+from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import profile_tables
 from cs336_systems.report.sections.kernels.sweep import sweep_tables
@@ -73,6 +73,7 @@ def kinds():
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
     entries = [Profiled(config=r.config, profile=make_profile(), plain=r, profiled=r) for r in profiled]
     memory = [MemoryEntry(config=r.config, profile=make_memory(), plain=r) for r in profiled]
+    fusion = make_fusion(*(make_row(version=version) for version in Version))
     means = (0.0101, 0.0102, 0.0103), (0.0201, 0.0202, 0.0203)
     account = AccountArguments(size="xl", context_length=512)
     found = {
@@ -86,7 +87,7 @@ def kinds():
         "launches": (ceilings_tables(make_whole())[5:6], ("a kernel on one element", "time")),
         "attention": (attention_tables(attention)[:2], ("d_head", "context", *Implementation)),
         "attention's memory": (attention_tables(attention)[2:], ("d_head", "context", "naive")),
-        "fusion": (fusion_tables(make_fusion(*(make_row(version=v) for v in Version))), ("op", "version", "time")),
+        "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),
         "kernels": (profile_tables(make_profile(), 10), ("phase", "part", "kernel", "total", "finding")),
         "kernels of a sweep": (sweep_tables(entries), ("size", "phase", "step")),
         "memory": (memory_tables(make_memory()), ("moment", "size", "finding", "quantity", "value")),

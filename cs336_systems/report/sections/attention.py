@@ -59,7 +59,7 @@ def _time_table(study: AttentionStudy, precision: Precision, phase: Phase) -> Ta
     timed = [result.warnings(phase) for result in study.results_of(precision) if result.measurement(phase)]
     notes = [
         f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up.",
-        *doubt_notes(timed, "cells", PASSES),
+        *doubt_notes([codes_text(found) for found in timed], "cells", PASSES),
         *_speed_ups(study, precision, phase),
         *_rates(study, precision, phase),
         *(_compile_times(study, precision) if phase is Phase.FORWARD else ()),

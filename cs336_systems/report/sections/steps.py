@@ -44,7 +44,9 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
     Warnings are counted where there is a CSV that names them by row.
     """
     gains = speed_ups(frame)
-    frame = frame.assign(**{name: gains[name].to_numpy() for name in ("speed_up", "speed_up_std", "is_doubted")})
+    frame = frame.assign(
+        **{name: gains[name].to_numpy() for name in ("speed_up", "speed_up_std", "speed_up_is_doubted")}
+    )
     rows = _rows(frame)
     columns = [
         *_identity(rows),
@@ -66,7 +68,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *(warning_notes(frame) if has_csv else []),
         *(
             [f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."]
-            if gains["is_doubted"].any()
+            if gains["speed_up_is_doubted"].any()
             else []
         ),
     ]

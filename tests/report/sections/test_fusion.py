@@ -11,8 +11,6 @@ from cs336_systems.report.sections.fusion import (
     CSV_COLUMNS,
     draw_fusion,
     fusion_section,
-    fusion_tables,
-    speed_up,
     write_fusion,
 )
 from cs336_systems.studies.fusion_records import FusionStudy, Op, Version
@@ -46,7 +44,7 @@ def texts(figure):
 
 
 def test_tables_by_hand(study):
-    forward, backward = fusion_tables(study)
+    forward, backward = fusion_section(study).tables
     assert column(forward, "version") == ["eager", "compiled", "fused"]
     assert column(forward, "kernels") == ["8", "1", "1"]
     assert column(forward, "time") == ["8.0 ± 0.2", "1.000", "2.000"]  # medians
@@ -62,7 +60,7 @@ def test_tables_by_hand(study):
 
 
 def test_sentences_by_hand(study):
-    forward, backward = fusion_tables(study)
+    forward, backward = fusion_section(study).tables
     assert (
         "gelu: written out 8 kernels that move 9.00 times what must move; compiled 1 kernel, 8.00 times as fast; "
         "fused 1 kernel, 4.00 times as fast." in forward.notes
@@ -70,18 +68,20 @@ def test_sentences_by_hand(study):
     assert "gelu compiled: no memory" in backward.notes
     assert not any("operators" in note for note in forward.notes)
     on_cpu = replace(study, grid=replace(study.grid, device=Device.CPU))
-    assert "On a CPU operators take the place of kernels." in fusion_tables(on_cpu)[0].notes
+    assert "On a CPU operators take the place of kernels." in fusion_section(on_cpu).tables[0].notes
 
 
 def test_products_have_a_least_time_of_their_own():
     study = make_fusion(make_row(Op.ATTENTION, matmul_flops=67 * 10**9))
-    assert any("at least 1.00 ms at the data sheet's 67 TFLOP/s" in note for note in fusion_tables(study)[0].notes)
-    assert not any("at least" in note for note in fusion_tables(make_fusion(make_row()))[0].notes)
+    assert any(
+        "at least 1.00 ms at the data sheet's 67 TFLOP/s" in note for note in fusion_section(study).tables[0].notes
+    )
+    assert not any("at least" in note for note in fusion_section(make_fusion(make_row())).tables[0].notes)
 
 
 def test_an_unknown_device_has_no_share_and_no_line(study):
     unknown = make_fusion(*study.rows, device_name=UNKNOWN)
-    assert "of bandwidth" not in [heading.name for heading in fusion_tables(unknown)[0].headings]
+    assert "of bandwidth" not in [heading.name for heading in fusion_section(unknown).tables[0].headings]
     assert {row["bandwidth_share"] for row in csv.DictReader(io.StringIO(fusion_section(unknown).csv))} == {""}
     line = "what must move, at the data sheet's bandwidth"
     assert line in texts(draw_fusion(study, Precision.FP32))
@@ -111,8 +111,8 @@ def test_csv_has_every_value(study):
 
 def test_there_is_no_speed_up_over_a_version_that_failed():
     study = make_fusion(make_lost_row(), make_row(version=Version.FUSED))
-    assert speed_up(study, study.rows[1]) is None
-    assert not any(note.startswith("gelu: written out") for note in fusion_tables(study)[0].notes)
+    assert [row["speed_up"] for row in fusion_section(study).rows] == [None, None]
+    assert not any(note.startswith("gelu: written out") for note in fusion_section(study).tables[0].notes)
 
 
 def test_everything_is_written_and_read_back(study, tmp_path):

@@ -245,7 +245,7 @@ def _has_no_time(cell: Cell) -> bool:
 def _timing_notes(cells: Iterable[tuple[str, Timing]]) -> Iterator[str]:
     """What puts times in doubt; why there is none, each reason once."""
     named = list(cells)
-    yield from doubt_notes([timing.warnings for _, timing in named if timing.loops], "rows", LOOPS)
+    yield from doubt_notes([codes_text(timing.warnings) for _, timing in named if timing.loops], "rows", LOOPS)
     reasons: dict[str, list[str]] = {}
     for name, timing in named:
         if timing.failure is not None:
