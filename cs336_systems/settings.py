@@ -27,12 +27,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByDevice:
-    """Defaults that depend on the device: the value of a single run, and the values of a sweep."""
+    """Defaults that depend on the device: the value of a single run or of a study, and the values of a sweep."""
 
     gpu: Any
     cpu: Any
-    gpu_sweep: tuple[Any, ...]
-    cpu_sweep: tuple[Any, ...]
+    gpu_sweep: tuple[Any, ...] = ()
+    cpu_sweep: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,13 @@ def check(config: object) -> None:
     """Raise ValueError, in the words of the command line, for a value out of its limits or that breaks a rule."""
     settings = [(each, setting, getattr(config, each.name)) for each, setting in declared(config)]
     for each, setting, value in settings:
-        if setting.least is not None and value < setting.least:
-            raise ValueError(f"{each.name} must be at least {setting.least}, got {value}")
-        if setting.most is not None and value > setting.most:
-            raise ValueError(f"{each.name} must be at most {setting.most}, got {value}")
+        if value == ():
+            raise ValueError(f"{each.name} needs at least one value")
+        values = value if isinstance(value, tuple) else (value,)
+        if setting.least is not None and min(values) < setting.least:
+            raise ValueError(f"{each.name} must be at least {setting.least}, got {min(values)}")
+        if setting.most is not None and max(values) > setting.most:
+            raise ValueError(f"{each.name} must be at most {setting.most}, got {max(values)}")
     for each, setting, value in settings:
         for rule in setting.rules if value != each.default else ():
             if not rule.is_met(config):

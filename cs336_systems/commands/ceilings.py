@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.commands.device import device_word, explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import checked_name, choices, unset, value_or
+from cs336_systems.commands.flags import checked_name, unset, value_or
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
-from cs336_systems.commands.study import StudyArguments, show_study
+from cs336_systems.commands.study import StudyArguments, show_study, with_grid
 from cs336_systems.config import SIZES, Device
 from cs336_systems.files import encode_json, read_json, write_atomically
 from cs336_systems.measure.environment import identity
@@ -38,15 +38,13 @@ if TYPE_CHECKING:
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
 GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 128)
-CPU_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.BF16)
-GPU_LOOP_S, CPU_LOOP_S = 0.06, 0.02
 BATCH_SIZE = 4
 MIB = 2**20
 ROOFLINE_FILE = "roofline.json"
 _PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_grid
 class CeilingsArguments(StudyArguments):
     """Measure what this machine reaches: matrix products by precision and size, memory, launches, all-reduce.
 
@@ -54,6 +52,7 @@ class CeilingsArguments(StudyArguments):
     measured ceilings of this device. With --profile the parts of a step stand on the roofline too.
     """
 
+    GRID, FOLDER = CeilingsGrid, "ceilings"
     sizes: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")] = (
         None
     )
@@ -63,22 +62,10 @@ class CeilingsArguments(StudyArguments):
     ] = None
     """Model sizes whose layer shapes are measured: the first feed-forward matrix product (at batch 4 and the size's
     context) and, if the vocabulary is no multiple of 8, the LM head with and without padding."""
-    precisions: Annotated[
-        tuple[ProductPrecision, ...] | None,
-        choices(ProductPrecision, many=True),
-        unset("NAME [NAME ...]", "all; fp32 bf16 on a CPU"),
-    ] = None
-    """fp32, tf32, bf16, fp16, fp8 (e4m3)."""
     memory_mib: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 128 on a CPU")] = (
         None
     )
     """What a copy, a sum and an AdamW step move; also what an all-reduce sums (MiB). The largest counts."""
-    world_size: Annotated[int | None, unset("INT", "all GPUs, 1 on a CPU")] = None
-    """Processes of an all-reduce, on a GPU each; 1 leaves it out."""
-    loops: int = 5
-    """Timed loops of each cell, whose median counts."""
-    loop_s: Annotated[float | None, unset("FLOAT", "0.06 on a GPU, 0.02 on a CPU")] = None
-    """Least time of one loop (seconds)."""
     profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
     """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline. --measured without it
     takes the earlier one."""
@@ -89,40 +76,26 @@ class CeilingsArguments(StudyArguments):
     name: Annotated[str | None, unset("NAME", "the device's")] = None
     """Name of the directory."""
 
-    def grid(self) -> CeilingsGrid:
-        """What these flags mean to measure; raise ValueError where they mean nothing."""
-        device = resolve_device(self.device)
-        on_gpu = device is Device.CUDA
+    def grid(self) -> CeilingsGrid:  # type: ignore[override] # it chooses all fields itself
+        """The grid that the flags mean; raise ValueError if there is no such grid."""
+        on_gpu, num_gpus = resolve_device(self.device) is Device.CUDA, len(visible_gpus())
         sizes = value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
         squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
         layers = layer_shapes(value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
         memory_mib = value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
         _check_memory(memory_mib)
-        return CeilingsGrid(
-            device=device,
-            shapes=(*squares, *layers),
-            precisions=self._precisions(device),
-            stream_bytes=tuple(size * MIB for size in memory_mib),
-            loops=self.loops,
-            loop_s=value_or(self.loop_s, GPU_LOOP_S if on_gpu else CPU_LOOP_S),
-            world_size=self._world_size(device),
-            seed=self.seed,
-        )
-
-    def _precisions(self, device: Device) -> tuple[ProductPrecision, ...]:
-        if device is Device.CUDA:
-            return value_or(self.precisions, tuple(ProductPrecision))
-        chosen = value_or(self.precisions, CPU_PRECISIONS)
-        if missing := [name for name in chosen if name in ONLY_ON_GPUS]:
+        missing = [name for name in self.precisions or () if name in ONLY_ON_GPUS and not on_gpu]
+        if missing:
             there = ", ".join(name for name in ProductPrecision if name not in ONLY_ON_GPUS)
             raise ValueError(f"--precisions {' '.join(missing)}: such products need an NVIDIA GPU, a CPU has {there}")
-        return chosen
-
-    def _world_size(self, device: Device) -> int:
-        gpus = len(visible_gpus())
-        if device is Device.CUDA and self.world_size is not None and self.world_size > gpus:
-            raise ValueError(f"--world-size {self.world_size} needs as many GPUs, this process sees {gpus}")
-        return value_or(self.world_size, gpus if device is Device.CUDA else 1)
+        if on_gpu and self.world_size is not None and self.world_size > num_gpus:
+            raise ValueError(f"--world-size {self.world_size} needs as many GPUs, this process sees {num_gpus}")
+        grid: CeilingsGrid = super().grid(
+            shapes=(*squares, *layers),
+            stream_bytes=tuple(size * MIB for size in memory_mib),
+            world_size=value_or(self.world_size, num_gpus if on_gpu else 1),
+        )
+        return grid
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
@@ -131,7 +104,7 @@ class CeilingsArguments(StudyArguments):
                 raise ValueError("--measured writes beside its file: leave --name out")
             return self.measured.parent
         name = checked_name(self.name) if self.name else device_word(resolve_device(self.device))
-        return self.output / "ceilings" / name
+        return self.output / self.FOLDER / name
 
 
 def _check_memory(memory_mib: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -125,38 +125,58 @@ def with_flags(
     """
 
     def add(kind: type[T]) -> type[T]:
-        annotations: dict[str, object] = {}
-        settings = {}
-        for name in names:
-            flag, annotation, default = _made(name, many, (rules or {}).get(name), defaults.get(name))
-            annotations[flag], settings[flag] = annotation, name
-            setattr(kind, flag, default)
-        kind.__annotations__ = annotations | kind.__annotations__
-        made = dataclass(frozen=True, kw_only=True)(kind)
-        made.settings = MappingProxyType(settings)  # type: ignore[attr-defined]
-        return made
+        flags = {
+            name: _made(*FIELDS[name], many=many, rule=(rules or {}).get(name), own_default=defaults.get(name))
+            for name in names
+        }
+        return _add_flags(kind, flags)
 
     return add
 
 
-def _made(name: str, many: bool, rule: str | None, own_default: object) -> tuple[str, object, object]:
+def with_flags_of(config: type) -> Callable[[type[T]], type[T]]:
+    """Make a class of arguments a dataclass that begins with a flag for each setting that `config` declares.
+
+    The flag of a tuple takes several values.
+    """
+    flags = {
+        each.name: _made(each, setting, many=get_origin(get_args(each.type)[0]) is tuple)
+        for each, setting in declared(config)
+        if setting.help
+    }
+    return lambda kind: _add_flags(kind, flags)
+
+
+def _add_flags(kind: type[T], flags: Mapping[str, tuple[str, object, object]]) -> type[T]:
+    """Make the class a dataclass that begins with these flags, by the names of their settings."""
+    for flag, _, default in flags.values():
+        setattr(kind, flag, default)
+    kind.__annotations__ = {flag: annotation for flag, annotation, _ in flags.values()} | kind.__annotations__
+    made = dataclass(frozen=True, kw_only=True)(kind)
+    made.settings = MappingProxyType({flag: name for name, (flag, _, _) in flags.items()})  # type: ignore[attr-defined]
+    return made
+
+
+def _made(
+    each: Field[Any], setting: Setting, *, many: bool, rule: str | None = None, own_default: object = None
+) -> tuple[str, object, object]:
     """Name, annotated type and default of the flag of a setting; the default is None where a rule chooses."""
-    each, setting = FIELDS[name]
     declared_type, *_ = get_args(each.type)
     kind = next(iter(get_args(declared_type)), declared_type)  # of `str | None`, str
     default = each.default if own_default is None else own_default
     text = " ".join(filter(None, (setting.help, setting.several if many else "")))
-    flag = setting.plural if many else setting.flag or name
+    flag = (setting.plural if many else setting.flag) or each.name
     rule = rule or _rule(setting, many) or (str(default) if setting.chosen_by_fast else "")
     if isinstance(default, bool):
         switch = (tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")) if not default else ()
         return flag, Annotated[bool, *switch, tyro.conf.arg(help=text)], default
     values = tuple[kind, ...] if many else kind  # type: ignore[valid-type]
     if not rule:
-        return flag, Annotated[values, tyro.conf.arg(help=text)], (default,) if many else default
+        is_one = many and not isinstance(default, tuple)
+        return flag, Annotated[values, tyro.conf.arg(help=text)], (default,) if is_one else default
     is_choice = issubclass(kind, StrEnum)
     word = setting.metavar or kind.__name__.upper()
-    metavar = None if is_choice else f"{word} [{word} ...]" if many else word
+    metavar = None if is_choice and not setting.metavar else f"{word} [{word} ...]" if many else word
     parser = (choices(kind, many=many),) if is_choice else ()
     return flag, Annotated[values | None, *parser, unset(metavar, rule, text)], None
 
@@ -166,7 +186,8 @@ def _rule(setting: Setting, many: bool) -> str:
     if (found := setting.by_device) is None:
         return setting.default
     if many:
-        return " on a GPU, ".join(" ".join(map(str, each)) for each in (found.gpu_sweep, found.cpu_sweep)) + " on a CPU"
+        gpu, cpu = (" ".join(map(str, each)) for each in (found.gpu_sweep or found.gpu, found.cpu_sweep or found.cpu))
+        return f"{gpu} on a GPU, {cpu} on a CPU"
     return ", ".join(filter(None, (f"{found.gpu} on a GPU", f"{found.cpu} on a CPU", setting.default)))
 
 

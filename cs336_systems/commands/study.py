@@ -1,40 +1,36 @@
 """What the commands of all studies share: flags, and the way from measuring to files and printed tables."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from cs336_systems.commands.device import DeviceFlag, resolve_device
-from cs336_systems.commands.flags import Switch, unset
-from cs336_systems.commands.outcome import json_alone
+from cs336_systems.commands.device import DeviceFlag, explain_cpu_fallback, resolve_device
+from cs336_systems.commands.flags import Flags, Switch, study_name, unset, with_flags_of
+from cs336_systems.commands.outcome import checked, json_alone
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json
+from cs336_systems.settings import declared
+from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.table import Table
 
-GridT = TypeVar("GridT", bound="DataclassInstance")
+ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT")
-ByDevice: TypeAlias = Mapping[str, tuple[Any, Any]]
-"""Defaults by the names of flags: that on a GPU, and that on a CPU."""
-
-
-def chosen_by_device(metavar: str, defaults: tuple[Any, Any]) -> object:
-    """How the help shows a flag whose default is one of two."""
-    gpu, cpu = (" ".join(map(str, each)) if isinstance(each, tuple) else each for each in defaults)
-    return unset(metavar, f"{gpu} on a GPU, {cpu} on a CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyArguments:
+class StudyArguments(Flags):
     """Flags that every study has."""
 
+    GRID: ClassVar[type]
+    """Its declared settings become flags."""
+    FOLDER: ClassVar[str]
+    """Directory of all studies of this kind, below the output directory."""
     device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
@@ -45,13 +41,46 @@ class StudyArguments:
     json: Switch = False
     """Print JSON instead of tables."""
 
-    def grid_of(self, kind: type[GridT], by_device: ByDevice) -> GridT:
-        """The grid of the flags that are named as its fields; raise ValueError where they mean none."""
+    def grid(self, **others: Any) -> Any:  # noqa: ANN401 (each study has its own)
+        """The grid that the flags mean, with other fields; raise ValueError if there is no such grid."""
         device = resolve_device(self.device)
-        values = {each.name: getattr(self, each.name) for each in fields(kind)}
-        defaults = {name: gpu if device is Device.CUDA else cpu for name, (gpu, cpu) in by_device.items()}
-        given = {name: value for name, value in values.items() if value is not None}
-        return kind(**defaults | given | {"device": device})
+        defaults = {
+            each.name: setting.by_device.gpu if device is Device.CUDA else setting.by_device.cpu
+            for each, setting in declared(self.GRID)
+            if setting.by_device is not None
+        }
+        return self.GRID(**defaults | self.given() | others | {"device": device, "seed": self.seed})
+
+    def directory(self) -> Path:
+        """Where the results go; raise ValueError for a name that is no plain directory name."""
+        return self.output / self.FOLDER / study_name(self.name, self.precisions, self.device)
+
+
+def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
+    """Make a class of arguments a dataclass with a flag for each setting of its grid."""
+    return with_flags_of(kind.GRID)(kind)
+
+
+def measure_and_show(
+    arguments: StudyArguments,
+    write: Callable[[StudyT, Path], object],
+    tables: Callable[[StudyT], Iterable["Table"]],
+    on_progress: Callable[[StudyT, Path], object] = lambda *_: None,
+) -> StudyT:
+    """Measure the grid of the arguments, write the results, print them, and return the study.
+
+    `on_progress` gets the study so far and its directory after each cell.
+    """
+    explain_cpu_fallback(arguments.device)
+    grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
+
+    def measure(status: "StatusLine") -> StudyT:
+        from cs336_systems.studies.runner import run_study
+
+        study: StudyT = run_study(grid, status, lambda study: on_progress(study, directory))
+        return study
+
+    return show_study(measure, write, tables, directory, as_json=arguments.json)
 
 
 def show_study(
@@ -63,10 +92,7 @@ def show_study(
     as_json: bool,
     warnings: Callable[[StudyT], Iterable[str]] = lambda _: (),
 ) -> StudyT:
-    """Measure, saying how far that is; write the results into the directory, if one is given; print them.
-
-    Returns the study.
-    """
+    """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
 

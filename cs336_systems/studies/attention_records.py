@@ -6,12 +6,13 @@ Attention is without heads, as in the course's exercise: queries, keys and value
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
 from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row, check_grid
+from cs336_systems.settings import ByDevice, Setting, check
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, CellStatus, Grid, Row
 
 
 class Implementation(StrEnum):
@@ -52,26 +53,50 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
 
     MEASURE: ClassVar[str] = "cs336_systems.studies.attention_cell:measure_rows"
 
+    # fmt: off
     device: Device
-    batch_size: int = 8
-    d_heads: tuple[int, ...]
-    context_lengths: tuple[int, ...]
-    implementations: tuple[Implementation, ...]
-    precisions: tuple[Precision, ...] = (Precision.FP32,)
-    causal: bool = False
-    passes: int = 100
-    """Timed passes of each cell, each one forward and one backward."""
-    warmup_passes: int = 10
-    timeout_s: float = 600.0
-    """Longest time for one cell."""
+    batch_size: Annotated[int, Setting("Sequences in a batch.", least=1)] = 8
+    d_heads: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Width of queries, keys and values (elements).", least=1,
+            by_device=ByDevice(gpu=(16, 32, 64, 128), cpu=(16, 32)),
+        ),
+    ]
+    context_lengths: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Tokens in a sequence.", least=1,
+            by_device=ByDevice(gpu=(256, 1024, 4096, 8192, 16384), cpu=(64, 256)),
+        ),
+    ]
+    implementations: Annotated[
+        tuple[Implementation, ...],
+        Setting(
+            "naive: written out. compiled: naive under torch.compile. sdpa: the kernel that PyTorch chooses. "
+            "flash, efficient, cudnn, math: that kernel of PyTorch's.", metavar="NAME",
+            by_device=ByDevice(
+                gpu=tuple(name for name in Implementation if name is not Implementation.SDPA),
+                cpu=(Implementation.NAIVE, Implementation.COMPILED, Implementation.SDPA),
+            ),
+        ),
+    ]
+    precisions: Annotated[tuple[Precision, ...], Setting(PRECISIONS_HELP)] = (Precision.FP32,)
+    causal: Annotated[bool, Setting("Hide from each token those that follow it.")] = False
+    passes: Annotated[
+        int,
+        Setting(
+            "Timed passes of each cell, one forward and one backward each.", least=1,
+            by_device=ByDevice(gpu=100, cpu=10),
+        ),
+    ] = 100
+    warmup_passes: Annotated[int, Setting("Passes before the timed ones.", least=1)] = 10
+    timeout_s: Annotated[float, Setting("Longest time for one cell (seconds).")] = 600.0
     seed: int = 0
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_grid(
-            self,
-            with_values=("d_heads", "context_lengths", "implementations", "precisions"),
-            at_least_one=("batch_size", "passes", "warmup_passes", "d_heads", "context_lengths"),
-        )
+        check(self)
         longest = max(self.context_lengths)
         if self.batch_size * longest * max(longest, *self.d_heads) > MAX_ELEMENTS:
             raise ValueError(

@@ -17,7 +17,8 @@ from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import Device
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row, check_grid
+from cs336_systems.settings import ByDevice, Setting, check
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row
 
 MAX_SIDE = 2**20
 MAX_BYTES = 2**42
@@ -114,21 +115,34 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
 
     MEASURE: ClassVar[str] = "cs336_systems.studies.ceilings_cell:measure_rows"
 
+    # fmt: off
     device: Device
     shapes: tuple[Shape, ...]
-    precisions: tuple[ProductPrecision, ...]
+    precisions: Annotated[
+        tuple[ProductPrecision, ...],
+        Setting(
+            "fp32, tf32, bf16, fp16, fp8 (e4m3).", metavar="NAME",
+            by_device=ByDevice(gpu=tuple(ProductPrecision), cpu=(ProductPrecision.FP32, ProductPrecision.BF16)),
+        ),
+    ]
     stream_bytes: tuple[int, ...]
     """Bytes that a pass over memory moves; also sizes of the tensor to reduce."""
-    loops: int = 5
-    """Loops of each cell, whose median counts."""
-    loop_s: float = 0.06
-    """Least time of a loop: repetitions are added until it takes as long."""
-    world_size: int = 1
-    """Processes of an all-reduce, each with a GPU of its own; 1 leaves it out."""
+    loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.")] = 5
+    loop_s: Annotated[
+        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.06, cpu=0.02))
+    ] = 0.06
+    """Repetitions are added until a loop takes this long."""
+    world_size: Annotated[
+        int,
+        Setting(
+            "Processes of an all-reduce, on a GPU each; 1 leaves it out.", least=1, default="all GPUs, 1 on a CPU"
+        ),
+    ] = 1
     seed: int = 0
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_grid(self, with_values=("shapes", "precisions", "stream_bytes"), at_least_one=("world_size",))
+        check(self)
         if not STREAM_BYTES[Stream.ADAMW] <= min(self.stream_bytes) <= max(self.stream_bytes) <= MAX_BYTES:
             raise ValueError(
                 f"stream_bytes must be from {STREAM_BYTES[Stream.ADAMW]} to {MAX_BYTES}, got {self.stream_bytes}"

@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
 from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row, check_grid
+from cs336_systems.settings import ByDevice, Setting, check
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, CellStatus, Grid, Row
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
@@ -33,27 +34,41 @@ class Version(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionGrid(Grid["FusionRow", "FusionStudy"]):
-    """What to run. gelu, softmax and rms_norm work on (batch_size, context_length, width), the last two along width."""
+    """What to run.
+
+    The inputs of gelu, softmax and rms_norm have the shape (batch_size, context_length, width), those of attention
+    (batch_size, num_heads, context_length, d_head).
+    """
 
     MEASURE: ClassVar[str] = "cs336_systems.studies.fusion_cell:measure_rows"
 
+    # fmt: off
     device: Device
-    ops: tuple[Op, ...] = tuple(Op)
-    precisions: tuple[Precision, ...] = (Precision.FP32,)
-    batch_size: int
-    context_length: int
-    width: int
-    num_heads: int
-    """Heads of attention, whose tensors are (batch_size, num_heads, context_length, d_head)."""
-    d_head: int
-    passes: int = 50
-    """Timed passes, each one forward and one backward."""
-    warmup_passes: int = 5
+    ops: Annotated[tuple[Op, ...], Setting("gelu (its tanh form), softmax, rms_norm, attention.")] = tuple(Op)
+    precisions: Annotated[tuple[Precision, ...], Setting(PRECISIONS_HELP)] = (Precision.FP32,)
+    batch_size: Annotated[int, Setting("Sequences in a batch.", least=1, by_device=ByDevice(gpu=16, cpu=2))]
+    context_length: Annotated[int, Setting("Tokens in a sequence.", least=1, by_device=ByDevice(gpu=1024, cpu=64))]
+    width: Annotated[
+        int,
+        Setting(
+            "Elements of a token for gelu, softmax and rms_norm; softmax and rms_norm work along them.", least=1,
+            by_device=ByDevice(gpu=6400, cpu=512),
+        ),
+    ]
+    num_heads: Annotated[int, Setting("Attention heads.", least=1, by_device=ByDevice(gpu=25, cpu=2))]
+    d_head: Annotated[
+        int, Setting("Width of one attention head (elements).", least=1, by_device=ByDevice(gpu=64, cpu=16))
+    ]
+    passes: Annotated[
+        int,
+        Setting("Timed passes, one forward and one backward each.", least=1, by_device=ByDevice(gpu=50, cpu=10)),
+    ] = 50
+    warmup_passes: Annotated[int, Setting("Passes before the timed ones.", least=1)] = 5
     seed: int = 0
+    # fmt: on
 
     def __post_init__(self) -> None:
-        sizes = ("batch_size", "context_length", "width", "num_heads", "d_head", "passes", "warmup_passes")
-        check_grid(self, with_values=("ops", "precisions"), at_least_one=sizes)
+        check(self)
         rows = self.batch_size * self.context_length
         if rows * max(self.width, self.num_heads * max(self.d_head, self.context_length)) > MAX_ELEMENTS:
             raise ValueError(f"the tensors would have more than {MAX_ELEMENTS:.0e} elements; use smaller sizes")

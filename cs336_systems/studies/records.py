@@ -13,6 +13,7 @@ from cs336_systems.record import Environment, Failure, RecordError
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
 """Bytes of one element of the inputs: they have the precision's own data type, there is no autocast."""
+PRECISIONS_HELP = "Of inputs and products, without autocast: fp32, tf32, bf16, fp16."
 
 
 class CellStatus(StrEnum):
@@ -95,14 +96,3 @@ class Grid(Generic[RowT, StudyT]):
 def read_study(path: Path, kind: type[StudyT]) -> StudyT:
     """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
     return read_json(path, kind, kind.WHAT, version=FORMAT_VERSION, error=RecordError)
-
-
-def check_grid(grid: object, *, with_values: tuple[str, ...], at_least_one: tuple[str, ...]) -> None:
-    """Raise ValueError for the first field that has no value, or a number below 1."""
-    for name in with_values:
-        if not getattr(grid, name):
-            raise ValueError(f"{name} needs at least one value")
-    for name in at_least_one:
-        value = getattr(grid, name)
-        if (least := min(value if isinstance(value, tuple) else (value,))) < 1:
-            raise ValueError(f"{name} must be at least 1, got {least}")
