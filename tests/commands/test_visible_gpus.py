@@ -14,6 +14,7 @@ from cs336_systems.commands.device import resolve_device
 from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.measure import nvml
 from cs336_systems.record import load_records
+from cs336_systems.studies import runner
 from cs336_systems.sweep import run as sweep
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.run import Listener, gpus_left_out, run_sweep
@@ -54,12 +55,36 @@ COMMANDS = {
 }  # fmt: skip
 
 
+class FarEnoughError(Exception):
+    """It is enough to come as far as the runs."""
+
+
+@pytest.fixture
+def no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep or a study ends where its first run would begin."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise FarEnoughError
+
+    monkeypatch.setattr(sweep, "run_sweep", stop)
+    monkeypatch.setattr(runner, "run_study", stop)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_auto_says_once_that_it_takes_the_cpu_and_why(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    driver: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    name: str,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert COMMANDS[name]() == 0
+    if name in ("benchmark", "sweep", "precision"):
+        assert COMMANDS[name]() == 0
+    else:
+        request.getfixturevalue("no_runs")
+        with pytest.raises(FarEnoughError):
+            COMMANDS[name]()
     captured = capsys.readouterr()
     assert captured.err.count("note: --device auto takes the CPU: CUDA_VISIBLE_DEVICES=5 names none of the GPUs") == 1
     assert "note:" not in captured.out
@@ -98,7 +123,8 @@ def test_a_slice_that_is_not_found_is_not_replaced_by_the_cpu(
     assert "CUDA_VISIBLE_DEVICES=MIG-99 names none of the GPUs here" in captured.err
     assert "--device cpu" in captured.err
     assert list(tmp_path.iterdir()) == []
-    assert cli.benchmark([*SMALL, "--context-length", "8", "--device", "cpu"]) == 0
+    if name == "benchmark":
+        assert cli.benchmark([*SMALL, "--context-length", "8", "--device", "cpu"]) == 0
 
 
 @pytest.mark.parametrize("visible", [None, "0", "MIG-aa", "MIG-aa01"])
@@ -152,15 +178,8 @@ def test_what_is_left_out_is_told(mixed: SimpleNamespace, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["sweep", "ladder", "compare"])
 def test_what_is_left_out_is_said_on_standard_error(
-    mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    mixed: SimpleNamespace, no_runs: None, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    class FarEnoughError(Exception):
-        """It is enough to come as far as the runs."""
-
-    def stop(*_: object, **__: object) -> None:
-        raise FarEnoughError
-
-    monkeypatch.setattr(sweep, "run_sweep", stop)
     with pytest.raises(FarEnoughError):
         COMMANDS[name]()
     captured = capsys.readouterr()
