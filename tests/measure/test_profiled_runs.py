@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems import cli
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile
 from cs336_systems.config import SIZES, CompileMode, Mode, Phase, Profiler, RunConfig
@@ -24,7 +23,6 @@ from cs336_systems.sweep.plan import Plan
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
 from cs336_systems.sweep.worker import run_here
 
-ROOT = Path(__file__).parents[2]
 MODEL = replace(SIZES["tiny"], context_length=32, d_model=32, d_ff=48, vocab_size=50)
 CONFIG = RunConfig(size="custom", model=MODEL, warmup_steps=2, measured_steps=3, profiler=Profiler.KINETO)
 
@@ -146,24 +144,33 @@ def test_what_a_checkpoint_computes_again_has_its_own_name(tmp_path: Path) -> No
     assert told == {LaunchPhase.BACKWARD: pytest.approx(by_module)}
 
 
-def run(tmp_path: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    shape = ["--d-model", "32", "--d-ff", "48", "--vocab-size", "50", "--warmup-steps", "2", "--measured-steps", "2"]
-    command = [sys.executable, str(ROOT / script), *shape, "--device", "cpu", *flags]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+SMALL = (
+    "--d-model", "32", "--d-ff", "48", "--vocab-size", "50", "--warmup-steps", "2", "--measured-steps", "2",
+    "--device", "cpu", "--profile",
+)  # fmt: skip
 
 
-def test_benchmark_says_where_the_time_of_its_steps_went(tmp_path: Path) -> None:
-    done = run(tmp_path, "benchmark.py", "--context-length", "32", "--profile")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("no_pictures")
+def test_benchmark_says_where_the_time_of_its_steps_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.benchmark([*SMALL, "--context-length", "32"]) == 0
+    printed = capsys.readouterr().out
     for words in ("forward", "backward", "optimizer", "matrix product", "aten::"):
-        assert words in done.stdout
+        assert words in printed
     folder = tmp_path / "data" / "kineto_profiles" / "single"
     assert len(list((folder / "traces").glob("*.json.gz"))) == len(list((folder / "runs").glob("*.json"))) == 1
 
 
-def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(tmp_path: Path) -> None:
-    done = run(tmp_path, "benchmark_sweep.py", "--context-lengths", "16", "32", "--profile", "--name", "p")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("no_pictures")
+def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "--context-lengths", "16", "32", "--name", "p"]
+    assert cli.sweep(words) == 0
+    capsys.readouterr()
     folder = tmp_path / "data" / "kineto_profiles" / "p"
     records, _ = load_records(folder / "runs")
     assert Counter(record.config.profiler for record in records) == {Profiler.NONE: 2, Profiler.KINETO: 2}
@@ -179,10 +186,10 @@ def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(tmp_path: 
     assert len(profiles) == 2
     tables = {path.name: path.read_text().count("\n") for path in folder.glob("*.csv")}
     min((folder / "kernels").glob("*.json")).unlink()
-    mended = run(tmp_path, "benchmark_sweep.py", "--context-lengths", "16", "32", "--profile", "--name", "p")
-    assert mended.returncode == 0, mended.stderr
-    assert "4 records kept, 0 runs to go" in mended.stderr, "a lost explanation is made again from the trace"
-    assert "explaining the profile of " in mended.stderr
+    assert cli.sweep(words) == 0
+    said = capsys.readouterr().err
+    assert "4 records kept, 0 runs to go" in said, "a lost explanation is made again from the trace"
+    assert "explaining the profile of " in said
     assert len(list((folder / "kernels").glob("*.json"))) == 2
     assert {name: tables[name] for name in ("phases.csv", "slowdown.csv", "attention.csv")} == {
         path.name: path.read_text().count("\n")

@@ -412,7 +412,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.GPT2, 0)])
 def test_another_training_fails_even_the_widest_bound(expected, arch, seed, fault):
     gate = judge(Precision.BF16, [train(of(arch, seed), fault)], [expected(arch, seed)], fp8=True)
     assert gate.bound == max(*BOUNDS.values(), FP8_BOUND)

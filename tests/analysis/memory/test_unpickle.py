@@ -161,7 +161,13 @@ def reader(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Pro
     """A process that reads a file that takes all the time there is, and its child."""
     path = tmp_path / "s"
     path.write_bytes(HOSTILE["tuples in a key, too many to hash"][0])
-    with subprocess.Popen([sys.executable, "-c", READ, str(path)], stderr=subprocess.DEVNULL) as process:
+
+    def hear_ctrl_c() -> None:
+        """Also where the tests were started with SIGINT ignored, which a process inherits."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    words = [sys.executable, "-c", READ, str(path)]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL, preexec_fn=hear_ctrl_c) as process:
         try:
             deadline = time.monotonic() + 60
             while not (children := psutil.Process(process.pid).children()) or children[0].cpu_times().user < 0.3:
