@@ -1,4 +1,4 @@
-"""One cell of the attention grid: forward and backward timed, memory read."""
+"""One cell of the attention grid: times of forward and backward, and memory."""
 
 import re
 import warnings
@@ -28,7 +28,7 @@ from cs336_systems.studies.attention_records import (
     CellResult,
     Implementation,
 )
-from cs336_systems.studies.cell import DTYPES
+from cs336_systems.studies.cell import Inputs, make_generator, make_inputs
 from cs336_systems.studies.records import CellStatus
 
 Rows = Float[Tensor, "batch seq d_head"]
@@ -41,7 +41,7 @@ _BACKENDS = {
     Implementation.MATH: SDPBackend.MATH,
 }
 _NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans"
-"""How PyTorch and cuDNN say that none of the allowed kernels takes such inputs."""
+"""Errors by which PyTorch and cuDNN report that no allowed kernel takes such inputs."""
 
 
 def full_attention(
@@ -65,12 +65,12 @@ def make_attention(grid: AttentionGrid, cell: AttentionCell) -> AttentionFunctio
         function = partial(naive_attention, mask=mask)
     if cell.implementation is Implementation.NAIVE:
         return function
-    torch._dynamo.reset()  # else it refuses the ninth shape of one function
+    torch._dynamo.reset()  # otherwise it refuses the ninth shape of one function
     return cast("AttentionFunction", torch.compile(function, dynamic=False, fullgraph=True))
 
 
 def _sdpa(backend: SDPBackend | None, causal: bool, q: Rows, k: Rows, v: Rows) -> Rows:
-    """PyTorch's attention; with an axis of one head, because its fused kernels take four axes only."""
+    """PyTorch's attention, with an added axis of one head, because its fused kernels only take four axes."""
     choice: AbstractContextManager[object] = nullcontext() if backend is None else sdpa_kernel(backend)
     q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     with choice:
@@ -78,18 +78,20 @@ def _sdpa(backend: SDPBackend | None, causal: bool, q: Rows, k: Rows, v: Rows) -
 
 
 def measure_rows(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
-    """What the runner calls: each row with its times and memory."""
+    """Each row with its times and memory. Raises whatever running it raises."""
     return [measure_cell(grid, row.cell) for row in rows]
 
 
 def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionFunction | None = None) -> CellResult:
-    """Warm up, time `grid.passes` passes, then look at the memory of one more.
+    """Warm up, time `grid.passes` passes, then read the memory of one more. Raises whatever running raises.
 
-    `attention` takes the place of the function that the cell names. Raises whatever running it raises.
+    `attention` replaces the function that the cell names.
     """
     apply_math_mode(cell.precision)
-    inputs = _make_inputs(grid, cell)
-    passes = _Passes(attention or make_attention(grid, cell), inputs, _make_clock(grid.device))
+    shape = (grid.batch_size, cell.context_length, cell.d_head)
+    inputs = make_inputs([shape] * 3, cell.precision, make_generator(grid))
+    clock = EventClock() if grid.device is Device.CUDA else HostClock()
+    passes = _Passes(attention or make_attention(grid, cell), inputs, clock)
     started = perf_counter()
     if reason := _why_unavailable(passes):
         return CellResult(cell=cell, status=CellStatus.UNAVAILABLE, failure=Failure(message=reason))
@@ -108,47 +110,36 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
     )
 
 
-def _make_inputs(grid: AttentionGrid, cell: AttentionCell) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the output: normal, the same for every implementation."""
-    generator = torch.Generator(grid.device.value).manual_seed(grid.seed)
-    shape = (grid.batch_size, cell.context_length, cell.d_head)
-    dtype = DTYPES[cell.precision]
-    return [
-        torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype, requires_grad=number < 3)
-        for number in range(4)
-    ]
-
-
-def _make_clock(device: Device) -> Clock:
-    return EventClock() if device is Device.CUDA else HostClock()
-
-
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """One forward and one backward pass, as often as asked. Gradients are returned, not accumulated, and dropped."""
+    """Forward and backward on the same inputs, as often as asked. Gradients are dropped, not accumulated."""
 
     attention: AttentionFunction
-    inputs: list[Tensor]
+    inputs: Inputs
     clock: Clock
 
+    def forward(self) -> Tensor:
+        return self.attention(*self.inputs.forward)
+
+    def backward(self, output: Tensor) -> None:
+        torch.autograd.grad(output, self.inputs.forward, self.inputs.upstream)
+
     def run(self) -> dict[Phase, float]:
-        """Seconds of forward and of backward; the device is waited for before and after."""
-        *inputs, upstream = self.inputs
+        """Times in seconds of one forward and one backward pass, between two synchronisations of the device."""
         self.clock.start()
-        output = self.attention(*inputs)
+        output = self.forward()
         self.clock.lap(Phase.FORWARD)
-        torch.autograd.grad(output, inputs, upstream)
+        self.backward(output)
         self.clock.lap(Phase.BACKWARD)
         return self.clock.stop().phases_s
 
     def memory(self) -> CellMemory:
-        """What the allocator holds before forward, before backward, and at most."""
-        *inputs, upstream = self.inputs
+        """What the allocator holds before forward, before backward, and at its peak."""
         torch.cuda.reset_peak_memory_stats()
         before_forward = torch.cuda.memory_allocated()
-        output = self.attention(*inputs)
+        output = self.forward()
         before_backward = torch.cuda.memory_allocated()
-        torch.autograd.grad(output, inputs, upstream)
+        self.backward(output)
         return CellMemory(
             before_forward_bytes=before_forward,
             before_backward_bytes=before_backward,
@@ -157,7 +148,7 @@ class _Passes:
 
 
 def _why_unavailable(passes: _Passes) -> str | None:
-    """Run the first pass; return PyTorch's reasons where it has no kernel for such inputs, else None."""
+    """Run the first pass; return PyTorch's reasons if it has no kernel for such inputs, and None if it has one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""One cell of the ceilings: a product, a pass over memory, a launch, or all-reduces among other processes."""
+"""One cell of the ceilings: a matmul, a pass over memory, a launch, or all-reduces among other processes."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ LEAST_CAPABILITY = {
     ProductPrecision.BF16: (8, 0),
     ProductPrecision.FP8: (8, 9),
 }
-"""Compute capability from which NVIDIA GPUs multiply such numbers; older ones only seem to."""
+"""Compute capability from which NVIDIA GPUs multiply such numbers in hardware."""
 LAUNCHES_IN_GRAPH = 1000
 
 
@@ -84,7 +84,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
     """The product of a (rows, inner) matrix with the transpose of a (columns, inner) one, as of a linear layer."""
-    generator = torch.Generator(grid.device.value).manual_seed(grid.seed)
+    generator = cell.make_generator(grid)
     dtype = DTYPES[precision]
     drawn = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
     left, right = (
@@ -102,7 +102,7 @@ def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) 
 
 def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
     """One pass over so many elements in fp32."""
-    generator = torch.Generator(grid.device.value).manual_seed(grid.seed)
+    generator = cell.make_generator(grid)
     source = torch.rand(elements, generator=generator, device=grid.device.value)
     if stream is Stream.READ:
         return source.sum

@@ -1,13 +1,15 @@
-"""The process that measures the cells of a study, one by one."""
+"""The process that measures the cells of a study, one by one, and the inputs that it makes for them."""
 
 import contextlib
 import gc
 import pkgutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.measure.environment import environment
@@ -24,6 +26,28 @@ DTYPES = {
     Precision.BF16: torch.bfloat16,
     Precision.FP16: torch.float16,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What goes into one pass: the inputs of forward, and the gradient of its output."""
+
+    forward: tuple[Tensor, ...]
+    upstream: Tensor
+
+
+def make_generator(grid: Grid[RowT, StudyT]) -> torch.Generator:
+    """Random numbers on the grid's device, the same for every cell."""
+    return torch.Generator(grid.device.value).manual_seed(grid.seed)
+
+
+def make_inputs(shapes: Sequence[tuple[int, ...]], precision: Precision, generator: torch.Generator) -> Inputs:
+    """Normally distributed inputs of these shapes; the output is taken to have the first shape."""
+    *inputs, upstream = (
+        torch.randn(shape, generator=generator, device=generator.device, dtype=DTYPES[precision])
+        for shape in (*shapes, shapes[0])
+    )
+    return Inputs(tuple(tensor.requires_grad_() for tensor in inputs), upstream)
 
 
 def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:

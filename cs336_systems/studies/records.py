@@ -83,6 +83,8 @@ class Grid(Generic[RowT, StudyT]):
     """Longest time for one cell; None for no limit."""
     world_size: int = 1
     """GPUs that a worker sees."""
+    seed: int = 0
+    """Seed of the inputs."""
 
     def groups(self) -> Sequence[Sequence[Cell[RowT]]]:
         """All cells. Those of a group share a worker as long as none of them fails."""

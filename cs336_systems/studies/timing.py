@@ -1,13 +1,14 @@
-"""Timers of the studies: by the host's clock, by CUDA events, and of repetitions from a CUDA graph.
+"""Timers of the studies: the host's clock and CUDA events.
 
-`timed_loops` times the steady state: it repeats until a loop is long enough, then times several such loops.
-`timed_pairs` times the two halves of a pass on their own. Both keep every time.
+`timed_loops` times the steady state: it finds how many repetitions make a loop long enough, then times several such
+loops. `timed_pairs` times the two halves of a pass separately. Both return every raw time.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,30 +16,38 @@ from cs336_systems.config import Device
 from cs336_systems.studies.ceilings_records import CeilingsGrid, Loops
 
 GRAPH_BELOW_S = 1e-4
-"""What takes less is repeated from a CUDA graph, so that its time is the device's and not that of launching it."""
+"""A run shorter than this is repeated within a CUDA graph; otherwise its time would be that of launching it."""
 GRAPH_RUNS = 100
 PROBES = 3
-MOST_GROWTH = 100
-"""How many times more repetitions to try next: a first time may mislead."""
-SPARE = 1.1
-"""So much longer than asked for, so that the next loop is not just too short again."""
+MAX_GROWTH = 100
+"""Largest factor from one number of repetitions to the next: a first time may be far too short."""
+MARGIN = 1.1
+"""The next loop is planned to take this many times the time wanted, so that it does not just miss it again."""
 
 T = TypeVar("T")
 Run = Callable[[], object]
 Timer = Callable[[Run, int], float]
-"""Seconds of so many calls, until all that they launched is done."""
+"""Time in seconds of a number of calls, until everything that they launched is done."""
 
 
-def host_timer(run: Run, count: int) -> float:
-    """By the host's clock."""
+def host_timer(run: Run, count: int, synchronize: Callable[[], None] = lambda: None) -> float:
+    """Time `count` calls by the host's clock."""
+    synchronize()
     start = perf_counter_ns()
     for _ in range(count):
         run()
+    synchronize()
     return (perf_counter_ns() - start) / 1e9
 
 
+launch_timer = partial(host_timer, synchronize=torch.cuda.synchronize)
+"""Time `count` calls by the host's clock, from an idle device to an idle device.
+
+Where the host is slower than the device, this is the time of the launches."""
+
+
 def device_timer(run: Run, count: int) -> float:
-    """By CUDA events around the whole loop."""
+    """Time `count` calls by CUDA events around all of them."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(count):
@@ -48,18 +57,8 @@ def device_timer(run: Run, count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def launch_timer(run: Run, count: int) -> float:
-    """By the host's clock from an idle device to an idle device: where the host is the slower, its time per launch."""
-    torch.cuda.synchronize()
-    start = perf_counter_ns()
-    for _ in range(count):
-        run()
-    torch.cuda.synchronize()
-    return (perf_counter_ns() - start) / 1e9
-
-
 def measure(run: Run, grid: CeilingsGrid) -> Loops:
-    """Times of `run` on the grid's device. Raises whatever it raises."""
+    """Time `run` on the grid's device. Raises whatever `run` raises."""
     if grid.device is Device.CPU:
         return timed_loops(run, host_timer, grid)
     device_timer(run, 1)  # libraries load, memory is allocated
@@ -69,7 +68,7 @@ def measure(run: Run, grid: CeilingsGrid) -> Loops:
 
 
 def replayed(run: Run, count: int) -> Run:
-    """A CUDA graph of so many runs; calling it runs them all with one launch. `run` must have run before."""
+    """A function that launches `count` runs at once, as a CUDA graph. `run` must have been called before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
@@ -78,67 +77,62 @@ def replayed(run: Run, count: int) -> Run:
 
 
 def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int = 1) -> Loops:
-    """Warm up while looking for the number of calls that takes grid.loop_s, then time grid.loops such loops.
+    """Find the number of calls that takes `grid.loop_s`, which also warms up, then time `grid.loops` such loops.
 
-    `runs_per_call`: repetitions in one call of `run`, such as a graph's.
+    `runs_per_call` is the number of repetitions in one call of `run`, such as those of a CUDA graph.
     """
     timer(run, 1)
     count = 1
-    # the shorter of two, because a machine that is interrupted once makes a short loop look long
+    # the shorter of two times, because an interruption of the machine makes a short loop look long
     while (elapsed_s := min(timer(run, count), timer(run, count))) < grid.loop_s:
         count = next_count(count, elapsed_s, grid.loop_s)
     return Loops(count=count * runs_per_call, times_s=tuple(timer(run, count) for _ in range(grid.loops)))
 
 
 def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:
-    """How many repetitions should take `wanted_s`, where `count` took less; always more than `count`."""
-    most = MOST_GROWTH * count
-    guess = most if elapsed_s * MOST_GROWTH < wanted_s else math.ceil(SPARE * count * wanted_s / elapsed_s)
+    """A larger number of repetitions, which should take `wanted_s`, given that `count` took the shorter `elapsed_s`."""
+    most = MAX_GROWTH * count
+    guess = most if elapsed_s * MAX_GROWTH < wanted_s else math.ceil(MARGIN * count * wanted_s / elapsed_s)
     return max(count + 1, min(most, guess))
 
 
 HEAD_START_CYCLES = 4_000_000
-"""The device pauses so long, about 2 ms, for the host to launch one pass forward and backward."""
+"""GPU cycles, about 2 ms, that the device waits so that the host can launch one pass forward and backward."""
+
+
+class HostEvent:
+    """A moment by the host's clock, with the methods of torch.cuda.Event."""
+
+    def record(self) -> None:
+        """Take the present moment."""
+        self._time_ns = perf_counter_ns()
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds from this moment to `end`."""
+        return (end._time_ns - self._time_ns) / 1e6
 
 
 def timed_pairs(
     first: Callable[[int], T], second: Callable[[T, int], object], count: int, device: Device
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds that `first`, and then `second` with its result, take in each of `count` turns, which they are told.
+    """Times in seconds of `first(turn)` and of `second(result of first, turn)` in each of `count` turns.
 
-    On a GPU the device pauses before each turn while the host launches it, so that the times are the device's own.
+    On a GPU the device waits before each turn while the host launches it, so that the times are the device's own.
     """
     on_gpu = device is Device.CUDA
-    stamps = [[_Stamp(on_gpu) for _ in range(3)] for _ in range(count)]
-    for turn, (start, middle, end) in enumerate(stamps):
+    new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True) if on_gpu else HostEvent
+    events = [[new_event() for _ in range(3)] for _ in range(count)]
+    for turn, (start, middle, end) in enumerate(events):
         if on_gpu:
             torch.cuda._sleep(HEAD_START_CYCLES)
-        start.set()
+        start.record()
         result = first(turn)
-        middle.set()
+        middle.record()
         second(result, turn)
-        end.set()
+        end.record()
     if on_gpu:
         torch.cuda.synchronize()
     return (
-        tuple(start.seconds_until(middle) for start, middle, _ in stamps),
-        tuple(middle.seconds_until(end) for _, middle, end in stamps),
+        tuple(start.elapsed_time(middle) / 1e3 for start, middle, _ in events),
+        tuple(middle.elapsed_time(end) / 1e3 for _, middle, end in events),
     )
-
-
-class _Stamp:
-    """A moment on the GPU's stream, or by the host's clock."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
-
-    def set(self) -> None:
-        if self._event is None:
-            self._time_ns = perf_counter_ns()
-        else:
-            self._event.record()
-
-    def seconds_until(self, end: "_Stamp") -> float:
-        if self._event is None or end._event is None:
-            return (end._time_ns - self._time_ns) / 1e9
-        return float(self._event.elapsed_time(end._event)) / 1e3

@@ -27,7 +27,7 @@ from cs336_systems.studies.ceilings_records import (
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.runner import run_study
-from cs336_systems.studies.timing import MOST_GROWTH, host_timer, next_count, timed_loops
+from cs336_systems.studies.timing import MAX_GROWTH, host_timer, next_count, timed_loops
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
 GRID = CeilingsGrid(
@@ -149,11 +149,11 @@ def test_the_search_ends_soon_and_not_far_above(time_s: float, wanted_s: float) 
     count, tries = 1, 0
     while count * time_s < wanted_s:
         count, before = next_count(count, count * time_s, wanted_s), count
-        assert before < count <= MOST_GROWTH * before or count == before + 1
+        assert before < count <= MAX_GROWTH * before or count == before + 1
         tries += 1
     assert tries <= 6
     assert count * time_s <= 1.1 * wanted_s + time_s
-    assert next_count(7, 0.0, 1.0) == 7 * MOST_GROWTH
+    assert next_count(7, 0.0, 1.0) == 7 * MAX_GROWTH
 
 
 @pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])

@@ -233,7 +233,7 @@ def test_small_inputs_take_turns_until_they_fill_the_cache(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     assert fusion_cell._sets_to_fill_caches(10**9, Device.CUDA) == 1
     assert fusion_cell._sets_to_fill_caches(60_000_000, Device.CUDA) == 4  # 4 x 50 MB are 3.3 sets
-    assert fusion_cell._sets_to_fill_caches(8, Device.CUDA) == fusion_cell.MOST_SETS
+    assert fusion_cell._sets_to_fill_caches(8, Device.CUDA) == fusion_cell.MAX_SETS
     assert fusion_cell._sets_to_fill_caches(8, Device.CPU) == 1
 
 
