@@ -18,7 +18,9 @@ class AttentionArguments(StudyArguments):
 
 def run(arguments: AttentionArguments) -> int:
     """Measure the grid, write its record after every cell, then the tables and plots."""
-    from cs336_systems.report.sections.attention import attention_tables, write_attention, write_attention_record
+    from cs336_systems.report.sections.attention import attention_section, write_attention, write_attention_record
 
-    study = measure_and_show(arguments, write_attention, attention_tables, on_progress=write_attention_record)
+    study = measure_and_show(
+        arguments, write_attention, lambda study: attention_section(study).tables, on_progress=write_attention_record
+    )
     return OK if all(result.status.is_result for result in study.results) else FAILED

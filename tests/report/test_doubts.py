@@ -13,7 +13,7 @@ from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Phase, Precision
 from cs336_systems.record import WarningCode
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.attention import attention_section, attention_tables
+from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
 from cs336_systems.report.sections.ceilings.tables import products_section
 from cs336_systems.report.sections.comparison import comparison_table
@@ -114,7 +114,7 @@ def test_the_faults_are_what_they_are_called():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_attention_says_which_times_are_in_doubt(fault):
     study = attention(fault)
-    for table in attention_tables(study)[:2]:
+    for table in attention_section(study).tables[:2]:
         assert not marked(column(table, "naive")[0])
         assert marked(column(table, "flash")[0])
         assert f"{fault} in 1 of 2 cells" in " ".join(table.notes)
@@ -192,7 +192,7 @@ def test_a_comparison_says_whose_times_are_in_doubt():
 
 def test_steady_times_have_no_mark_anywhere():
     tables = [
-        *attention_tables(attention(None)),
+        *attention_section(attention(None)).tables,
         *fusion_section(fusion(None)).tables,
         *(table for section in ceilings_sections(ceilings(None)) for table in section.tables),
     ]
@@ -217,21 +217,17 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
 
 
 @pytest.mark.parametrize(
-    "read",
+    ("file", "kind", "sections"),
     [
-        lambda data: attention_tables(read_study(data / "attention" / "bf16" / "attention.json", AttentionStudy)),
-        lambda data: fusion_section(read_study(data / "fusion" / "bf16" / "fusion.json", FusionStudy)).tables,
-        lambda data: [
-            table
-            for section in ceilings_sections(read_study(data / "ceilings/NVIDIA-H200/ceilings.json", CeilingsStudy))
-            for table in section.tables
-        ],
+        ("attention/bf16/attention.json", AttentionStudy, lambda study: [attention_section(study)]),
+        ("fusion/bf16/fusion.json", FusionStudy, lambda study: [fusion_section(study)]),
+        ("ceilings/NVIDIA-H200/ceilings.json", CeilingsStudy, ceilings_sections),
     ],
     ids=["attention", "fusion", "ceilings"],
 )
-def test_studies_of_earlier_versions_are_judged_by_their_raw_times(read):
-    tables = read(Path(__file__).parents[2] / "data")
-    cells = [cell for table in tables for row in table.rows for cell in row]
+def test_studies_of_earlier_versions_are_judged_by_their_raw_times(file, kind, sections):
+    study = read_study(Path(__file__).parents[2] / "data" / file, kind)
+    cells = [cell for section in sections(study) for table in section.tables for row in table.rows for cell in row]
     assert sum("±" in cell for cell in cells) > 10
 
 

@@ -20,7 +20,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.sections.account import account_section
-from cs336_systems.report.sections.attention import attention_tables
+from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables
 from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
@@ -85,8 +85,8 @@ def kinds():
         "products": (ceilings_tables(make_whole())[1:4], ("product", "rows x inner x columns", "time")),
         "bandwidth": (ceilings_tables(make_whole())[4:5], ("pass", "moved", "time")),
         "launches": (ceilings_tables(make_whole())[5:6], ("a kernel on one element", "time")),
-        "attention": (attention_tables(attention)[:2], ("d_head", "context", *Implementation)),
-        "attention's memory": (attention_tables(attention)[2:], ("d_head", "context", "naive")),
+        "attention": (attention_section(attention).tables[:2], ("d_head", "context", *Implementation)),
+        "attention's memory": (attention_section(attention).tables[2:], ("d_head", "context", "naive")),
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),
         "kernels": (profile_tables(make_profile(), 10), ("phase", "part", "kernel", "total", "finding")),
         "kernels of a sweep": (sweep_tables(entries), ("size", "phase", "step")),

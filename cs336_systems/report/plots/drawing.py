@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 import matplotlib
@@ -14,6 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
+from matplotlib.ticker import NullLocator
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.memory.profile import Category
@@ -141,6 +142,14 @@ def style(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
+
+
+def doubling_axis(axes: Axes, sizes: Iterable[float]) -> None:
+    """A logarithmic x axis with a tick at each size; of sizes that are almost the same, at one."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_minor_locator(NullLocator())
+    ticks = {f"{round(size, 2):g}": size for size in sorted(sizes)}
+    axes.set_xticks(list(ticks.values()), list(ticks))
 
 
 def categories(axes: Axes, names: Sequence[str], most: int = MAX_LABELS) -> None:

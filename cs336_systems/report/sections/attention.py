@@ -1,24 +1,31 @@
 """The attention grid for people: times and memory as tables, pictures and sentences, and every value as CSV."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.analysis.warnings import PASSES
-from cs336_systems.config import Phase, Precision
+from cs336_systems.config import Phase
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import Status
-from cs336_systems.report.columns import Column
-from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
-from cs336_systems.report.numbers import significant
+from cs336_systems.report.columns import Column, column, three_digits
+from cs336_systems.report.entries import Values
+from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, significant
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.attention_plots import PHASES, attention_pictures, settings
-from cs336_systems.report.sections.study import write_study
-from cs336_systems.report.table import Table
-from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.report.sections.attention_plots import attention_pictures, settings
+from cs336_systems.report.sections.study import (
+    across,
+    derived,
+    doubt_notes,
+    end_of,
+    pivoted,
+    times_ms,
+    write_study,
+)
+from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.attention_records import (
-    AttentionCell,
     AttentionStudy,
     CellResult,
     Implementation,
@@ -27,9 +34,9 @@ from cs336_systems.studies.attention_records import (
     rows_bytes,
     weights_bytes,
 )
+from cs336_systems.studies.fusion_records import PHASES
 from cs336_systems.studies.records import CellStatus
 
-MIB, GIB = 2**20, 2**30
 CSV_COLUMNS = (
     "implementation", "precision", "d_head", "context_length", "batch_size", "causal", "device_name", "passes",
     "status", "error", "requested_mib",
@@ -38,264 +45,190 @@ CSV_COLUMNS = (
     "before_forward_mib", "before_backward_mib", "saved_mib", "naive_saved_closed_form_mib", "peak_mib", "compile_s",
     "forward_warnings", "backward_warnings",
 )  # fmt: skip
+SHAPE = ("d_head", "context_length")
+Rows = Sequence[Values]
 
 
-def attention_tables(study: AttentionStudy) -> list[Table]:
+def attention_rows(study: AttentionStudy) -> list[Values]:
+    """A row for each cell, failed ones too; None for what is not known."""
+    return [_values(study, result) for result in study.results]
+
+
+def _values(study: AttentionStudy, result: CellResult) -> Values:
+    grid, cell, memory = study.grid, result.cell, result.memory
+    closed_form = naive_saved_bytes(grid, cell) / MIB
+    row: Values = {
+        "implementation": cell.implementation, "precision": cell.precision, "d_head": cell.d_head,
+        "context_length": cell.context_length, "batch_size": grid.batch_size, "causal": grid.causal,
+        "device_name": study.environment.identity.device_name if study.environment else None, "passes": grid.passes,
+        **end_of(result.status, result.failure),
+        "requested_mib": ratio(result.failure.requested_bytes if result.failure else None, MIB),
+        "before_forward_mib": memory and memory.before_forward_bytes / MIB,
+        "before_backward_mib": memory and memory.before_backward_bytes / MIB,
+        "saved_mib": memory and memory.saved_bytes / MIB, "peak_mib": memory and memory.peak_bytes / MIB,
+        "naive_saved_closed_form_mib": closed_form if cell.implementation is Implementation.NAIVE else None,
+        "closed_form_mib": closed_form, "matrix_mib": weights_bytes(grid, cell) / MIB,
+        "queries_mib": rows_bytes(grid, cell) / MIB, "compile_s": result.compile_s,
+    }  # fmt: skip
+    for phase in PHASES:
+        row |= times_ms(result.measurement(phase), result.warnings(phase), f"{phase}_")
+        rate = ratio(matmul_flops(grid, cell, phase) / TERA * 1e3, row[f"{phase}_mean_ms"])
+        row |= derived(f"{phase}_tflops_per_s", rate, row, prefix=f"{phase}_")
+    return row
+
+
+def attention_section(study: AttentionStudy) -> Section:
     """For each precision a table of forward, one of backward, and, where there is an allocator to ask, of memory."""
-    tables = []
+    rows, tables = attention_rows(study), []
     for precision in study.precisions:
-        tables += [_time_table(study, precision, phase) for phase in PHASES]
-        if any(result.memory for result in study.results_of(precision)):
-            tables.append(_memory_table(study, precision))
-    return tables
+        own = sorted((row for row in rows if row["precision"] is precision), key=_shape)
+        tables += [_time_table(study, own, phase) for phase in PHASES]
+        if any(row["saved_mib"] is not None for row in own):
+            tables.append(_memory_table(study, own))
+    return Section(name="results", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
 
 
-def _time_table(study: AttentionStudy, precision: Precision, phase: Phase) -> Table:
-    def cell(result: CellResult) -> str:
-        measured = result.measurement(phase)
-        std_ms = None if measured is None or measured.stdev_s is None else measured.stdev_s * 1e3
-        return "" if measured is None else time_text(measured.mean_s * 1e3, std_ms, result.warnings(phase))
-
-    timed = [result.warnings(phase) for result in study.results_of(precision) if result.measurement(phase)]
-    notes = [
-        f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up.",
-        *doubt_notes([codes_text(found) for found in timed], "cells", PASSES),
-        *_speed_ups(study, precision, phase),
-        *_rates(study, precision, phase),
-        *(_compile_times(study, precision) if phase is Phase.FORWARD else ()),
-        *(_why_missing(study, precision) if phase is Phase.FORWARD else ()),
-    ]
-    return _table(study, precision, f"{phase.capitalize()} pass of attention", cell, notes)
+def _shape(row: Values) -> tuple[int, int]:
+    return row["context_length"], row["d_head"]
 
 
 def _table(
-    study: AttentionStudy,
-    precision: Precision,
-    title: str,
-    cell: Callable[[CellResult], str],
-    notes: Sequence[str],
-    closed_form: bool = False,
+    study: AttentionStudy, rows: Rows, title: str, columns: Sequence[Column[Any]], notes: Iterator[str]
 ) -> Table:
-    """One row for each head dimension and context length, one column for each implementation."""
-    implementations = study.available(precision)
-    by_cell = {(r.cell.d_head, r.cell.context_length, r.cell.implementation): r for r in study.results_of(precision)}
-    shapes = sorted({(d_head, context_length) for d_head, context_length, _ in by_cell})
-    rows = []
-    for d_head, context_length in shapes:
-        results = [by_cell.get((d_head, context_length, implementation)) for implementation in implementations]
-        texts = ["" if r is None else cell(r) if r.status is CellStatus.OK else _words(r.status) for r in results]
-        if closed_form:
-            shape = _naive(precision, d_head, context_length)
-            texts.append(significant(naive_saved_bytes(study.grid, shape) / MIB))
-        rows.append((str(d_head), str(context_length), *texts))
-    own: list[Column[object]] = [
-        Column(name, drop_order=rank if closed_form else 0) for rank, name in enumerate(implementations)
-    ]
-    extra: list[Column[object]] = [Column("naive saves, in closed form", drop_order=len(own))] if closed_form else []
-    return Table(
-        title=f"{title}, {precision}, {settings(study)}",
-        headings=(Column("d_head"), Column("context"), *own, *extra),
-        rows=tuple(rows),
-        notes=tuple(notes),
-    )
+    """One row for each head dimension and context length."""
+    title = f"{title}, {rows[0]['precision']}, {settings(study)}"
+    by_shape = sorted(pivoted(rows, (*SHAPE, "closed_form_mib"), "implementation"), key=lambda row: row["d_head"])
+    return make_table(title, [*map(column, SHAPE), *columns], by_shape, notes)
 
 
-def _naive(precision: Precision, d_head: int, context_length: int) -> AttentionCell:
-    return AttentionCell(
-        implementation=Implementation.NAIVE, precision=precision, d_head=d_head, context_length=context_length
-    )
+def _time_table(study: AttentionStudy, rows: Rows, phase: Phase) -> Table:
+    time = column(f"{phase}_mean_ms", unit="", drop_order=0, doubt=f"{phase}_is_doubted", instead="ended")
+    columns = [across(implementation, time) for implementation in _available(study, rows)]
+    return _table(study, rows, f"{phase.capitalize()} pass of attention", columns, _time_notes(study, rows, phase))
 
 
-def _words(status: CellStatus) -> str:
-    return "no kernel" if status is CellStatus.UNAVAILABLE else STATUS_WORDS[Status(status)]
+def _available(study: AttentionStudy, rows: Rows) -> list[Implementation]:
+    return study.available(rows[0]["precision"])
 
 
-def _speed_ups(study: AttentionStudy, precision: Precision, phase: Phase) -> Iterator[str]:
-    """How much faster than written out each implementation is, at the longest context where both have a time."""
-    naive = {_shape(result): result for result in study.results_of(precision, Implementation.NAIVE)}
-    gains = []
-    for implementation in study.available(precision):
-        pairs = [
-            (naive[_shape(result)], result)
-            for result in study.results_of(precision, implementation)
-            if implementation is not Implementation.NAIVE and _shape(result) in naive
-        ]
-        gain_of = [(_gain(slow, fast, phase), fast) for slow, fast in pairs]
-        if both := [(gain, result) for gain, result in gain_of if gain]:
-            gain, result = both[-1]
-            gains.append(f"{implementation} {gain} (d_head {_at(result)})")
+def _of(rows: Rows, implementation: Implementation, *known: str) -> list[Values]:
+    """The rows of one implementation that have values by these keys, the smallest shape first."""
+    own = [row for row in rows if row["implementation"] is implementation]
+    return [row for row in own if all(row[key] is not None for key in known)]
+
+
+def _time_notes(study: AttentionStudy, rows: Rows, phase: Phase) -> Iterator[str]:
+    mean = f"{phase}_mean_ms"
+    yield f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up."
+    yield from doubt_notes([row[f"{phase}_warnings"] for row in rows if row[mean] is not None], "cells", PASSES)
+    gains, rates = [], []
+    for name in _available(study, rows):
+        own = _of(rows, name, mean)
+        slow = {_shape(row): row for row in _of(rows, Implementation.NAIVE, mean) if name is not Implementation.NAIVE}
+        for fast in [row for row in own if row[mean] and _shape(row) in slow][-1:]:
+            naive = slow[_shape(fast)]
+            gain = derived("speed_up", naive[mean] / fast[mean], naive, fast, prefix=f"{phase}_")
+            gains.append(f"{name} {column('speed_up').cell(gain)} ({_at(fast)})")
+        rates += [f"{name} {column(f'{phase}_tflops_per_s').cell(row)} ({_at(row)})" for row in own[-1:] if row[mean]]
     if gains:
         yield f"Times as fast as naive, at the largest shape that both can do: {', '.join(gains)}."
-
-
-def _gain(slow: CellResult, fast: CellResult, phase: Phase) -> str:
-    """How many times as fast the second is; empty where either has no time."""
-    times = slow.measurement(phase), fast.measurement(phase)
-    if times[0] is None or times[1] is None or not times[1].mean_s:
-        return ""
-    return ratio_text(times[0].mean_s / times[1].mean_s, times, (*slow.warnings(phase), *fast.warnings(phase)))
-
-
-def _rates(study: AttentionStudy, precision: Precision, phase: Phase) -> Iterator[str]:
-    """What each implementation achieves at the largest shape that it can do."""
-    rates = []
-    for implementation in study.available(precision):
-        timed = [result for result in study.results_of(precision, implementation) if result.measurement(phase)]
-        if timed and (rate := _tflops_per_s(study, timed[-1], phase)):
-            text = ratio_text(rate, [timed[-1].measurement(phase)], timed[-1].warnings(phase))
-            rates.append(f"{implementation} {text} (d_head {_at(timed[-1])})")
     if rates:
         convention = "a causal mask counting as full"
         if phase is Phase.BACKWARD:
             convention += ", backward as twice forward, 2.5 times for kernels that compute the scores again"
         yield f"TFLOP/s of the matrix products, {convention}: {', '.join(rates)}."
+    if phase is Phase.FORWARD:
+        yield from _first_passes(study, rows)
 
 
-def _shape(result: CellResult) -> tuple[int, int]:
-    return result.cell.d_head, result.cell.context_length
+def _at(row: Values) -> str:
+    return f"d_head {row['d_head']}, context {row['context_length']}"
 
 
-def _at(result: CellResult) -> str:
-    return f"{result.cell.d_head}, context {result.cell.context_length}"
-
-
-def _compile_times(study: AttentionStudy, precision: Precision) -> Iterator[str]:
-    times = [result.compile_s for result in study.results_of(precision) if result.compile_s is not None]
-    if times:
+def _first_passes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
+    """What compiling takes, and why an implementation has no column."""
+    times_s = [row["compile_s"] for row in rows if row["compile_s"] is not None]
+    if times_s:
         yield (
-            f"torch.compile takes {significant(min(times), 2)} to {significant(max(times), 2)} s a shape, in its first "
-            "pass, which is not among the times."
+            f"torch.compile takes {significant(min(times_s), 2)} to {significant(max(times_s), 2)} s a shape, in its "
+            "first pass, which is not among the times."
         )
+    for name in dict.fromkeys(study.grid.implementations):
+        if name not in _available(study, rows) and (failed := _of(rows, name, "error")):
+            yield f"No {name} in {failed[0]['precision']}: {failed[0]['error']}"
 
 
-def _why_missing(study: AttentionStudy, precision: Precision) -> Iterator[str]:
-    """Why an implementation has no column."""
-    for implementation in dict.fromkeys(study.grid.implementations):
-        results = study.results_of(precision, implementation)
-        if results and implementation not in study.available(precision) and results[0].failure:
-            yield f"No {implementation} in {precision}: {results[0].failure.message}"
+def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
+    held = column("before_backward_mib", unit="", text=_held)
+    names = _available(study, rows)
+    columns = [across(name, replace(held, drop_order=order)) for order, name in enumerate(names)]
+    columns.append(column("closed_form_mib", drop_order=len(names)))
+    return _table(study, rows, "Memory in use before backward", columns, _memory_notes(study, rows))
 
 
-def _memory_table(study: AttentionStudy, precision: Precision) -> Table:
-    def cell(result: CellResult) -> str:
-        if result.memory is None:
-            return ""
-        return f"{_mib(result.memory.before_backward_bytes)} ({_mib(result.memory.saved_bytes)})"
-
-    notes = [
-        "In MiB; in brackets what forward left for backward, its output included.",
-        *_out_of_memory(study, precision),
-        *_account(study, precision),
-        *_growth(study, precision),
-    ]
-    return _table(study, precision, "Memory in use before backward", cell, notes, closed_form=True)
+def _held(row: Values) -> str:
+    """What was allocated before backward, and in brackets what forward added to it."""
+    if row["saved_mib"] is None:
+        return str(row["ended"])
+    return f"{significant(row['before_backward_mib'])} ({significant(row['saved_mib'])})"
 
 
-def _mib(num_bytes: float) -> str:
-    return significant(num_bytes / MIB)
-
-
-def _out_of_memory(study: AttentionStudy, precision: Precision) -> Iterator[str]:
-    """At which size written-out attention runs out of memory, or would."""
-    results = study.results_of(precision, Implementation.NAIVE)
-    failed = next((result for result in results if result.status is CellStatus.OOM), None)
-    if failed is not None:
-        asked = failed.failure.requested_bytes if failed.failure else None
-        request = "" if asked is None else f" when it asked for {significant(asked / GIB)} GiB"
-        matrix = weights_bytes(study.grid, failed.cell) / GIB
+def _memory_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
+    yield "In MiB; in brackets what forward left for backward, its output included."
+    naive = _of(rows, Implementation.NAIVE)
+    largest = [row for row in naive if row["saved_mib"] is not None][-1:]
+    failed = [row for row in naive if row["status"] is CellStatus.OOM][:1]
+    yield from map(_out_of_memory, failed)
+    for row in largest:
+        if not failed:
+            yield _would_run_out(row, study.environment.device_memory_bytes if study.environment else None)
+        matrix, queries = significant(row["matrix_mib"]), significant(row["queries_mib"])
         yield (
-            f"naive runs out of memory at d_head {_at(failed)}{request}: one matrix of batch x T x T elements takes "
-            f"{significant(matrix)} GiB."
+            f"At {_at(row)} naive's forward left {significant(row['saved_mib'])} MiB; in closed form "
+            f"{significant(row['closed_form_mib'])}: softmax's weights {matrix}, the scaled queries {queries}, the "
+            f"output {queries}."
         )
-        return
-    largest = _largest(results)
-    if largest is None or largest.memory is None:
-        return
-    peak = largest.memory.peak_bytes
-    sentence = (
-        f"naive does not run out of memory here: at d_head {_at(largest)} it peaks at {significant(peak / GIB)} GiB, "
-        f"{significant(peak / weights_bytes(study.grid, largest.cell), 3)} times a matrix of batch x T x T elements"
+    for name in _available(study, rows):
+        yield from _growth(_of(rows, name, "saved_mib"))
+
+
+def _out_of_memory(row: Values) -> str:
+    """At which size written-out attention runs out of memory."""
+    asked = row["requested_mib"]
+    request = "" if asked is None else f" when it asked for {_gib(asked)} GiB"
+    return (
+        f"naive runs out of memory at {_at(row)}{request}: one matrix of batch x T x T elements takes "
+        f"{_gib(row['matrix_mib'])} GiB."
     )
-    total = study.environment.device_memory_bytes if study.environment else None
-    if total:
-        full = largest.cell.context_length * math.sqrt(total / peak)
-        sentence += f"; as the square of the context it fills {significant(total / GIB)} GiB at about {full:,.0f}"
-    yield f"{sentence}."
 
 
-def _largest(results: Sequence[CellResult]) -> CellResult | None:
-    return next((result for result in reversed(results) if result.memory is not None), None)
+def _would_run_out(row: Values, total_bytes: int | None) -> str:
+    """At which context written-out attention would run out of memory."""
+    peak, context = row["peak_mib"], row["context_length"]
+    sentence = (
+        f"naive does not run out of memory here: at {_at(row)} it peaks at {_gib(peak)} GiB, "
+        f"{three_digits(peak / row['matrix_mib'])} times a matrix of batch x T x T elements"
+    )
+    if total_bytes:
+        full = context * math.sqrt(total_bytes / MIB / peak)
+        sentence += f"; as the square of the context it fills {_gib(total_bytes / MIB)} GiB at about {full:,.0f}"
+    return f"{sentence}."
 
 
-def _account(study: AttentionStudy, precision: Precision) -> Iterator[str]:
-    """What written-out attention left for backward, measured and in closed form."""
-    largest = _largest(study.results_of(precision, Implementation.NAIVE))
-    if largest is not None and largest.memory is not None:
-        grid, cell = study.grid, largest.cell
-        rows = _mib(rows_bytes(grid, cell))
+def _gib(size_mib: float) -> str:
+    return significant(size_mib * MIB / GIB)
+
+
+def _growth(rows: Rows) -> Iterator[str]:
+    """How what is left for backward grows with the context, over the last two that are known of the widest head."""
+    widest = [row for row in rows if row["d_head"] == rows[-1]["d_head"]]
+    for shorter, longer in list(pairwise(widest))[-1:]:
+        growth = longer["saved_mib"] / shorter["saved_mib"]
+        first, last = shorter["context_length"], longer["context_length"]
         yield (
-            f"At d_head {_at(largest)} naive's forward left {_mib(largest.memory.saved_bytes)} MiB; in closed form "
-            f"{_mib(naive_saved_bytes(grid, cell))}: softmax's weights {_mib(weights_bytes(grid, cell))}, the scaled "
-            f"queries {rows}, the output {rows}."
+            f"{longer['implementation']}: from context {first} to {last} it grows {three_digits(growth)}-fold, as the "
+            f"context to the power of {math.log(growth) / math.log(last / first):.2f} (d_head {longer['d_head']})."
         )
-
-
-def _growth(study: AttentionStudy, precision: Precision) -> Iterator[str]:
-    """How what is left for backward grows with the context, over the last two that are known."""
-    for implementation in study.available(precision):
-        known = [result for result in study.results_of(precision, implementation) if result.memory]
-        widest = [result for result in known if result.cell.d_head == known[-1].cell.d_head]
-        for shorter, longer in list(pairwise(widest))[-1:]:
-            assert shorter.memory is not None
-            assert longer.memory is not None
-            growth = longer.memory.saved_bytes / shorter.memory.saved_bytes
-            lengths = shorter.cell.context_length, longer.cell.context_length
-            power = math.log(growth) / math.log(lengths[1] / lengths[0])
-            yield (
-                f"{implementation}: from context {lengths[0]} to {lengths[1]} it grows {significant(growth, 3)}-fold, "
-                f"as the context to the power of {power:.2f} (d_head {longer.cell.d_head})."
-            )
-
-
-def attention_section(study: AttentionStudy) -> Section:
-    """The tables, and a row for each cell, failed ones too; what is not known is empty."""
-    rows = [dict(zip(CSV_COLUMNS, _csv_row(study, result), strict=True)) for result in study.results]
-    return Section(name="results", tables=tuple(attention_tables(study)), rows=rows)
-
-
-def _csv_row(study: AttentionStudy, result: CellResult) -> list[object]:
-    grid, cell, failure, memory = study.grid, result.cell, result.failure, result.memory
-    held = (memory.before_forward_bytes, memory.before_backward_bytes, memory.saved_bytes) if memory else (None,) * 3
-    requested = failure.requested_bytes if failure else None
-    return [
-        cell.implementation, cell.precision, cell.d_head, cell.context_length, grid.batch_size, grid.causal,
-        study.environment.identity.device_name if study.environment else None, grid.passes,
-        result.status, failure.message if failure else None, _scaled(requested),
-        *(value for phase in PHASES for value in _csv_times(study, result, phase)),
-        *map(_scaled, held),
-        _scaled(naive_saved_bytes(grid, cell)) if cell.implementation is Implementation.NAIVE else None,
-        _scaled(memory.peak_bytes if memory else None),
-        result.compile_s, *(codes_text(result.warnings(phase)) for phase in PHASES),
-    ]  # fmt: skip
-
-
-def _scaled(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else num_bytes / MIB
-
-
-def _csv_times(study: AttentionStudy, result: CellResult, phase: Phase) -> list[float | None]:
-    measured = result.measurement(phase)
-    if measured is None:
-        return [None] * 3
-    std_ms = None if measured.stdev_s is None else measured.stdev_s * 1e3
-    return [measured.mean_s * 1e3, std_ms, _tflops_per_s(study, result, phase)]
-
-
-def _tflops_per_s(study: AttentionStudy, result: CellResult, phase: Phase) -> float | None:
-    measured = result.measurement(phase)
-    if measured is None or not measured.mean_s:
-        return None
-    return matmul_flops(study.grid, result.cell, phase) / measured.mean_s / 1e12
 
 
 def write_attention_record(study: AttentionStudy, directory: Path) -> None:
@@ -305,4 +238,6 @@ def write_attention_record(study: AttentionStudy, directory: Path) -> None:
 
 def write_attention(study: AttentionStudy, directory: Path) -> None:
     """Write attention.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    write_study("attention.json", study, [attention_section(study)], dict(attention_pictures(study)), directory)
+    section = attention_section(study)
+    pictures = dict(attention_pictures(study, section.rows))
+    write_study("attention.json", study, [section], pictures, directory)

@@ -11,12 +11,11 @@ from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import column, three_digits
-from cs336_systems.report.doubts import derived, doubt_notes
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.study import end_of, times_ms, write_study
+from cs336_systems.report.sections.study import derived, doubt_notes, end_of, times_ms, write_study
 from cs336_systems.report.table import known, make_table
 from cs336_systems.studies.fusion_records import PHASES, FusionRow, FusionStudy, Version
 from cs336_systems.studies.records import CellStatus
@@ -75,20 +74,19 @@ def fusion_rows(study: FusionStudy) -> list[Values]:
 
 def _values(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Values:
     rate, is_ok = row.must_move_bytes_per_s, row.status is CellStatus.OK
-    times, eager_ms = times_ms(row.measurement), times_ms(eager.measurement)["median_ms"]
-    own = row.measurement, row.warnings
-    pair = () if row is eager else ((eager.measurement, eager.warnings), own)
+    own, slow = times_ms(row.measurement, row.warnings), times_ms(eager.measurement, eager.warnings)
+    pair = () if row is eager else (slow, own)
     return {
         "op": row.op, "precision": row.precision, "version": row.version, "phase": row.phase,
         "device_name": study.environment.identity.device_name,
-        **end_of(row.status, row.failure, row.warnings),
+        **end_of(row.status, row.failure),
         "kernels": len(row.kernels) if is_ok else None, "kernel_names": "; ".join(row.kernels),
         "must_move_mib": row.must_move_bytes / MIB, "moved_mib": ratio(row.moved_bytes, MIB),
-        **times,
+        **own,
         **derived("gb_per_s", ratio(rate, GIGA), own),
         **derived("bandwidth_share", ratio(rate, _bandwidth(study)), own),
-        **derived("speed_up", ratio(eager_ms, times["median_ms"]), *pair),
-        "matmul_flops": row.matmul_flops, "tflops_per_s": ratio(row.matmul_flops / GIGA or None, times["median_ms"]),
+        **derived("speed_up", ratio(slow["median_ms"], own["median_ms"]), *pair),
+        "matmul_flops": row.matmul_flops, "tflops_per_s": ratio(row.matmul_flops / GIGA or None, own["median_ms"]),
         "max_error": row.max_error, "error_words": "not finite" if is_ok else "",
     }  # fmt: skip
 

@@ -1,38 +1,81 @@
-"""What the studies share: how a cell ended, as values of its row, and how the results become files."""
+"""What the studies share: values of a row, what puts its times in doubt, pivoted tables, and the writer of files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from cs336_systems.analysis.warnings import in_doubt
+from cs336_systems.analysis.statistics import quotient_stdev
+from cs336_systems.analysis.warnings import Repeated, in_doubt
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
+from cs336_systems.report.columns import Column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.numbers import ratio
+from cs336_systems.report.numbers import DOUBT, ratio
 from cs336_systems.report.plots.drawing import to_png
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.records import CellStatus
 
 
-def end_of(status: CellStatus, failure: Failure | None, warnings: Sequence[RunWarning] = ()) -> Values:
-    """How a cell ended, in words too, and whether its time is in doubt."""
-    no_kernel = status is CellStatus.UNAVAILABLE
+def end_of(status: CellStatus, failure: Failure | None) -> Values:
+    """How a cell ended; in words where it has no time."""
+    words = {CellStatus.OK: "", CellStatus.UNAVAILABLE: "no kernel"}
+    ended = words[status] if status in words else STATUS_WORDS[Status(status)]
+    return {"status": status, "error": failure.message if failure else None, "ended": ended}
+
+
+def doubts_of(warnings: Sequence[RunWarning], prefix: str = "") -> Values:
+    """What puts a time in doubt, and whether anything does."""
+    codes = [warning.code for warning in warnings]
+    return {f"{prefix}warnings": ";".join(codes) or None, f"{prefix}is_doubted": in_doubt(codes)}
+
+
+def times_ms(measured: Measurement | None, warnings: Sequence[RunWarning], prefix: str = "") -> Values:
+    """Statistics of the times in milliseconds, None where there are none; what puts them in doubt."""
+    times_s = (None,) * 3 if measured is None else (measured.median_s, measured.mean_s, measured.stdev_s)
+    values = zip(("median", "mean", "std"), times_s, strict=True)
     return {
-        "status": status,
-        "error": failure.message if failure else None,
-        "ended": "no kernel" if no_kernel else STATUS_WORDS[Status(status)],
-        "warnings": ";".join(warning.code for warning in warnings) or None,
-        "is_doubted": in_doubt(warning.code for warning in warnings),
+        **{f"{prefix}{name}_ms": ratio(time_s, 1e-3) for name, time_s in values},
+        f"{prefix}cv": None if measured is None else measured.cv,
+        **doubts_of(warnings, prefix),
     }
 
 
-def times_ms(measured: Measurement | None, prefix: str = "") -> Values:
-    """Median, mean and standard deviation of the times in milliseconds; None where there are none."""
-    times_s = (None,) * 3 if measured is None else (measured.median_s, measured.mean_s, measured.stdev_s)
-    values = zip(("median", "mean", "std"), times_s, strict=True)
-    return {f"{prefix}{name}_ms": ratio(time_s, 1e-3) for name, time_s in values}
+def derived(key: str, value: float | None, *times: Values, prefix: str = "") -> Values:
+    """What was computed from the times of these rows, for a `derived` column: value, deviation, whether in doubt."""
+    std = None if value is None else quotient_stdev(value, *(row[f"{prefix}cv"] for row in times))
+    return {key: value, f"{key}_std": std, f"{key}_is_doubted": any(row[f"{prefix}is_doubted"] for row in times)}
+
+
+def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> Iterator[str]:
+    """How many of the rows, or what they are called here, carry each warning, and what to do; nothing without any.
+
+    `codes` of each row are joined by semicolons, as in CSV files.
+    """
+    counts = Counter(code for found in codes if found for code in found.split(";"))
+    if counts:
+        said = ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())
+        yield (
+            f"{DOUBT} marks a time in doubt, and what is computed from it, with its deviation: {said}. "
+            f"Close other programs, or use {repeated.more}."
+        )
+
+
+def pivoted(rows: Iterable[Values], index: Sequence[str], name: str) -> list[Values]:
+    """One row for each combination of values by the keys of the index, with the rows that have it by their `name`."""
+    found: dict[tuple[object, ...], Values] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in index), {})[row[name]] = row
+    return [dict(zip(index, values, strict=True)) | cells for values, cells in found.items()]
+
+
+def across(name: str, cell: Column[Any]) -> Column[Any]:
+    """The column of a pivoted table that shows the cell of each row of this name; empty where there is no row."""
+    return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key="", std="")
 
 
 def write_study(

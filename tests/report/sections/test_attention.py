@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from cs336_systems.config import Phase, Precision
-from cs336_systems.report.sections.attention import CSV_COLUMNS, attention_section, attention_tables, write_attention
+from cs336_systems.report.sections.attention import CSV_COLUMNS, attention_rows, attention_section, write_attention
 from cs336_systems.report.sections.attention_plots import (
     COLOURS,
     MARKERS,
@@ -16,7 +16,6 @@ from cs336_systems.report.sections.attention_plots import (
     attention_pictures,
     draw_memory,
     draw_times,
-    memory_line,
 )
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.records import CellStatus, read_study
@@ -44,7 +43,7 @@ def texts(figure):
 
 
 def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(study):
-    forward, backward, memory = attention_tables(study)
+    forward, backward, memory = attention_section(study).tables
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive", "flash"]
     assert forward.rows == (
         ("64", "512", "2.000 ± 0.010", "1.000 ± 0.010"),
@@ -63,7 +62,7 @@ def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(s
 
 
 def test_sentences_answer_the_courses_question(study):
-    notes = " ".join(attention_tables(study)[2].notes)
+    notes = " ".join(attention_section(study).tables[2].notes)
     assert (
         "naive runs out of memory at d_head 64, context 2048 when it asked for 0.03125 GiB: "
         "one matrix of batch x T x T elements takes 0.03125 GiB." in notes
@@ -78,17 +77,17 @@ def test_sentences_answer_the_courses_question(study):
 
 def test_where_nothing_runs_out_the_context_that_would_is_told():
     study = make_study(make_result(make_cell(NAIVE, 64, 1024), peak_mib=24))
-    notes = " ".join(attention_tables(study)[2].notes)
+    notes = " ".join(attention_section(study).tables[2].notes)
     assert (
         "naive does not run out of memory here: at d_head 64, context 1024 it peaks at 0.02344 GiB, 3.00 times" in notes
     )
     assert "fills" not in notes  # how much memory the device has is not known
     known = replace(study, environment=replace(study.environment, device_memory_bytes=96 * MIB))
-    assert "it fills 0.09375 GiB at about 2,048." in " ".join(attention_tables(known)[2].notes)
+    assert "it fills 0.09375 GiB at about 2,048." in " ".join(attention_section(known).tables[2].notes)
 
 
 def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
-    forward, backward, _ = attention_tables(study)
+    forward, backward, _ = attention_section(study).tables
     notes = " ".join(forward.notes)
     assert "flash 2.00 (d_head 64, context 1024)" in notes
     # 4 x 2 x T x T x 64 FLOPs in 2 ms and in 1 ms
@@ -100,17 +99,17 @@ def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
 
 def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
     cells = [make_failed(make_cell(FLASH, 64, c), CellStatus.UNAVAILABLE, "needs fp16") for c in (512, 1024)]
-    forward, *_ = attention_tables(make_study(make_result(make_cell()), *cells))
+    forward, *_ = attention_section(make_study(make_result(make_cell()), *cells)).tables
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive"]
     assert "No flash in fp32: needs fp16" in forward.notes
     partly = make_study(make_result(make_cell(FLASH, 64, 512)), cells[1])
-    assert [row[2] for row in attention_tables(partly)[0].rows] == ["2.000 ± 0.010", "no kernel"]
+    assert [row[2] for row in attention_section(partly).tables[0].rows] == ["2.000 ± 0.010", "no kernel"]
 
 
 def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_their_own():
     cells = [make_cell(precision=precision) for precision in (Precision.FP32, Precision.BF16)]
     study = make_study(*(make_result(cell, saved_mib=None) for cell in cells), device_name=None)
-    tables = attention_tables(study)
+    tables = attention_section(study).tables
     assert [table.title.split(", ")[:2] for table in tables] == [
         [f"{phase} pass of attention", precision] for precision in ("fp32", "bf16") for phase in ("Forward", "Backward")
     ]
@@ -122,7 +121,7 @@ def test_compile_times_are_told_apart():
     study = make_study(
         make_result(make_cell(Implementation.COMPILED)), implementations=(Implementation.COMPILED,)
     )  # fmt: skip
-    assert any("torch.compile takes 1.5 to 1.5 s" in note for note in attention_tables(study)[0].notes)
+    assert any("torch.compile takes 1.5 to 1.5 s" in note for note in attention_section(study).tables[0].notes)
 
 
 def test_csv_has_every_value(study):
@@ -141,22 +140,19 @@ def test_csv_has_every_value(study):
 
 
 def test_lines_hold_known_points_and_failures(study):
-    def forward_ms(result):
-        measured = result.measurement(Phase.FORWARD)
-        return measured and (measured.mean_s * 1e3, None)
-
-    naive, flash = attention_lines(study, Precision.FP32, 64, forward_ms)
+    rows = attention_rows(study)
+    naive, flash = attention_lines(rows, 64, "forward_mean_ms")
     assert [(point.x, point.value) for point in naive.known] == [(512, pytest.approx(2)), (1024, pytest.approx(2))]
     assert [(point.x, point.failure) for point in naive.failed] == [(2048, "out of memory")]
     assert len(flash.known) == 3
-    closed_form = memory_line(study, Precision.FP32, 64)
+    closed_form, _ = attention_lines(rows, 64, "closed_form_mib")
     assert [(point.x, point.value) for point in closed_form.points] == [(512, 2.5), (1024, 9), (2048, 34)]
 
 
 def test_pictures_say_what_they_show(study):
-    figure = draw_times(study, Precision.FP32, Phase.FORWARD)
+    figure = draw_times(study, attention_rows(study), Phase.FORWARD)
     assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(figure))
-    assert {"naive", "flash", "naive, in closed form"} <= set(texts(draw_memory(study, Precision.FP32)))
+    assert {"naive", "flash", "naive, in closed form"} <= set(texts(draw_memory(study, attention_rows(study))))
     (panel,) = figure.axes
     low = panel.get_ylim()[0]
     band = 0.07
@@ -183,8 +179,8 @@ def test_everything_is_written_and_read_back(study, tmp_path):
 
 def test_a_study_without_any_time_has_no_picture():
     study = make_study(make_failed(make_cell(), CellStatus.CRASHED))
-    assert list(attention_pictures(study)) == []
-    assert [row[2] for row in attention_tables(study)[0].rows] == ["crashed"]
+    assert list(attention_pictures(study, attention_rows(study))) == []
+    assert [row[2] for row in attention_section(study).tables[0].rows] == ["crashed"]
 
 
 def test_texts_of_failures_and_devices_are_inert(tmp_path):

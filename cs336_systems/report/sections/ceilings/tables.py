@@ -8,9 +8,10 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column
-from cs336_systems.report.doubts import codes_text, doubt_notes, ratio_text, time_text
+from cs336_systems.report.doubts import codes_text, ratio_text, time_text
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.section import Section, values_of
+from cs336_systems.report.sections.study import doubt_notes
 from cs336_systems.report.table import make_table
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.ceilings_records import (
