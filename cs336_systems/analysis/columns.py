@@ -1,5 +1,6 @@
-"""What every reader of profiles makes: arrays of one length. And the error of a file that holds none."""
+"""Arrays of one length, which every reader of profiles makes, and the error for a file without a profile."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -12,7 +13,7 @@ Mask = NDArray[np.bool_]
 
 
 class ProfileError(FileError):
-    """The file `path` should hold a profile and does not."""
+    """The file `path` holds no profile, or a damaged one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +27,10 @@ class Columns:
 
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))
+
+
+def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield each id with its rows, in order."""
+    order = np.argsort(ids, kind="stable")
+    values, first = np.unique(ids[order], return_index=True)
+    yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)

@@ -58,7 +58,7 @@ def product_kernels(precision: Precision) -> set[str]:
         model(tokens).sum().backward()
         torch.cuda.synchronize()
     names = {event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA}
-    return {name for name in names if classify_kernel(name) is KernelClass.MATRIX_PRODUCT}
+    return {name for name in names if classify_kernel(name) is KernelClass.MATMUL}
 
 
 def test_fp32_runs_launch_no_tensor_core_kernel() -> None:

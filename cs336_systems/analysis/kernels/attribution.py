@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
 from cs336_systems.analysis.kernels.phases import (
     CODES,
     NO_ROWS,
@@ -74,9 +74,14 @@ class Attribution:
 
     A forward range inside backward has no parent: it begins a path of its own.
     """
-    sources: Mapping[int, PhaseSource]
-    """By process."""
+    plans: Mapping[int, Plan]
+    """The phases and steps of each process that has kernels or copies."""
     notes: tuple[str, ...]
+
+    @property
+    def sources(self) -> Mapping[int, PhaseSource]:
+        """The evidence for the phases of each process."""
+        return {process: plan.source for process, plan in self.plans.items()}
 
     def totals(self, step: int | None = None) -> Mapping[LaunchPhase, Total]:
         """Kernels by phase, in one step or in the whole trace."""
@@ -109,7 +114,7 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
         copies=placements[1],
         steps=steps,
         parent=modules.parent,
-        sources={process: plan.source for process, plan in plans.items()},
+        plans=plans,
         notes=(*trace.notes, *notes, *_what_is_missing(trace)),
     )
 
@@ -125,40 +130,11 @@ def check_sums(work: DeviceWork, placement: Placement) -> None:
         )
 
 
-def mirrored_products(attribution: Attribution, is_product: Mask) -> Ints:
-    """For each matmul kernel of backward, the matmul of forward whose gradients it computes; -1 for other kernels.
-
-    Eager autograd runs its nodes in the reverse of forward's order, and the node of a matmul launches two, one for each
-    factor's gradient. So the last two matmuls of backward belong to the first of forward, and so on; recomputed ones
-    are left out. Steps whose backward does not have twice as many matmuls as forward get -1: a factor needs no gradient
-    there, or a compiler changed the order.
-    """
-    mirrored = np.full(len(is_product), -1, dtype=np.int64)
-    placement, work = attribution.kernels, attribution.trace.kernels
-    products = np.flatnonzero(is_product & (placement.step >= 0) & ~placement.is_recomputed)
-    products = products[np.lexsort((work.start_ns[products], work.launch_ns[products]))]
-    for _, rows in _groups(placement.step[products]):
-        in_step = products[rows]
-        phase = placement.phase[in_step]
-        forward = in_step[phase == CODES[LaunchPhase.FORWARD]]
-        backward = in_step[phase == CODES[LaunchPhase.BACKWARD]]
-        if len(backward) == 2 * len(forward):
-            mirrored[backward] = np.repeat(forward[::-1], 2)
-    return mirrored
-
-
-def _groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield each id with its rows, in order."""
-    order = np.argsort(ids, kind="stable")
-    values, first = np.unique(ids[order], return_index=True)
-    yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
-
-
 def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, Plan]]:
     """The plan of each process that has kernels or copies."""
-    ranges = dict(_groups(trace.ranges.process))
+    ranges = dict(groups(trace.ranges.process))
     is_launched = np.flatnonzero(trace.kernels.is_launched)
-    launched = dict(_groups(trace.kernels.process[is_launched]))
+    launched = dict(groups(trace.kernels.process[is_launched]))
     for process in np.union1d(trace.kernels.process, trace.copies.process).tolist():
         rows, kernels = ranges.get(process, NO_ROWS), launched.get(process, NO_ROWS)
         yield process, make_plan(trace, process, rows, is_launched[kernels], names)
@@ -191,7 +167,7 @@ class _Modules:
 
     @staticmethod
     def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Timeline]]]:
-        for thread, chosen in _groups(ranges.thread[rows]):
+        for thread, chosen in groups(ranges.thread[rows]):
             on_thread = rows[chosen]
             timeline = Timeline(ranges.start_ns[on_thread], ranges.end_ns[on_thread])
             yield thread, (np.append(on_thread, -1), timeline)
@@ -200,7 +176,7 @@ class _Modules:
         """The innermost module range of each launch, and whether the launch is inside a forward range of its thread."""
         module = np.full(len(thread), -1, dtype=np.int64)
         is_forward = np.zeros(len(thread), dtype=np.bool_)
-        for number, rows in _groups(thread):
+        for number, rows in groups(thread):
             if number in self._modules:
                 row_of, timeline = self._modules[number]
                 module[rows] = row_of[timeline.at(time[rows])]
@@ -212,7 +188,7 @@ class _Modules:
 def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, Plan]) -> Ints:
     """The ranges among `rows` that begin in backward."""
     found = [NO_ROWS]
-    for process, chosen in _groups(ranges.process[rows]):
+    for process, chosen in groups(ranges.process[rows]):
         if process in plans:
             plan, of_process = plans[process], rows[chosen]
             window = Timeline(plan.start, plan.end).at(ranges.start_ns[of_process])
@@ -240,7 +216,7 @@ def _place(work: DeviceWork, plans: Mapping[int, Plan], first_step: Mapping[int,
     module = np.full(len(work), -1, dtype=np.int64)
     is_recomputed = np.zeros(len(work), dtype=np.bool_)
     launched = np.flatnonzero(work.is_launched)
-    for process, chosen in _groups(work.process[launched]):
+    for process, chosen in groups(work.process[launched]):
         plan, rows = plans[process], launched[chosen]
         time = work.launch_ns[rows]
         labels = np.append(plan.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))

@@ -14,7 +14,7 @@ MAX_WORDS = 64
 class KernelClass(StrEnum):
     """What a kernel does."""
 
-    MATRIX_PRODUCT = "matrix product"
+    MATMUL = "matrix product"
     """Matmuls and convolutions, with helpers such as the sum over split-K parts."""
     ATTENTION = "fused attention"
     """Scores, softmax and values in one kernel, with its helpers. Naive attention is matmuls and a softmax."""
@@ -69,13 +69,13 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     (r"ComputeGradOutputCoeff|cuCompute(?:GradInput|(?:Part)?GradGammaBeta)", KernelClass.NORMALISATION),
     # cuBLAS and cuBLASLt: ampere_sgemm_128x64_tn, sm80_xmma_gemm_..., nvjet_tst_... from Hopper on, gemvNSP_kernel,
     # splitKreduce_kernel; CUTLASS: Kernel2<cutlass_80_simt_sgemm_...>, device_kernel<...gemm...>
-    (r"gemm|gemv|nvjet|xmma|splitKreduce|cublas|cutlass_\d|cutlass::Kernel|^Kernel2$", KernelClass.MATRIX_PRODUCT),
+    (r"gemm|gemv|nvjet|xmma|splitKreduce|cublas|cutlass_\d|cutlass::Kernel|^Kernel2$", KernelClass.MATMUL),
     # cuDNN's convolutions; AMD's Tensile (Cijk_Ailk_Bljk_...)
-    (r"convol|(?<![a-z])conv[123]d|[dw]grad_|implicit_con|^Cijk_", KernelClass.MATRIX_PRODUCT),
+    (r"convol|(?<![a-z])conv[123]d|[dw]grad_|implicit_con|^Cijk_", KernelClass.MATMUL),
     # Triton kernels of people and of Inductor's templates (matmul_kernel_persistent, bmm, decompose_k_mm)
-    (r"matmul|(?<![a-z])(?:add|badd)?b?mm(?![a-z])|linear_(?:fwd|bwd|forward|backward)", KernelClass.MATRIX_PRODUCT),
+    (r"matmul|(?<![a-z])(?:add|badd)?b?mm(?![a-z])|linear_(?:fwd|bwd|forward|backward)", KernelClass.MATMUL),
     # PyTorch's operators, where a trace of a CPU has no kernels
-    (r"^aten::(?:addm[mv]_?|mv|dot|vdot|matmul|linear|linear_backward|einsum|addbmm_?)$", KernelClass.MATRIX_PRODUCT),
+    (r"^aten::(?:addm[mv]_?|mv|dot|vdot|matmul|linear|linear_backward|einsum|addbmm_?)$", KernelClass.MATMUL),
     # PyTorch: sums by TensorIterator, scans, scatter-add, index-add
     (r"reduce_kernel|scan_(?:innermost|outer)|ReduceAdd|scatter_add|index_?add", KernelClass.REDUCTION),
     # PyTorch: the gradients of indexing and of embeddings, with CUB's sort of the rows; this project's of the latter
@@ -118,7 +118,7 @@ _RULES = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern
 _INDUCTOR = re.compile(r"(?:^|_)(?:triton_(?P<kind>[a-z]{3})|cpp)_fused(?P<ops>\w*)")
 _REDUCING_KINDS = frozenset({"red", "per", "coo", "mix", "spl"})
 
-_PRODUCT_OPS = re.compile(r"_(?:(?:add|badd|_scaled_|_grouped_)?b?mm|mv|dot|convolution\w{0,9})(?=_|$)")
+_MATMUL_OPS = re.compile(r"_(?:(?:add|badd|_scaled_|_grouped_)?b?mm|mv|dot|convolution\w{0,9})(?=_|$)")
 _FLEX_OPS = re.compile(r"flex_(?:attention|decoding)")
 _SOFTMAX_OPS = re.compile(r"softmax|logsumexp")
 _NORM_OPS = re.compile(r"_(?:layer|rms|batch|group|instance)_norm|_rsqrt(?=_|$)")
@@ -151,7 +151,7 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     if kind == "tem":
         if _FLEX_OPS.search(ops):
             return KernelClass.ATTENTION
-        return KernelClass.MATRIX_PRODUCT if _PRODUCT_OPS.search(ops) else KernelClass.OTHER
+        return KernelClass.MATMUL if _MATMUL_OPS.search(ops) else KernelClass.OTHER
     reduces = kind in _REDUCING_KINDS or (kind != "poi" and _REDUCING_OPS.search(ops) is not None)
     # written out: exp(x - max) over its sum
     if _SOFTMAX_OPS.search(ops) or (reduces and _EXP_OP.search(ops) and _MAX_OP.search(ops)):
@@ -164,8 +164,8 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     if own != ops and not computing:
         return KernelClass.REDUCTION if _EMBEDDING_OPS.search(ops) else KernelClass.SOFTMAX
     if reduces:
-        product = _PRODUCT_OPS.search(ops) and not _REDUCING_OPS.search(ops)
-        return KernelClass.MATRIX_PRODUCT if product else KernelClass.REDUCTION
+        product = _MATMUL_OPS.search(ops) and not _REDUCING_OPS.search(ops)
+        return KernelClass.MATMUL if product else KernelClass.REDUCTION
     if kind == "unk":
         return KernelClass.OTHER
     named = ops.strip("_0123456789")

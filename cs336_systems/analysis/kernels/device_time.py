@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
 from cs336_systems.analysis.kernels.attribution import Attribution
 from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
 from cs336_systems.analysis.kernels.union import Union
-from cs336_systems.analysis.kernels.windows import HostSteps, HostWindows, Selection, groups
+from cs336_systems.analysis.kernels.windows import HostSteps, HostWindows, Selection
 
 Floats = NDArray[np.float64]
 

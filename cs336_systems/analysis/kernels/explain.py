@@ -39,5 +39,4 @@ def explain(
         model=config.model if config and not own_model else None,
         batch_size=config.batch_size if config and not own_model else None,
         names=attention,
-        phase_names=phases,
     )

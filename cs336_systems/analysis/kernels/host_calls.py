@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
+from cs336_systems.analysis.kernels.frames import frame_of, totals
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
 from cs336_systems.analysis.kernels.timeline import Timeline
 from cs336_systems.analysis.kernels.trace import ApiCalls, Trace
-from cs336_systems.analysis.kernels.windows import Selection, groups
+from cs336_systems.analysis.kernels.windows import Selection
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
@@ -154,22 +155,17 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
     np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
     is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
     phase[is_of_end] = CODES[LaunchPhase.UNATTRIBUTED]
-    in_step = np.flatnonzero(step >= 0)
-    key = ((calls.name * len(PHASES) + phase) * 2 + calls.is_wait)[in_step]
-    keys, first, group = np.unique(key, return_index=True, return_inverse=True)
-    time = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(time, group, (calls.end_ns - calls.start_ns)[in_step])
-    count = np.bincount(group, minlength=len(keys))
+    placed = frame_of(calls).assign(phase=phase, step=step, duration_ns=calls.end_ns - calls.start_ns)
     return tuple(
         HostCalls(
-            name=host.names[keys[index] // 2 // len(PHASES)],
-            phase=PHASES[keys[index] // 2 % len(PHASES)],
-            count=int(count[index]),
-            total_s=int(time[index]) / 1e9,
-            is_launch=bool(calls.is_launch[in_step[first[index]]]),
-            is_wait=bool(keys[index] % 2),
+            name=host.names[row.name],
+            phase=PHASES[row.phase],
+            count=row.count,
+            total_s=row.total_ns / 1e9,
+            is_launch=row.is_launch,
+            is_wait=row.is_wait,
         )
-        for index in np.argsort(-time, kind="stable").tolist()
+        for row in totals(placed[step >= 0], "name", "phase", "is_wait", "is_launch")
     )
 
 

@@ -18,16 +18,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
 from cs336_systems.analysis.kernels.attribution import Attribution
 from cs336_systems.analysis.kernels.classes import short_name
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, Floats, Jobs
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, Jobs
+from cs336_systems.analysis.kernels.frames import frame_of, totals
 from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, IdleTimes
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
 from cs336_systems.analysis.kernels.union import Union
-from cs336_systems.analysis.kernels.windows import Selection, groups
+from cs336_systems.analysis.kernels.windows import Selection
 
 HOST_PAUSE_S = 1e-3
 """Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the longest phase."""
@@ -188,20 +189,10 @@ def _gap(gaps: Gaps, row: int, jobs: Jobs, attribution: Attribution, selection: 
 
 def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
     """Idle times by phase and cause, the longest first; the mean over the devices that a step uses."""
-    known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
-    key = gaps.phase[known].astype(np.int64) * len(CAUSES) + gaps.cause[known]
-    weight: Floats = (gaps.end_ns - gaps.start_ns)[known] / num_devices[gaps.step[known]]
-    time = np.bincount(key, weight, minlength=len(PHASES) * len(CAUSES))
-    count = np.bincount(key, minlength=len(time))
+    weighted = frame_of(gaps).assign(duration_ns=(gaps.end_ns - gaps.start_ns) / num_devices[gaps.step])
     return tuple(
-        IdleTimes(
-            phase=PHASES[index // len(CAUSES)],
-            cause=CAUSES[index % len(CAUSES)],
-            count=int(count[index]),
-            total_s=float(time[index]) / 1e9,
-        )
-        for index in np.argsort(-time, kind="stable").tolist()
-        if count[index]
+        IdleTimes(phase=PHASES[row.phase], cause=CAUSES[row.cause], count=row.count, total_s=row.total_ns / 1e9)
+        for row in totals(weighted[gaps.cause != UNKNOWN_CAUSE], "phase", "cause")
     )
 
 

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Attribution
-from cs336_systems.analysis.kernels.phases import PHASES, Codes
+from cs336_systems.analysis.kernels.frames import totals
+from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.step_profile import AttentionPart, ModuleTimes
 from cs336_systems.ranges import Range
 
@@ -123,18 +125,10 @@ def _attention_ranges(attribution: Attribution, names: AttentionNames) -> Parts:
     return own
 
 
-def module_times(parts: RangeParts, module: Ints, phase: Codes, duration_ns: Ints) -> tuple[ModuleTimes, ...]:
+def module_times(kernels: pd.DataFrame, parts: RangeParts) -> tuple[ModuleTimes, ...]:
     """Kernels by module path and phase, the longest first."""
-    key, group = np.unique(parts.path[module] * len(PHASES) + phase, return_inverse=True)
-    time = np.zeros(len(key), dtype=np.int64)
-    np.add.at(time, group, duration_ns)
-    count = np.bincount(group, minlength=len(key))
+    with_paths = kernels.assign(path=parts.path[kernels["module"]])
     return tuple(
-        ModuleTimes(
-            path=parts.names(int(key[index]) // len(PHASES)),
-            phase=PHASES[key[index] % len(PHASES)],
-            count=int(count[index]),
-            total_s=int(time[index]) / 1e9,
-        )
-        for index in np.argsort(-time, kind="stable").tolist()
+        ModuleTimes(path=parts.names(row.path), phase=PHASES[row.phase], count=row.count, total_s=row.total_ns / 1e9)
+        for row in totals(with_paths, "path", "phase")
     )

@@ -120,7 +120,7 @@ class AttentionTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductCounts:
+class MatmulCounts:
     """Matmuls over the steps in one phase, without helpers such as the sum over split-K parts."""
 
     phase: LaunchPhase
@@ -287,7 +287,7 @@ class StepProfile:
     kernels: tuple[KernelTimes, ...]
     """Kernels of the whole step, then of each phase; the longest total first."""
     classes: tuple[ClassTimes, ...]
-    products: tuple[ProductCounts, ...]
+    products: tuple[MatmulCounts, ...]
     attention: tuple[AttentionTimes, ...]
     """Empty unless attention's parts have ranges."""
     modules: tuple[ModuleTimes, ...]

@@ -1,13 +1,13 @@
 """The steps that a profile covers, and the host's phases in them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints
 from cs336_systems.analysis.kernels.attribution import Attribution
-from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, Codes, LaunchPhase, PhaseNames, Plan, make_plan
+from cs336_systems.analysis.kernels.phases import NO_ROWS, Codes, Plan
 from cs336_systems.analysis.kernels.timeline import Timeline
 from cs336_systems.analysis.kernels.trace import Trace
 
@@ -59,14 +59,10 @@ class Selection:
         return np.where(np.append(self.processes, -1)[at] == process, at, -1)
 
 
-def select(attribution: Attribution, names: PhaseNames | None = None) -> Selection:
-    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps.
-
-    `names` must be those that `attribute` was given; raises ValueError for others.
-    """
-    plans = _plans(attribution, PhaseNames() if names is None else names)
+def select(attribution: Attribution) -> Selection:
+    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps."""
     steps = attribution.steps
-    processes = np.array(list(plans), dtype=np.int64)
+    processes = np.array(list(attribution.plans), dtype=np.int64)
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
     used = np.flatnonzero(~steps.is_warmup | is_warmup)
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
@@ -82,41 +78,12 @@ def select(attribution: Attribution, names: PhaseNames | None = None) -> Selecti
         host = HostSteps(process=np.zeros(1, np.int64), start_ns=np.array([first]), end_ns=np.array([last]))
     return Selection(
         steps=host,
-        windows=_windows(plans, host, is_whole_trace=not len(used)),
+        windows=_windows(attribution.plans, host, is_whole_trace=not len(used)),
         processes=processes,
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
         number=number,
     )
-
-
-def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield each id with its rows, in order."""
-    order = np.argsort(ids, kind="stable")
-    values, first = np.unique(ids[order], return_index=True)
-    yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
-
-
-def _plans(attribution: Attribution, names: PhaseNames) -> Mapping[int, Plan]:
-    """The plan of each process, made again because `attribute` does not keep it."""
-    trace, kernels = attribution.trace, attribution.trace.kernels
-    ranges = dict(groups(trace.ranges.process))
-    is_launched = np.flatnonzero(kernels.is_launched)
-    launched = {process: is_launched[rows] for process, rows in groups(kernels.process[is_launched])}
-    plans = {
-        process: make_plan(trace, process, ranges.get(process, NO_ROWS), launched.get(process, NO_ROWS), names)
-        for process in sorted(attribution.sources)
-    }
-    for process, rows in launched.items():
-        plan = plans[process]
-        labels = np.append(plan.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-        found = labels[Timeline(plan.start, plan.end).at(kernels.launch_ns[rows])]
-        if not np.array_equal(found, attribution.kernels.phase[rows]):
-            raise ValueError(
-                f"the phases of process {process} are not those of the attribution: "
-                "summarise needs the same phase names as attribute, got others"
-            )
-    return plans
 
 
 def _extent(trace: Trace) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from cs336_systems.analysis.kernels.attribution import (
     AttributionError,
     attribute,
     check_sums,
-    mirrored_products,
 )
+from cs336_systems.analysis.kernels.matmuls import mirrored_matmuls
 from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase, PhaseNames, PhaseSource
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
@@ -285,8 +285,8 @@ def test_products_of_backward_find_those_of_forward(phases: bool) -> None:
     made = training(3, phases=phases)
     trace = make_trace(made)
     found = attribute(trace)
-    is_product = np.array([k.name.startswith("gemm") for k in made.kernels])
-    mirrored = mirrored_products(found, is_product)
+    is_matmul = np.array([k.name.startswith("gemm") for k in made.kernels])
+    mirrored = mirrored_matmuls(found, is_matmul)
     names = module_names(found)
     pairs = [
         (k.name.split()[1], names[i].split("/")[-1]) for k, i in zip(made.kernels, mirrored, strict=True) if i >= 0
@@ -307,8 +307,8 @@ def test_products_that_are_computed_again_are_nobody_s_gradient() -> None:
             made.launch(kernel.name, now, AUTOGRAD)
         made.spans.append(Span("forward", now, now + 1, AUTOGRAD))
     found = attribute(make_trace(made))
-    is_product = np.array([k.name.startswith("gemm") for k in made.kernels])
-    mirrored = mirrored_products(found, is_product)
+    is_matmul = np.array([k.name.startswith("gemm") for k in made.kernels])
+    mirrored = mirrored_matmuls(found, is_matmul)
     assert found.kernels.is_recomputed.sum() == 2 * FORWARD_KERNELS
     assert not (mirrored[found.kernels.is_recomputed] >= 0).any()
     assert (mirrored >= 0).sum() == 2 * 2 * (3 * LAYERS + 1)
@@ -319,5 +319,5 @@ def test_products_that_do_not_pair_are_left_out() -> None:
     first = next(i for i, k in enumerate(made.kernels) if k.name.startswith("gemm ") and k.thread == AUTOGRAD)
     made.kernels.pop(first)
     found = attribute(make_trace(made))
-    mirrored = mirrored_products(found, np.array([k.name.startswith("gemm") for k in made.kernels]))
+    mirrored = mirrored_matmuls(found, np.array([k.name.startswith("gemm") for k in made.kernels]))
     assert set(found.kernels.step[mirrored >= 0].tolist()) == {1}

@@ -20,9 +20,9 @@ LAMBDA = "(at::TensorIteratorBase&)::{lambda()#2}::operator()() const::{lambda()
 # of a training step on an A100 as nsys demangles it: model and AdamW written out, fp32
 AMPERE = {
     # linear layers and the products of attention
-    "ampere_sgemm_128x64_tn": KernelClass.MATRIX_PRODUCT,
-    "ampere_sgemm_64x32_sliced1x4_nt": KernelClass.MATRIX_PRODUCT,
-    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nt_align1>(T1::Params)": KernelClass.MATRIX_PRODUCT,
+    "ampere_sgemm_128x64_tn": KernelClass.MATMUL,
+    "ampere_sgemm_64x32_sliced1x4_nt": KernelClass.MATMUL,
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nt_align1>(T1::Params)": KernelClass.MATMUL,
     # residual, p.add_
     f"{NATIVE}vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, std::array<char *, "
     "(unsigned long)3>>(int, T2, T3)": KernelClass.ELEMENT_WISE,
@@ -341,7 +341,7 @@ OTHER = (
 KNOWN = AMPERE | {
     name: kind
     for kind, names in (
-        (KernelClass.MATRIX_PRODUCT, MATRIX_PRODUCTS),
+        (KernelClass.MATMUL, MATRIX_PRODUCTS),
         (KernelClass.ATTENTION, ATTENTION),
         (KernelClass.SOFTMAX, SOFTMAX),
         (KernelClass.NORMALISATION, NORMALISATION),

@@ -313,7 +313,7 @@ def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
         assert {PHASES[found.kernels.phase[row]].value for row in in_block} == {"forward", "backward"}
     total = sum(total.time_ns for total in found.totals().values())
     assert total == read.kernels.duration_ns.sum()
-    assert classify_kernel("aten::mm") is KernelClass.MATRIX_PRODUCT
+    assert classify_kernel("aten::mm") is KernelClass.MATMUL
 
 
 def test_a_quote_in_a_range_name_is_explained(tmp_path: Path) -> None:

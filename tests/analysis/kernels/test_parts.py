@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.matmuls import is_matmul_itself
 from cs336_systems.analysis.kernels.parts import MAX_DEPTH, AttentionNames
 from cs336_systems.analysis.kernels.phases import PHASES
-from cs336_systems.analysis.kernels.products import is_product_itself
-from cs336_systems.analysis.kernels.step_profile import AttentionTimes, ProductCounts, StepProfile
+from cs336_systems.analysis.kernels.step_profile import AttentionTimes, MatmulCounts, StepProfile
 from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import attention_backward_flops, attention_forward_flops
@@ -123,7 +123,7 @@ def test_attention_and_products_of_a_known_model(names: tuple[str, ...]) -> None
     found = profile(Model(names).made)
     n = LAYERS * STEPS
     assert found.products == (
-        ProductCounts(
+        MatmulCounts(
             phase="forward",
             linear=7 * n + STEPS,
             linear_s=(7 * n + STEPS) * LINEAR_NS / 1e9,
@@ -132,7 +132,7 @@ def test_attention_and_products_of_a_known_model(names: tuple[str, ...]) -> None
             unknown=0,
             unknown_s=0,
         ),
-        ProductCounts(
+        MatmulCounts(
             phase="backward",
             linear=14 * n + 2 * STEPS,
             linear_s=(14 * n + 2 * STEPS) * LINEAR_NS / 1e9,
@@ -304,7 +304,7 @@ def test_kernels_of_ranges_inside_a_part_are_the_parts() -> None:
     ],
 )
 def test_products_by_name(name: str, is_product: bool) -> None:
-    assert is_product_itself(name) is is_product
+    assert is_matmul_itself(name) is is_product
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.kernels.attribution import AttributionError, attribute
+from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import MAX_NAME, classify_kernel
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
 from cs336_systems.analysis.kernels.picture import CELLS, MAX_PIECES
@@ -68,18 +68,6 @@ def test_every_kernel_is_in_one_place(seed: int) -> None:
     for rows in (found.classes, found.modules, [row for row in found.kernels if row.phase is None]):
         assert sum(row.count for row in rows) == in_steps
     assert decode_profile(encode_profile(found)) == found
-
-
-def test_sums_that_miss_are_a_bug() -> None:
-    """A kernel without a launch that is said to be in a warm-up step would count twice."""
-    made = training(2)
-    made.spans.append(Span("warmup", 0, min(k.launch_ns for k in made.kernels)))
-    made.kernels.append(Kernel("lost", None, duration_ns=3))
-    found = attribute(make_trace(made))
-    assert found.steps.is_warmup.tolist() == [True, False]
-    step = np.append(found.kernels.step[:-1], 0)
-    with pytest.raises(AttributionError, match="of all"):
-        summarise(replace(found, kernels=replace(found.kernels, step=step)), source="test")
 
 
 def test_warm_up_is_left_out_unless_there_is_nothing_else() -> None:
@@ -211,16 +199,12 @@ def test_several_processes_are_taken_together() -> None:
     assert "There are 2 processes" in both.notes[-1]
 
 
-def test_names_of_phases_must_be_those_of_the_attribution() -> None:
+def test_phases_of_other_names() -> None:
     made = training(3)
     renamed = {"forward": "fwd", "backward": "bwd", "optimizer": "adamw"}
     made.spans = [replace(s, name=renamed.get(s.name, s.name)) for s in made.spans]
-    names = PhaseNames(**renamed)
-    found = attribute(make_trace(made), names)
-    expected = profile(training(3))
-    assert summarise(found, source="test", phase_names=names).phases == expected.phases
-    with pytest.raises(ValueError, match="the same phase names as attribute"):
-        summarise(found, source="test")
+    found = summarise(attribute(make_trace(made), PhaseNames(**renamed)), source="test")
+    assert found.phases == profile(training(3)).phases
 
 
 def test_a_host_without_a_device_has_operators() -> None:

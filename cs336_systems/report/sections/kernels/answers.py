@@ -149,7 +149,7 @@ def _both(profile: StepProfile, kernel: TopKernel) -> str:
 def _other_kernels(profile: StepProfile) -> str:
     forward, words = [LaunchPhase.FORWARD], terms(profile)
     shares = class_shares(profile, forward)
-    products = shares.pop(KernelClass.MATRIX_PRODUCT, 0.0)
+    products = shares.pop(KernelClass.MATMUL, 0.0)
     named = [f"{_class_words(profile, kind)} {percent_of(part, 1)}" for kind, part in shares.items()]
     rest = len(named) - NUM_CLASSES
     more = f" and {rest} more class{'es' if rest > 1 else ''}" if rest > 0 else ""
@@ -178,7 +178,7 @@ def _product_share(profile: StepProfile) -> str:
         both = _product(class_shares(profile, FORWARD_AND_BACKWARD))
         return f"{text} and {both} of both. There is no optimizer in this run: --mode train has one."
     step = class_shares(profile)
-    others = sorted(({*forward, *step} - {KernelClass.MATRIX_PRODUCT}), key=lambda kind: -step.get(kind, 0.0))
+    others = sorted(({*forward, *step} - {KernelClass.MATMUL}), key=lambda kind: -step.get(kind, 0.0))
     changes = [
         f"{kind} from {percent_of(forward.get(kind, 0.0), 1)} to {percent_of(step.get(kind, 0.0), 1)}"
         for kind in others[:NUM_CLASSES]
@@ -188,7 +188,7 @@ def _product_share(profile: StepProfile) -> str:
 
 
 def _product(shares: Mapping[KernelClass, float]) -> str:
-    return percent_of(shares.get(KernelClass.MATRIX_PRODUCT, 0.0), 1)
+    return percent_of(shares.get(KernelClass.MATMUL, 0.0), 1)
 
 
 def _softmax(profile: StepProfile) -> str:
@@ -262,7 +262,7 @@ def _top_kernels(entries: Sequence[Profiled], _: Sequence[str]) -> str:
 
 def _others(entries: Sequence[Profiled], names: Sequence[str]) -> str:
     shares = [
-        (name, 1 - found.get(KernelClass.MATRIX_PRODUCT, 0.0))
+        (name, 1 - found.get(KernelClass.MATMUL, 0.0))
         for name, entry in zip(names, entries, strict=True)
         if (found := class_shares(entry.profile, [LaunchPhase.FORWARD]))
     ]
@@ -272,7 +272,7 @@ def _others(entries: Sequence[Profiled], names: Sequence[str]) -> str:
 def _products(entries: Sequence[Profiled], names: Sequence[str]) -> str:
     def shares(among: LaunchPhase, phases: Sequence[LaunchPhase] | None) -> Values:
         return [
-            (name, class_shares(entry.profile, phases).get(KernelClass.MATRIX_PRODUCT, 0.0))
+            (name, class_shares(entry.profile, phases).get(KernelClass.MATMUL, 0.0))
             for name, entry in zip(names, entries, strict=True)
             if class_shares(entry.profile, [among])
         ]

@@ -145,7 +145,7 @@ def _main_operators(profile: StepProfile) -> Iterator[str]:
     whole_s = kernel_s(profile)
     for row in profile.kernels if profile.work is Work.OPERATORS and whole_s else ():
         if row.phase is None and row.total_s / whole_s >= MIN_MAIN_SHARE:
-            is_product = row.kind is KernelClass.MATRIX_PRODUCT
+            is_product = row.kind is KernelClass.MATMUL
             why = ": arithmetic, which neither fewer nor fused operators shorten" if is_product else ""
             yield (
                 f"The operator {label(row.short_name)} ({row.kind}) takes {percent_of(row.total_s, whole_s)} of the "
@@ -312,11 +312,7 @@ def _full_precision(profile: StepProfile, config: RunConfig | None) -> Iterator[
 
 
 def _is_full_precision(row: KernelTimes) -> bool:
-    return (
-        row.kind is KernelClass.MATRIX_PRODUCT
-        and _FULL_PRECISION.search(row.name) is not None
-        and "tf32" not in row.name
-    )
+    return row.kind is KernelClass.MATMUL and _FULL_PRECISION.search(row.name) is not None and "tf32" not in row.name
 
 
 def _promised(device: DeviceSpec, faster: Iterable[Precision]) -> str:

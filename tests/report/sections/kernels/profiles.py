@@ -21,11 +21,11 @@ from cs336_systems.analysis.kernels.step_profile import (
     IdleTimes,
     KernelTimes,
     Left,
+    MatmulCounts,
     ModuleTimes,
     PhaseTimes,
     PicturedStep,
     Piece,
-    ProductCounts,
     StepProfile,
     Window,
     Work,
@@ -115,7 +115,7 @@ def make_attention(part, phase, count, total_ms, product_count, product_ms, flop
 
 
 def make_products(phase, linear, linear_ms, attention=0, attention_ms=0, unknown=0, unknown_ms=0):
-    return ProductCounts(
+    return MatmulCounts(
         phase=phase, linear=linear, linear_s=linear_ms / 1e3, attention=attention, attention_s=attention_ms / 1e3,
         unknown=unknown, unknown_s=unknown_ms / 1e3,
     )  # fmt: skip
@@ -222,11 +222,11 @@ def make_profile(**changes):
                 make_window(OPTIMIZER, (18, 22), (20, 25)),
             ),
             pieces=(
-                make_piece(FORWARD, KernelClass.MATRIX_PRODUCT, 0.5, 3.4),
+                make_piece(FORWARD, KernelClass.MATMUL, 0.5, 3.4),
                 make_piece(FORWARD, KernelClass.ELEMENT_WISE, 4, 5.5),
                 make_piece(FORWARD, KernelClass.SOFTMAX, 7.5, 8),
-                make_piece(BACKWARD, KernelClass.MATRIX_PRODUCT, 8, 14),
-                make_piece(BACKWARD, KernelClass.MATRIX_PRODUCT, 15.6, 17.6),
+                make_piece(BACKWARD, KernelClass.MATMUL, 8, 14),
+                make_piece(BACKWARD, KernelClass.MATMUL, 15.6, 17.6),
                 make_piece(BACKWARD, KernelClass.SOFTMAX, 17.6, 18.6),
                 make_piece(BACKWARD, KernelClass.COPY_AND_FILL, 18.6, 19.6),
                 make_piece(OPTIMIZER, KernelClass.ELEMENT_WISE, 20, 24),

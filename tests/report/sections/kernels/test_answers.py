@@ -103,7 +103,7 @@ def test_what_matters_in_forward_besides_products() -> None:
 
 
 def test_classes_past_the_fourth_are_counted() -> None:
-    kinds = [kind for kind in KernelClass if kind is not KernelClass.MATRIX_PRODUCT][:6]
+    kinds = [kind for kind in KernelClass if kind is not KernelClass.MATMUL][:6]
     classes = tuple(ClassTimes(kind=kind, phase=FORWARD, count=2, total_s=0.001) for kind in kinds)
     text = answer(Question.OTHER_KERNELS, make_profile(classes=classes))
     assert text.startswith("Besides matrix products, 100 % of")
@@ -111,7 +111,7 @@ def test_classes_past_the_fourth_are_counted() -> None:
 
 
 def test_forward_of_products_alone() -> None:
-    classes = (ClassTimes(kind=KernelClass.MATRIX_PRODUCT, phase=FORWARD, count=2, total_s=0.001),)
+    classes = (ClassTimes(kind=KernelClass.MATMUL, phase=FORWARD, count=2, total_s=0.001),)
     assert answer(Question.OTHER_KERNELS, make_profile(classes=classes)).startswith("None")
 
 

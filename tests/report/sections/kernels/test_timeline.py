@@ -31,7 +31,7 @@ from tests.report.sections.kernels.profiles import (
 )
 
 PRODUCT, SOFTMAX, ELEMENT_WISE, COPY, OTHER = (
-    KernelClass.MATRIX_PRODUCT, KernelClass.SOFTMAX, KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL,
+    KernelClass.MATMUL, KernelClass.SOFTMAX, KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL,
     KernelClass.OTHER,
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from tests.report.sections.kernels.profiles import (
 
 GIGA = 1e9
 PRODUCT, ELEMENT_WISE, COPY, SOFTMAX, NORM = (
-    KernelClass.MATRIX_PRODUCT, KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL, KernelClass.SOFTMAX,
+    KernelClass.MATMUL, KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL, KernelClass.SOFTMAX,
     KernelClass.NORMALISATION,
 )  # fmt: skip
 

@@ -149,7 +149,7 @@ def test_counts_of_a_profile_are_per_step():
     assert reason.launches == 25
     assert reason.busy_s == pytest.approx(0.0201)
     assert sum(reason.class_s.values()) == pytest.approx(0.020)
-    assert reason.class_s[KernelClass.MATRIX_PRODUCT] == pytest.approx((6 + 8 + 8) / 2e3)
+    assert reason.class_s[KernelClass.MATMUL] == pytest.approx((6 + 8 + 8) / 2e3)
 
 
 def test_busy_is_over_the_step_without_a_profiler(ladder):
