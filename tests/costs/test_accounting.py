@@ -128,7 +128,6 @@ class ProductCounter(FlopCounterMode):
 
 @every_arch
 @every_shape
-@every_batch
 @pytest.mark.parametrize(
     ("attention", "checkpoint_blocks"),
     [
@@ -136,15 +135,15 @@ class ProductCounter(FlopCounterMode):
         ("math", 0),
     ],
 )
-def test_every_part_of_a_step_is_as_torch_counts_it(arch, shape, batch_size, attention, checkpoint_blocks) -> None:
+def test_every_part_of_a_step_is_as_torch_counts_it(arch, shape, attention, checkpoint_blocks) -> None:
     """What is computed again, too: by fused attention, and between checkpoints."""
     config = run_config(
-        replace(shape, arch=arch, **ATTENTIONS[attention]), batch_size=batch_size, checkpoint_blocks=checkpoint_blocks
+        replace(shape, arch=arch, **ATTENTIONS[attention]), batch_size=3, checkpoint_blocks=checkpoint_blocks
     )
     model = FastLM(TransformerLM(config.model), config)
-    with ProductCounter(config.model, batch_size) as forward:
-        logits = model(torch.zeros(batch_size, shape.context_length, dtype=torch.long))
-    with ProductCounter(config.model, batch_size) as backward:
+    with ProductCounter(config.model, 3) as forward:
+        logits = model(torch.zeros(3, shape.context_length, dtype=torch.long))
+    with ProductCounter(config.model, 3) as backward:
         logits.sum().backward()
 
     parts = {part.component: part for part in component_flops(config)}
@@ -191,7 +190,7 @@ def flops_by_module(counter: FlopCounterMode) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "gpt2", "xl"])
+@pytest.mark.parametrize("size", ["small", "gpt2"])
 def test_presets_are_as_torch_counts_them(size, monkeypatch) -> None:
     """At their full size, by tensors without contents."""
     monkeypatch.setattr(
@@ -244,39 +243,26 @@ def test_without_backward_nothing_is_computed_again(mode) -> None:
 
 @every_arch
 @every_shape
-@every_batch
-def test_flops_are_those_that_torch_dispatches(arch, shape, batch_size) -> None:
+def test_flops_are_those_that_torch_dispatches(arch, shape) -> None:
+    """Scores and values are the only products of batches of matrices (bmm): linear layers flatten the batch (mm)."""
     config = replace(shape, arch=arch)
     model = TransformerLM(config)
-    tokens = torch.zeros(batch_size, config.context_length, dtype=torch.long)
     with FlopCounterMode(display=False) as forward:
-        logits = model(tokens)
+        logits = model(torch.zeros(3, config.context_length, dtype=torch.long))
     with FlopCounterMode(display=False) as backward:
         logits.sum().backward()
-    assert forward_matmul_flops(config, batch_size) == forward.get_total_flops()
+    assert forward_matmul_flops(config, 3) == forward.get_total_flops()
     for mode in (Mode.INFERENCE, Mode.FORWARD):
-        assert step_flops(run_config(config, batch_size=batch_size, mode=mode)) == forward.get_total_flops()
+        assert step_flops(run_config(config, batch_size=3, mode=mode)) == forward.get_total_flops()
     whole = forward.get_total_flops() + backward.get_total_flops()
     for mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
-        assert step_flops(run_config(config, batch_size=batch_size, mode=mode)) == whole
-
-
-@every_arch
-@every_shape
-def test_products_of_attention_are_those_that_torch_dispatches(arch, shape) -> None:
-    """Scores and values are the only products of batches of matrices (bmm): linear layers flatten the batch (mm)."""
-    config, batch_size = replace(shape, arch=arch), 3
-    model = TransformerLM(config)
-    with FlopCounterMode(display=False) as forward:
-        logits = model(torch.zeros(batch_size, config.context_length, dtype=torch.long))
-    with FlopCounterMode(display=False) as backward:
-        logits.sum().backward()
+        assert step_flops(run_config(config, batch_size=3, mode=mode)) == whole
     for counter, flops in (
-        (forward, attention_forward_flops(config, batch_size)),
-        (backward, attention_backward_flops(config, batch_size)),
+        (forward, attention_forward_flops(config, 3)),
+        (backward, attention_backward_flops(config, 3)),
     ):
         assert flops.scores == flops.values
-        assert flops.scores + flops.values == counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+        assert flops.scores + flops.values == counter.get_flop_counts()["Global"][aten.bmm]
 
 
 class Counted(float):
@@ -370,22 +356,6 @@ def test_parameters_of_each_part_are_those_that_torch_holds(arch, shape) -> None
         [component] = {part for pattern, part in COMPONENT_OF.items() if re.fullmatch(pattern, names[-1])}
         held[component] += parameter.numel()
     assert parameters_by_component(config) == held
-
-
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
-)
-def test_gpt2_presets_hold_as_many_parameters_as_the_released_models(size, parameters) -> None:
-    assert count_parameters(SIZES[size]) == parameters
-
-
-@pytest.mark.parametrize(
-    ("size", "billions"),
-    [("small", 0.129), ("medium", 0.423), ("large", 0.969), ("xl", 2.00), ("2.7B", 3.41), ("10B", 12.8)],
-)
-def test_course_presets_hold_what_their_names_do_not_say(size, billions) -> None:
-    assert count_parameters(SIZES[size]) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 @pytest.mark.parametrize(

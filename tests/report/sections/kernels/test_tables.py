@@ -48,6 +48,8 @@ from tests.report.sections.kernels.profiles import (
     make_profile,
 )
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ALL_PROFILES = (make_profile, make_inference, make_cpu_profile)
 
 

@@ -52,6 +52,8 @@ from tests.report.sections.memory.profiles import (
     make_oom,
 )
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 
