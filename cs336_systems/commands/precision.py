@@ -40,7 +40,7 @@ def run(arguments: PrecisionArguments) -> int:
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
-    from cs336_systems.report.sections.precision import precision_tables, write_precision
+    from cs336_systems.report.sections.precision import precision_sections, write_precision
 
     def measure(say: "StatusLine") -> "PrecisionStudy":
         say("importing PyTorch")
@@ -48,5 +48,11 @@ def run(arguments: PrecisionArguments) -> int:
 
         return run_precision_study(devices, say)
 
-    show_study(measure, write_precision, precision_tables, arguments.output, as_json=arguments.json)
+    show_study(
+        measure,
+        write_precision,
+        lambda study: [table for section in precision_sections(study) for table in section.tables],
+        arguments.output,
+        as_json=arguments.json,
+    )
     return OK

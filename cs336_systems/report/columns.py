@@ -107,6 +107,11 @@ def three_digits(value: float) -> str:
     return significant(value, 3)
 
 
+def four_decimals(value: float) -> str:
+    """Signed, to four decimals."""
+    return f"{value:+z.4f}"
+
+
 def _step_interval(row: Mapping[str, Any]) -> str:
     return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
 
@@ -255,6 +260,26 @@ COLUMNS: dict[str, Column[Any]] = {
     "explanation": _text("formula", "The size as a product of the model's dimensions.", drop_order=5),
     "place": _text("place", "The line of code that allocated it.", drop_order=6),
     # studies: attention, fusion, ceilings
+    "model": _text("model", "The model that was observed."),
+    "dtype": _text("dtype", "Data type."),
+    "sum_dtype": _text("sum", "Data type of the sum."),
+    "addend_dtype": _text("addend", "Data type of what is added."),
+    "cast": _text("cast", "Whether each addend is cast to the sum's type.", write=lambda cast: "explicit" * cast),
+    "total": _number("result", "", "The sum at the end.", write="{:.4f}".format),
+    "error": _number("error", "", "By how much the sum misses the exact one.", write=four_decimals),
+    "storage_error": _number("storing", "", "Part of the error that comes from storing the addend in its type.",
+                             drop_order=2, write=four_decimals),
+    "rounding_error": _number("rounding", "", "Part of the error that comes from rounding the sum each time.",
+                              drop_order=3, write=four_decimals),
+    "growing_additions": _number("additions", "", "Additions that changed the sum.", drop_order=1, write=str),
+    "side": _text("side", "A or B of a comparison."),
+    "configuration": _text("configuration", "Flags or path of a side."),
+    "processes": _number("processes", "", "Fresh processes that were measured.", drop_order=2, write=str),
+    "process_means": Column("step of each process", "ms", numeric=False, drop_order=3, write=str,
+                            about="Mean step of each process."),
+    "amount": _number("value", "", "How much of the quantity."),
+    "unit": _text("unit", "Unit of the value."),
+    "how": _text("how", "How the value follows from those above.", drop_order=1),
     "d_head": _number("d_head", "", "Width of queries, keys and values.", write=str),
     "context_length": _number("context", "", "Tokens in a sequence.", write=str),
     "before_backward_mib": _number("before backward", "MiB", "Memory that was allocated before backward."),

@@ -33,7 +33,7 @@ from cs336_systems.report.sections.memory.compare import compare_memory
 from cs336_systems.report.sections.memory.files import memory_tables
 from cs336_systems.report.sections.memory.sweep import MemoryEntry, memory_sweep_tables
 from cs336_systems.report.sections.napkin import days_table
-from cs336_systems.report.sections.precision import accumulation_table
+from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
 from cs336_systems.report.table import Table
 from cs336_systems.report.terminal import print_table
@@ -98,7 +98,7 @@ def kinds():
                                count=1024, mfu=0.5)], ("quantity", "value")),
         "compare": ([comparison_table(("--size small --no-ranges", "--size small"), means, compare(*means))],
                     ("side", "configuration", "step")),
-        "precision": ([accumulation_table(accumulation_study())], ("sum", "addend", "result")),
+        "precision": (accumulation_section(accumulation_study()).tables, ("sum", "addend", "result")),
     }  # fmt: skip
     assert tuple(found) == KINDS
     assert all(tables and all(table.rows for table in tables) for tables, _ in found.values())

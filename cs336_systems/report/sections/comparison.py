@@ -8,13 +8,11 @@ from pathlib import Path
 from cs336_systems.analysis.compare import Comparison
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.analysis.warnings import STEPS, in_doubt
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.numbers import interval_text, mean_and_std
+from cs336_systems.report.columns import column
 from cs336_systems.report.section import Section, texts_of, write_files
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.table import Table, known, make_table
 
-Side = tuple[str, str, Sequence[float]]
-"""A or B, its flags or its path, and the mean steps of its processes (seconds)."""
+COLUMNS = ("side", "configuration", "processes", "step_mean_ms", "step_ci95_low_ms", "process_means")
 
 
 def comparison_table(
@@ -27,19 +25,24 @@ def comparison_table(
 
     `codes` are the warnings of each process.
     """
-    rows: list[Side] = list(zip("AB", names, means_s, strict=True))
-    columns: list[Column[Side]] = [
-        Column("side", numeric=False, text=lambda row: row[0]),
-        Column("configuration", numeric=False, text=lambda row: row[1]),
-        Column("processes", drop_order=2, text=lambda row: str(len(row[2]))),
-        Column("step", "ms", text=lambda row: _step(row[2])),
-        column("step_ci95_low_ms", text=lambda row: _interval(row[2])),
-        Column("step of each process", "ms", numeric=False, drop_order=3, text=lambda row: _each(row[2])),
-    ]
-    known = [column for column in columns if any(column.cell(row) for row in rows)]
+    sides = zip("AB", names, means_s, strict=True)
+    rows = [{"side": side, "configuration": name, **_times([mean * 1e3 for mean in own])} for side, name, own in sides]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""
-    how = f"Mean{spread} over fresh processes, run alternately."
-    return make_table("A against B", known, rows, (how, comparison.sentence, *_doubts(codes)))
+    notes = f"Mean{spread} over fresh processes, run alternately.", comparison.sentence, *_doubts(codes)
+    return make_table("A against B", known([column(key) for key in COLUMNS], rows), rows, notes)
+
+
+def _times(means_ms: Sequence[float]) -> dict[str, object]:
+    """The mean of the processes, and the standard deviation and interval of three or more."""
+    low_ms, high_ms = mean_interval(means_ms) or (None, None)
+    return {
+        "processes": len(means_ms),
+        "step_mean_ms": statistics.fmean(means_ms),
+        "step_std_ms": statistics.stdev(means_ms) if len(means_ms) >= FEWEST else None,
+        "step_ci95_low_ms": low_ms,
+        "step_ci95_high_ms": high_ms,
+        "process_means": ", ".join(f"{mean_ms:.3f}" for mean_ms in means_ms),
+    }
 
 
 def _doubts(codes: Sequence[Sequence[Sequence[str]]]) -> Iterator[str]:
@@ -54,19 +57,4 @@ def _doubts(codes: Sequence[Sequence[Sequence[str]]]) -> Iterator[str]:
 
 def write_comparison(table: Table, directory: Path) -> None:
     """Write comparison.md, .tex and .typ."""
-    texts = texts_of(Section(name="comparison", tables=(table,)))
-    write_files({name: text for name, text in texts.items() if text}, directory)
-
-
-def _step(means_s: Sequence[float]) -> str:
-    """The mean, and the standard deviation of three or more; two stand beside it one by one."""
-    deviation_s = statistics.stdev(means_s) if len(means_s) >= FEWEST else None
-    return mean_and_std(statistics.fmean(means_s) * 1e3, None if deviation_s is None else deviation_s * 1e3)
-
-
-def _interval(means_s: Sequence[float]) -> str:
-    return interval_text(*(mean_interval([mean * 1e3 for mean in means_s]) or (None, None)))
-
-
-def _each(means_s: Sequence[float]) -> str:
-    return ", ".join(f"{mean * 1e3:.3f}" for mean in means_s)
+    write_files(texts_of(Section(name="comparison", tables=(table,))), directory)

@@ -8,16 +8,11 @@ from cs336_systems.costs.napkin import (
     rule_of_thumb_flops,
     training_days,
 )
-from cs336_systems.report.columns import Column
+from cs336_systems.report.columns import column
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.table import Table
+from cs336_systems.report.table import Table, make_table
 
-HEADINGS: tuple[Column[object], ...] = (
-    Column("quantity", numeric=False),
-    Column("value"),
-    Column("unit", numeric=False),
-    Column("how", numeric=False, drop_order=1),
-)
+COLUMNS = (column("quantity"), column("amount", write=lambda value: _power(value)), column("unit"), column("how"))
 
 
 def days_table(
@@ -27,49 +22,44 @@ def days_table(
     flops, flops_per_s = rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
     days = training_days(parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu)
     unit, unit_s = _unit_of_time(days * SECONDS_PER_DAY)
-    time = _power(days * SECONDS_PER_DAY / unit_s)
+    time = days * SECONDS_PER_DAY / unit_s
     backward = TRAINING_FLOPS - FORWARD_FLOPS
-    return Table(
-        title=f"Training takes {time} {unit}",
-        headings=HEADINGS,
-        rows=(
-            ("parameters N", _power(parameters), "", "given"),
-            ("tokens T", _power(tokens), "", "given"),
-            ("FLOPs of the training", _power(flops), "FLOP", f"{TRAINING_FLOPS} N T"),
-            ("peak of one device", _power(peak_flops_per_s), "FLOP/s", peak_source),
-            ("devices", f"{count:,}", "", "given"),
-            ("MFU", _power(mfu), "", "given"),
-            ("FLOPs per second", _power(flops_per_s), "FLOP/s", "devices x peak x MFU"),
-            ("time", _power(flops / flops_per_s), "s", "FLOPs / FLOPs per second"),
-            *([("time", time, unit, f"seconds / {unit_s:,}")] if unit_s > 1 else ()),
-        ),
-        notes=(
-            f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
-            f"{backward} in backward, one product for the gradient of the input and one for that of the weight. "
-            "MFU is the share of the promised dense peak that is put to these FLOPs. Attention's scores and values "
-            "come on top, and so do restarts.",
-        ),
+    return _table(
+        f"Training takes {_power(time)} {unit}",
+        ("parameters N", parameters, "", "given"),
+        ("tokens T", tokens, "", "given"),
+        ("FLOPs of the training", flops, "FLOP", f"{TRAINING_FLOPS} N T"),
+        ("peak of one device", peak_flops_per_s, "FLOP/s", peak_source),
+        ("devices", count, "", "given"),
+        ("MFU", mfu, "", "given"),
+        ("FLOPs per second", flops_per_s, "FLOP/s", "devices x peak x MFU"),
+        ("time", flops / flops_per_s, "s", "FLOPs / FLOPs per second"),
+        *([("time", time, unit, f"seconds / {unit_s:,}")] if unit_s > 1 else ()),
+        note=f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
+        f"{backward} in backward, one product for the gradient of the input and one for that of the weight. "
+        "MFU is the share of the promised dense peak that is put to these FLOPs. Attention's scores and values "
+        "come on top, and so do restarts.",
     )
 
 
 def largest_table(*, memory_bytes: float, count: int, bytes_per_parameter: float) -> Table:
     """How large a model fits so many devices."""
     parameters = largest_model(memory_bytes=memory_bytes, count=count, bytes_per_parameter=bytes_per_parameter)
-    return Table(
-        title=f"The largest model has {_power(parameters)} parameters",
-        headings=HEADINGS,
-        rows=(
-            ("memory of one device", _power(memory_bytes), "byte", "given, 1 GB = 1e9 bytes"),
-            ("devices", f"{count:,}", "", "given"),
-            ("memory of all", _power(count * memory_bytes), "byte", "devices x memory"),
-            ("bytes of a parameter", _power(bytes_per_parameter), "byte", "given"),
-            ("largest model", _power(parameters), "parameters", "memory of all / bytes of a parameter"),
-        ),
-        notes=(
-            "AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
-            "Nothing is held twice, so all of it is sharded over the devices; activations come on top.",
-        ),
+    return _table(
+        f"The largest model has {_power(parameters)} parameters",
+        ("memory of one device", memory_bytes, "byte", "given, 1 GB = 1e9 bytes"),
+        ("devices", count, "", "given"),
+        ("memory of all", count * memory_bytes, "byte", "devices x memory"),
+        ("bytes of a parameter", bytes_per_parameter, "byte", "given"),
+        ("largest model", parameters, "parameters", "memory of all / bytes of a parameter"),
+        note="AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
+        "Nothing is held twice, so all of it is sharded over the devices; activations come on top.",
     )
+
+
+def _table(title: str, *rows: tuple[str, float, str, str], note: str) -> Table:
+    keys = ("quantity", "amount", "unit", "how")
+    return make_table(title, COLUMNS, [dict(zip(keys, row, strict=True)) for row in rows], [note])
 
 
 def _unit_of_time(time_s: float) -> tuple[str, int]:
@@ -79,7 +69,9 @@ def _unit_of_time(time_s: float) -> tuple[str, int]:
 
 
 def _power(value: float) -> str:
-    """To four digits; in powers of a thousand, as on a napkin, from a million on and below a thousandth: `70e9`."""
+    """A whole number in full; others to four digits, with a power of a thousand from a million on: `70e9`."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if 1e-3 <= value < 1e6:
         return significant(value)
     exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3

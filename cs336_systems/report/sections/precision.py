@@ -6,9 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cs336_systems.config import Precision
-from cs336_systems.report.columns import Column
+from cs336_systems.report.columns import column
 from cs336_systems.report.section import Section
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.sections.study import across, pivoted, write_study
+from cs336_systems.report.table import make_table
 from cs336_systems.studies.precision_records import (
     MIXED_PRECISIONS,
     NORM_INPUT,
@@ -18,39 +19,29 @@ from cs336_systems.studies.precision_records import (
     PrecisionStudy,
 )
 
-_ACCUMULATION_COLUMNS: tuple[Column[Accumulation], ...] = (
-    Column("sum", numeric=False, text=lambda row: row.sum_dtype),
-    Column("addend", numeric=False, text=lambda row: row.addend_dtype),
-    Column("cast", numeric=False, text=lambda row: "explicit" if row.cast else ""),
-    Column("result", text=lambda row: f"{row.total:.4f}"),
-    Column("error", text=lambda row: f"{row.error:+z.4f}"),
-    Column("storing", drop_order=2, text=lambda row: f"{row.storage_error:+z.4f}"),
-    Column("rounding", drop_order=3, text=lambda row: f"{row.rounding_error:+z.4f}"),
-    Column("additions", drop_order=1, text=lambda row: f"{row.growing_additions}"),
-)
+ACCUMULATION = ("sum_dtype", "addend_dtype", "cast", "total", "error", "storage_error", "rounding_error",
+                "growing_additions")  # fmt: skip
 
 
-def accumulation_table(rows: Sequence[Accumulation]) -> Table:
+def accumulation_section(rows: Sequence[Accumulation]) -> Section:
     """The sums, their errors, and what the errors come from."""
+    stored = [asdict(row) for row in rows]
+    values = [{key: getattr(row, key) for key in ACCUMULATION} for row in rows]
     title = f"{rows[0].addend} added {rows[0].count} times: exactly {rows[0].exact:g}"
-    return make_table(title, _ACCUMULATION_COLUMNS, rows, interpret_accumulation(rows))
+    table = make_table(title, [column(key) for key in ACCUMULATION], values, interpret_accumulation(rows))
+    return Section(name="accumulation", tables=(table,), rows=stored)
 
 
-def dtype_table(rows: Sequence[ObservedDtype]) -> Table:
+def dtype_section(rows: Sequence[ObservedDtype]) -> Section:
     """One row for each quantity of each model, one column for each device and autocast type."""
-    settings = list(dict.fromkeys((row.device, row.precision) for row in rows))
-    dtypes = {(row.model, row.quantity, row.device, row.precision): row.dtype for row in rows}
-    quantities = dict.fromkeys((row.model, row.quantity) for row in rows)
-    return Table(
-        title="Data types under autocast, as observed",
-        headings=(
-            Column("model", numeric=False),
-            Column("quantity", numeric=False),
-            *(Column(f"{precision} on {device}", numeric=False) for device, precision in settings),
-        ),
-        rows=tuple((*key, *(dtypes.get((*key, *setting), "") for setting in settings)) for key in quantities),
-        notes=tuple(interpret_dtypes(rows)),
-    )
+    values = [asdict(row) | {"setting": f"{row.precision} on {row.device}"} for row in rows]
+    settings = dict.fromkeys(row["setting"] for row in values)
+    columns = [column("model"), column("quantity"), *(across(setting, column("dtype")) for setting in settings)]
+    table = make_table(
+        "Data types under autocast, as observed", columns, pivoted(values, ("model", "quantity"), "setting"),
+        interpret_dtypes(rows),
+    )  # fmt: skip
+    return Section(name="dtypes", tables=(table,), rows=[asdict(row) for row in rows])
 
 
 def interpret_accumulation(rows: Sequence[Accumulation]) -> list[str]:
@@ -114,17 +105,11 @@ def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
 
 
-def precision_tables(study: PrecisionStudy) -> tuple[Table, Table]:
+def precision_sections(study: PrecisionStudy) -> list[Section]:
     """Sums, and data types."""
-    return accumulation_table(study.accumulation), dtype_table(study.dtypes)
+    return [accumulation_section(study.accumulation), dtype_section(study.dtypes)]
 
 
 def write_precision(study: PrecisionStudy, directory: Path) -> None:
     """Write precision.json, and `accumulation` and `dtypes` in every format, into the directory."""
-    from cs336_systems.report.sections.study import write_study  # brings matplotlib, which printing does not need
-
-    sums, dtypes = precision_tables(study)
-    sections = []
-    for name, table, rows in (("accumulation", sums, study.accumulation), ("dtypes", dtypes, study.dtypes)):
-        sections.append(Section(name=name, tables=(table,), rows=[asdict(row) for row in rows]))
-    write_study("precision.json", study, sections, {}, directory)
+    write_study("precision.json", study, precision_sections(study), {}, directory)

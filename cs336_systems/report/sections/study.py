@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import Repeated, in_doubt
@@ -15,10 +13,12 @@ from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, ratio
-from cs336_systems.report.plots.drawing import to_png
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.records import CellStatus
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def end_of(status: CellStatus, failure: Failure | None) -> Values:
@@ -79,12 +79,14 @@ def across(name: str, cell: Column[Any]) -> Column[Any]:
 
 
 def write_study(
-    name: str, study: object, sections: Iterable[Section], pictures: Mapping[str, Figure | None], directory: Path
+    name: str, study: object, sections: Iterable[Section], pictures: Mapping[str, "Figure | None"], directory: Path
 ) -> list[Path]:
     """Write the record of the study, each section and plots/ into the directory, which is made; return the paths.
 
     `name` is that of the record's file. A picture that is None shows nothing: an earlier one of its name is removed.
     """
+    from cs336_systems.report.plots.drawing import to_png  # brings matplotlib, which printing does not need
+
     files: dict[str, str | bytes] = {name: encode_json(study)}
     for section in sections:
         files |= texts_of(section)

@@ -12,8 +12,8 @@ import torch
 from cs336_systems.cli import precision as main
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.sections.precision import (
-    accumulation_table,
-    dtype_table,
+    accumulation_section,
+    dtype_section,
     interpret_accumulation,
     interpret_dtypes,
 )
@@ -62,11 +62,11 @@ def test_a_quantity_that_one_model_lacks_is_an_empty_cell() -> None:
         observed("a", Device.CPU, Precision.FP16, "fp16"),
         observed("b", Device.CPU, Precision.BF16, "bf16"),
     ]
-    assert dtype_table(rows).rows == (("ToyModel", "a", "fp16", ""), ("ToyModel", "b", "", "bf16"))
+    assert dtype_section(rows).tables[0].rows == (("ToyModel", "a", "fp16", ""), ("ToyModel", "b", "", "bf16"))
 
 
 def test_sums_table_has_the_courses_four_first() -> None:
-    results = [row[3] for row in accumulation_table(accumulation_study()).rows]
+    results = [row[3] for row in accumulation_section(accumulation_study()).tables[0].rows]
     assert results[:4] == ["10.0001", "9.9531", "10.0021", "10.0021"]
 
 
