@@ -1,4 +1,4 @@
-"""`cs336 ceilings`: what this machine reaches at its best, beside what its data sheet promises."""
+"""`cs336 ceilings`: what this machine reaches at its best, compared with its data sheet."""
 
 import os
 import sys
@@ -116,7 +116,7 @@ def _check_memory(memory_mib: Sequence[int]) -> None:
 
 
 def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
-    """The first feed-forward product of each preset, and the head where the vocabulary is unlucky.
+    """The first feed-forward matmul of each preset, and its LM head if the vocabulary is not aligned.
 
     Raises ValueError for an unknown preset.
     """
@@ -135,7 +135,7 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
 
 def run(arguments: CeilingsArguments) -> int:
-    """Measure, or read what was measured; print, and write."""
+    """Measure the grid, or read an earlier study; print the tables, and write them with the record and the plots."""
     if arguments.measured is None:
         explain_cpu_fallback(arguments.device)
     directory, grid = checked(arguments.directory), checked(arguments.grid)
@@ -168,7 +168,7 @@ def run(arguments: CeilingsArguments) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledStep:
-    """The step on a roofline: its explained profile and its record, as paths from the directory of the ceilings."""
+    """The step on a roofline: its explained profile and its record, as paths relative to the ceilings' directory."""
 
     profile: str
     record: str
@@ -187,7 +187,7 @@ def rebuild(directory: Path, status: "StatusLine") -> None:
 
 
 def _profiled_step(profile: Path, record: Path | None, directory: Path) -> ProfiledStep:
-    """The step that the flags name; its record, unless given, is that of the sweep which keeps the profile."""
+    """The step that the flags name; without --record, its record is that of the sweep that the profile belongs to."""
     if record is None:
         record = profile.parent.parent / "runs" / profile.name
     else:
@@ -211,7 +211,7 @@ def _keep_step(step: ProfiledStep | None, directory: Path) -> None:
 
 
 def _parts(step: ProfiledStep, directory: Path, device_name: str) -> "StepParts":
-    """Parts of the profiled step; raise UsageError where they are of another device or nobody knows what was run."""
+    """Parts of the profiled step; raise UsageError if they are of another device or the run's record is missing."""
     from cs336_systems.analysis.kernels.step_profile import read_profile
     from cs336_systems.report.sections.ceilings.roofline import step_parts
 

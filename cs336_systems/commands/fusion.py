@@ -1,4 +1,4 @@
-"""`cs336 fusion`: what fusing does, op by op."""
+"""`cs336 fusion`: what fusing does to single operations."""
 
 from cs336_systems.commands.outcome import OK
 from cs336_systems.commands.study import StudyArguments, measure_and_show, with_grid
@@ -17,7 +17,7 @@ class FusionArguments(StudyArguments):
 
 
 def run(arguments: FusionArguments) -> int:
-    """Measure, print, and write."""
+    """Measure the grid, print the tables, and write them with the record and the plots."""
     from cs336_systems.report.sections.fusion import fusion_section, write_fusion
 
     measure_and_show(arguments, write_fusion, lambda study: fusion_section(study).tables)

@@ -35,18 +35,18 @@ class PrecisionArguments:
 
 
 def run(arguments: PrecisionArguments) -> int:
-    """Print, and where asked write, what precision does to sums and types."""
+    """Observe sums and data types, print them, and write them into the directory if one is given."""
     explain_cpu_fallback(arguments.device)
     devices = checked(arguments.devices)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
     from cs336_systems.report.sections.precision import precision_sections, write_precision
 
-    def measure(say: "StatusLine") -> "PrecisionStudy":
-        say("importing PyTorch")
+    def measure(status: "StatusLine") -> "PrecisionStudy":
+        status("importing PyTorch")
         from cs336_systems.studies.precision import run_precision_study
 
-        return run_precision_study(devices, say)
+        return run_precision_study(devices, status)
 
     show_study(
         measure,

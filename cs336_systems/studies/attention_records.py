@@ -1,6 +1,6 @@
-"""Attention alone, as a grid: what to run, what came of it, and what the written-out form must cost in closed form.
+"""The study of attention alone: its grid, its record, and the cost of the written-out form in closed form.
 
-Attention is without heads, as in the course's exercise: queries, keys and values are each (batch, context, d_head).
+There are no heads, as in the course's exercise: queries, keys and values each have the shape (batch, context, d_head).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISI
 
 
 class Implementation(StrEnum):
-    """How attention is computed: op by op, that compiled, PyTorch's own choice, or one of its kernels."""
+    """How attention is computed: operation by operation, these compiled, PyTorch's choice, or one of its kernels."""
 
     NAIVE = "naive"
     COMPILED = "compiled"
@@ -28,13 +28,13 @@ class Implementation(StrEnum):
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether backward finds the T x T weights in memory; the fused kernels compute them a second time."""
+        """Whether forward keeps the T x T weights for backward; fused kernels compute them again."""
         return self in (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCell:
-    """One place of the grid."""
+    """The parameters of one cell."""
 
     implementation: Implementation
     precision: Precision
@@ -140,13 +140,13 @@ class CellMemory:
 
     @property
     def saved_bytes(self) -> int:
-        """What forward left for backward, its own output included."""
+        """What forward keeps for backward, including its output."""
         return self.before_backward_bytes - self.before_forward_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult(Row):
-    """What came of one cell: raw times, or how it failed."""
+    """Raw times and memory of one cell, or its failure."""
 
     cell: AttentionCell
     status: CellStatus
@@ -154,21 +154,21 @@ class CellResult(Row):
     measurements: tuple[Measurement, ...] = ()
     """Times of forward and of backward; empty unless status is ok."""
     first_pass_s: float | None = None
-    """First forward and backward, by the host's clock: compiling, loading libraries and autotuning are in it."""
+    """First forward and backward by the host's clock, which includes compiling, loading libraries and autotuning."""
     memory: CellMemory | None = None
-    """None where there is no CUDA allocator to ask."""
+    """None on a CPU, which has no CUDA allocator."""
 
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of forward or backward, or None where the cell has none."""
         return next((m for m in self.measurements if m.phase is phase), None)
 
     def warnings(self, phase: Phase) -> tuple[RunWarning, ...]:
-        """What puts the times of forward or backward in doubt."""
+        """Reasons to doubt the times of forward or backward."""
         return measurement_warnings(self.measurement(phase), PASSES)
 
     @property
     def compile_s(self) -> float | None:
-        """What the first pass took where it compiles; None elsewhere."""
+        """Time of the first pass if it compiles; None otherwise."""
         return self.first_pass_s if self.cell.implementation is Implementation.COMPILED else None
 
 
@@ -182,7 +182,7 @@ class AttentionStudy:
     results: tuple[CellResult, ...] = ()
     """In the order in which they were measured."""
     environment: Environment | None = None
-    """Where the cells were measured; None until one of them has said so."""
+    """Where the cells were measured; None in records of an interrupted study that earlier versions wrote."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -206,28 +206,28 @@ class AttentionStudy:
 
 
 def matmul_flops(grid: AttentionGrid, cell: AttentionCell, phase: Phase) -> int:
-    """FLOPs of the matrix products of forward (scores and values) or of backward (the gradients of their factors).
+    """FLOPs of the matmuls of forward (scores and values) or of backward (the gradients of their factors).
 
-    A multiply-add counts as 2; causal attention counts as full. Backward is 2 x forward where the weights were kept and
-    2.5 x where the kernel computes the scores again (Dao 2023); softmax is left out.
+    A multiply-add counts as 2; causal attention counts as full. Backward is 2 x forward if the weights are kept and
+    2.5 x if the kernel computes the scores again (Dao 2023); softmax is left out.
     """
-    product = 2 * grid.batch_size * cell.context_length**2 * cell.d_head
-    return product * (2 if phase is Phase.FORWARD else 4 if cell.implementation.keeps_weights else 5)
+    matmul = 2 * grid.batch_size * cell.context_length**2 * cell.d_head
+    return matmul * (2 if phase is Phase.FORWARD else 4 if cell.implementation.keeps_weights else 5)
 
 
 def weights_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
-    """Size of one batch x T x T matrix: the scores, the weights, the gradient of either."""
+    """Size of one batch x T x T matrix: the scores, the weights, or the gradient of either."""
     return grid.batch_size * cell.context_length**2 * ELEMENT_BYTES[cell.precision]
 
 
 def rows_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
-    """Size of one batch x T x d matrix: the queries, the keys, the values, the output."""
+    """Size of one batch x T x d matrix: the queries, the keys, the values, or the output."""
     return grid.batch_size * cell.context_length * cell.d_head * ELEMENT_BYTES[cell.precision]
 
 
 def naive_saved_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
-    """What written-out attention holds from forward to backward beside its inputs.
+    """What written-out attention keeps from forward to backward, besides its inputs.
 
-    The weights, which softmax and the product with the values share; the scaled queries; and the output.
+    These are the weights, which softmax and the matmul with the values share, the scaled queries, and the output.
     """
     return weights_bytes(grid, cell) + 2 * rows_bytes(grid, cell)

@@ -58,7 +58,7 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[Ceilin
 
 
 def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
-    """Time one product of random matrices: zeros would take less power, and be faster."""
+    """Time one matmul of random matrices; zeros would take less power and be faster."""
     if reason := why_unavailable(grid.device, row.precision, row.shape):
         return row.failed(CellStatus.UNAVAILABLE, Failure(message=reason))
     apply_math_mode(Precision.TF32 if row.precision is ProductPrecision.TF32 else Precision.FP32)
@@ -66,7 +66,7 @@ def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
 
 
 def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -> str | None:
-    """Why there is no such product on the device; None where there is one."""
+    """Why the device has no such matmul; None if it has."""
     if device is Device.CPU:
         is_missing = precision in ONLY_ON_GPUS
         return f"{precision} products are measured on NVIDIA GPUs, got device cpu" if is_missing else None
@@ -83,7 +83,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
-    """The product of a (rows, inner) matrix with the transpose of a (columns, inner) one, as of a linear layer."""
+    """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a linear layer."""
     generator = cell.make_generator(grid)
     dtype = DTYPES[precision]
     drawn = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
@@ -101,7 +101,7 @@ def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) 
 
 
 def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
-    """One pass over so many elements in fp32."""
+    """One pass over this many elements in fp32."""
     generator = cell.make_generator(grid)
     source = torch.rand(elements, generator=generator, device=grid.device.value)
     if stream is Stream.READ:
@@ -119,7 +119,7 @@ def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
 
 
 def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
-    """Time a kernel on one element, launched over and over, or as a CUDA graph of many."""
+    """Time launches of a kernel on one element, one by one or as a CUDA graph of many."""
     element = torch.zeros(1, device=grid.device.value)
 
     def run() -> object:

@@ -1,4 +1,4 @@
-"""Studies of ceilings as files: the earlier one is kept, and all are found by the name of their device."""
+"""The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device."""
 
 import datetime
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ FILE_NAME = "ceilings.json"
 
 
 def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
-    """Copy the study in the directory, if it is another one, to a file beside named after the time; return its path.
+    """Copy the directory's present study, if it differs, to a file beside it that is named after the time.
 
-    A copy, so that there is one at every moment: whatever reads ceilings meanwhile finds the earlier ones.
+    Return the path of the copy, or None. The present file stays until the new study replaces it, so that other
+    processes always find one.
     """
     present = directory / FILE_NAME
     if not present.is_file() or (data := present.read_bytes()) == encode_json(study):
@@ -29,12 +30,12 @@ def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What studies measured at best, by device: what a step's rates are shares of, beside the data sheet's promises."""
+    """The best that studies have measured on each device; the rates of a step are reported as shares of it."""
 
     studies: tuple[CeilingsStudy, ...] = ()
 
     def flops_per_s(self, device_name: str, precision: Precision | ProductPrecision) -> float | None:
-        """Highest rate of matrix products that any study of this device measured, or None."""
+        """Highest rate of matmuls that any study of this device measured, or None."""
         name, wanted = bare_name(device_name), ProductPrecision(precision)
         found = (study.product_ceiling(wanted) for study in self.studies if bare_name(study.device_name) == name)
         return max((rate for rate in found if rate is not None), default=None)
@@ -44,7 +45,7 @@ NO_CEILINGS = Ceilings()
 
 
 def load_ceilings(directory: Path) -> Ceilings:
-    """The studies in the folders of `directory`; none where it is not there. RecordError for a damaged one."""
+    """The studies in the folders of `directory`, which need not exist. Raises RecordError for a damaged one."""
     return Ceilings(tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory)))
 
 
@@ -54,5 +55,5 @@ def ceilings_files(directory: Path) -> list[Path]:
 
 
 def ceilings_beside(results: Path) -> Path:
-    """Where the ceilings are that belong to OUTPUT/KIND/NAME: OUTPUT/ceilings."""
+    """The directory of ceilings, OUTPUT/ceilings, that belongs to results in OUTPUT/KIND/NAME."""
     return results.resolve().parent.parent / "ceilings"

@@ -22,14 +22,14 @@ from cs336_systems.studies.timing import PROBES, device_timer, host_timer
 from cs336_systems.sweep.process import die_with_forker
 
 PATIENCE = timedelta(seconds=120)
-"""How long a process waits for the others before it gives up."""
+"""How long a process waits for the others before it fails."""
 _RESULT, _MEETING = "reductions.json", "rendezvous"
 
 
 def measure_reductions(grid: CeilingsGrid, rows: Sequence[ReduceCell]) -> list[ReduceCell]:
     """Time all-reduces of the sizes of the rows among grid.world_size processes.
 
-    A process that fails takes the others with it, and every row says so.
+    If a process fails, the others are ended, and every row has the failure.
     """
     with tempfile.TemporaryDirectory(prefix="cs336-") as scratch:
         try:
@@ -65,13 +65,13 @@ def _reduce(grid: CeilingsGrid, num_bytes: int) -> Loops:
     timer = device_timer if grid.device is Device.CUDA else host_timer
 
     def run() -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # sums would grow from one to the next until they overflow
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # repeated sums would overflow
 
     timer(run, 1)
     probe_s = torch.tensor(timer(run, PROBES) / PROBES, device=grid.device.value)
-    dist.all_reduce(probe_s, op=dist.ReduceOp.MAX)  # all must go round as often
+    dist.all_reduce(probe_s, op=dist.ReduceOp.MAX)  # all processes must repeat it equally often
     count = max(1, math.ceil(grid.loop_s / float(probe_s)))
-    own_gpu = [tensor.device.index] if tensor.is_cuda else None  # unless told, NCCL guesses, and PyTorch warns
+    own_gpu = [tensor.device.index] if tensor.is_cuda else None  # without it NCCL guesses the device, and PyTorch warns
     times_s = []
     for _ in range(grid.loops):
         dist.barrier(device_ids=own_gpu)

@@ -1,7 +1,6 @@
-"""What a machine reaches at its best, beside what its data sheet promises: what to run, and what came of it.
+"""The study of ceilings: what a machine reaches at its best in matmuls, memory, launches and all-reduces.
 
-Matrix products, memory, launches, all-reduce. The best product and the largest copy of a study are the ceilings that
-later shares are shares of.
+The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
 """
 
 from collections.abc import Iterator
@@ -25,15 +24,15 @@ MAX_BYTES = 2**42
 MAX_LOOPS = 1000
 MIN_TIME_S = 1e-9
 PADDED = ", padded"
-"""Ends the name of a product whose columns are those of another, rounded up."""
+"""Ends the name of a matmul whose columns are those of another, rounded up."""
 FP32_BYTES = 4
 
 Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIDE)]
-"""Rows or columns of a matrix; bounded so that a slip of the keyboard asks for no petabyte."""
+"""Rows or columns of a matrix; bounded so that a typing error does not ask for a petabyte."""
 
 
 class ProductPrecision(StrEnum):
-    """What a matrix product multiplies. Sums are in fp32; fp8 is e4m3 with one scale for each matrix."""
+    """Data type of the factors of a matmul. Sums are in fp32; fp8 is e4m3 with one scale for each matrix."""
 
     FP32 = "fp32"
     TF32 = "tf32"
@@ -48,11 +47,11 @@ RESULT_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 2}
 
 
 ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
-"""A CPU has no such products."""
+"""A CPU has no such matmuls."""
 
 
 class Stream(StrEnum):
-    """What passes over memory once: a copy, a sum (which only reads), PyTorch's fused AdamW on one flat tensor."""
+    """A pass over memory: a copy, a sum (which only reads), or PyTorch's fused AdamW on one flat tensor."""
 
     COPY = "copy"
     READ = "read"
@@ -60,7 +59,7 @@ class Stream(StrEnum):
 
 
 STREAM_BYTES = {Stream.COPY: 2 * FP32_BYTES, Stream.READ: FP32_BYTES, Stream.ADAMW: 7 * FP32_BYTES}
-"""Moved for each element. AdamW: parameter, gradient and both moments read, all but the gradient written."""
+"""Bytes moved per element. AdamW reads parameter, gradient and both moments, and writes all but the gradient."""
 
 
 class Launch(StrEnum):
@@ -72,7 +71,7 @@ class Launch(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A product of (rows, inner) by (inner, columns), as a linear layer makes it: the second matrix is transposed."""
+    """A matmul of (rows, inner) by (inner, columns), as in a linear layer: the second matrix is transposed."""
 
     rows: Side
     inner: Side
@@ -96,7 +95,7 @@ class Shape:
 
     @property
     def cube_side(self) -> float:
-        """Side of the square product with as many FLOPs."""
+        """Side of the square matmul with as many FLOPs."""
         return float((self.flops // 2) ** (1 / 3))
 
     @property
@@ -104,7 +103,7 @@ class Shape:
         return self.rows == self.inner == self.columns
 
     def moved_bytes(self, precision: ProductPrecision) -> int:
-        """Both factors read once and the result written once: no product can do with less."""
+        """Both factors read once and the result written once: the least that any matmul moves."""
         factors = self.rows * self.inner + self.inner * self.columns
         return FACTOR_BYTES[precision] * factors + RESULT_BYTES[precision] * self.rows * self.columns
 
@@ -126,7 +125,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         ),
     ]
     stream_bytes: tuple[int, ...]
-    """Bytes that a pass over memory moves; also sizes of the tensor to reduce."""
+    """Bytes that a pass over memory moves; also the sizes of the tensors to reduce."""
     loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.")] = 5
     loop_s: Annotated[
         float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.06, cpu=0.02))
@@ -157,7 +156,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         return [[*self.cells()]]
 
     def cells(self) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
-        """Products, passes over memory, launches, and all-reduces where there are several processes."""
+        """Matmuls, passes over memory, launches, and all-reduces if there are several processes."""
         timing = Timing(status=CellStatus.OK)
         for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
             row = ProductCell(precision=precision, shape=shape, timing=timing)
@@ -199,7 +198,7 @@ class Loops:
 
     @property
     def median_s(self) -> float:
-        """Time of one repetition in the median loop."""
+        """Time of one repetition in the median loop, in seconds."""
         return median(self.times_s) / self.count
 
     @property
@@ -214,13 +213,13 @@ class Loops:
 
     @property
     def spread(self) -> float:
-        """Slowest loop over fastest, less 1."""
+        """Slowest loop over fastest, minus 1."""
         return max(self.times_s) / min(self.times_s) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Loops of one cell, or why there are none."""
+    """Loops of one cell, or its failure."""
 
     status: CellStatus
     failure: Failure | None = None
@@ -233,21 +232,21 @@ class Timing:
 
     @property
     def cv(self) -> float | None:
-        """Relative standard deviation of the time, and so of a rate; None where it is not known."""
+        """Relative standard deviation of the time, and so of a rate; None if it is not known."""
         return None if self.loops is None else self.loops.cv
 
     @property
     def warnings(self) -> tuple[RunWarning, ...]:
-        """What puts the time in doubt."""
+        """Reasons to doubt the time."""
         return () if self.loops is None else timing_warnings(self.loops.times_s, repeated=LOOPS)
 
     def rate(self, amount: float) -> float | None:
-        """So much of something for each repetition, per second."""
+        """`amount` per repetition, as a rate per second; None without a time."""
         return None if self.loops is None else amount / self.loops.median_s
 
 
 class TimedRow(Row):
-    """What the rows below have in common: a field `timing`."""
+    """A row with a field `timing`."""
 
     __slots__ = ()
 
@@ -262,7 +261,7 @@ class TimedRow(Row):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductCell(TimedRow):
-    """One matrix product."""
+    """One matmul."""
 
     precision: ProductPrecision
     shape: Shape
@@ -289,7 +288,7 @@ class StreamCell(TimedRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCell(TimedRow):
-    """One kernel that does next to nothing, among many in a row, by the host's clock; on a CPU, one operation."""
+    """One of many launches of a kernel on a single element, by the host's clock; on a CPU, one operation."""
 
     launch: Launch
     timing: Timing
@@ -297,7 +296,7 @@ class LaunchCell(TimedRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceCell(TimedRow):
-    """One all-reduce of a tensor in fp32, as the first of the processes timed it."""
+    """One all-reduce of a tensor in fp32, timed by the first process."""
 
     num_bytes: Count
     """Of the tensor."""
@@ -306,18 +305,18 @@ class ReduceCell(TimedRow):
 
     @property
     def algorithm_bytes_per_s(self) -> float | None:
-        """Bytes of the tensor over the time."""
+        """Bytes of the tensor per second."""
         return self.timing.rate(self.num_bytes)
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """Bytes that each process must send, 2 (n - 1) / n of the tensor, over the time (as NCCL's tests count)."""
+        """Bytes that each process must send, 2 (n - 1) / n of the tensor, per second (as NCCL's tests count)."""
         return self.timing.rate(self.num_bytes * 2 * (self.world_size - 1) / self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRow(Row):
-    """What the worker adds to the launches on a GPU."""
+    """Row that the worker adds to those of launches on a GPU."""
 
     num_bytes: int
     """Size of the GPU's last cache before its memory."""
@@ -353,40 +352,40 @@ class CeilingsStudy:
         return tuple(cell.timing for cell in cells)
 
     def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
-        """The products at one precision, in the order in which they were measured."""
+        """The matmuls at one precision, in the order in which they were measured."""
         return [cell for cell in self.products if cell.precision is precision]
 
     def best_product(self, precision: ProductPrecision) -> ProductCell | None:
-        """The product of the highest rate, or None where none has a time."""
+        """The matmul of the highest rate, or None if none has a time."""
         timed = [cell for cell in self.products_of(precision) if cell.flops_per_s is not None]
         return max(timed, key=lambda cell: cell.flops_per_s or 0.0, default=None)
 
     def product_ceiling(self, precision: ProductPrecision) -> float | None:
-        """FLOP/s of the best product, or None where none has a time."""
+        """FLOP/s of the fastest matmul, or None if none has a time."""
         best = self.best_product(precision)
         return None if best is None else best.flops_per_s
 
     @property
     def product_ceilings(self) -> dict[ProductPrecision, float]:
-        """FLOP/s of the best product of each precision that has any."""
+        """FLOP/s of the fastest matmul of each precision that has any."""
         found = {precision: self.product_ceiling(precision) for precision in dict.fromkeys(self.grid.precisions)}
         return {precision: ceiling for precision, ceiling in found.items() if ceiling is not None}
 
     def largest_stream(self, stream: Stream) -> StreamCell | None:
-        """The largest pass over memory that has a time: it is the surest to be out of caches."""
+        """The largest pass over memory that has a time: caches help it least."""
         timed = [cell for cell in self.streams if cell.stream is stream and cell.bytes_per_s is not None]
         return max(timed, key=lambda cell: cell.moved_bytes, default=None)
 
     def bandwidth(self, stream: Stream = Stream.COPY) -> float | None:
-        """Bytes per second of the largest pass over memory, or None where none has a time."""
+        """Bytes per second of the largest pass over memory, or None if none has a time."""
         largest = self.largest_stream(stream)
         return None if largest is None else largest.bytes_per_s
 
     def launch_s(self, launch: Launch) -> float | None:
-        """Time of one launch, or None where it was not measured."""
+        """Time of one launch, or None if it was not measured."""
         return next((cell.timing.time_s for cell in self.launches if cell.launch is launch), None)
 
     def roof(self, precision: ProductPrecision, intensity: float) -> float | None:
-        """FLOP/s that arithmetic, or memory at so many FLOPs per byte, allows; None where a ceiling is not known."""
+        """FLOP/s that arithmetic, or memory at `intensity` FLOPs per byte, allows; None if a ceiling is not known."""
         ceiling, bandwidth = self.product_ceiling(precision), self.bandwidth()
         return None if ceiling is None or bandwidth is None else min(ceiling, bandwidth * intensity)

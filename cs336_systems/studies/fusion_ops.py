@@ -1,6 +1,6 @@
 """The operations of the fusion study: each written out, and as PyTorch's own.
 
-`Watcher` sees operations as they are launched, which tells what the written-out forms move without a formula.
+`Watcher` observes operations as they are launched, and so counts what the written-out forms move without a formula.
 """
 
 import math
@@ -21,7 +21,7 @@ from cs336_systems.studies.fusion_records import Op
 
 EPS = 1e-5
 _NO_NEW_VALUES = ("aten.empty", "aten.new_empty", "aten._unsafe_view")
-"""Allocations, and a view whose schema does not say that it is one: nothing is read or written."""
+"""Allocations, and a view that its schema does not declare as one: these read and write nothing."""
 
 OpFunction = Callable[..., Tensor]
 
@@ -62,14 +62,14 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
 
 @dataclass(slots=True)
 class Moved:
-    """Operations that were launched and made new values, and the bytes of their operands and results."""
+    """Operations that computed new values, and the bytes of their operands and results."""
 
     operations: list[str] = field(default_factory=list)
     num_bytes: int = 0
 
 
 class Watcher(TorchDispatchMode):
-    """Notes in `moved` every operation that makes new values, below autograd and autocast, in forward and backward."""
+    """Adds to `moved` each operation that computes new values, below autograd and autocast, in forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,6 +92,6 @@ class Watcher(TorchDispatchMode):
 
 
 def distinct_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor, those that a broadcast repeats counted once."""
+    """Bytes of the elements of a tensor; elements that a broadcast repeats count once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size()

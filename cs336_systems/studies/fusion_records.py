@@ -16,7 +16,7 @@ PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
 
 class Op(StrEnum):
-    """An operation of a Transformer that is written out in many small ones, and can be one."""
+    """An operation of a Transformer that can be written out as several operations, or be one."""
 
     GELU = "gelu"
     SOFTMAX = "softmax"
@@ -25,7 +25,7 @@ class Op(StrEnum):
 
 
 class Version(StrEnum):
-    """What is run: small operations one by one, these compiled by torch.compile, or PyTorch's own fused operation."""
+    """What is run: the written-out operations one by one, these under torch.compile, or PyTorch's fused operation."""
 
     EAGER = "eager"
     COMPILED = "compiled"
@@ -101,24 +101,24 @@ class FusionRow(Row):
     measurement: Measurement | None = None
     """Raw times; None unless status is ok."""
     kernels: tuple[str, ...] = ()
-    """Kernels of one pass in the order of their launch; on a CPU, operators that make new values."""
+    """Kernels of one pass in the order of their launch; on a CPU, the operators that compute new values."""
     must_move_bytes: Count
-    """Inputs and upstream gradient read once, outputs and gradients written once: no version can do with less."""
+    """Inputs and upstream gradient read once, outputs and gradients written once: the least that any version moves."""
     moved_bytes: Count | None = None
-    """Operands read and results written by all operations of the pass, one by one; None for compiled code."""
+    """Sum over all operations of the pass of operands read and results written; None for compiled code."""
     matmul_flops: Count = 0
-    """Of the matrix products, a multiply-add counting as 2."""
+    """FLOPs of the matmuls; a multiply-add counts as 2."""
     max_error: float | None = None
-    """Largest distance from the same mathematics in float64, over the first of the batch; None if not finite."""
+    """Largest distance from the written-out form in float64, for the first of the batch; None if not finite."""
 
     @property
     def warnings(self) -> tuple[RunWarning, ...]:
-        """What puts the times in doubt."""
+        """Reasons to doubt the times."""
         return measurement_warnings(self.measurement, PASSES)
 
     @property
     def must_move_bytes_per_s(self) -> float | None:
-        """Rate at which the bytes that must move did; None without a time."""
+        """The bytes that must move, over the median time; None without a time."""
         if self.measurement is None or not self.measurement.median_s:
             return None
         return self.must_move_bytes / self.measurement.median_s
@@ -136,7 +136,7 @@ class FusionStudy:
     format_version: int = FORMAT_VERSION
 
     def eager(self, row: FusionRow) -> FusionRow:
-        """The row of the same operation, precision and phase, written out."""
+        """The row of the same operation, precision and phase for the written-out version."""
         return next(
             other
             for other in self.rows
@@ -162,7 +162,7 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
 
 
 def input_shapes(grid: FusionGrid, op: Op) -> list[tuple[int, ...]]:
-    """Shapes of the inputs of an operation; the first is also the output's. All but weights begin with a batch."""
+    """Shapes of the inputs of an operation; the first is also the output's. All but weights have a batch axis first."""
     rows = (grid.batch_size, grid.context_length, grid.width)
     heads = (grid.batch_size, grid.num_heads, grid.context_length, grid.d_head)
     inputs: dict[Op, list[tuple[int, ...]]] = {
@@ -182,7 +182,7 @@ def must_move_elements(grid: FusionGrid, op: Op, phase: Phase) -> int:
 
 
 def matmul_flops(grid: FusionGrid, op: Op, phase: Phase) -> int:
-    """FLOPs of the matrix products of forward, or of backward, which has one for the gradient of each factor."""
+    """FLOPs of the matmuls of forward, or of backward, which has one for the gradient of each factor."""
     if op is not Op.ATTENTION:
         return 0
     forward = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head

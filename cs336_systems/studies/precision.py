@@ -1,4 +1,4 @@
-"""What low precision does to a sum, and which data types autocast gives: both observed by running PyTorch."""
+"""What low precision does to a sum, and which data types autocast chooses, both observed by running PyTorch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +26,11 @@ from cs336_systems.studies.precision_records import (
 SHORT_NAMES = MappingProxyType({torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"})
 
 
-def run_precision_study(devices: Sequence[Device], say: Callable[[str], None]) -> PrecisionStudy:
-    """Observe sums, and autocast on each of the devices; `say` hears what is being done."""
-    say("adding up in low precision")
+def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]) -> PrecisionStudy:
+    """Observe sums, and autocast on each of the devices; `status` is called with a text before each part."""
+    status("adding up in low precision")
     sums = accumulation_study()
-    say(f"data types under autocast on {' and '.join(devices)}")
+    status(f"data types under autocast on {' and '.join(devices)}")
     return PrecisionStudy(
         torch=str(torch.__version__),
         gpu=torch.cuda.get_device_name() if Device.CUDA in devices else None,
@@ -96,7 +96,7 @@ class ToyModel(nn.Module):
 
 SCORES, SOFTMAX, WEIGHTS = "attention's scores", "attention's softmax", "weights applied to the values"
 TOY_OUTPUTS = MappingProxyType({"first linear's output (fc1)": "fc1", NORM_INPUT: "relu", NORM_OUTPUT: "ln"})
-"""Module of the toy model whose output each quantity is."""
+"""For each quantity, the module of the toy model whose output it is."""
 
 TRANSFORMER_OUTPUTS = MappingProxyType(
     {
@@ -109,7 +109,7 @@ TRANSFORMER_OUTPUTS = MappingProxyType(
         "last norm's output (ln_final)": "ln_final",
     }
 )
-"""The same for TransformerLM, whichever its architecture."""
+"""The same for both architectures of TransformerLM."""
 
 BATCH_SIZE = 2
 
@@ -119,8 +119,8 @@ def observed_dtypes(
 ) -> dict[str, str]:
     """Run forward and backward under autocast on the device of `inputs`; return data types in order of execution.
 
-    `outputs` names the module whose output a quantity is. Parameters, logits, loss and gradients are always among the
-    quantities; attention's scores, softmax and weights are where the model computes each on its own.
+    `outputs` names, for each quantity to observe, the module whose output it is. Parameters, logits, loss and gradients
+    are observed always; attention's scores, softmax and weights if the model computes them as separate operations.
     """
     seen = {"parameters": _names(parameter.dtype for parameter in model.parameters())}
     hooks = [
@@ -151,23 +151,23 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({short_name(dtype) for dtype in dtypes}))
 
 
-PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
+MATMULS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
 
 
 class AttentionOps(TorchDispatchMode):
-    """Notes in `seen` the data types around the first softmax: the product before it, its output, the product after it.
+    """Notes in `seen` the data types around the first softmax: the matmul before it, its output, the matmul after it.
 
-    Works below autocast, so it sees each operation as it is launched, after autocast's casts.
+    A dispatch mode works below autocast, so it sees the operands as they are after autocast's casts.
     """
 
     def __init__(self, seen: dict[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
-        self._last_product: torch.dtype | None = None
+        self._last_matmul: torch.dtype | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and to hide from torch.compile imports it, which takes 2 s
+        return False  # nothing here is compiled; True would import torch.compile, which takes 2 s
 
     def __torch_dispatch__(
         self,
@@ -176,16 +176,16 @@ class AttentionOps(TorchDispatchMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run the operation, and note its data type where it belongs to attention."""
+        """Run the operation, and note its data type if it is one of attention's."""
         output = func(*args, **(kwargs or {}))
-        if str(func) in PRODUCTS and isinstance(output, Tensor):
-            self._last_product = output.dtype
+        if str(func) in MATMULS and isinstance(output, Tensor):
+            self._last_matmul = output.dtype
             factor = args[-2]
             if SOFTMAX in self._seen and isinstance(factor, Tensor):
                 self._seen.setdefault(WEIGHTS, short_name(factor.dtype))
         elif str(func) == "aten._softmax.default" and SOFTMAX not in self._seen and isinstance(output, Tensor):
-            if self._last_product is not None:
-                self._seen[SCORES] = short_name(self._last_product)
+            if self._last_matmul is not None:
+                self._seen[SCORES] = short_name(self._last_matmul)
             self._seen[SOFTMAX] = short_name(output.dtype)
         return output
 

@@ -1,4 +1,4 @@
-"""What the precision study observes: sums in low precision, and data types under autocast."""
+"""The record of the precision study: sums in low precision, and data types under autocast."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,7 +24,7 @@ class Accumulation:
     stored_addend: float
     """The addend as its type holds it."""
     growing_additions: int
-    """Additions that changed the sum; after them it stood still."""
+    """Number of the last addition that changed the sum."""
 
     @property
     def exact(self) -> float:
@@ -32,7 +32,7 @@ class Accumulation:
 
     @property
     def error(self) -> float:
-        """By how much the sum misses the exact one."""
+        """The sum minus the exact sum."""
         return self.total - self.exact
 
     @property

@@ -107,14 +107,6 @@ def test_ceilings_in_doubt_are_said(
     assert "copy" not in warning
 
 
-def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parsed("--precisions", "fp32", "fp4")
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "'fp4'" in said
-    assert "Expected one of ('fp32', 'tf32', 'bf16', 'fp16', 'fp8')" in said
-
-
 def test_json_is_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(parsed(*TINY.split(), "--output", tmp_path, "--name", "mine", "--json")) == OK
     printed = msgspec.json.decode(capsys.readouterr().out, type=CeilingsStudy)

@@ -9,7 +9,7 @@ import pytest
 from cs336_systems.config import Device, Precision
 from cs336_systems.files import encode_json
 from cs336_systems.record import RecordError
-from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
+from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
@@ -68,12 +68,6 @@ def test_ceilings_by_hand() -> None:
     assert study.roof(BF16, 1000) == pytest.approx(800e12)
     assert study.roof(FP8, 100) is None
     assert len(study.timings) == 8 + 4 + 2 + 2
-
-
-def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "ceilings.json"
-    path.write_bytes(encode_json(make_whole()))
-    assert read_study(path, CeilingsStudy) == make_whole()
 
 
 def hostile(**changes: object) -> bytes:
@@ -139,20 +133,13 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
         load_ceilings(tmp_path)
 
 
-def test_ceilings_lie_beside_the_kinds_of_results(tmp_path: Path) -> None:
-    assert ceilings_beside(tmp_path / "e2e_benchmark" / "train") == tmp_path.resolve() / "ceilings"
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"shapes": ()}, "shapes needs at least one"),
-        ({"precisions": ()}, "precisions needs"),
-        ({"stream_bytes": ()}, "stream_bytes needs"),
         ({"stream_bytes": (27,)}, "stream_bytes must be from 28"),
         ({"stream_bytes": (2**60,)}, "stream_bytes must"),
         ({"loops": 0}, "loops must be from 1"),
-        ({"loop_s": 0.0}, "loop_s must be above 0"),
         ({"loop_s": float("nan")}, "loop_s must"),
         ({"world_size": 0}, "world_size must be at least 1"),
     ],

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.fusion import FusionArguments
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.files import encode_json
 from cs336_systems.studies import fusion_cell
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.fusion_cell import measure_rows
@@ -23,14 +22,13 @@ from cs336_systems.studies.fusion_ops import OPS, OpSpec, Watcher, distinct_byte
 from cs336_systems.studies.fusion_records import (
     FusionGrid,
     FusionRow,
-    FusionStudy,
     Op,
     Version,
     input_shapes,
     matmul_flops,
     version_rows,
 )
-from cs336_systems.studies.records import Cell, CellStatus, read_study
+from cs336_systems.studies.records import Cell, CellStatus
 from cs336_systems.studies.runner import run_study
 
 GRID = FusionGrid(
@@ -144,7 +142,7 @@ def test_flops_are_those_that_torch_counts(op: Op) -> None:
     assert matmul_flops(GRID, op, Phase.BACKWARD) == backward.get_total_flops()
 
 
-def test_a_whole_study_on_a_cpu(tmp_path: Path) -> None:
+def test_a_whole_study_on_a_cpu() -> None:
     said: list[tuple[str, int, int]] = []
     grid = replace(GRID, ops=(Op.SOFTMAX, Op.ATTENTION), precisions=(Precision.FP32,))
     study = run_study(grid, lambda *words: said.append(words))
@@ -166,9 +164,6 @@ def test_a_whole_study_on_a_cpu(tmp_path: Path) -> None:
     assert [name for name in forward[Op.ATTENTION, Version.COMPILED].kernels if "bmm" in name] == ["aten::bmm"] * 2
     assert forward[Op.ATTENTION, Version.EAGER].moved_bytes == 4 * WRITTEN_OUT_MOVES[Op.ATTENTION][1]
     assert len(forward[Op.ATTENTION, Version.FUSED].kernels) == 1
-    path = tmp_path / "fusion.json"
-    path.write_bytes(encode_json(study))
-    assert read_study(path, FusionStudy) == study
 
 
 def measured(op: Op, spec: OpSpec) -> dict[Phase, FusionRow]:
@@ -241,9 +236,7 @@ def test_small_inputs_take_turns_until_they_fill_the_cache(monkeypatch: pytest.M
     ("changes", "words"),
     [
         ({"ops": ()}, "ops needs at least one"),
-        ({"precisions": ()}, "precisions needs"),
         ({"width": 0}, "width must be at least 1, got 0"),
-        ({"passes": -1}, "passes must"),
         ({"width": 10**18}, "use smaller"),
         ({"context_length": 10**7}, "use smaller"),
     ],
