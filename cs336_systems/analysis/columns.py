@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,20 @@ class Columns:
 
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))
+
+
+SomeColumns = TypeVar("SomeColumns", bound=Columns)
+
+
+def joined(first: SomeColumns, second: SomeColumns) -> SomeColumns:
+    """The rows of `first`, then those of `second`."""
+    both = {field.name: (getattr(first, field.name), getattr(second, field.name)) for field in fields(first)}
+    return type(first)(**{name: np.concatenate(columns) for name, columns in both.items()})
+
+
+def chosen(columns: SomeColumns, rows: Mask) -> SomeColumns:
+    """The selected rows."""
+    return type(columns)(**{field.name: getattr(columns, field.name)[rows] for field in fields(columns)})
 
 
 def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:

@@ -53,14 +53,6 @@ class Steps(Columns):
     is_warmup: Mask
 
 
-@dataclass(frozen=True, slots=True)
-class Total:
-    """Number of kernels, and the sum of their durations over all streams."""
-
-    count: int
-    time_ns: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
     """The phase, step and module of every kernel and copy of a trace."""
@@ -82,12 +74,6 @@ class Attribution:
     def sources(self) -> Mapping[int, PhaseSource]:
         """The evidence for the phases of each process."""
         return {process: plan.source for process, plan in self.plans.items()}
-
-    def totals(self, step: int | None = None) -> Mapping[LaunchPhase, Total]:
-        """Kernels by phase, in one step or in the whole trace."""
-        chosen = slice(None) if step is None else self.kernels.step == step
-        counts, times = _sums(self.kernels.phase[chosen], self.trace.kernels.duration_ns[chosen])
-        return {phase: Total(int(counts[code]), int(times[code])) for code, phase in enumerate(PHASES)}
 
     def module_path(self, index: int) -> tuple[str, ...]:
         """Names of the ranges around and including range `index`, outermost first."""
@@ -123,10 +109,12 @@ def check_sums(work: DeviceWork, placement: Placement) -> None:
     """Raise AttributionError unless each row has one phase, and the phases' times add up to the nanosecond."""
     if len(placement) != len(work):
         raise AttributionError(f"{len(work)} rows went in, {len(placement)} came out")
-    counts, times = _sums(placement.phase, work.duration_ns)
-    if counts.sum() != len(work) or times.sum() != work.duration_ns.sum():
+    count = np.bincount(placement.phase, minlength=len(PHASES))
+    time_ns = np.zeros(len(PHASES), dtype=np.int64)
+    np.add.at(time_ns, placement.phase, work.duration_ns)
+    if count.sum() != len(work) or time_ns.sum() != work.duration_ns.sum():
         raise AttributionError(
-            f"phases hold {counts.sum()} rows and {times.sum()} ns of {len(work)} rows and {work.duration_ns.sum()} ns"
+            f"phases hold {count.sum()} rows and {time_ns.sum()} ns of {len(work)} rows and {work.duration_ns.sum()} ns"
         )
 
 
@@ -226,13 +214,6 @@ def _place(work: DeviceWork, plans: Mapping[int, Plan], first_step: Mapping[int,
     module[launched], in_forward = modules.at(work.thread[launched], work.launch_ns[launched])
     is_recomputed[launched] = in_forward & (phase[launched] == CODES[LaunchPhase.BACKWARD])
     return Placement(phase=phase, step=step, module=module, is_recomputed=is_recomputed)
-
-
-def _sums(phase: Codes, duration_ns: Ints) -> tuple[Ints, Ints]:
-    """Number of rows and sum of nanoseconds for each phase."""
-    times = np.zeros(len(PHASES), dtype=np.int64)
-    np.add.at(times, phase, duration_ns)
-    return np.bincount(phase, minlength=len(PHASES)).astype(np.int64), times
 
 
 def _what_is_missing(trace: Trace) -> Iterator[str]:

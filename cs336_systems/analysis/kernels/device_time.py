@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
+from cs336_systems.analysis.columns import Columns, Ints, Mask, groups, joined
 from cs336_systems.analysis.kernels.attribution import Attribution
 from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
@@ -36,6 +37,8 @@ class Jobs(Columns):
     phase: Codes
     step: Ints
     module: Ints
+    is_recomputed: Mask
+    is_copy: Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,23 +78,23 @@ class Busy:
 
 def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
     """All kernels and copies of the trace."""
-    trace = attribution.trace
-    kernels, copies = trace.kernels, trace.copies
-    placed, moved = attribution.kernels, attribution.copies
-    start = np.concatenate((kernels.start_ns, copies.start_ns))
+    work = joined(attribution.trace.kernels, attribution.trace.copies)
+    placed = joined(attribution.kernels, attribution.copies)
     return Jobs(
-        name=np.concatenate((kernels.name, copies.name)),
-        process=selection.process_of(np.concatenate((kernels.process, copies.process))),
-        device=np.concatenate((kernels.device, copies.device)),
-        stream=np.concatenate((kernels.stream, copies.stream)),
-        thread=np.concatenate((kernels.thread, copies.thread)),
-        launch_ns=np.concatenate((kernels.launch_ns, copies.launch_ns)),
-        is_launched=np.concatenate((kernels.is_launched, copies.is_launched)),
-        start_ns=start,
-        end_ns=start + np.concatenate((kernels.duration_ns, copies.duration_ns)),
-        phase=np.concatenate((placed.phase, moved.phase)),
-        step=selection.step_of(np.concatenate((placed.step, moved.step))),
-        module=np.concatenate((placed.module, moved.module)),
+        name=work.name,
+        process=selection.process_of(work.process),
+        device=work.device,
+        stream=work.stream,
+        thread=work.thread,
+        launch_ns=work.launch_ns,
+        is_launched=work.is_launched,
+        start_ns=work.start_ns,
+        end_ns=work.start_ns + work.duration_ns,
+        phase=placed.phase,
+        step=selection.step_of(placed.step),
+        module=placed.module,
+        is_recomputed=placed.is_recomputed,
+        is_copy=np.arange(len(work)) >= len(attribution.kernels),
     )
 
 
@@ -155,10 +158,8 @@ def _first_windows(windows: HostWindows, num_steps: int) -> tuple[Ints, Mask]:
 
 def _running_maximum(times: Ints, step: Ints, least: Ints) -> Ints:
     """Running maximum of the times within each step, starting from the step's `least`."""
-    highest = times.copy()
-    for _, rows in groups(step):
-        highest[rows] = np.maximum(np.maximum.accumulate(times[rows]), least[step[rows[0]]])
-    return highest
+    highest: Ints = pd.Series(times).groupby(step).cummax().to_numpy()
+    return np.maximum(highest, least[step])
 
 
 def busy_devices(jobs: Jobs) -> Iterator[Busy]:

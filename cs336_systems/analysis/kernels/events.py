@@ -45,7 +45,6 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     correlation: int = 0
     device: int = 0
     stream: int = 0
-    bytes: int = 0
 
 
 class Event(msgspec.Struct, Generic[Number], kw_only=True, gc=False):

@@ -1,34 +1,23 @@
-"""The long data frame of all kernels and copies of a trace, and sums over it.
+"""Events as data frames, and sums over them.
 
-A profile's tables are aggregated from this frame. Times are whole nanoseconds, so that sums are exact.
+The tables of a profile are sums over one long frame, with a row for each kernel and copy of the trace. Times are whole
+nanoseconds, so that sums are exact.
 """
 
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Columns
-from cs336_systems.analysis.kernels.attribution import Attribution
-from cs336_systems.analysis.kernels.device_time import Jobs
 from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase
 
 
 def frame_of(columns: Columns) -> pd.DataFrame:
-    """The same columns as a data frame."""
-    return pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
-
-
-def job_frame(jobs: Jobs, attribution: Attribution) -> pd.DataFrame:
-    """A row for each kernel, then one for each copy: the columns of `Jobs`, and what else the tables need."""
-    placed, moved = attribution.kernels, attribution.copies
-    return frame_of(jobs).assign(
-        duration_ns=jobs.end_ns - jobs.start_ns,
-        is_copy=np.arange(len(jobs)) >= len(placed),
-        is_recomputed=np.concatenate((placed.is_recomputed, moved.is_recomputed)),
-    )
+    """The same columns, and the durations, as a data frame."""
+    frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
+    return frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:

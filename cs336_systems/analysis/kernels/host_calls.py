@@ -155,7 +155,7 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
     np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
     is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
     phase[is_of_end] = CODES[LaunchPhase.UNATTRIBUTED]
-    placed = frame_of(calls).assign(phase=phase, step=step, duration_ns=calls.end_ns - calls.start_ns)
+    placed = frame_of(calls).assign(phase=phase, step=step)
     return tuple(
         HostCalls(
             name=host.names[row.name],

@@ -153,10 +153,8 @@ class _Causes:
 
 def _starts_its_launch(jobs: Jobs) -> Mask:
     """Whether each row is the first job of its launch; false for the later nodes of a CUDA graph."""
-    order = np.lexsort((jobs.start_ns, jobs.launch_ns, jobs.thread))
-    launch, thread = jobs.launch_ns[order], jobs.thread[order]
-    is_first = np.ones(len(jobs), dtype=np.bool_)
-    is_first[order[1:]] = (launch[1:] != launch[:-1]) | (thread[1:] != thread[:-1])
+    in_order = frame_of(jobs).sort_values("start_ns", kind="stable")
+    is_first: Mask = ~in_order.duplicated(["launch_ns", "thread"]).sort_index().to_numpy()
     return is_first
 
 

@@ -136,13 +136,10 @@ class _Session:
             stream=self._ints(batch, [a.stream for a in args]),
             start_ns=batch.start_ns,
             duration_ns=batch.duration_ns,
-            correlation=correlation,
             is_launched=is_launched,
             launch_ns=launch,
             thread=thread,
             is_in_graph=is_launched & np.isin(np.append(self.calls.name, -1)[call], graph_calls),
-            graph=np.zeros_like(correlation),
-            num_bytes=self._ints(batch, [a.bytes for a in args]),
         )
 
     def work_of_host(self, batch: Batch) -> DeviceWork:
@@ -154,21 +151,17 @@ class _Session:
         is_operator = ~np.isin(columns["name"], bookkeeping)
         columns = {name: column[is_operator] for name, column in columns.items()}
         thread, start = columns["thread"], columns["start_ns"]
-        zeros = np.zeros_like(start)
         return DeviceWork(
             name=columns["name"],
             process=columns["process"],
-            device=zeros,
+            device=np.zeros_like(start),
             stream=thread,
             start_ns=start,
             duration_ns=self_times(thread, start, columns["duration_ns"]),
-            correlation=zeros,
             is_launched=np.ones(len(start), dtype=np.bool_),
             launch_ns=start,
             thread=thread,
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
-            graph=zeros,
-            num_bytes=zeros,
         )
 
 

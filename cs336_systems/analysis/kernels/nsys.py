@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError
+from cs336_systems.analysis.columns import Ints, ProfileError, joined
 from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
 from cs336_systems.analysis.kernels.lookup import Launches, Strings
-from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations, join, with_copies_apart
+from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations, with_copies_apart
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -118,8 +118,8 @@ class _Export:
         calls = Launches(api_calls)
         kernels, graphs, copies, fills = (self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS))
         return Trace(
-            kernels=join(kernels, graphs),
-            copies=join(copies, fills),
+            kernels=joined(kernels, graphs),
+            copies=joined(copies, fills),
             ranges=self._ranges(last_ns=_last(kernels, graphs, copies, fills, api_calls)),
             api_calls=api_calls,
             strings=self._strings.all,
@@ -153,13 +153,13 @@ class _Export:
 
     def _work(self, table: str, calls: Launches) -> DeviceWork:
         kind = {KERNELS: "demangledName", COPIES: "copyKind", GRAPHS: "graphId", FILLS: "bytes"}[table]
-        start, end, device, stream, process, correlation, kinds, graph, num_bytes = self._ints(
+        start, end, device, stream, process, correlation, kinds, graph = self._ints(
             table,
             {
                 **{"start": None, "end": None, "deviceId": None, "streamId": None, "globalPid": 0, "correlationId": 0},
                 kind: None,
             },
-            {"graphId" if table == GRAPHS else "graphNodeId": 0, "bytes": 0},
+            {"graphId" if table == GRAPHS else "graphNodeId": 0},
         )
         if table == KERNELS:
             name = self._strings.column(kinds)
@@ -176,13 +176,10 @@ class _Export:
             stream=stream,
             start_ns=start,
             duration_ns=self._durations(table, start, end),
-            correlation=correlation,
             is_launched=is_launched,
             launch_ns=launch,
             thread=thread,
             is_in_graph=graph != 0,
-            graph=graph,
-            num_bytes=num_bytes,
         )
 
     def _ranges(self, last_ns: int) -> Ranges:

@@ -312,12 +312,12 @@ def decode_profile(data: bytes) -> StepProfile:
         profile = msgspec.json.decode(data, type=StepProfile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"not a step profile: {error}") from error
-    if wrong := next(_contradictions(profile), None):
+    if wrong := next(contradictions(profile), None):
         raise ValueError(f"not a whole step profile: {wrong}; explain the trace again")
     return profile
 
 
-def _contradictions(profile: StepProfile) -> Iterator[str]:
+def contradictions(profile: StepProfile) -> Iterator[str]:
     """Contradictions in a profile that was cut off or changed by hand, in words."""
     num_steps = profile.num_steps
     if not num_steps:

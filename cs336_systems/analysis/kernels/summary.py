@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Mask
-from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.attribution import Attribution, AttributionError
 from cs336_systems.analysis.kernels.device_time import busy_devices, busy_ns, join_jobs, on_device
-from cs336_systems.analysis.kernels.frames import frame_of, job_frame
+from cs336_systems.analysis.kernels.frames import frame_of
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.idle import find_gaps, idle_notes, idle_times, longest_gaps
 from cs336_systems.analysis.kernels.kernel_times import class_times, kernel_classes, kernel_times
@@ -16,7 +16,7 @@ from cs336_systems.analysis.kernels.matmuls import attention_times, matmul_count
 from cs336_systems.analysis.kernels.parts import AttentionNames, module_times, range_parts
 from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.picture import picture
-from cs336_systems.analysis.kernels.step_profile import Left, PhaseTimes, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import Left, PhaseTimes, StepProfile, Work, contradictions
 from cs336_systems.analysis.kernels.windows import Selection, select
 from cs336_systems.config import ModelConfig
 
@@ -31,7 +31,10 @@ def summarise(
     batch_size: int | None = None,
     names: AttentionNames | None = None,
 ) -> StepProfile:
-    """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`, attention has FLOPs."""
+    """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`, attention has FLOPs.
+
+    Raises AttributionError if the parts do not add up to the whole.
+    """
     trace = attribution.trace
     selection = select(attribution)
     jobs = join_jobs(attribution, selection)
@@ -41,13 +44,13 @@ def summarise(
     host = Host(trace, selection)
     gaps = find_gaps(jobs, devices, spans, selection, host)
 
-    work = job_frame(jobs, attribution)
+    work = frame_of(jobs)
     kind = kernel_classes(trace.kernels.name, trace.strings)
     parts = range_parts(attribution, AttentionNames() if names is None else names)
     kernels = with_roles(work[~work["is_copy"]].assign(kind=kind), attribution, parts)
     in_step = kernels[kernels["step"] >= 0]
     attention, attention_notes = attention_times(in_step, parts, model, batch_size)
-    return StepProfile(
+    profile = StepProfile(
         source=source,
         work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,
         device_names=trace.device_names,
@@ -76,6 +79,9 @@ def summarise(
             *idle_notes(gaps),
         ),
     )
+    if wrong := next(contradictions(profile), None):
+        raise AttributionError(wrong)
+    return profile
 
 
 def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> Left:
@@ -107,7 +113,7 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
     )
     windows = windows[["phase", "step", "busy_ns"]].assign(
         windows=1,
-        wall_ns=windows["end_ns"] - windows["start_ns"],
+        wall_ns=windows["duration_ns"],
         host_ns=windows["host_end_ns"] - windows["host_start_ns"],
     )
     every = pd.MultiIndex.from_product([range(len(PHASES)), range(num_steps)])

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
 
 _DRIVERS_OWN = re.compile(r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?", re.ASCII)
 """Names of the CUDA driver's kernels that fill or copy memory."""
@@ -26,28 +26,12 @@ class DeviceWork(Columns):
     stream: Ints
     start_ns: Ints
     duration_ns: Ints
-    correlation: Ints
     is_launched: Mask
     """Whether the trace has the launch; `launch_ns` and `thread` are valid only then."""
     launch_ns: Ints
     thread: Ints
     is_in_graph: Mask
     """Launched by a CUDA graph."""
-    graph: Ints
-    """Id of the graph's node, or of the graph if the profiler traced it as a whole; 0 if unknown (torch.profiler)."""
-    num_bytes: Ints
-    """Bytes copied or filled; 0 for kernels."""
-
-
-def join(first: DeviceWork, second: DeviceWork) -> DeviceWork:
-    """The rows of `first`, then those of `second`."""
-    columns = [field.name for field in fields(DeviceWork)]
-    return DeviceWork(**{name: np.concatenate((getattr(first, name), getattr(second, name))) for name in columns})
-
-
-def chosen(work: DeviceWork, rows: Mask) -> DeviceWork:
-    """The selected rows."""
-    return DeviceWork(**{field.name: getattr(work, field.name)[rows] for field in fields(DeviceWork)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +103,8 @@ def with_copies_apart(trace: Trace) -> Trace:
     is_copy = np.isin(trace.kernels.name, names)
     if not is_copy.any():
         return trace
-    copies = chosen(trace.kernels, is_copy)
-    return replace(trace, kernels=chosen(trace.kernels, ~is_copy), copies=join(trace.copies, copies))
+    copies = joined(trace.copies, chosen(trace.kernels, is_copy))
+    return replace(trace, kernels=chosen(trace.kernels, ~is_copy), copies=copies)
 
 
 def durations(start: Ints, end: Ints, what: str) -> Ints:

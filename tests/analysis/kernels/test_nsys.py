@@ -130,11 +130,9 @@ def test_copies_fills_and_whole_graphs(tmp_path: Path) -> None:
     )
     read = read_nsys(path)
     assert [read.strings[i] for i in read.copies.name] == ["memcpy Host-to-Device", "memset"]
-    assert read.copies.num_bytes.tolist() == [4096, 8]
     assert read.copies.is_launched.tolist() == [True, False]
     assert [read.strings[i] for i in read.kernels.name] == ["k", "CUDA graph"]
     assert read.kernels.is_in_graph.tolist() == [False, True]
-    assert read.kernels.graph.tolist() == [0, 12]
     found = attribute(read)
     assert found.copies.step.tolist() == [0, -1]
     assert "1 launches of CUDA graphs were traced as a whole" in found.notes[0]
@@ -144,7 +142,6 @@ def test_a_fill_that_the_driver_makes_a_kernel_is_none(tmp_path: Path) -> None:
     read = read_nsys(write_export(tmp_path / "t.sqlite", Recording([Kernel("memset32", 5, graph=3), Kernel("k", 6)])))
     assert [read.strings[i] for i in read.kernels.name] == ["k"]
     assert [read.strings[i] for i in read.copies.name] == ["memset32"]
-    assert read.copies.graph.tolist() == [3]
 
 
 def test_tables_and_columns_that_a_version_lacks(tmp_path: Path) -> None:

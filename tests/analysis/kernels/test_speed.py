@@ -15,7 +15,7 @@ import pytest
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute
 from cs336_systems.analysis.kernels.reading import read_trace
 from tests.analysis.kernels.kineto_files import write_large
-from tests.analysis.kernels.tracing import training, write_export
+from tests.analysis.kernels.tracing import counts, training, write_export
 
 pytestmark = pytest.mark.speed
 KINETO_S, NSYS_S = 1.5, 0.3
@@ -48,9 +48,7 @@ def test_a_million_events_of_kineto(million: tuple[Path, int], capsys: pytest.Ca
     path, num_kernels = million
     assert path.read_bytes().count(b'"ph"') >= 1_000_000
     check(found := attribute(read_trace(path)), num_kernels)
-    assert {phase.value: total.count for phase, total in found.totals(0).items() if total.count} == {
-        "forward": 300, "backward": 500, "optimizer": 200,
-    }  # fmt: skip
+    assert counts(found, 0) == {"forward": 300, "backward": 500, "optimizer": 200}
     del found
     took_s = best_s(lambda: attribute(read_trace(path)), KINETO_S)
     with capsys.disabled():

@@ -298,7 +298,7 @@ def large_trace(steps: int, modules: int, kernels_per_module: int) -> Trace:
     ranges = np.arange(steps * modules) * 100 * kernels_per_module
     forward = np.arange(steps) * 100 * kernels_per_module * modules
     work = {name: np.resize(getattr(small.kernels, name), count) for name in type(small.kernels).__slots__}
-    work |= {"launch_ns": launch, "start_ns": launch + 5_000, "correlation": np.arange(count) + 1}
+    work |= {"launch_ns": launch, "start_ns": launch + 5_000}
     spans = {n: np.resize(getattr(small.ranges, n), len(ranges) + steps) for n in type(small.ranges).__slots__}
     ids = dict(zip(small.strings, range(len(small.strings)), strict=True))
     spans |= {
@@ -307,7 +307,7 @@ def large_trace(steps: int, modules: int, kernels_per_module: int) -> Trace:
         "end_ns": np.append(ranges + 100 * kernels_per_module, forward + 100 * kernels_per_module * modules),
     }
     calls = {"name": work["name"], "process": work["process"], "thread": work["thread"], "start_ns": launch}
-    calls |= {"duration_ns": np.full(count, 30), "correlation": work["correlation"]}
+    calls |= {"duration_ns": np.full(count, 30), "correlation": np.arange(count) + 1}
     return replace(
         small,
         kernels=type(small.kernels)(**work),

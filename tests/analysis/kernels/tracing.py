@@ -2,12 +2,15 @@
 
 import random
 import sqlite3
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
 
 PROCESS = 7 << 24
@@ -103,7 +106,6 @@ def make_trace(recording: Recording) -> Trace:
 
 
 def make_work(kernels: Sequence[Kernel], strings: Sequence[str]) -> DeviceWork:
-    zeros = ints([0] * len(kernels))
     return DeviceWork(
         name=ints([strings.index(k.name) for k in kernels]),
         process=ints([process_of(k.thread) for k in kernels]),
@@ -111,13 +113,10 @@ def make_work(kernels: Sequence[Kernel], strings: Sequence[str]) -> DeviceWork:
         stream=ints([k.stream for k in kernels]),
         start_ns=ints([k.start_ns for k in kernels]),
         duration_ns=ints([k.duration_ns for k in kernels]),
-        correlation=ints(range(1, len(kernels) + 1)),
         is_launched=np.array([k.launch_ns is not None for k in kernels], dtype=np.bool_),
         launch_ns=ints([k.launch_ns or 0 for k in kernels]),
         thread=ints([0 if k.launch_ns is None else k.thread for k in kernels]),
         is_in_graph=np.array([k.graph != 0 for k in kernels], dtype=np.bool_),
-        graph=ints([k.graph for k in kernels]),
-        num_bytes=zeros,
     )
 
 
@@ -136,6 +135,12 @@ RANGE_COLUMNS = (
     "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, globalTid INTEGER, "
     "endGlobalTid INTEGER, textId INTEGER, domainId INTEGER"
 )
+
+
+def counts(attribution: Attribution, step: int | None = None) -> dict[str, int]:
+    """Kernels of each phase, in one step or in the whole trace."""
+    chosen = slice(None) if step is None else attribution.kernels.step == step
+    return dict(Counter(PHASES[code].value for code in attribution.kernels.phase[chosen].tolist()))
 
 
 def write_export(
