@@ -224,7 +224,7 @@ def test_a_truncated_export_is_never_half_read(tmp_path: Path) -> None:
         assert "truncated" in problem(path)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_damaged_export_is_read_or_refused(tmp_path: Path, seed: int) -> None:
     """Never another exception, whatever bytes were overwritten."""
     generator = random.Random(seed)
