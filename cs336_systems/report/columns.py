@@ -89,6 +89,7 @@ class Changes(Options, total=False):
 
     name: str
     unit: str
+    about: str
 
 
 def column(key: str, **changes: Unpack[Changes]) -> Column[Any]:
@@ -288,6 +289,32 @@ COLUMNS: dict[str, Column[Any]] = {
                                     derived=True, write=three_digits),
     "backward_tflops_per_s": _number("backward", "TFLOP/s", "FLOPs of backward over its time.",
                                      derived=True, write=three_digits),
+    "shape": _number("rows x inner x columns", "", "Sides of the matrices that are multiplied.", write=str),
+    "flops_per_byte": _number("intensity", "FLOP/byte", "FLOPs over the least bytes that must move.",
+                              drop_order=3, write=three_digits),
+    "tflops_per_s": _number("rate", "TFLOP/s", "FLOPs over the time.", derived=True),
+    "data_sheet_share": _number("of data sheet", "%", "Rate over what the data sheet promises.",
+                                drop_order=1, scale=100, derived=True, write=three_digits),
+    "best_share": _number("of best", "%", "Rate over that of the best product at this precision.",
+                          drop_order=1, scale=100, derived=True, write=three_digits),
+    "stream": _text("pass", "What passes over memory."),
+    "launched": _text("a kernel on one element", "How the kernel was launched."),
+    "median_us": _number("time", "µs", "Median of the times, with their standard deviation.",
+                         std="std_us", doubt="is_doubted", instead="ended"),
+    "tensor_mib": _number("tensor", "MiB", "Size of the tensor that is reduced."),
+    "algorithm_gb_per_s": _number("algorithm", "GB/s", "Bytes of the tensor over the time.",
+                                  drop_order=1, derived=True),
+    "bus_gb_per_s": _number("bus", "GB/s", "Bytes that each process must send over the time.", derived=True),
+    "ceiling": _text("ceiling", "What is measured at its best."),
+    "measured": _number("measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"),
+    "data_sheet": _number("data sheet", "", "What the data sheet promises.", drop_order=2),
+    "reached_at": _text("reached at", "Size at which it was reached.", drop_order=3),
+    "flops": _number("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
+    "least_mib": _number("least", "MiB", "The least bytes that the part must move.", drop_order=7),
+    "time_ms": _number("time", "ms", "Time of the part's kernels."),
+    "roof_tflops_per_s": _number("roof", "TFLOP/s", "What the measured ceilings allow.", drop_order=4),
+    "roof_share": _number("of roof", "%", "Rate over the roof.", drop_order=1, scale=100, write=three_digits),
+    "limit": _text("limit", "Whether memory or arithmetic sets the roof.", drop_order=3),
     "op": _text("op", "The operation."),
     "version": _text("version", "Written out, compiled, or PyTorch's own fused operation."),
     "kernels": _number("kernels", "", "Kernels that were launched.", drop_order=3, write=count),

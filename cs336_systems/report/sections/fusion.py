@@ -15,7 +15,7 @@ from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.study import derived, doubt_notes, end_of, times_ms, write_study
+from cs336_systems.report.sections.study import derived, doubt_notes, end_of, promised_bandwidth, times_ms, write_study
 from cs336_systems.report.table import known, make_table
 from cs336_systems.studies.fusion_records import PHASES, FusionRow, FusionStudy, Version
 from cs336_systems.studies.records import CellStatus
@@ -73,28 +73,23 @@ def fusion_rows(study: FusionStudy) -> list[Values]:
 
 
 def _values(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Values:
+    device_name = study.environment.identity.device_name
     rate, is_ok = row.must_move_bytes_per_s, row.status is CellStatus.OK
     own, slow = times_ms(row.measurement, row.warnings), times_ms(eager.measurement, eager.warnings)
     pair = () if row is eager else (slow, own)
     return {
         "op": row.op, "precision": row.precision, "version": row.version, "phase": row.phase,
-        "device_name": study.environment.identity.device_name,
+        "device_name": device_name,
         **end_of(row.status, row.failure),
         "kernels": len(row.kernels) if is_ok else None, "kernel_names": "; ".join(row.kernels),
         "must_move_mib": row.must_move_bytes / MIB, "moved_mib": ratio(row.moved_bytes, MIB),
         **own,
         **derived("gb_per_s", ratio(rate, GIGA), own),
-        **derived("bandwidth_share", ratio(rate, _bandwidth(study)), own),
+        **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name)), own),
         **derived("speed_up", ratio(slow["median_ms"], own["median_ms"]), *pair),
         "matmul_flops": row.matmul_flops, "tflops_per_s": ratio(row.matmul_flops / GIGA or None, own["median_ms"]),
         "max_error": row.max_error, "error_words": "not finite" if is_ok else "",
     }  # fmt: skip
-
-
-def _bandwidth(study: FusionStudy) -> float | None:
-    """The data sheet's bytes per second, or None where they are not known."""
-    spec = find_device(study.environment.identity.device_name)
-    return None if spec is None else spec.memory_bandwidth_bytes_per_s
 
 
 def _notes(study: FusionStudy, rows: Sequence[Values]) -> Iterator[str]:
@@ -149,7 +144,7 @@ def draw_fusion(study: FusionStudy, precision: Precision) -> Figure:
         line[0].set_ylabel(f"{phase}, median time (ms)", fontsize=9)
         for panel, op in zip(line, ops, strict=True):
             found = [row for row in rows if (row["op"], row["phase"]) == (op, phase)]
-            handles |= _draw_panel(panel, found, _bandwidth(study))
+            handles |= _draw_panel(panel, found, promised_bandwidth(found[0]["device_name"]))
     for panel, op in zip(panels[0], ops, strict=True):
         panel.set_title(op, fontsize=10)
     if handles:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import Repeated, in_doubt
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column
@@ -63,6 +64,12 @@ def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> I
             f"{DOUBT} marks a time in doubt, and what is computed from it, with its deviation: {said}. "
             f"Close other programs, or use {repeated.more}."
         )
+
+
+def promised_bandwidth(device_name: str) -> float | None:
+    """The data sheet's bytes per second of the device's memory, or None where they are not known."""
+    spec = find_device(device_name)
+    return None if spec is None else spec.memory_bandwidth_bytes_per_s
 
 
 def pivoted(rows: Iterable[Values], index: Sequence[str], name: str) -> list[Values]:

@@ -12,8 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.report.numbers import GIGA, MIB, TERA
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.sections.ceilings.tables import GIGA, MIB, TERA, promised_bandwidth, promised_flops
+from cs336_systems.report.sections.ceilings.tables import promised_flops
+from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, ProductCell, ProductPrecision, Stream
 
 COLOURS = {ProductPrecision(name): colour for name, colour in drawing.PRECISION_COLOURS.items()} | {
@@ -116,7 +118,7 @@ def draw_bandwidth(study: CeilingsStudy) -> Figure | None:
         handles += panel.plot(
             x, y, label=stream, color=STREAM_COLOURS[stream], marker=STREAM_MARKERS[stream], markersize=5, linewidth=1.6
         )
-    if (promised := promised_bandwidth(study)) is not None:
+    if (promised := promised_bandwidth(study.device_name)) is not None:
         panel.axhline(promised / GIGA, color="#777777", linestyle=":", linewidth=1.2)
         handles.append(_data_sheet_handle())
     if study.cache_bytes:
@@ -147,10 +149,7 @@ def draw_reductions(study: CeilingsStudy) -> Figure | None:
 def _label(panel: Axes, sizes: Iterable[float], x: str, y: str) -> None:
     """Sizes along a horizontal axis that doubles, and what the axes are."""
     drawing.style(panel)
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_minor_locator(NullLocator())
-    ticks = {f"{round(size, 2):g}": size for size in sorted(sizes)}  # of sizes that are almost the same, one
-    panel.set_xticks(list(ticks.values()), list(ticks))
+    drawing.doubling_axis(panel, sizes)
     panel.set_xlabel(x, fontsize=9)
     panel.set_ylabel(y, fontsize=9)
 

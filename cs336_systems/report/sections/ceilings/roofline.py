@@ -24,10 +24,10 @@ from cs336_systems.costs.accounting import (
     optimizer_work,
 )
 from cs336_systems.ranges import Range
-from cs336_systems.report.columns import Column
-from cs336_systems.report.numbers import significant
-from cs336_systems.report.section import Section, values_of
-from cs336_systems.report.sections.ceilings.tables import GIGA, MIB, TERA, Fields, percent, ratio, scaled
+from cs336_systems.report.columns import column, three_digits
+from cs336_systems.report.entries import Values
+from cs336_systems.report.numbers import MIB, TERA, ratio
+from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
 from cs336_systems.studies.ceilings_records import FACTOR_BYTES, FP32_BYTES, CeilingsStudy, ProductPrecision
 
@@ -44,6 +44,11 @@ SOFTMAX_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
 """Scores in, weights out; backward reads weights and their gradient and writes that of the scores."""
 FUSED, ALL_KERNELS = "fused attention", "all kernels"
 """A name of a part, and how others end."""
+COLUMNS = (
+    column("part", about="What of the step it is."), column("phase"), column("flops"), column("least_mib"),
+    column("flops_per_byte", drop_order=5), column("time_ms"), column("tflops_per_s", drop_order=2, derived=False),
+    column("roof_tflops_per_s"), column("roof_share"), column("limit"),
+)  # fmt: skip
 ABOVE = 1.005
 """Of the roof: from this share on more than 100 % stands in the table."""
 
@@ -222,82 +227,55 @@ def _optimizer(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
 
 def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
     """The parts beside the roof that the measured ceilings are for them; empty without parts."""
-    rows = parts.parts if parts else ()
-    columns: list[Column[StepPart]] = [
-        Column("part", numeric=False, text=lambda part: part.name),
-        Column("phase", numeric=False, text=lambda part: part.phase),
-        Column("work", "GFLOP", drop_order=6, text=lambda part: significant(part.flops / GIGA)),
-        Column("least", "MiB", drop_order=7, text=lambda part: significant(part.moved_bytes / MIB)),
-        Column("intensity", "FLOP/byte", drop_order=5, text=lambda part: significant(part.intensity, 3)),
-        Column("time", "ms", text=lambda part: significant(part.time_s * 1e3)),
-        Column("rate", "TFLOP/s", drop_order=2, text=lambda part: scaled(part.flops_per_s, TERA)),
-        Column("roof", "TFLOP/s", drop_order=4, text=lambda part: scaled(roof(study, part), TERA)),
-        Column("of roof", "%", drop_order=1, text=lambda part: percent(part.flops_per_s, roof(study, part))),
-        Column("limit", numeric=False, drop_order=3, text=lambda part: limit(study, part)),
-    ]
-    fields: Fields = {
-        "run": lambda _: parts.label if parts else None,
-        "device_name": lambda _: study.device_name,
-        "part": lambda part: part.name,
-        "phase": lambda part: part.phase,
-        "precision": lambda part: part.precision,
-        "flops": lambda part: part.flops,
-        "causal_flops": lambda part: part.causal_flops,
-        "least_mib": lambda part: part.moved_bytes / MIB,
-        "flops_per_byte": lambda part: part.intensity,
-        "time_ms": lambda part: part.time_s * 1e3,
-        "tflops_per_s": lambda part: part.flops_per_s / TERA,
-        "roof_tflops_per_s": lambda part: ratio(roof(study, part), TERA),
-        "roof_share": lambda part: ratio(part.flops_per_s, roof(study, part)),
-        "limit": lambda part: limit(study, part),
-        "causal_roof_share": lambda part: causal_roof_share(study, part),
-    }
     if parts is None:
         return Section(name="roofline")
+    rows = [_values(study, parts.label, part) for part in parts.parts]
     title = f"Parts of a step on the roofline: {parts.label}, {study.device_name}"
-    table = make_table(title, columns, rows, _notes(study, parts))
-    return Section(name="roofline", tables=(table,), rows=values_of(fields, rows))
+    table = make_table(title, COLUMNS, rows, _notes(rows, parts.mixed))
+    return Section(name="roofline", tables=(table,), rows=rows)
 
 
-def _notes(study: CeilingsStudy, found: StepParts) -> Iterator[str]:
+def _values(study: CeilingsStudy, run: str, part: StepPart) -> Values:
+    highest, ceiling = roof(study, part), study.product_ceiling(part.precision)
+    return {
+        "run": run, "device_name": study.device_name, "part": part.name, "phase": part.phase,
+        "precision": part.precision, "flops": part.flops, "causal_flops": part.causal_flops,
+        "least_mib": part.moved_bytes / MIB, "flops_per_byte": part.intensity, "time_ms": part.time_s * 1e3,
+        "tflops_per_s": part.flops_per_s / TERA, "roof_tflops_per_s": ratio(highest, TERA),
+        "roof_share": ratio(part.flops_per_s, highest),
+        "limit": "" if highest is None else "arithmetic" if highest == ceiling else "memory",
+        "causal_roof_share": causal_roof_share(study, part),
+    }  # fmt: skip
+
+
+def _notes(rows: Sequence[Values], mixed: Sequence[str]) -> Iterator[str]:
     """What the columns mean, and of the exceptions those that are in the table."""
-    rows = found.parts
     yield (
         "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
         "measured product rate, or the measured copy bandwidth times the intensity where that is less."
     )
-    if any(part.name.endswith(ALL_KERNELS) for part in rows):
+    if any(row["part"].endswith(ALL_KERNELS) for row in rows):
         yield "All kernels: the FLOPs and bytes are the products', the time is that of everything in the module."
-    if any(part.precision is ProductPrecision.FP8 for part in rows):
+    if any(row["precision"] is ProductPrecision.FP8 for row in rows):
         yield "Linear layers of the blocks: on the roof of fp8, factors in fp8 and results in bf16, without the casts."
-    if found.mixed:
+    if mixed:
         yield (
-            f"Left out: {', '.join(found.mixed)}. The profile does not tell the time of fp8's products from that of "
+            f"Left out: {', '.join(mixed)}. The profile does not tell the time of fp8's products from that of "
             "bf16's in them, and each kind has a roof of its own."
         )
-    yield from _causal_note(study, [part for part in rows if part.causal_flops is not None])
-    yield from _above_notes(study, rows)
-
-
-def _above_notes(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
-    """Why parts can be above their roof, by what the roof is."""
-    limits = {limit(study, part) for part in rows if (ratio(part.flops_per_s, roof(study, part)) or 0.0) >= ABOVE}
-    if "memory" in limits:
-        yield "Above 100 % where memory is the limit: what it read was still in a cache."
-    if "arithmetic" in limits:
-        yield "Above 100 % where arithmetic is the limit: no product that was measured for the ceilings is as fast."
-
-
-def _causal_note(study: CeilingsStudy, rows: Sequence[StepPart]) -> Iterator[str]:
-    """The other way to count fused attention."""
-    shares = {part.phase: causal_roof_share(study, part) for part in rows}
-    texts = [f"{phase} {significant(100 * share, 3)} %" for phase, share in shares.items() if share is not None]
-    if rows:
+    if fused := [row for row in rows if row["causal_flops"] is not None]:
+        shares = {row["phase"]: row["causal_roof_share"] for row in fused if row["causal_roof_share"] is not None}
+        texts = [f"{phase} {three_digits(100 * share)} %" for phase, share in shares.items()]
         reached = f"; counted as causal it reaches of its roof: {', '.join(texts)}" if texts else ""
         yield (
             "Fused attention: the work is that of attention in full, of which a causal kernel computes about half"
             f"{reached}."
         )
+    limits = {row["limit"] for row in rows if (row["roof_share"] or 0.0) >= ABOVE}
+    if "memory" in limits:
+        yield "Above 100 % where memory is the limit: what it read was still in a cache."
+    if "arithmetic" in limits:
+        yield "Above 100 % where arithmetic is the limit: no product that was measured for the ceilings is as fast."
 
 
 def causal_roof_share(study: CeilingsStudy, part: StepPart) -> float | None:
@@ -314,9 +292,3 @@ def causal_roof_share(study: CeilingsStudy, part: StepPart) -> float | None:
 def roof(study: CeilingsStudy, part: StepPart) -> float | None:
     """FLOP/s that the measured ceilings allow the part."""
     return study.roof(part.precision, part.intensity)
-
-
-def limit(study: CeilingsStudy, part: StepPart) -> str:
-    """What sets the roof; empty where a ceiling is not known."""
-    found, ceiling = roof(study, part), study.product_ceiling(part.precision)
-    return "" if found is None else "arithmetic" if found == ceiling else "memory"

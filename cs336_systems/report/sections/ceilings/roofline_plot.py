@@ -9,10 +9,12 @@ from matplotlib.lines import Line2D
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.report.numbers import TERA
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, name_slow_layers, show_decades
 from cs336_systems.report.sections.ceilings.roofline import StepPart, StepParts
-from cs336_systems.report.sections.ceilings.tables import TERA, promised_bandwidth, promised_flops
+from cs336_systems.report.sections.ceilings.tables import promised_flops
+from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 
 PHASE_COLOURS = {LaunchPhase(phase): colour for phase, colour in drawing.PHASE_COLOURS.items()}
@@ -86,7 +88,7 @@ def _draw_roofs(
 
 def _draw_promises(panel: Axes, span: tuple[float, float], study: CeilingsStudy) -> list[Line2D]:
     """The data sheet's roof at the precisions that it gives, dotted and paler."""
-    spec, bandwidth = find_device(study.device_name), promised_bandwidth(study)
+    spec, bandwidth = find_device(study.device_name), promised_bandwidth(study.device_name)
     found = {precision: promised_flops(spec, precision) for precision in study.product_ceilings}
     promised = {precision: peak for precision, peak in found.items() if peak is not None}
     if bandwidth is None or not promised:

@@ -1,122 +1,90 @@
 """What a machine reaches, for people: a summary beside the data sheet, what it means for a step, and all files."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.report.columns import Column
-from cs336_systems.report.doubts import codes_text, ratio_text, time_text
-from cs336_systems.report.numbers import DOUBT, significant
-from cs336_systems.report.section import Section, values_of
+from cs336_systems.report.columns import column
+from cs336_systems.report.entries import Values
+from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.ceilings.plots import ceilings_pictures
 from cs336_systems.report.sections.ceilings.roofline import StepParts, parts_section
 from cs336_systems.report.sections.ceilings.roofline_plot import draw_roofline
 from cs336_systems.report.sections.ceilings.tables import (
-    GIGA,
-    MIB,
-    TERA,
-    Fields,
     launch_words,
     launches_section,
     products_section,
-    promised_bandwidth,
     promised_flops,
-    ratio,
     reductions_section,
-    scaled,
-    share_text,
     streams_section,
+    timing_values,
 )
-from cs336_systems.report.sections.study import write_study
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.sections.study import derived, promised_bandwidth, write_study
+from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream, Timing
 
+COLUMNS = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
+CSV_COLUMNS = ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
+               "measured_std", "warnings")  # fmt: skip
+UNITS = {"TFLOP/s": TERA, "GB/s": GIGA, "µs": 1e-6}
+"""What one of them is in SI units."""
 BUSY = 1.5
 """Load for each CPU above which others must have been at work too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """One line of the summary."""
-
-    name: str
-    value: float
-    """In SI units."""
-    unit: str
-    unit_value: float
-    """What one of `unit` is in SI units."""
-    promised: float | None = None
-    """By the data sheet, in SI units."""
-    reached_at: str = ""
-    timing: Timing
-    """Of the cell that set it."""
-
-
-def ceilings_of(study: CeilingsStudy) -> list[Ceiling]:
+def ceilings_of(study: CeilingsStudy) -> list[Values]:
     """The best of each kind, those without a time left out."""
     return [*_product_ceilings(study), *_memory_ceilings(study), *_launch_ceilings(study), *_reduce_ceilings(study)]
 
 
-def _product_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+def _ceiling(
+    study: CeilingsStudy, name: str, timing: Timing, value: float, unit: str, promised: float | None, reached_at: str
+) -> Values:
+    """One row of the summary: the value and the data sheet's are in SI units; the timing is of the cell that set it."""
+    own, measured = timing_values(timing), value / UNITS[unit]
+    return {
+        "ceiling": name, "device_name": study.device_name, **own, "unit": unit, "measured": measured,
+        "measured_std": None if timing.cv is None else measured * timing.cv,
+        "data_sheet": ratio(promised, UNITS[unit]), **derived("data_sheet_share", ratio(value, promised), own),
+        "reached_at": reached_at,
+    }  # fmt: skip
+
+
+def _product_ceilings(study: CeilingsStudy) -> Iterator[Values]:
     spec = find_device(study.device_name)
     for precision in dict.fromkeys(study.grid.precisions):
         best = study.best_product(precision)
         if best is not None and best.flops_per_s is not None:
-            yield Ceiling(
-                name=f"{precision} product",
-                value=best.flops_per_s,
-                unit="TFLOP/s",
-                unit_value=TERA,
-                promised=promised_flops(spec, precision),
-                reached_at=best.shape.label,
-                timing=best.timing,
-            )
+            name, promised = f"{precision} product", promised_flops(spec, precision)
+            yield _ceiling(study, name, best.timing, best.flops_per_s, "TFLOP/s", promised, best.shape.label)
 
 
-def _memory_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+def _memory_ceilings(study: CeilingsStudy) -> Iterator[Values]:
     for stream in Stream:
-        largest = study.largest_stream(stream)
-        if largest is not None and largest.bytes_per_s is not None:
-            yield Ceiling(
-                name=f"{stream} (memory)",
-                value=largest.bytes_per_s,
-                unit="GB/s",
-                unit_value=GIGA,
-                promised=promised_bandwidth(study),
-                reached_at=f"{significant(largest.moved_bytes / MIB)} MiB",
-                timing=largest.timing,
-            )
+        cell = study.largest_stream(stream)
+        if cell is not None and cell.bytes_per_s is not None:
+            promised, size = promised_bandwidth(study.device_name), f"{significant(cell.moved_bytes / MIB)} MiB"
+            yield _ceiling(study, f"{stream} (memory)", cell.timing, cell.bytes_per_s, "GB/s", promised, size)
 
 
-def _launch_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+def _launch_ceilings(study: CeilingsStudy) -> Iterator[Values]:
     for launch in Launch:
         cell = next((cell for cell in study.launches if cell.launch is launch), None)
         if cell is not None and cell.timing.time_s is not None:
-            yield Ceiling(
-                name=f"kernel, {launch_words(study, launch)}",
-                value=cell.timing.time_s,
-                unit="µs",
-                unit_value=1e-6,
-                timing=cell.timing,
-            )
+            name = f"kernel, {launch_words(study, launch)}"
+            yield _ceiling(study, name, cell.timing, cell.timing.time_s, "µs", None, "")
 
 
-def _reduce_ceilings(study: CeilingsStudy) -> Iterator[Ceiling]:
+def _reduce_ceilings(study: CeilingsStudy) -> Iterator[Values]:
     timed = [(rate, cell) for cell in study.reductions if (rate := cell.bus_bytes_per_s) is not None]
     if timed:
         rate, best = max(timed, key=lambda pair: pair[0])
-        yield Ceiling(
-            name=f"all-reduce among {best.world_size} (bus)",
-            value=rate,
-            unit="GB/s",
-            unit_value=GIGA,
-            reached_at=f"{significant(best.num_bytes / MIB)} MiB",
-            timing=best.timing,
-        )
+        name, size = f"all-reduce among {best.world_size} (bus)", f"{significant(best.num_bytes / MIB)} MiB"
+        yield _ceiling(study, name, best.timing, rate, "GB/s", None, size)
 
 
 def ceilings_tables(study: CeilingsStudy, parts: StepParts | None = None) -> list[Table]:
@@ -139,37 +107,9 @@ def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> l
 def summary_section(study: CeilingsStudy) -> Section:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
     rows = ceilings_of(study)
-    columns: list[Column[Ceiling]] = [
-        Column("ceiling", numeric=False, text=lambda row: row.name),
-        Column("measured", text=_measured),
-        Column("unit", numeric=False, text=lambda row: row.unit),
-    ]
-    if any(row.promised for row in rows):
-        columns += [
-            Column("data sheet", drop_order=2, text=lambda row: scaled(row.promised, row.unit_value)),
-            Column(
-                "of data sheet", "%", drop_order=1, text=lambda row: share_text(row.value, row.promised, row.timing)
-            ),
-        ]
-    columns.append(Column("reached at", numeric=False, drop_order=3, text=lambda row: row.reached_at))
-    fields: Fields = {
-        "ceiling": lambda row: row.name,
-        "device_name": lambda _: study.device_name,
-        "measured": lambda row: row.value / row.unit_value,
-        "unit": lambda row: row.unit,
-        "data_sheet": lambda row: ratio(row.promised, row.unit_value),
-        "data_sheet_share": lambda row: ratio(row.value, row.promised),
-        "reached_at": lambda row: row.reached_at,
-        "measured_std": lambda row: None if row.timing.cv is None else row.value / row.unit_value * row.timing.cv,
-        "warnings": lambda row: codes_text(row.timing.warnings),
-    }
+    columns = known([column(key) for key in COLUMNS], rows)
     table = make_table(f"Ceilings of {study.device_name}", columns, rows, _findings(study))
-    return Section(name="results", tables=(table,), rows=values_of(fields, rows))
-
-
-def _measured(row: Ceiling) -> str:
-    value, cv = row.value / row.unit_value, row.timing.cv
-    return time_text(value, None if cv is None else value * cv, row.timing.warnings)
+    return Section(name="results", tables=(table,), rows=rows, keys=CSV_COLUMNS)
 
 
 def _findings(study: CeilingsStudy) -> Iterator[str]:
@@ -212,12 +152,9 @@ def _padding(study: CeilingsStudy) -> Iterator[str]:
         gains = {}
         for precision in dict.fromkeys(study.grid.precisions):
             pair = by_name.get((name, precision)), by_name.get((f"{name}, padded", precision))
-            timings = [cell.timing for cell in pair if cell is not None and cell.timing.time_s is not None]
-            if len(timings) == 2:
-                slow_s, fast_s = (timing.time_s for timing in timings)
-                gains[precision] = ratio_text(
-                    ratio(slow_s, fast_s), timings, [warning for timing in timings for warning in timing.warnings]
-                )
+            slow, fast = (timing_values(cell.timing) if cell is not None else {"median_ms": None} for cell in pair)
+            if (gain := ratio(slow["median_ms"], fast["median_ms"])) is not None:
+                gains[precision] = column("speed_up").cell(derived("speed_up", gain, slow, fast))
         if gains:
             yield f"{name}, times as fast with padded columns: {', '.join(f'{n} {gain}' for n, gain in gains.items())}."
 
@@ -234,10 +171,10 @@ def _cached_adamw(study: CeilingsStudy) -> Iterator[str]:
 def doubts(study: CeilingsStudy) -> Iterator[str]:
     """What puts ceilings in doubt: the loops of the cells that set them differ."""
     texts = [
-        f"{row.name} ({', '.join(warning.code for warning in row.timing.warnings)}; the slowest loop took "
-        f"{100 * row.timing.loops.spread:.0f} % longer than the fastest)"
+        f"{row['ceiling']} ({row['warnings'].replace(';', ', ')}; the slowest loop took "
+        f"{100 * row['loop_spread']:.0f} % longer than the fastest)"
         for row in ceilings_of(study)
-        if row.timing.loops is not None and row.timing.warnings
+        if row["warnings"]
     ]
     if texts:
         yield (
