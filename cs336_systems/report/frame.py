@@ -2,9 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -23,19 +23,11 @@ from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identity
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
-TEXTS = (
-    "size",
-    "arch",
-    "mode",
-    "precision",
-    "attention",
-    "compile",
-    "optimizer",
-    "device_name",
-    "status",
-    "error",
-    "warnings",
-)
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from pandas.core.groupby.generic import SeriesGroupBy
+
 COLUMNS = (
     "size", "arch", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
     "mode", "precision", "attention", "compile", "optimizer", "world_size", "device_name",
@@ -49,11 +41,14 @@ COLUMNS = (
 """Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
 QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
 """Columns that were measured or follow from what was measured; NaN where that is unknown."""
-NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms")
+BESIDE = ("processes", "first_step_ms", "speed_up", "speed_up_std", "full_status", "speed_up_is_doubted")
+"""Columns that a frame of results has beside COLUMNS; see `to_frame`."""
+NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms",
+           "speed_up", "speed_up_std")  # fmt: skip
 
 
 def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
-    """One row per configuration, with COLUMNS and `processes`; the index holds the configuration itself.
+    """One row per configuration, with COLUMNS and BESIDE; the index holds the configuration itself.
 
     Repeats are pooled: a mean is the mean over the processes' means; a standard deviation is that of a step within its
     process (the processes' variances, weighted by their degrees of freedom); median and minimum are over all steps; the
@@ -61,55 +56,64 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     resemble each other too much for an interval over them to hold. `processes` is how many have times. Peaks are the
     largest of all processes. Where some repeats failed, the times are those of the others, `status` and `error` tell of
     the first failure, and `warnings` counts them. Repeats on different devices are different rows. `ceiling_share` is
-    what `mfu` is, of the measured ceiling.
+    what `mfu` is, of the measured ceiling. `first_step_ms` is the first of the measured steps, the mean over processes.
+
+    `speed_up` is how many times faster a row is than the same configuration in fp32 on the same device. It is NaN for
+    fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated). `full_status` is
+    how the fp32 run ended, None where there is none; `speed_up_is_doubted` says whether a warning of either run puts
+    its time in doubt.
     """
-    return _frame(_groups(records), ceilings)
-
-
-def warmup_frame(records: Iterable[RunRecord]) -> pd.DataFrame:
-    """The rows that differ from another in nothing but the number of warm-up steps, with `first_step_ms` added.
-
-    `first_step_ms` is the first of the measured steps; where there are repeats, the mean of theirs.
-    """
-    counts: dict[tuple[object, ...], set[int]] = {}
-    keyed = [(apart_from(group[0].config, "warmup_steps"), group) for group in _groups(records)]
-    for key, group in keyed:
-        counts.setdefault(key, set()).add(group[0].config.warmup_steps)
-    groups = [group for key, group in keyed if len(counts[key]) > 1]
-    first_ms = []
-    for group in groups:
-        firsts_s = [measurement.times_s[0] for measurement in _measured(group, Phase.STEP)]
-        first_ms.append(statistics.fmean(firsts_s) * 1e3 if firsts_s else math.nan)
-    return _frame(groups).assign(first_step_ms=first_ms)
-
-
-def speed_ups(frame: pd.DataFrame) -> pd.DataFrame:
-    """For every row, how many times faster it is than the same configuration in fp32 on the same device.
-
-    `speed_up` and `speed_up_std` (both steps' std/mean, propagated) are NaN for fp32 itself and where a time is
-    missing; `full_status` is how the fp32 run ended, None where there is none; `speed_up_is_doubted` says whether a
-    warning of either run puts its time in doubt.
-    """
-    rows = rows_of(frame)
+    groups = sorted(_repeats(records), key=lambda group: order(group[0].config))
+    configs = [group[0].config.configuration for group in groups]
+    rows = [_row(group, ceilings) for group in groups]
+    keys = [apart_from(config, "precision") for config in configs]
     full = {
-        (apart_from(r["config"], "precision"), r["device_name"]): r for r in rows if r["precision"] == Precision.FP32
+        (key, row["device_name"]): row
+        for key, row in zip(keys, rows, strict=True)
+        if row["precision"] == Precision.FP32
     }
-    found: list[tuple[float, float, str | None, bool]] = []
-    for row in rows:
-        key = apart_from(row["config"], "precision")
-        twin = full.get((key, row["device_name"])) or full.get((key, None))  # which failed before it named its device
-        if twin is None or row["precision"] == Precision.FP32:
-            found.append((math.nan, math.nan, None, False))
-        elif not twin["step_mean_ms"] or not row["step_mean_ms"]:
-            found.append((math.nan, math.nan, twin["status"], False))
-        else:
-            ratio = twin["step_mean_ms"] / row["step_mean_ms"]
-            spread = quotient_stdev(ratio, twin["step_cv"], row["step_cv"])
-            is_doubted = any(in_doubt(codes_of(side)) for side in (twin, row))
-            found.append((ratio, math.nan if spread is None else spread, twin["status"], is_doubted))
-    return pd.DataFrame(
-        found, columns=["speed_up", "speed_up_std", "full_status", "speed_up_is_doubted"], index=frame.index
-    )
+    for key, row in zip(keys, rows, strict=True):
+        # a run that failed before it could name its device has none
+        baseline = full.get((key, row["device_name"])) or full.get((key, None))
+        row |= _speed_up(row, None if row["precision"] == Precision.FP32 else baseline)
+    index = pd.Index(configs, dtype="object", name="config")
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *BESIDE], index=index, dtype="object")
+    return frame.astype(dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(SHAPE, "Int64"))
+
+
+def _speed_up(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, object]:
+    if baseline is None:
+        return {"speed_up_is_doubted": False}
+    base_ms, step_ms = baseline.get("step_mean_ms"), row.get("step_mean_ms")
+    if not base_ms or not step_ms:
+        return {"full_status": baseline["status"], "speed_up_is_doubted": False}
+    ratio = base_ms / step_ms
+    return {
+        "speed_up": ratio,
+        "speed_up_std": quotient_stdev(ratio, baseline.get("step_cv"), row.get("step_cv")),
+        "full_status": baseline["status"],
+        "speed_up_is_doubted": in_doubt([*codes_of(baseline), *codes_of(row)]),
+    }
+
+
+def over_warmup(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that differ from another in nothing but the number of warm-up steps."""
+    return frame[_warmup_steps(frame).transform("nunique") > 1]
+
+
+def steady(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of rows that differ only in their number of warm-up steps, the one with most."""
+    return frame[_warmup_steps(frame).transform("max") == frame["warmup_steps"]]
+
+
+def _warmup_steps(frame: pd.DataFrame) -> "SeriesGroupBy[Any, Any]":
+    """The numbers of warm-up steps, grouped by all other settings."""
+    return frame["warmup_steps"].groupby(numbered(apart_from(config, "warmup_steps") for config in frame.index))
+
+
+def numbered(keys: Iterable[Hashable]) -> "NDArray[np.intp]":
+    """A number for each different key, in the order of the first of each, by which pandas can group."""
+    return pd.factorize(pd.Series(list(keys), dtype="object"))[0]
 
 
 def codes_of(row: Mapping[str, Any]) -> list[str]:
@@ -130,18 +134,6 @@ def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
     run = [getattr(config, field.name) for field in fields(config) if field.name not in ("model", "repeat", *names)]
     model = [getattr(config.model, field.name) for field in fields(config.model) if field.name not in names]
     return (*run, *model)
-
-
-def _frame(groups: Sequence[Sequence[RunRecord]], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
-    index = pd.Index([group[0].config.configuration for group in groups], dtype="object", name="config")
-    frame = pd.DataFrame([_row(group, ceilings) for group in groups], columns=[*COLUMNS, "processes"], index=index)
-    types = dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(TEXTS, "object") | dict.fromkeys(SHAPE, "Int64")
-    return frame.astype(types)
-
-
-def _groups(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
-    """The repeats of each configuration, in the order of the table."""
-    return sorted(_repeats(records), key=lambda group: order(group[0].config))
 
 
 def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
@@ -197,7 +189,6 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, object]:
         "status": str(failed[0].status if failed else Status.OK),
         "error": next((record.failure.message for record in failed if record.failure is not None), None),
         "warnings": ";".join(codes) or None,
-        "processes": len(_measured(done, Phase.STEP)),
     }
     if (predicted_bytes := predicted_peak_bytes(config)) is not None:
         row["predicted_peak_gib"] = predicted_bytes / 2**30
@@ -213,12 +204,14 @@ def _step(
     """Columns that follow from the times of the whole step."""
     measured = _measured(done, Phase.STEP)
     if not measured:
-        return {}
+        return {"processes": 0}
     times_s = [time for measurement in measured for time in measurement.times_s]
     mean_s, stdev_s = _mean_s(measured), _stdev_s(measured)
     interval = mean_interval([m.mean_s for m in measured])
     low_s, high_s = (None, None) if interval is None else interval
     columns: dict[str, object] = {
+        "processes": len(measured),
+        "first_step_ms": _ms(statistics.fmean(m.times_s[0] for m in measured)),
         "step_mean_ms": _ms(mean_s),
         "step_std_ms": _ms(stdev_s),
         "step_median_ms": _ms(statistics.median(times_s)),

@@ -92,14 +92,11 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
 
 def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
     """The tables of a sweep, and where its files are."""
-    from cs336_systems.report.frame import to_frame
-    from cs336_systems.report.sections.steps import results_table, warmup_table
+    from cs336_systems.report.sections.steps import results_section
 
     published = [record for record in records if record.config.profiler is Profiler.NONE]
-    if published:
-        for table in (results_table(to_frame(published, ceilings)), warmup_table(published)):
-            if table is not None:
-                print_table(table, directory)
+    for table in results_section(published, ceilings).tables if published else ():
+        print_table(table, directory)
     console = _console(_width())
     for record in records:
         if record.failure is not None:

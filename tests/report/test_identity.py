@@ -150,7 +150,7 @@ def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_th
 
     What runs along an axis needs no picture of its own, and of several numbers of warm-up steps the largest is shown.
     """
-    for draw in ("draw_phases", "draw_contexts", "draw_setting", "draw_speed_ups"):
+    for draw in ("draw_phases", "draw_contexts", "draw_over_setting", "draw_speed_ups"):
         monkeypatch.setattr(plots, draw, lambda *arguments: arguments[-1])
     monkeypatch.setattr(drawing, "to_png", str.encode)
     pair, *_ = neighbours(where, field.name)

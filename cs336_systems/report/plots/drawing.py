@@ -3,6 +3,7 @@
 import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, Final, TypeAlias, TypeVar
 
 import matplotlib
@@ -68,6 +69,8 @@ MARKERS: Final = "osD^vPX<>*h"
 DPI = 160
 MAX_LABELS = 16
 """Names along an axis or in a legend beside it that there is room for."""
+TICKS_APART = 1 / 14
+"""Of a logarithmic axis: what the label of a tick needs."""
 LONGEST_TEXT = 60
 LONGEST_SOURCE = 70
 LONGEST_SETTINGS = 500
@@ -145,11 +148,15 @@ def style(axes: Axes) -> None:
 
 
 def doubling_axis(axes: Axes, sizes: Iterable[float]) -> None:
-    """A logarithmic x axis with a tick at each size; of sizes that are almost the same, at one."""
+    """A logarithmic x axis with a tick at each size whose label has room."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_minor_locator(NullLocator())
-    ticks = {f"{round(size, 2):g}": size for size in sorted(sizes)}
-    axes.set_xticks(list(ticks.values()), list(ticks))
+    known = sorted(sizes)
+    ticks: list[float] = []
+    for size in known:
+        if not ticks or size / ticks[-1] >= (known[-1] / known[0]) ** TICKS_APART > 1:
+            ticks.append(size)
+    axes.set_xticks(ticks, [f"{round(tick, 2):g}" for tick in ticks])
 
 
 def categories(axes: Axes, names: Sequence[str], most: int = MAX_LABELS) -> None:
@@ -165,26 +172,64 @@ def categories(axes: Axes, names: Sequence[str], most: int = MAX_LABELS) -> None
     axes.set_xlim(-0.6, len(names) - 0.4)
 
 
-def legend_below(figure: Figure, handles: Sequence[Patch | Line2D], num_columns: int) -> None:
-    """A legend below the picture that reads row by row; matplotlib fills one column by column."""
-    missing = -len(handles) % num_columns if len(handles) > num_columns else 0
-    whole = [*handles, *(Patch(alpha=0.0, label="") for _ in range(missing))]
-    by_column = [handle for column in range(num_columns) for handle in whole[column::num_columns]]
-    figure.legend(handles=by_column, loc="outside lower center", ncols=num_columns, frameon=False, fontsize=8.5)
+def legend_below(
+    figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int, fontsize: float = 8.5
+) -> None:
+    """A legend below the picture that reads row by row; matplotlib fills one column by column.
+
+    The handles have labels of their own, or stand under them.
+    """
+    named = handles if isinstance(handles, Mapping) else {str(handle.get_label()): handle for handle in handles}
+    missing = -len(named) % num_columns if len(named) > num_columns else 0
+    whole = [*named.items(), *[("", Patch(alpha=0.0))] * missing]
+    by_column = [entry for column in range(num_columns) for entry in whole[column::num_columns]]
+    figure.legend(
+        [handle for _, handle in by_column], [label for label, _ in by_column],
+        loc="outside lower center", ncols=num_columns, frameon=False, fontsize=fontsize,
+    )  # fmt: skip
+
+
+def legend_beside(panel: Axes, handles: Mapping[str, Any]) -> None:
+    """A legend to the right, in the order in which growing values stand above each other."""
+    names = thinned(list(handles))[::-1]
+    title = f"{len(names)} of {len(handles)} lines" if len(names) < len(handles) else None
+    panel.legend(
+        [handles[name] for name in names], [inert(name) for name in names], title=title, title_fontsize=9,
+        frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0),
+    )  # fmt: skip
+
+
+def draw_lines(
+    panel: Axes, lines: Sequence[Line], positions: Mapping[str | int, float], colours: Sequence[Colour]
+) -> None:
+    """Draw lines, below them crosses where runs failed, and to the right a legend."""
+    handles = {
+        line.name: draw_line(panel, line, positions, colour, marker)
+        for line, colour, marker in zip(lines, colours, cycle(MARKERS), strict=False)
+        if line.known
+    }
+    failures = failure_rows(lines)
+    leave_room(panel, failure_band(len(failures)))
+    draw_failures(panel, failures, positions)
+    legend_beside(panel, handles)
+
+
+def leave_room(panel: Axes, band: float) -> None:
+    """Lower the end of the y axis, so that this fraction of the panel is below all that is drawn."""
+    scale = panel.yaxis.get_transform()
+    low, high = scale.transform(panel.get_ylim())
+    panel.set_ylim(scale.inverted().transform([low - (high - low) * band / (1 - band)])[0], panel.get_ylim()[1])
 
 
 def draw_line(
-    axes: Axes, line: Line, positions: Mapping[str | int, float], colour: Colour, marker: str, joined: bool = True
+    axes: Axes, line: Line, positions: Mapping[str | int, float], colour: Colour, marker: str
 ) -> ErrorbarContainer:
     """Draw the known points of a line with their standard deviations."""
     points = line.known
     x = [positions[point.x] for point in points]
     values = [point.value or 0.0 for point in points]
     errors = [point.error or 0.0 for point in points]
-    drawn = axes.errorbar(x, values, errors, capsize=3, linewidth=1.6, markersize=5, color=colour, marker=marker)
-    if not joined and drawn.lines[0] is not None:
-        drawn.lines[0].set_linestyle("none")
-    return drawn
+    return axes.errorbar(x, values, errors, capsize=3, linewidth=1.6, markersize=5, color=colour, marker=marker)
 
 
 def failure_rows(lines: Sequence[Line]) -> dict[str, list[str | int]]:

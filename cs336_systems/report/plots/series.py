@@ -1,21 +1,19 @@
-"""What the pictures show, computed from the frame of results; nothing here draws."""
+"""What the pictures of steps show, taken from the frame of results; nothing here draws."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 
-from cs336_systems.config import SETTINGS, Phase, Precision
+from cs336_systems.config import Precision
 from cs336_systems.record import Status
-from cs336_systems.report.frame import apart_from, rows_of, speed_ups
+from cs336_systems.report.frame import apart_from, numbered, rows_of
 from cs336_systems.report.words import STATUS_WORDS
 
 AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
-"""Fields that run along the axes and the lines of a picture; all else is equal within one picture."""
-SETTINGS_ALONG = {name: setting.axis for name, setting in SETTINGS.items() if setting.axis}
-"""Numeric settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+"""Settings that run along the axes and the lines of a picture; all else is equal within one picture."""
+Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +25,6 @@ class Point:
     error: float | None = None
     failure: str | None = None
     """How the run ended, in words, where it failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One step, in milliseconds, and the phases in it."""
-
-    size: str
-    context_length: int
-    step: Point
-    phases_ms: dict[Phase, float]
-
-    @property
-    def rest_ms(self) -> float:
-        """What of the step lies in none of the phases: reading data, the host between two phases."""
-        return max(0.0, (self.step.value or 0.0) - sum(self.phases_ms.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,32 +43,26 @@ class Line:
         return tuple(point for point in self.points if point.failure is not None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupLines:
-    """One size in the warm-up study: step time and first measured step in milliseconds, std/mean as a fraction."""
-
-    name: str
-    step: Line
-    first: Line
-    cv: Line
+def named_rows(frame: pd.DataFrame) -> list[Row]:
+    """The rows of results, each with the `name` of its size, and how it ended as `failure` if it failed."""
+    return [
+        row | {"name": name, "failure": None if row["status"] == Status.OK else STATUS_WORDS[Status(row["status"])]}
+        for name, row in zip(size_names(frame), rows_of(frame), strict=True)
+    ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingLines:
-    """One size over one setting, a line per precision: step time in milliseconds, peak of allocated memory in GiB."""
-
-    name: str
-    times: tuple[Line, ...]
-    peaks: tuple[Line, ...]
-
-
-def steady(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of rows that differ only in their number of warm-up steps, the one with most."""
-    most: dict[tuple[object, ...], int] = {}
-    keys = [apart_from(config, "warmup_steps") for config in frame.index]
-    for key, steps in zip(keys, frame["warmup_steps"], strict=True):
-        most[key] = max(most.get(key, 0), int(steps))
-    return frame.iloc[[i for i, key in enumerate(keys) if most[key] == frame["warmup_steps"].iloc[i]]]
+def size_names(frame: pd.DataFrame) -> list[str]:
+    """A name for the size of every row: as much of its shape is added as tells shapes of one name apart."""
+    shape = ["d_model", "num_layers", "d_ff", "num_heads"]
+    varied = frame.groupby("size")[shape].transform("nunique") > 1
+    names = []
+    for (size, *values), (d_models, layers, d_ffs, heads) in zip(
+        frame[["size", *shape]].itertuples(index=False), varied.itertuples(index=False), strict=True
+    ):
+        d_model, num_layers, d_ff, num_heads = values
+        parts = {f"{d_model}x{num_layers}": d_models or layers, f"d_ff {d_ff}": d_ffs, f"{num_heads} heads": heads}
+        names.append(" ".join([size, *(part for part, is_needed in parts.items() if is_needed)]))
+    return names
 
 
 def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
@@ -94,124 +71,56 @@ def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
     A failed row that names no device goes to the device of the rest, where there is only one.
     """
     devices = frame["device_name"].dropna().unique()
-    only = devices[0] if len(devices) == 1 else None
-    parts: dict[tuple[object, ...], list[int]] = {}
-    for position, (config, device) in enumerate(zip(frame.index, frame["device_name"], strict=True)):
-        key = (only if pd.isna(device) else device, *apart_from(config, *AXES, *across))
-        parts.setdefault(key, []).append(position)
-    for positions in parts.values():
-        yield frame.iloc[positions]
+    named = frame["device_name"].fillna(devices[0]) if len(devices) == 1 else frame["device_name"]
+    keys = (
+        (None if pd.isna(device) else device, *apart_from(config, *AXES, *across))
+        for config, device in zip(frame.index, named, strict=True)
+    )
+    return (part for _, part in frame.groupby(numbered(keys)))
 
 
-def size_names(frame: pd.DataFrame) -> list[str]:
-    """A name for the size of every row: as much of its shape is added as tells shapes of one name apart."""
-    rows = list(frame[["size", *AXES[1:5]]].itertuples(index=False, name=None))
-    shapes: dict[str, dict[tuple[object, ...], None]] = {}
-    for size, *shape in rows:
-        shapes.setdefault(size, {})[tuple(shape)] = None
-    names: dict[tuple[object, ...], str] = {}
-    for size, same in shapes.items():
-        d_models, d_ffs, layers, heads = (len(set(values)) > 1 for values in zip(*same, strict=True))
-        for d_model, d_ff, num_layers, num_heads in same:
-            told = [size, *([f"{d_model}x{num_layers}"] if d_models or layers else []),
-                    *([f"d_ff {d_ff}"] if d_ffs else []), *([f"{num_heads} heads"] if heads else [])]  # fmt: skip
-            names[size, d_model, d_ff, num_layers, num_heads] = " ".join(told)
-    return [names[row] for row in rows]
+def line(name: str, rows: Iterable[Row], x: str, value: str, error: str = "") -> Line:
+    """The values of one column over another, with their deviations."""
+    points = (
+        Point(
+            x=row[x] if isinstance(row[x], str) else int(row[x]),
+            value=row[value],
+            error=row[error] if error else None,
+            failure=row["failure"],
+        )
+        for row in rows
+    )
+    return Line(name=name, points=tuple(points))
 
 
-def phase_bars(frame: pd.DataFrame) -> list[Bar]:
-    """The steps with their phases, by context length and in the order of the sizes."""
-    bars = []
-    for name, row in zip(size_names(frame), rows_of(frame), strict=True):
-        means = {phase: row[f"{phase}_mean_ms"] for phase in PHASES}
-        phases = {phase: mean for phase, mean in means.items() if mean is not None}
-        context_length = int(row["context_length"])
-        bars.append(Bar(size=name, context_length=context_length, step=_step(row, name), phases_ms=phases))
-    return sorted(bars, key=lambda bar: bar.context_length)
+def lines(rows: Iterable[Row], by: str, x: str, value: str, error: str = "") -> list[Line]:
+    """A line for each text in the column `by`, in the order of the first row of each."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[by], []).append(row)
+    return [line(name, own, x, value, error) for name, own in groups.items()]
 
 
-def context_lines(frame: pd.DataFrame) -> list[Line]:
-    """Step time in milliseconds against context length, one line per size."""
-    return _lines((name, _step(row, int(row["context_length"]))) for name, row in _named(frame))
-
-
-def speed_up_lines(frame: pd.DataFrame, precision: Precision) -> list[Line]:
+def speed_up_lines(rows: Iterable[Row], precision: Precision) -> list[Line]:
     """Speed-up over fp32; a failure names the precision that failed.
 
     Against size, one line per context length; where there are more context lengths than sizes, `x` is the context
     length, an int, and there is one line per size.
     """
-    gains = speed_ups(frame)
-    both = frame.assign(**{str(name): gains[name].to_numpy() for name in gains.columns})
-    pairs = [pair for pair in _named(both) if pair[1]["precision"] == precision and pair[1]["full_status"] is not None]
-    along_contexts = len({row["context_length"] for _, row in pairs}) > len({name for name, _ in pairs})
-    points = []
-    for name, row in pairs if along_contexts else sorted(pairs, key=lambda pair: pair[1]["context_length"]):
-        context = int(row["context_length"])
-        failure = _twin_failure(Status(row["full_status"]), precision, Status(row["status"]))
-        x = context if along_contexts else name
-        point = Point(x=x, value=row["speed_up"], error=row["speed_up_std"], failure=failure)
-        points.append((name if along_contexts else f"context {context}", point))
-    return _lines(points)
-
-
-def warmup_lines(frame: pd.DataFrame) -> list[WarmupLines]:
-    """The warm-up study of a `warmup_frame`, one group of lines per size; one context length at a time."""
-    named = list(_named(frame))
-    steps = _lines((name, _step(row, int(row["warmup_steps"]))) for name, row in named)
-    firsts = _lines((name, _point(row, "first_step_ms")) for name, row in named)
-    cvs = _lines((name, _point(row, "step_cv")) for name, row in named)
-    return [
-        WarmupLines(name=step.name, step=step, first=first, cv=cv)
-        for step, first, cv in zip(steps, firsts, cvs, strict=True)
+    pairs = [
+        row | {"failure": _pair_failure(Status(row["full_status"]), precision, Status(row["status"]))}
+        for row in rows
+        if row["precision"] == precision and row["full_status"] is not None
     ]
+    if len({row["context_length"] for row in pairs}) > len({row["name"] for row in pairs}):
+        return lines(pairs, "name", "context_length", "speed_up", "speed_up_std")
+    by_context = sorted(pairs, key=lambda row: row["context_length"])
+    named = [row | {"context": f"context {row['context_length']}"} for row in by_context]
+    return lines(named, "context", "name", "speed_up", "speed_up_std")
 
 
-def setting_lines(frame: pd.DataFrame, setting: str) -> list[SettingLines]:
-    """Step time and peak of memory over one setting, one group of lines per size; one context length at a time."""
-    groups: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for name, row in _named(frame.sort_values(setting, kind="stable")):
-        groups.setdefault(name, []).append((row["precision"], row))
-    return [
-        SettingLines(
-            name=name,
-            times=tuple(_lines((precision, _step(row, int(row[setting]))) for precision, row in rows)),
-            peaks=tuple(_lines((precision, _peak(row, int(row[setting]))) for precision, row in rows)),
-        )
-        for name, rows in groups.items()
-    ]
-
-
-def _named(frame: pd.DataFrame) -> Iterator[tuple[str, dict[str, Any]]]:
-    return zip(size_names(frame), rows_of(frame), strict=True)
-
-
-def _lines(points: Iterable[tuple[str, Point]]) -> list[Line]:
-    grouped: dict[str, list[Point]] = {}
-    for name, point in points:
-        grouped.setdefault(name, []).append(point)
-    return [Line(name=name, points=tuple(points)) for name, points in grouped.items()]
-
-
-def _step(row: dict[str, Any], x: str | int) -> Point:
-    return Point(x=x, value=row["step_mean_ms"], error=row["step_std_ms"], failure=_failure(row))
-
-
-def _peak(row: dict[str, Any], x: int) -> Point:
-    return Point(x=x, value=row["peak_allocated_gib"], failure=_failure(row))
-
-
-def _point(row: dict[str, Any], name: str) -> Point:
-    return Point(x=int(row["warmup_steps"]), value=row[name], failure=_failure(row))
-
-
-def _twin_failure(full: Status, precision: Precision, status: Status) -> str | None:
+def _pair_failure(full: Status, precision: Precision, status: Status) -> str | None:
     if full is status:
         return None if status is Status.OK else f"both {STATUS_WORDS[status]}"
     ends = {Precision.FP32: full, precision: status}
     return ", ".join(f"{which} {STATUS_WORDS[end]}" for which, end in ends.items() if end is not Status.OK)
-
-
-def _failure(row: dict[str, Any]) -> str | None:
-    status = Status(row["status"])
-    return None if status is Status.OK else STATUS_WORDS[status]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, cycle, groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,55 +11,43 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from cs336_systems.config import Mode, Precision
+from cs336_systems.config import SETTINGS, Mode, Precision
 from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord
-from cs336_systems.report.frame import to_frame, warmup_frame
+from cs336_systems.report.frame import over_warmup, steady, to_frame
 from cs336_systems.report.identity import apart_from, file_name, identities, names_of, telling
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.series import (
-    AXES,
-    PHASES,
-    SETTINGS_ALONG,
-    Bar,
-    Line,
-    context_lines,
-    phase_bars,
-    setting_lines,
-    speed_up_lines,
-    split,
-    steady,
-    warmup_lines,
-)
-from cs336_systems.report.plots.settings import draw_setting, draw_warmup
+from cs336_systems.report.plots.series import AXES, Line, Row, line, lines, named_rows, speed_up_lines, split
+from cs336_systems.report.plots.settings import draw_over_setting
 from cs336_systems.report.words import STEP_WORDS, describe
 
 Item = TypeVar("Item")
 
+SETTINGS_ALONG = {name: setting.axis for name, setting in SETTINGS.items() if setting.axis}
+"""Numeric settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
+WARMUP = "warmup_steps"
 WIDEST = 15.0
 """Inches that a row of panels may take."""
 MAX_ROWS = 4
 """Of panels in one picture. All that share an axis are looked at again for each, so a picture must not grow further."""
 MAX_SIZES = 20
 """In one panel."""
-TICKS_APART = 1 / 14
-"""Of a logarithmic axis: what the label of a tick needs."""
 MAX_COLUMNS = 5
-"""Of panels, one for each size, in a picture that has two rows."""
+"""Of panels, one for each size, in a picture over a setting."""
+LEAST_REST = 0.02
+"""Part of a step outside of the phases that is drawn."""
 
 
 def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
     """Write the pictures that the records support into `directory`/plots and return their paths."""
-    kept = tuple(records)
-    frame = steady(to_frame(kept))
+    frame = to_frame(records)
     paths: list[Path] = []
     taken: Counter[str] = Counter()
     for stem, figure in chain(
-        _step_pictures(frame),
-        _speed_up_pictures(frame),
+        _step_pictures(steady(frame)),
+        _speed_up_pictures(steady(frame)),
         _setting_pictures(frame),
-        _warmup_pictures(warmup_frame(kept)),
     ):
         (directory / "plots").mkdir(parents=True, exist_ok=True)
         taken[stem.casefold()] += 1
@@ -70,47 +58,55 @@ def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
 
 
 def _step_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    for part, name, told in _named(frame):
+    for part, name, also in _named(frame):
         if part["step_mean_ms"].notna().any() and len(part) > 1:
-            settings = describe(part, also=told)
-            for bars in pages(phase_bars(part)):
-                yield _stem("step_time", part) + name, draw_phases(bars, _step_words(part), settings)
-            lines = context_lines(part)
-            if any(len(line.points) > 1 and line.known for line in lines):
-                yield _stem("context", part) + name, draw_contexts(lines, _step_words(part), settings)
+            rows, step, settings = named_rows(part), _step_words(part), describe(part, also)
+            for page in pages(rows):
+                yield _stem("step_time", part) + name, draw_phases(page, step, settings)
+            over_contexts = lines(rows, "name", "context_length", "step_mean_ms", "step_std_ms")
+            if any(len(line.points) > 1 and line.known for line in over_contexts):
+                yield _stem("context", part) + name, draw_contexts(over_contexts, step, settings)
 
 
 def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    for part, name, told in _named(frame, "precision"):
+    for part, name, also in _named(frame, "precision"):
         for precision in (Precision.TF32, Precision.BF16, Precision.FP16):
-            lines = speed_up_lines(part, precision)
-            if sum(len(line.known) for line in lines) > 1:
-                both = part[part["precision"].isin([Precision.FP32, precision])]
+            found = speed_up_lines(named_rows(part), precision)
+            if sum(len(line.known) for line in found) > 1:
+                settings = describe(part[part["precision"].isin([Precision.FP32, precision])], also)
                 stem = f"speed_up_{precision}_{part['mode'].iloc[0]}{name}"
-                yield stem, draw_speed_ups(lines, precision, _step_words(part), describe(both, also=told))
+                yield stem, draw_speed_ups(found, precision, _step_words(part), settings)
 
 
 def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    for setting in SETTINGS_ALONG:
-        for part, name, told in _named(frame, setting, "precision"):
-            for context_length, rows in part.groupby("context_length"):
-                shown = setting_lines(rows, setting)
-                if any(len({point.x for point in line.known}) > 1 for size in shown for line in size.times):
-                    stem = f"{setting}_{rows['mode'].iloc[0]}_ctx{context_length}{name}"
-                    settings = f"context {context_length}, {describe(rows, also=told)}"
-                    for sizes in _batches(shown, MAX_COLUMNS):
-                        yield stem, draw_setting(sizes, setting, _step_words(rows), settings)
+    """Time, and below it the peak of memory or the spread, over each setting that varies; a picture per context."""
+    for setting, axis in {**SETTINGS_ALONG, WARMUP: "warm-up steps"}.items():
+        over, across = (over_warmup(frame), ()) if setting == WARMUP else (steady(frame), ("precision",))
+        for part, name, also in _named(over.sort_values(setting, kind="stable"), setting, *across):
+            stem = _stem("warmup", part) if setting == WARMUP else f"{setting}_{part['mode'].iloc[0]}"
+            for context_length, own in part.groupby("context_length"):
+                rows = named_rows(own)
+                sizes = {size: _panels([row for row in rows if row["name"] == size], setting) for size in _places(rows)}
+                upper = [line for panels in sizes.values() for line in next(iter(panels.values()))]
+                if any(len({point.x for point in line.known}) > 1 for line in upper):
+                    title = f"One {_step_words(own)} by {axis}"
+                    settings = f"context {context_length}, {describe(own, also)}"
+                    for some in _batches(list(sizes.items()), MAX_COLUMNS):
+                        picture = draw_over_setting(dict(some), setting, axis, title, settings)
+                        yield f"{stem}_ctx{context_length}{name}", picture
 
 
-def _warmup_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    for part, name, told in _named(frame, "warmup_steps"):
-        for context_length, rows in part.groupby("context_length"):
-            sizes = warmup_lines(rows)
-            if any(size.step.known for size in sizes):
-                settings = f"context {context_length}, {describe(rows, also=told)}"
-                for shown in _batches(sizes, MAX_COLUMNS):
-                    stem = f"{_stem('warmup', rows)}_ctx{context_length}{name}"
-                    yield stem, draw_warmup(shown, _step_words(rows), settings)
+def _panels(rows: Sequence[Row], setting: str) -> dict[str, list[Line]]:
+    """The lines of one size by what the y axis of their panel is called."""
+    if setting == WARMUP:
+        mean = line("mean ± standard deviation", rows, setting, "step_mean_ms", "step_std_ms")
+        first = line("first measured step", rows, setting, "first_step_ms")
+        in_percent = [row | {"step_cv": row["step_cv"] and 100 * row["step_cv"]} for row in rows]
+        return {"time (ms)": [mean, first], "std/mean (%)": [line("std/mean", in_percent, setting, "step_cv")]}
+    return {
+        "time (ms), mean ± std": lines(rows, "precision", setting, "step_mean_ms", "step_std_ms"),
+        "peak of memory (GiB)": lines(rows, "precision", setting, "peak_allocated_gib"),
+    }
 
 
 def _named(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, str, Sequence[str]]]:
@@ -124,15 +120,20 @@ def _named(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, st
         yield part, f"_{file_name(name)}" if name else "", telling(rows, always=())
 
 
-def pages(bars: Sequence[Bar]) -> Iterator[list[Bar]]:
+def pages(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """The bars of each picture: as many sizes as a panel has room for, and as many context lengths as a picture has."""
-    places = {name: place for place, name in enumerate(dict.fromkeys(bar.size for bar in bars))}
-    panels: dict[tuple[int, int], list[Bar]] = {}
-    for bar in bars:
-        panels.setdefault((places[bar.size] // MAX_SIZES, bar.context_length), []).append(bar)
+    places = _places(rows)
+    panels: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((places[row["name"]] // MAX_SIZES, row["context_length"]), []).append(row)
     for _, keys in groupby(sorted(panels), lambda key: key[0]):
         for page in _batches(list(keys), MAX_ROWS * _columns(min(len(places), MAX_SIZES))):
-            yield [bar for key in page for bar in panels[key]]
+            yield [row for key in page for row in panels[key]]
+
+
+def _places(rows: Iterable[Row]) -> dict[str, int]:
+    """Where along an axis each size stands."""
+    return {name: place for place, name in enumerate(dict.fromkeys(row["name"] for row in rows))}
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
@@ -147,36 +148,29 @@ def _step_words(part: pd.DataFrame) -> str:
     return STEP_WORDS[Mode(part["mode"].iloc[0])]
 
 
-def draw_phases(bars: list[Bar], step: str, settings: str) -> Figure:
+def draw_phases(rows: Sequence[Row], step: str, settings: str) -> Figure:
     """Stacked bars by phase, one panel per context length; the error bar is the whole step's standard deviation."""
-    by_context = {context: list(own) for context, own in groupby(bars, lambda bar: bar.context_length)}
-    places = {name: place for place, name in enumerate(dict.fromkeys(bar.size for bar in bars))}
-    columns = min(len(by_context), _columns(len(places)))
-    rows = -(-len(by_context) // columns)
-    width = max(6.0, columns * _panel_width(len(places)))
-    figure = drawing.new_figure(width, 3.3 * rows + 1.1, f"Time of one {step} by phase", settings)
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten().tolist()
-    panels[0].set_ylim(0, max((bar.step.value or 0) + (bar.step.error or 0) for bar in bars) * 1.12 or 1.0)
+    contexts, places = list(dict.fromkeys(row["context_length"] for row in rows)), _places(rows)
+    num_columns = min(len(contexts), _columns(len(places)))
+    num_rows = -(-len(contexts) // num_columns)
+    width = max(6.0, num_columns * _panel_width(len(places)))
+    figure = drawing.new_figure(width, 3.3 * num_rows + 1.1, f"Time of one {step} by phase", settings)
+    grid = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False)
+    panels = dict(zip(contexts, grid.flat, strict=False))
+    highest = max((row["step_mean_ms"] or 0) + (row["step_std_ms"] or 0) for row in rows)
+    grid[0, 0].set_ylim(0, highest * 1.12 or 1.0)
     handles: dict[str, Any] = {}
-    for panel, (context, own) in zip(panels, by_context.items(), strict=False):
+    for context_length, panel in panels.items():
         drawing.style(panel)
-        panel.set_title(f"context {context}", fontsize=10)
+        panel.set_title(f"context {context_length}", fontsize=10)
         drawing.categories(panel, list(places), MAX_SIZES)
-        for bar in own:
-            handles |= _draw_bar(panel, places[bar.size], bar)
-    for panel in panels[len(by_context) :]:
+    for row in rows:
+        handles |= _draw_bar(panels[row["context_length"]], places[row["name"]], row)
+    for panel in grid.flat[len(contexts) :]:
         panel.remove()
-    for row in range(rows):
-        panels[row * columns].set_ylabel("time (ms)", fontsize=9)
-    ncols = 5 if width > 9 else 3
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=ncols,
-        frameon=False,
-        fontsize=9,
-    )
+    for panel in grid[:, 0]:
+        panel.set_ylabel("time (ms)", fontsize=9)
+    drawing.legend_below(figure, handles, 5 if width > 9 else 3, fontsize=9)
     return figure
 
 
@@ -189,106 +183,60 @@ def _columns(num_sizes: int) -> int:
     return max(1, int(WIDEST / _panel_width(num_sizes)))
 
 
-def _draw_bar(panel: Axes, x: int, bar: Bar) -> dict[str, Any]:
+def _draw_bar(panel: Axes, x: int, row: Row) -> dict[str, Any]:
+    step_ms, error_ms = row["step_mean_ms"], row["step_std_ms"] or 0.0
+    parts = {str(phase): (row[f"{phase}_mean_ms"], colour) for phase, colour in drawing.PHASE_COLOURS.items()}
+    rest_ms = (step_ms or 0.0) - sum(time_ms or 0.0 for time_ms, _ in parts.values())
+    if step_ms is not None and rest_ms > LEAST_REST * step_ms:
+        parts["rest of the step"] = rest_ms, drawing.REST_COLOUR
     handles: dict[str, Any] = {}
     bottom = 0.0
-    for phase in PHASES:
-        if phase in bar.phases_ms:
-            colour = drawing.PHASE_COLOURS[phase]
-            handles[str(phase)] = panel.bar(x, bar.phases_ms[phase], 0.7, bottom, color=colour)
-            bottom += bar.phases_ms[phase]
-    if bar.step.value is not None:
-        if bar.rest_ms > 0.02 * bar.step.value:
-            handles["rest of the step"] = panel.bar(x, bar.rest_ms, 0.7, bottom, color=drawing.REST_COLOUR)
-        error = bar.step.error or 0.0
+    for name, (time_ms, colour) in parts.items():
+        if time_ms is not None:
+            handles[name] = panel.bar(x, time_ms, 0.7, bottom, color=colour)
+            bottom += time_ms
+    if step_ms is not None:
         handles["whole step ± standard deviation"] = panel.errorbar(
-            x, bar.step.value, error, color="black", capsize=3, linewidth=1, marker="_", markersize=4
+            x, step_ms, error_ms, color="black", capsize=3, linewidth=1, marker="_", markersize=4
         )
-        above = (x, bar.step.value + error)
-        value = significant(bar.step.value, 3)
-        panel.annotate(value, above, (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    if bar.step.failure is not None:
-        drawing.write_upright(panel, x, bar.step.failure)
+        above = (x, step_ms + error_ms)
+        panel.annotate(significant(step_ms, 3), above, (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    if row["failure"] is not None:
+        drawing.write_upright(panel, x, row["failure"])
     return handles
 
 
-def draw_contexts(lines: list[Line], step: str, settings: str) -> Figure:
+def draw_contexts(lines: Sequence[Line], step: str, settings: str) -> Figure:
     """Step time against context length, one line per size, both axes logarithmic."""
     figure = drawing.new_figure(7.6, 5.2, f"Time of one {step} against context length", settings)
     panel = figure.subplots()
     drawing.style(panel)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
     ticks = sorted({int(point.x) for line in lines for point in line.points})
-    positions: dict[str | int, float] = {tick: tick for tick in ticks}
-    handles = _draw_lines(panel, lines, positions, drawing.shades(len(lines)))
-    labelled = _apart(ticks)
-    panel.set_xticks(labelled, [str(tick) for tick in labelled])
-    panel.xaxis.set_minor_locator(NullLocator())
+    drawing.doubling_axis(panel, ticks)
+    panel.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.25)
+    panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     panel.yaxis.set_minor_locator(NullLocator())
-    panel.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.25)
-    failures = drawing.failure_rows(lines)
-    low, high = panel.get_ylim()
-    band = drawing.failure_band(len(failures))
-    panel.set_ylim(low / (high / low) ** (band / (1 - band)), high)  # room for the failures below the lines
-    drawing.draw_failures(panel, failures, positions)
+    drawing.draw_lines(panel, lines, {tick: tick for tick in ticks}, drawing.shades(len(lines)))
     panel.set_xlabel("context length (tokens)", fontsize=9)
     panel.set_ylabel("time (ms), mean ± standard deviation", fontsize=9)
-    _legend(panel, handles)
     return figure
 
 
-def _apart(ticks: Sequence[int]) -> list[int]:
-    """Of sorted ticks on a logarithmic axis, those whose labels do not cover each other."""
-    kept: list[int] = []
-    for tick in ticks:
-        if not kept or tick / kept[-1] >= (ticks[-1] / ticks[0]) ** TICKS_APART:
-            kept.append(tick)
-    return kept
-
-
-def draw_speed_ups(lines: list[Line], precision: Precision, step: str, settings: str) -> Figure:
+def draw_speed_ups(lines: Sequence[Line], precision: Precision, step: str, settings: str) -> Figure:
     """Speed-up over fp32 against size, one line per context length, or the other way round (see `speed_up_lines`)."""
     figure = drawing.new_figure(7.6, 5.0, f"Speed-up of one {step}, {precision} over fp32", settings)
     panel = figure.subplots()
     drawing.style(panel)
-    contexts: list[str | int] = sorted({point.x for line in lines for point in line.points if isinstance(point.x, int)})
-    places = contexts or list(dict.fromkeys(point.x for line in lines for point in line.points))
-    positions: dict[str | int, float] = {place: index for index, place in enumerate(places)}
+    is_over_contexts = any(isinstance(point.x, int) for line in lines for point in line.points)
+    places = list(dict.fromkeys(point.x for line in lines for point in line.points))
+    places = sorted(places, key=int) if is_over_contexts else places
     drawing.categories(panel, [str(place) for place in places])
     panel.axhline(1, color="#888888", linewidth=1, linestyle="--", zorder=1)
     colours = drawing.tints(drawing.PRECISION_COLOURS[precision], len(lines))
-    handles = _draw_lines(panel, lines, positions, colours)
-    failures = drawing.failure_rows(lines)
-    band = drawing.failure_band(len(failures))
-    least = min(point.value - (point.error or 0.0) for line in lines for point in line.known if point.value is not None)
-    top = panel.get_ylim()[1]
-    room = (least - band * top) / (1 - band)  # the bottom that leaves the band below the least point
-    panel.set_ylim(min(0.0, room), top)
-    drawing.draw_failures(panel, failures, positions)
-    panel.set_xlabel("context length (tokens)" if contexts else "size", fontsize=9)
+    drawing.draw_lines(panel, lines, {place: index for index, place in enumerate(places)}, colours)
+    panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
+    panel.set_xlabel("context length (tokens)" if is_over_contexts else "size", fontsize=9)
     panel.set_ylabel(f"fp32 time / {precision} time, ± standard deviation", fontsize=9)
-    _legend(panel, handles)
     return figure
-
-
-def _draw_lines(
-    panel: Axes, lines: list[Line], positions: dict[str | int, float], colours: list[drawing.Colour]
-) -> dict[str, Any]:
-    return {
-        line.name: drawing.draw_line(panel, line, positions, colour, marker)
-        for line, colour, marker in zip(lines, colours, cycle(drawing.MARKERS), strict=False)
-        if line.known
-    }
-
-
-def _legend(panel: Axes, handles: dict[str, Any]) -> None:
-    """Legend to the right, in the order in which growing values stand above each other."""
-    names = drawing.thinned(list(handles))[::-1]
-    title = f"{len(names)} of {len(handles)} lines" if len(names) < len(handles) else None
-    panel.legend(
-        [handles[name] for name in names], [drawing.inert(name) for name in names], title=title, title_fontsize=9,
-        frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0),
-    )  # fmt: skip

@@ -11,7 +11,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, column
-from cs336_systems.report.frame import COLUMNS, rows_of, speed_ups, to_frame, warmup_frame
+from cs336_systems.report.frame import COLUMNS, over_warmup, rows_of, to_frame
 from cs336_systems.report.identity import (
     SHAPE,
     UNLISTED,
@@ -43,10 +43,6 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
 
     Warnings are counted where there is a CSV that names them by row.
     """
-    gains = speed_ups(frame)
-    frame = frame.assign(
-        **{name: gains[name].to_numpy() for name in ("speed_up", "speed_up_std", "speed_up_is_doubted")}
-    )
     rows = _rows(frame)
     columns = [
         *_identity(rows),
@@ -68,16 +64,16 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *(warning_notes(frame) if has_csv else []),
         *(
             [f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."]
-            if gains["speed_up_is_doubted"].any()
+            if frame["speed_up_is_doubted"].any()
             else []
         ),
     ]
     return make_table("Time of a step", columns, rows, notes, _failed)
 
 
-def warmup_table(records: Iterable[RunRecord]) -> Table | None:
+def warmup_table(frame: pd.DataFrame) -> Table | None:
     """The same step after different numbers of warm-up steps; None where that number does not vary."""
-    frame = warmup_frame(records)
+    frame = over_warmup(frame)
     if frame.empty:
         return None
     rows = _rows(frame)
@@ -99,9 +95,8 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
 
 def results_section(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> Section:
     """The tables of the steps, and every configuration with all that is known of it."""
-    kept = tuple(records)
-    frame = to_frame(kept, ceilings)
-    tables = tuple(table for table in (results_table(frame), warmup_table(kept)) if table is not None)
+    frame = to_frame(records, ceilings)
+    tables = tuple(table for table in (results_table(frame), warmup_table(frame)) if table is not None)
     return Section(name="results", tables=tables, rows=_all_columns(frame))
 
 

@@ -1,30 +1,19 @@
 import cProfile
+import itertools
 import statistics
 import warnings
 from dataclasses import replace
 
 import pytest
+from matplotlib.container import ErrorbarContainer
 from PIL import Image
 
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Status
-from cs336_systems.report.frame import to_frame, warmup_frame
-from cs336_systems.report.plots.series import (
-    Bar,
-    Line,
-    Point,
-    context_lines,
-    phase_bars,
-    setting_lines,
-    size_names,
-    speed_up_lines,
-    split,
-    steady,
-    warmup_lines,
-)
-from cs336_systems.report.plots.settings import draw_warmup
+from cs336_systems.report.frame import steady, to_frame
+from cs336_systems.report.plots.series import Line, Point, lines, named_rows, size_names, speed_up_lines, split
 from cs336_systems.report.plots.steps import draw_contexts, draw_phases, draw_speed_ups, drawing, pages, write_plots
-from tests.report.drawn import overlaps
+from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 
 
@@ -36,45 +25,48 @@ def figures(monkeypatch):
     return found
 
 
-def texts(figure):
-    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
-
-
 def part(grid, precision):
     return next(part for part in split(to_frame(grid)) if part["precision"].iloc[0] == precision)
 
 
+def heights(panel):
+    """Of the bars in a panel, from the left and from the bottom."""
+    return [bar.get_height() for bar in sorted(panel.patches, key=lambda bar: (round(bar.get_x(), 1), bar.get_y()))]
+
+
+def drawn_lines(panel):
+    """The points of each line in a panel."""
+    drawn = [container.lines[0] for container in panel.containers if isinstance(container, ErrorbarContainer)]
+    return [[tuple(map(float, xy)) for xy in line.get_xydata()] for line in drawn]
+
+
 def test_bars_hold_the_phases_and_the_rest_of_the_step(grid):
-    bars = phase_bars(part(grid, "fp32"))
-    assert [(bar.size, bar.context_length) for bar in bars] == [
-        ("small", 128),
-        ("xl", 128),
-        ("small", 512),
-        ("xl", 512),
-    ]
-    assert bars[0].phases_ms == pytest.approx({Phase.FORWARD: 25, Phase.BACKWARD: 50, Phase.OPTIMIZER: 12.5})
-    assert bars[0].rest_ms == pytest.approx(12.5)
-    assert (bars[0].step.value, bars[0].step.error) == pytest.approx((100, statistics.stdev([90, 100, 110])))
-    assert bars[3] == Bar(
-        size="xl", context_length=512, step=Point(x="xl", value=None, failure="out of memory"), phases_ms={}
-    )
+    short, long = draw_phases(named_rows(part(grid, "fp32")), "step", "settings").axes
+    assert heights(short) == pytest.approx([25, 50, 12.5, 12.5, 150, 300, 75, 75])
+    assert heights(long) == pytest.approx([100, 200, 50, 50]), "xl has no memory for it"
+    assert drawn_lines(short) == [[(0, pytest.approx(100))], [(1, pytest.approx(600))]]
 
 
 def test_context_lines_have_known_and_failed_points(grid):
-    small, xl = context_lines(part(grid, "fp32"))
+    rows = named_rows(part(grid, "fp32"))
+    small, xl = lines(rows, "name", "context_length", "step_mean_ms", "step_std_ms")
     assert [(point.x, point.value) for point in small.points] == [(128, pytest.approx(100)), (512, pytest.approx(400))]
+    assert small.points[0].error == pytest.approx(statistics.stdev([90, 100, 110]))
     assert [point.x for point in xl.known] == [128]
     assert [(point.x, point.failure) for point in xl.failed] == [(512, "out of memory")]
 
 
+def speed_ups(records, precision=Precision.BF16):
+    return speed_up_lines(named_rows(to_frame(records)), precision)
+
+
 def test_speed_up_lines_pair_whatever_there_is(grid):
-    short, long = speed_up_lines(to_frame(grid), Precision.BF16)
+    short, long = speed_ups(grid)
     assert [(point.x, point.value) for point in short.points] == [("small", pytest.approx(2)), ("xl", pytest.approx(2))]
     assert [point.failure for point in long.points] == [None, "fp32 out of memory"]
-    assert speed_up_lines(to_frame(grid), Precision.TF32) == []
-    assert speed_up_lines(to_frame(grid[:1]), Precision.BF16) == []
+    assert speed_ups(grid, Precision.TF32) == speed_ups(grid[:1]) == []
     both = [make_failure(make_config(precision=precision)) for precision in (Precision.FP32, Precision.BF16)]
-    assert speed_up_lines(to_frame(both), Precision.BF16)[0].points[0].failure == "both out of memory"
+    assert speed_ups(both)[0].points[0].failure == "both out of memory"
 
 
 def test_speed_ups_run_along_whatever_there_is_more_of():
@@ -85,7 +77,7 @@ def test_speed_ups_run_along_whatever_there_is_more_of():
         for context, bf16 in bf16_s.items()
         for precision, time_s in ((Precision.FP32, 1.2), (Precision.BF16, bf16))
     ]
-    (small,) = speed_up_lines(to_frame(contexts), Precision.BF16)
+    (small,) = speed_ups(contexts)
     assert [(point.x, point.value) for point in small.points] == [(64, 2), (128, pytest.approx(3)), (256, 4)]
     assert "context length (tokens)" in texts(draw_speed_ups([small], Precision.BF16, "step", "settings"))
 
@@ -107,16 +99,21 @@ def make_study():
 def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
     records = make_study()
     assert [path.name for path in write_plots(records, tmp_path)] == ["checkpoint_blocks_train_ctx512.png"]
-    (xl,) = setting_lines(to_frame(records), "checkpoint_blocks")
-    assert {line.name: [(point.x, point.value) for point in line.points] for line in xl.times} == {
-        "fp32": [(0, 1000), (1, 1600), (2, 1700), (4, 1900), (8, 2300)],
-        "bf16": [(0, 500), (1, 800), (2, 850), (4, 950), (8, 1150)],
-    }
-    peaks = [(0, 8), (1, 5), (2, 6), (4, 8), (8, 12)]
-    assert all([(point.x, point.value) for point in line.points] == peaks for line in xl.peaks)
     (figure,) = figures
     assert {"none", "8", "fp32", "bf16", "xl", "blocks per checkpoint", "peak of memory (GiB)"} <= set(texts(figure))
+    fp32, bf16 = (
+        [(place, pytest.approx(time_ms)) for place, time_ms in enumerate(times_ms)]
+        for times_ms in ((1000, 1600, 1700, 1900, 2300), (500, 800, 850, 950, 1150))
+    )
+    times, peaks = figure.axes
+    assert drawn_lines(times) == [shifted(fp32, -0.06), shifted(bf16, 0.06)]
+    expected = list(enumerate((8, 5, 6, 8, 12)))
+    assert drawn_lines(peaks) == [shifted(expected, -0.06), shifted(expected, 0.06)]
     assert overlaps(figure) == []
+
+
+def shifted(points, aside):
+    return [(pytest.approx(x + aside), y) for x, y in points]
 
 
 def test_any_numeric_setting_has_its_picture_and_failures_are_in_it(figures, tmp_path):
@@ -134,10 +131,10 @@ def test_a_speed_up_of_one_configuration_is_no_picture(tmp_path):
     assert write_plots(both, tmp_path) == []
 
 
-def make_bars(contexts, sizes):
-    step = Point(x="", value=1.0)
+def make_rows(contexts, sizes):
+    known = dict.fromkeys([f"{phase}_mean_ms" for phase in Phase] + ["step_std_ms", "failure"])
     return [
-        Bar(size=f"size {i}", context_length=context, step=step, phases_ms={})
+        known | {"name": f"size {i}", "context_length": context, "step_mean_ms": 1.0}
         for context in range(1, contexts + 1)
         for i in range(sizes)
     ]
@@ -153,17 +150,14 @@ def calls(function, *arguments):
 @pytest.mark.parametrize(("contexts", "sizes"), [(500, 1), (2, 500), (60, 45)])
 def test_pictures_do_not_grow_with_the_number_of_bars(contexts, sizes):
     """The cost of a picture grows with the square of its panels, as each looks at the limits of all others."""
-    bars = make_bars(contexts, sizes)
-    found = list(pages(bars))
-    assert {(bar.size, bar.context_length) for page in found for bar in page} == {
-        (bar.size, bar.context_length) for bar in bars
-    }
-    assert sum(map(len, found)) == len(bars)
+    rows = make_rows(contexts, sizes)
+    found = list(pages(rows))
+    assert sorted(map(str, itertools.chain(*found))) == sorted(map(str, rows))
     for page in found:
-        assert len({bar.context_length for bar in page}) <= 24
-        assert len({bar.size for bar in page}) <= 24
+        assert len({row["context_length"] for row in page}) <= 24
+        assert len({row["name"] for row in page}) <= 24
     assert max(draw_phases(found[0], "step", "settings").get_size_inches()) < 16
-    assert calls(list, pages(make_bars(4 * contexts, sizes))) < 5 * calls(list, pages(bars))
+    assert calls(list, pages(make_rows(4 * contexts, sizes))) < 5 * calls(list, pages(rows))
 
 
 def test_all_contexts_are_drawn_on_some_page(figures, tmp_path):
@@ -189,23 +183,22 @@ def test_the_cost_of_lines_grows_with_their_points():
     assert calls(draw, 400) < 5 * calls(draw, 100)
 
 
-def test_labels_of_many_points_and_lines_do_not_cover_each_other():
-    warmups = [make_record(make_config(warmup_steps=i), (0.1, 0.2)) for i in range(40)]
-    for figure in (
-        draw_contexts(many_lines(300, 30), "step", "settings"),
-        draw_speed_ups(many_lines(300, 30), Precision.BF16, "step", "settings"),
-        draw_warmup(warmup_lines(warmup_frame(warmups)), "step", "settings"),
-    ):
-        assert overlaps(figure) == []
+def test_labels_of_many_points_and_lines_do_not_cover_each_other(figures, tmp_path):
+    write_plots([make_record(make_config(warmup_steps=i), (0.1, 0.2)) for i in range(40)], tmp_path)
+    figures.append(draw_contexts(many_lines(300, 30), "step", "settings"))
+    figures.append(draw_speed_ups(many_lines(300, 30), Precision.BF16, "step", "settings"))
+    assert [overlaps(figure) for figure in figures] == [[]] * 3
 
 
-def test_warmup_lines(warmup_records):
-    (size,) = warmup_lines(warmup_frame(warmup_records))
-    assert [point.x for point in size.step.points] == [0, 1, 2, 5]
-    assert [point.value for point in size.first.known] == pytest.approx([1000, 200, 100])
-    expected = statistics.stdev([1.0, 0.1, 0.1]) / 0.4
-    assert size.cv.points[0].value == pytest.approx(expected)
-    assert [(point.x, point.failure) for point in size.step.failed] == [(2, "killed")]
+def test_times_over_warm_up_steps(warmup_records, figures, tmp_path):
+    """Three numbers of warm-up steps of four have times, which stand at the places 0, 1 and 3."""
+    write_plots(warmup_records, tmp_path)
+    times, spreads = figures[0].axes
+    mean, first = drawn_lines(times)
+    assert [y for _, y in mean] == pytest.approx([400, 400 / 3, 100])
+    assert first == shifted([(0, 1000), (1, 200), (3, 100)], 0.06)
+    assert drawn_lines(spreads)[0][0] == (0, pytest.approx(100 * statistics.stdev([1.0, 0.1, 0.1]) / 0.4))
+    assert texts(figures[0]).count("killed") == 2
 
 
 def test_only_the_most_warmed_up_rows_are_steady(warmup_records):
@@ -255,8 +248,8 @@ def test_pictures_are_those_that_the_records_support(grid, warmup_records, figur
     assert "step_time_train_bf16_batch_2" in stems([*grid, *again])
 
 
-def test_pictures_open_at_a_readable_size(grid, warmup_records, tmp_path):
-    for path in write_plots([*grid, *warmup_records], tmp_path):
+def test_pictures_open_at_a_readable_size(warmup_records, tmp_path):
+    for path in write_plots(warmup_records, tmp_path):
         assert path.parent == tmp_path / "plots"
         with Image.open(path) as image:
             image.verify()
@@ -267,14 +260,17 @@ def test_pictures_open_at_a_readable_size(grid, warmup_records, tmp_path):
 
 def test_failures_are_written_into_every_picture(grid):
     full = part(grid, "fp32")
-    assert "out of memory" in texts(draw_phases(phase_bars(full), "step", "settings"))
-    assert "xl: out of memory" in texts(draw_contexts(context_lines(full), "step", "settings"))
-    lines = speed_up_lines(to_frame(grid), Precision.BF16)
-    assert "context 512: fp32 out of memory" in texts(draw_speed_ups(lines, Precision.BF16, "step", "settings"))
+    rows = named_rows(full)
+    assert "out of memory" in texts(draw_phases(rows, "step", "settings"))
+    over_contexts = lines(rows, "name", "context_length", "step_mean_ms")
+    assert "xl: out of memory" in texts(draw_contexts(over_contexts, "step", "settings"))
+    assert "context 512: fp32 out of memory" in texts(
+        draw_speed_ups(speed_ups(grid), Precision.BF16, "step", "settings")
+    )
 
 
 def test_titles_and_axes_say_what_is_shown(grid, tmp_path):
-    shown = texts(draw_phases(phase_bars(part(grid, "bf16")), "training step", "NVIDIA H200, batch 4"))
+    shown = texts(draw_phases(named_rows(part(grid, "bf16")), "training step", "NVIDIA H200, batch 4"))
     assert {"Time of one training step by phase", "context 128", "context 512", "time (ms)", "small", "xl"} <= set(
         shown
     )
