@@ -14,7 +14,7 @@ from cs336_systems.analysis.kernels.attribution import (
     check_sums,
 )
 from cs336_systems.analysis.kernels.matmuls import mirrored_matmuls
-from cs336_systems.analysis.kernels.phases import CODES, PHASES, LaunchPhase, PhaseNames, PhaseSource
+from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
     BACKWARD_KERNELS,
@@ -31,6 +31,7 @@ from tests.analysis.kernels.tracing import (
     make_trace,
     process_of,
     random_recording,
+    totals,
     training,
 )
 
@@ -118,8 +119,7 @@ def test_phases_from_ranges() -> None:
     assert not found.notes
     assert [counts(found, step) for step in range(4)] == [STEP] * 4
     assert counts(found) == {name: 4 * count for name, count in STEP.items()}
-    is_forward = (found.kernels.phase == CODES[LaunchPhase.FORWARD]) & (found.kernels.step == 0)
-    assert found.trace.kernels.duration_ns[is_forward].sum() == LAYERS * 3_005 + 2_000
+    assert totals(found, 0)["forward"] == (FORWARD_KERNELS, LAYERS * 3_005 + 2_000)
     assert Counter(module_names(found)) == {
         "block": 4 * LAYERS, "block/linear": 8 * LAYERS, "block/scores": 4 * LAYERS, "head": 4, "loss": 4 * 2,
         "": 4 * (BACKWARD_KERNELS + OPTIMIZER_KERNELS),

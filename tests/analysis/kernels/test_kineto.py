@@ -311,8 +311,6 @@ def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
         assert phases <= {"data", "forward", "backward", "optimizer", "unattributed"}
         in_block = [row for row in rows if "ffn" in found.module_path(int(found.kernels.module[row]))]
         assert {PHASES[found.kernels.phase[row]].value for row in in_block} == {"forward", "backward"}
-    total = sum(total.time_ns for total in found.totals().values())
-    assert total == read.kernels.duration_ns.sum()
     assert classify_kernel("aten::mm") is KernelClass.MATMUL
 
 
@@ -446,7 +444,7 @@ def test_events_of_nothing_take_bounded_memory(tmp_path: Path, event: bytes) -> 
         ({"args": {"correlation": "1"}}, "Expected `int`, got `str`"),
         ({"args": {"stream": 7.5}}, "Expected `int`, got `float`"),
         ({"args": {"correlation": 2**63}}, "whole numbers of 64 bits"),
-        ({"args": {"bytes": -(10**30)}}, "whole numbers of 64 bits"),
+        ({"args": {"device": -(10**30)}}, "whole numbers of 64 bits"),
     ],
 )  # fmt: skip
 def test_events_made_to_harm(tmp_path: Path, change: Event, said: str) -> None:
@@ -474,7 +472,7 @@ def test_odd_events_are_read(tmp_path: Path) -> None:
     assert [len(name) for name in names(read, read.kernels.name)] == [1, 2**20, 4]
     assert read.strings[read.kernels.name[2]] == "\x00\u65e5\u672c\n"
     assert read.device_names == ("NVIDIA H200",)  # the last of equal keys counts, as for other readers of JSON
-    assert {phase.value for phase, total in attribute(read).totals().items() if total.count} == {"unattributed"}
+    assert set(counts(attribute(read))) == {"unattributed"}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -24,8 +24,10 @@ from tests.analysis.kernels.tracing import (
     Kernel,
     Recording,
     Span,
+    counts,
     make_trace,
     random_recording,
+    totals,
     training,
     write_export,
 )
@@ -76,9 +78,9 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, registered: bool) -
 def test_a_training_loop_from_file_to_phases(tmp_path: Path, phases: bool) -> None:
     made = training(3, phases=phases)
     found = attribute(read_nsys(write_export(tmp_path / "t.sqlite", made)))
-    totals = {phase.value: total.count for phase, total in found.totals(1).items()}
-    assert (totals["forward"], totals["backward"]) == (FORWARD_KERNELS, BACKWARD_KERNELS)
-    assert sum(total.time_ns for total in found.totals().values()) == sum(k.duration_ns for k in made.kernels)
+    in_step = counts(found, 1)
+    assert (in_step["forward"], in_step["backward"]) == (FORWARD_KERNELS, BACKWARD_KERNELS)
+    assert sum(time_ns for _, time_ns in totals(found).values()) == sum(k.duration_ns for k in made.kernels)
     assert not found.trace.notes
 
 
@@ -149,7 +151,7 @@ def test_tables_and_columns_that_a_version_lacks(tmp_path: Path) -> None:
     path = write_export(tmp_path / "t.sqlite", made)
     change(path, "DROP TABLE ENUM_NSYS_EVENT_TYPE", f"ALTER TABLE {KERNEL} DROP COLUMN graphNodeId",
            "ALTER TABLE NVTX_EVENTS DROP COLUMN textId")  # fmt: skip
-    assert attribute(read_nsys(path)).totals() == attribute(make_trace(made)).totals()
+    assert totals(attribute(read_nsys(path))) == totals(attribute(make_trace(made)))
     change(path, "DROP TABLE NVTX_EVENTS", f"DROP TABLE {CALL}")
     notes = attribute(read_nsys(path)).notes
     assert [f"No table {table}" in note for table, note in zip((CALL, "NVTX_EVENTS"), notes, strict=False)] == [

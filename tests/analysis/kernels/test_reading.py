@@ -11,17 +11,17 @@ from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.reading import read_trace
 from tests.analysis.kernels.kineto_files import events_of, write_trace
-from tests.analysis.kernels.tracing import make_trace, training, write_export
+from tests.analysis.kernels.tracing import make_trace, totals, training, write_export
 
 
 def test_the_same_steps_from_either_profiler(tmp_path: Path) -> None:
     made = training(3)
-    expected = attribute(make_trace(made)).totals(1)
+    expected = totals(attribute(make_trace(made)), 1)
     (tmp_path / "zipped").write_bytes(gzip.compress(write_trace(tmp_path / "kineto", events_of(made)).read_bytes()))
     (tmp_path / "indented").write_bytes(b" \n\t" + (tmp_path / "kineto").read_bytes())
     write_export(tmp_path / "nsys", made)
     for name in ("nsys", "kineto", "zipped", "indented"):
-        assert attribute(read_trace(tmp_path / name)).totals(1) == expected, name
+        assert totals(attribute(read_trace(tmp_path / name)), 1) == expected, name
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import random
 import sqlite3
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,10 +136,20 @@ RANGE_COLUMNS = (
 )
 
 
+def totals(attribution: Attribution, step: int | None = None) -> dict[str, tuple[int, int]]:
+    """Kernels of each phase and their nanoseconds, in one step or in the whole trace."""
+    placed, duration_ns = attribution.kernels, attribution.trace.kernels.duration_ns
+    found: dict[str, tuple[int, int]] = {}
+    for row in range(len(placed)):
+        if step is None or placed.step[row] == step:
+            count, time_ns = found.get(phase := PHASES[placed.phase[row]].value, (0, 0))
+            found[phase] = count + 1, time_ns + int(duration_ns[row])
+    return found
+
+
 def counts(attribution: Attribution, step: int | None = None) -> dict[str, int]:
-    """Kernels of each phase, in one step or in the whole trace."""
-    chosen = slice(None) if step is None else attribution.kernels.step == step
-    return dict(Counter(PHASES[code].value for code in attribution.kernels.phase[chosen].tolist()))
+    """The same without times."""
+    return {phase: count for phase, (count, _) in totals(attribution, step).items()}
 
 
 def write_export(
