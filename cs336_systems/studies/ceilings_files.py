@@ -1,6 +1,5 @@
 """The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device."""
 
-import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 from cs336_systems.studies.records import read_study
+from cs336_systems.sweep.store import time_stamp
 
 FILE_NAME = "ceilings.json"
 
@@ -22,8 +22,7 @@ def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
     present = directory / FILE_NAME
     if not present.is_file() or (data := present.read_bytes()) == encode_json(study):
         return None
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    kept = present.with_name(f"{present.stem}-before-{stamp}{present.suffix}")
+    kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
     write_atomically(kept, data)
     return kept
 

@@ -1,4 +1,4 @@
-"""Signals that stop a sweep: the first lets it finish in order, the second ends it at once."""
+"""Signals that stop a sweep: the first ends it in order, with its tables written; the second at once."""
 
 import math
 import os

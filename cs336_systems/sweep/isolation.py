@@ -1,4 +1,7 @@
-"""A worker process as the sweep sees it: started from a preloaded fork server, watched, killed with all it started."""
+"""Worker processes as their parent handles them: started from a preloaded fork server, watched, and killed.
+
+Sweeps and studies start, wait for and kill their workers here only.
+"""
 
 import contextlib
 import fcntl
@@ -24,25 +27,26 @@ import psutil
 from cs336_systems.config import RunConfig
 from cs336_systems.record import Failure, Status
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
+from cs336_systems.sweep.store import SweepError
 
 LOG_TAIL_BYTES = 16 * 1024
 """How much of the end of a worker's output is kept."""
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
-"""Bound on one reading, so that a worker that prints without end cannot keep the sweep from its clock."""
+"""Bound on one reading, so that a worker that prints without end does not keep the sweep from its time limits."""
 _ANSWER_S = 60.0
 """How long the fork server may take to start a worker, or to report the end of one."""
 _FIRST_ANSWER_S = 900.0
-"""How long it may take to start its first worker, for which it imports torch, maybe over a network."""
+"""The same for its first worker, for which it imports torch, possibly over a network."""
 _DEATH_S = 10.0
-"""How long processes that were killed may take to end: those that wait for a device that hangs do not end at all."""
+"""How long killed processes may take to end. One that waits for a device that hangs does not end at all."""
 
 _PRELOAD = ("cs336_systems.sweep.preload", "cs336_systems.cli")
-"""Imported once for all workers. Each imports the command line again, as part of the program that started it."""
+"""Imported once for all workers. A worker imports the program's main module, and with it the command line."""
 _PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", "cs336_systems.cli")
 """The same where nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
-"""What a worker does with a run, the directory of records, and where its output is to go."""
+"""Function that a worker calls with a run, the directory of records, and the connection for its output."""
 _MARK = "cs336-systems.lock"
 """File in a temporary directory that this program uses, locked by the process that does."""
 
@@ -62,7 +66,7 @@ def _claim_temporaries() -> None:
 
     The mark is a file that is locked for as long as the process lives, in whatever container.
     """
-    with contextlib.suppress(OSError):  # a file system without locks: what is left there cannot be told from the rest
+    with contextlib.suppress(OSError):  # without locks, directories in use cannot be told from abandoned ones
         own = Path(get_temp_dir())
         unlocked = own / "unlocked"
         fcntl.flock(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
@@ -88,9 +92,9 @@ def remove_temporaries() -> None:
 
 
 def preload(*modules: str) -> None:
-    """Let the fork server, unless it is running, import these too: every run that needs them would import them anew.
+    """Have the fork server import these modules too when it starts, so that not every run imports them itself.
 
-    One that was started to explain profiles is ended first, because it has not imported torch.
+    A fork server that was started to explain profiles is ended first, because it has not imported torch.
     """
     if _server() in _started_to_explain:
         _kill_server(_server())
@@ -98,7 +102,7 @@ def preload(*modules: str) -> None:
 
 
 def preload_to_explain() -> None:
-    """Let the fork server, unless it is running, import no more than what explains profiles."""
+    """Start the fork server, unless it is running, with only the modules that explain profiles."""
     if not _server():
         fork_server().set_forkserver_preload([*_PRELOAD_TO_EXPLAIN])
         ensure_fork_server()
@@ -106,13 +110,13 @@ def preload_to_explain() -> None:
 
 
 def ensure_fork_server() -> None:
-    """Start the fork server if none is alive, deaf to signals until it ignores them.
+    """Start the fork server unless it is running, with signals blocked until it ignores them.
 
-    It finds the package where this process found it: before Python 3.12.3 it is not told of `sys.path`, and without
-    its preload every worker would take seconds to start.
+    PYTHONPATH lets it find the package where this process found it: before Python 3.12.3 it does not get `sys.path`,
+    and without its preload every worker would take seconds to start.
     """
     fork_server()
-    _ensure_tracker()  # first, because it unblocks signals when it starts
+    _ensure_tracker()  # first, because starting it unblocks signals
     before = dict(os.environ)
     wanted = child_environment() | {FORKER_VARIABLE: str(os.getpid())}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -127,9 +131,9 @@ def ensure_fork_server() -> None:
 
 
 def _ensure_tracker() -> None:
-    """Start multiprocessing's cleaner unless it is alive, which else would end by warning of what it cleans up.
+    """Start multiprocessing's resource tracker unless it is running, with its warnings off.
 
-    Workers are killed, and leave what the compiler has started in them.
+    Workers are killed, so semaphores of the compiler are left; the tracker would warn of each that it removes.
     """
     sys.warnoptions.append("ignore:resource_tracker")
     try:
@@ -142,31 +146,34 @@ _answering: set[int] = set()
 """Fork servers, by process, that have started a worker."""
 _started_to_explain: set[int] = set()
 """Fork servers that have not imported torch."""
-_silent: set[int] = set()
+_unresponsive: set[int] = set()
 """Fork servers that were killed because they did not answer; all of their workers died with them."""
 
 
 def start(process: BaseProcess) -> int:
-    """Start the process from the fork server, and return the process number of that.
+    """Start the process from the fork server, and return the id of the fork server.
 
-    One that does not answer is killed. Where it fails, another one is asked, once.
+    A fork server that does not answer is killed. If starting fails, a second fork server is tried, then SweepError is
+    raised.
     """
-    try:
-        return _start(process)
-    except (EOFError, ConnectionError):
-        return _start(process)
+    for _ in range(2):
+        try:
+            return _start(process)
+        except (EOFError, ConnectionError) as error:
+            reason = error
+    raise SweepError("the process that starts the workers died; run the same command again") from reason
 
 
 def _start(process: BaseProcess) -> int:
     ensure_fork_server()
     server = _server()
-    patience = threading.Timer(_ANSWER_S if server in _answering else _FIRST_ANSWER_S, _end_silent, [server])
+    patience = threading.Timer(_ANSWER_S if server in _answering else _FIRST_ANSWER_S, _kill_unresponsive, [server])
     patience.daemon = True
     patience.start()
     try:
         process.start()
     except (EOFError, ConnectionError):
-        _kill_server(server)  # it may not be quite dead, and would be asked again
+        _kill_server(server)  # it may still be ending, and would be used again
         raise
     finally:
         patience.cancel()
@@ -181,7 +188,7 @@ def join(process: BaseProcess) -> int:
     """
     process.join(_ANSWER_S)
     if process.exitcode is None:
-        _end_silent(_server())
+        _kill_unresponsive(_server())
         process.join(_ANSWER_S)
     return 255 if process.exitcode is None else process.exitcode
 
@@ -191,13 +198,13 @@ def _server() -> int:
     return server
 
 
-def _end_silent(server: int) -> None:
-    _silent.add(server)
+def _kill_unresponsive(server: int) -> None:
+    _unresponsive.add(server)
     _kill_server(server)
 
 
 def _kill_server(server: int) -> None:
-    """Kill it, and wait until it is dead; multiprocessing reaps it."""
+    """Kill the fork server, and wait until it is dead; multiprocessing reaps it."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(server, signal.SIGKILL)
         os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
@@ -223,18 +230,18 @@ class WorkerProcess:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the start, by a clock that is never set back."""
+        """Seconds since the start, by a clock that is never set back."""
         return monotonic() - self.started
 
     @property
-    def silence(self) -> str | None:
-        """In words, that the fork server was killed, and with it the worker unless it had ended; None if it was not."""
-        if self._server not in _silent:
+    def server_failure(self) -> str | None:
+        """One line if the fork server was killed, which kills its workers; None if it was not."""
+        if self._server not in _unresponsive:
             return None
         return f"the process that starts all workers did not answer within {_ANSWER_S:g} s and was killed"
 
     def drain(self) -> None:
-        """Take what the worker has printed, keeping the end, and note when every writer has closed."""
+        """Read what the worker has printed, keep the end of it, and note when every writer has closed the log."""
         for _ in range(_CHUNKS_AT_ONCE):
             try:
                 chunk = os.read(self.log.fileno(), _CHUNK_BYTES)
@@ -251,7 +258,7 @@ class WorkerProcess:
         return text or None
 
     def kill(self) -> None:
-        """End the worker, its whole process group and all that descends from it at once."""
+        """Kill the worker, its process group and all its descendants."""
         pid = self.process.pid if self._exit_code is None else None
         if pid is not None:
             descendants = []
@@ -285,9 +292,9 @@ class WorkerProcess:
         if timeout_s is not None:
             status = Status.TIMEOUT
             message = f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer"
-            message = "; ".join(filter(None, [message, self.silence]))
-        elif self.silence:
-            message = f"ended early: {self.silence}; run the same command again"
+            message = "; ".join(filter(None, [message, self.server_failure]))
+        elif self.server_failure:
+            message = f"ended early: {self.server_failure}; run the same command again"
         elif exit_code < 0:
             status = Status.KILLED if exit_code == -signal.SIGKILL else Status.CRASHED
             message, name = end_in_words(exit_code), signal_name(-exit_code)
@@ -320,7 +327,7 @@ class Worker(WorkerProcess):
 
 
 def end_in_words(exit_code: int) -> str:
-    """How a process ended that did not do what it was to do."""
+    """How a process ended that left no result."""
     if exit_code == -signal.SIGKILL:
         return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
     return f"died of {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
@@ -338,9 +345,9 @@ _own_children: set[psutil.Process] = set()
 
 
 def spare_children() -> None:
-    """Let the children that this process has now live on, whatever orphans are killed later.
+    """Exclude the present children of this process from `kill_orphans`.
 
-    For a process that has measured, whose model or compiler may have started some.
+    For a process that has measured, in which a model or the compiler may have started some.
     """
     _own_children.update(psutil.Process().children())
 

@@ -53,7 +53,10 @@ def begin_worker(log: Connection, gpu_uuids: Sequence[str] = ()) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the fork server ends, as it does with the sweep; now if that is past."""
+    """Have the kernel kill this process when the fork server ends, which it does when the sweep ends.
+
+    If the sweep has ended already, end this process now.
+    """
     die_with_forker(signal.SIGKILL)
     sweep = multiprocessing.parent_process()
     if sweep is not None and not sweep.is_alive():

@@ -1,8 +1,9 @@
-"""A grid of runs, each in a fresh process: what is done is kept, what fails is a row, what is left can be resumed.
+"""A sweep: a grid of runs, each in a fresh process. Every run leaves a record, failed runs too.
 
-The directory of records is the whole state. A run that has a result (`ok` or `oom`) is not run again; one that
-crashed, hung or was killed is, because nothing says that it would again. What a profiler recorded is explained in
-another process after the run; where that failed, or the explanation was lost, the raw profile is explained again.
+The directory of records is the whole state, so an interrupted sweep is resumed by starting it again. A run that has a
+result (`ok` or `oom`) is not repeated; one that crashed, hung or was killed is, because it may end well the next time.
+A profiled run is explained afterwards in another process. If that fails, or the explanation is lost, the raw profile is
+explained again.
 """
 
 import contextlib
@@ -62,26 +63,26 @@ from cs336_systems.sweep.store import (
 )
 
 _TICK_S = 1.0
-"""How often the sweep wakes while nothing happens: seldom, because it shares the host with what it times."""
+"""Seconds between two wakes of the sweep while nothing happens; it shares the host with the runs that are timed."""
 
 
 class Listener:
-    """Is told what the sweep does, as it does it; a subclass shows what it wants to."""
+    """Receives the events of a sweep. Each method does nothing here; a subclass overrides those that it shows."""
 
     def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
-        """What there is already, what will run, and which files were set aside as unreadable."""
+        """The sweep keeps these records, will run these configurations, and set these unreadable files aside."""
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """A worker has been started."""
 
     def finished(self, record: RunRecord) -> None:
-        """A run has its record."""
+        """A run has ended, and this is its record."""
 
     def explaining(self, config: RunConfig) -> None:
-        """A worker has been started that explains what the profiler of this run recorded."""
+        """A worker has been started that explains the raw profile of this run."""
 
     def explained(self, config: RunConfig, failure: str | None) -> None:
-        """That worker has ended; `failure` says in one line why there is no explanation, and is None where there is."""
+        """That worker has ended; `failure` says in one line why there is no explanation; None if there is one."""
 
     def tick(self) -> None:
         """A second has passed."""
@@ -92,20 +93,20 @@ class Outcome:
     """What a sweep did."""
 
     records: tuple[RunRecord, ...]
-    """Every record of the directory, those of earlier sweeps too."""
+    """Every record in the directory, including those of earlier sweeps."""
     measured: tuple[RunRecord, ...]
-    """Those that this sweep added."""
+    """Records that this sweep added."""
     unexplained: tuple[RunConfig, ...] = ()
-    """Runs under a profiler, among all of the directory, of which no explanation can be read."""
+    """Profiled runs in the directory that have no readable explanation."""
     interrupted: bool
     wall_s: float
     slots: int
 
     @property
     def overhead_s(self) -> float | None:
-        """Time per run that was neither a warm-up nor a measured step; None without a run, and where one failed."""
+        """Time per run besides its warm-up and measured steps; None without a run, or if one failed."""
         durations = [record.durations for record in self.measured if record.status is Status.OK and record.durations]
-        if not durations or len(durations) < len(self.measured):  # how long the steps of a failed run took is not known
+        if not durations or len(durations) < len(self.measured):  # the time of a failed run's steps is not known
             return None
         steps = sum(duration.warmup_s + duration.measured_s for duration in durations)
         return (self.wall_s * self.slots - steps) / len(durations)
@@ -120,11 +121,11 @@ def run_sweep(
     fresh: bool = False,
     allow_mixed: bool = False,
 ) -> Outcome:
-    """Measure what of `configs` has no result in `directory` yet.
+    """Measure those of `configs` that have no result in `directory` yet.
 
-    Raises SweepError where the directory cannot be written, where its records come from other hardware or software
-    (unless `allow_mixed`) or from a later version of this program, and where the disk fills; LockedError where another
-    sweep is at work here.
+    Raises SweepError if the directory cannot be written, if its records come from other hardware or software (unless
+    `allow_mixed`) or from a later version of this program, and if the disk fills up; LockedError if another sweep uses
+    the directory or a GPU.
     """
     started = monotonic()
     runs = make_writable(directory / "runs")
@@ -174,9 +175,9 @@ def run_sweep(
 def explain_again(
     records: Sequence[RunRecord], runs: Path, listener: Listener, *, timeout_s: float = 600.0
 ) -> tuple[RunConfig, ...]:
-    """Explain those of `records` in `runs` that lack an explanation and whose raw profile is there; measure nothing.
+    """Explain those of `records` in `runs` that have a raw profile and no explanation; measure nothing.
 
-    Return those that could not be explained. Raises KeyboardInterrupt where it is stopped.
+    Return those that could not be explained. Raises KeyboardInterrupt if a signal stops it.
     """
     waiting = [record.config for record in records if can_be_explained(record, runs)]
     if waiting:
@@ -192,7 +193,7 @@ def explain_again(
 
 @dataclass(slots=True)
 class _Loop:
-    """Keeps one worker per slot at work until nothing is left or somebody interrupts."""
+    """Keeps one worker per slot running until nothing is left to do or a signal interrupts the sweep."""
 
     runs: Path
     listener: Listener
@@ -200,14 +201,14 @@ class _Loop:
     timeout_s: float
     interrupts: Interrupts
     are_others: Callable[[], bool]
-    """Whether another process measures on this CPU now."""
+    """Says whether another process measures on this CPU now."""
     inputs: Sequence[Input] = ()
-    """As the sweep found them; a run that found them changed has no result."""
+    """Input files as the sweep found them; a run for which they had changed has no result."""
     unexplained: deque[RunConfig] = field(default_factory=deque)
-    """Runs to explain, each as soon as a slot is free: before any other run is measured there."""
+    """Runs to explain. A free slot explains the first of them before it measures another run."""
     explaining: set[Worker] = field(default_factory=set)
     disturbed: set[Worker] = field(default_factory=set)
-    """Workers beside which another process measured on their CPU."""
+    """Workers during whose run another process measured on the same CPU."""
     measured: list[RunRecord] = field(default_factory=list)
 
     def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
@@ -225,7 +226,7 @@ class _Loop:
                 for worker in self._ended(list(working)):
                     free.append(working.pop(worker))
                     self.interrupts.workers.remove(worker)
-                if monotonic() - ticked >= _TICK_S:  # a worker that prints wakes the loop far more often
+                if monotonic() - ticked >= _TICK_S:  # output of a worker wakes the loop far more often
                     ticked = monotonic()
                     self._look_for_others()
                     self.listener.tick()
@@ -250,10 +251,7 @@ class _Loop:
         return worker
 
     def _start(self, config: RunConfig, entry: Entry) -> Worker:
-        try:
-            worker = Worker(config, self.runs, entry)
-        except (EOFError, ConnectionError) as error:
-            raise SweepError("the process that starts the workers died; run the same command again") from error
+        worker = Worker(config, self.runs, entry)
         self.interrupts.workers.append(worker)
         return worker
 
@@ -262,11 +260,11 @@ class _Loop:
             self.disturbed.update(self.interrupts.workers)
 
     def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
-        """Wait for something to happen, then yield the workers that ended, with what they did on record."""
+        """Wait for an event, then yield the workers that have ended, after their results have been kept."""
         left_s = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
         ready = wait_for_workers(working, [self.interrupts.wakeup], left_s)
         if self.interrupts.count:
-            return  # whoever asks for the end may have ended the workers too: that is no failure of theirs
+            return  # the signal may have ended the workers too, which is no failure of their runs
         self._look_for_others()
         for worker in working:
             timed_out = worker.elapsed_s >= self.timeout_s
@@ -281,7 +279,7 @@ class _Loop:
                 yield worker
 
     def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
-        """Keep the record of a worker that has measured; what its profiler left is to be explained next."""
+        """Keep the record of a worker that has measured, and queue its raw profile to be explained."""
         record = self._collect(worker, exit_code, timed_out)
         if worker in self.disturbed and record.status is Status.OK:
             record = self._write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
@@ -291,7 +289,7 @@ class _Loop:
             self.unexplained.append(record.config)
 
     def _why_unexplained(self, worker: Worker, exit_code: int, timed_out: bool) -> str | None:
-        """In one line, why a worker that has ended left no explanation, and what to do; None where it left one."""
+        """In one line, why a worker that has ended left no explanation, and what to do; None if it left one."""
         if has_explanation(worker.config, self.runs):
             return None
         if timed_out:
@@ -299,11 +297,11 @@ class _Loop:
         elif exit_code == NOT_EXPLAINED:
             why = (worker.log_tail() or "").splitlines()[-1]
         else:
-            why = worker.silence or end_in_words(exit_code)
+            why = worker.server_failure or end_in_words(exit_code)
         return f"{why}; the record and the raw profile are kept: `cs336 report {self.runs.parent}` tries again"
 
     def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
-        """The record of a worker that has ended: its own where it left one, else one of its failure."""
+        """The record of a worker that has ended: the one that it wrote, or one of its failure."""
         path = self.runs / f"{worker.config.key}.json"
         if path.exists():
             try:
@@ -325,7 +323,7 @@ class _Loop:
         how = f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
         if timed_out:
             how = f"did not end within {self.timeout_s:g} s"
-        message = f"after the record was written {worker.silence or f'the worker {how}'}"
+        message = f"after the record was written {worker.server_failure or f'the worker {how}'}"
         warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=message)
         return self._write(replace(record, warnings=(*record.warnings, warning)))
 
@@ -359,9 +357,9 @@ def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuids:
 
 
 def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:
-    """What these runs import of torch.compile, 2 s each: Dynamo, and its backend where they compile.
+    """Modules of torch.compile that these runs import, 2 s each: Dynamo, and its backend if they compile on a CPU.
 
-    The backend is left out where there is a GPU: what it imports for one could touch CUDA.
+    On a GPU the backend is left out, because what it imports there could touch CUDA.
     """
     modules = ["torch._dynamo"] if any(map(_uses_dynamo, configs)) else []
     if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in configs):
@@ -370,20 +368,20 @@ def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _uses_dynamo(config: RunConfig) -> bool:
-    """Whether the run imports Dynamo: to compile, or as PyTorch's optimizers, checkpoints and profiler do."""
+    """Whether the run imports Dynamo, to compile or because PyTorch's optimizers, checkpoints and profiler do."""
     optimizes = config.mode is Mode.TRAIN and not config.cast_once and config.optimizer is not OptimizerKind.ADAMW
     is_profiled = config.profiler is Profiler.KINETO
     return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_profiled or optimizes
 
 
 def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:
-    """One slot per visible GPU of the first one's kind, or a single one for the CPU."""
+    """One slot for each visible GPU of the same kind as the first, or a single slot for the CPU."""
     if not any(config.device is Device.CUDA for config in configs):
         return (None,)
     return alike(visible_gpus()) or (None,)
 
 
 def gpus_left_out(configs: Sequence[RunConfig]) -> tuple[Gpu, ...]:
-    """Visible GPUs that a sweep of these leaves idle, because times of another kind would stand in the same table."""
+    """Visible GPUs that a sweep leaves idle, because times of different kinds of GPU do not belong in one table."""
     used = _gpus(configs)
     return () if used == (None,) else tuple(gpu for gpu in visible_gpus() if gpu not in used)

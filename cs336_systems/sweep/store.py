@@ -101,7 +101,7 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
 def set_aside(runs: Path) -> None:
     """Move all records to a new directory beside `runs`, named after the time, and leave `runs` empty."""
     if any(runs.iterdir()):
-        runs.rename(runs.with_name(f"runs-before-{_stamp()}"))
+        runs.rename(runs.with_name(f"runs-before-{time_stamp()}"))
         runs.mkdir()
 
 
@@ -114,7 +114,7 @@ def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
     found = sorted(runs.parent.glob(f"*/{config.key}.*"))
     if not found:
         return None
-    kept = runs.with_name(f"before-{_stamp()}")
+    kept = runs.with_name(f"before-{time_stamp()}")
     for path in found:
         target = kept / path.parent.name / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
     return kept
 
 
-def _stamp() -> str:
+def time_stamp() -> str:
     """The current time to the microsecond, for a file name."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
 

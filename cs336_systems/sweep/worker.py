@@ -1,4 +1,4 @@
-"""One run in one process: measure, under a profiler if the run has one, write the record, end."""
+"""The worker process of one run: it measures, under a profiler if the run has one, writes the record, and ends."""
 
 import datetime
 import os
@@ -34,7 +34,7 @@ def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str
 
 
 def run_here(config: RunConfig, runs: Path) -> RunRecord:
-    """Measure in this process, or in one under nsys; what the profiler records stays as it is, beside `runs`."""
+    """Measure in this process, or in a process under nsys; the raw profile stays beside `runs`."""
     profile = fresh_profile_path(config, runs)
     if profile is not None and config.profiler is Profiler.NSYS:
         return _measured_under_nsys(config, profile)
@@ -42,7 +42,7 @@ def run_here(config: RunConfig, runs: Path) -> RunRecord:
 
 
 def _measured_under_nsys(config: RunConfig, report: Path) -> RunRecord:
-    """The record that the process under nsys has written; a failed run where it has not, or nsys left no report."""
+    """The record that the process under nsys writes; one of a failure if it writes none, or nsys leaves no report."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
         with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
@@ -51,11 +51,11 @@ def _measured_under_nsys(config: RunConfig, report: Path) -> RunRecord:
         if record.status is Status.OK and not report.is_file():
             raise NsysError(f"the run ended well and nsys left no {report.name}: see what it printed")
         return record
-    except Exception as error:  # whatever it is: the times are in the record of the unprofiled run
+    except Exception as error:  # any failure of profiling: the times are in the record of the unprofiled run
         failure = describe(error, Status.CRASHED, "profiling", config.device)
         return RunRecord(config=config, status=Status.CRASHED, started_at=started_at, failure=failure)
 
 
-if __name__ == "__main__":  # under nsys: the configuration as JSON, the directory for the record, who started nsys
+if __name__ == "__main__":  # under nsys; arguments: configuration as JSON, directory for the record, id of the worker
     die_with(int(sys.argv[3]))
     write_record(measure(msgspec.json.decode(sys.argv[1], type=RunConfig)), Path(sys.argv[2]))

@@ -131,6 +131,7 @@ def python_out_of_memory():
 
 
 def hangs_printing():
+    print("still alive", flush=True)
     HANGING.touch()
     while True:
         print("still alive", flush=True)
