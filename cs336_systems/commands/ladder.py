@@ -279,7 +279,7 @@ def _explain(runs: Path) -> bool:
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write and print what the records of the directory give."""
-    from cs336_systems.report.sections.ladder.tables import ladder_section, ladder_tables
+    from cs336_systems.report.sections.ladder.tables import ladder_section
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table, say
 
@@ -288,7 +288,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
     if print_json is not None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_section(rows).json}))
     else:
-        for table in ladder_tables(rows):
+        for table in ladder_section(rows).tables:
             print_table(table, directory)
             print()
     say(f"results: {directory}")

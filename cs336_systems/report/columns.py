@@ -9,6 +9,7 @@ from cs336_systems.report.numbers import (
     change,
     count,
     in_percent,
+    interval_digits,
     interval_text,
     label,
     mean_and_std,
@@ -16,6 +17,9 @@ from cs336_systems.report.numbers import (
     scientific,
     significant,
 )
+
+LEAST_DISTANCE = 0.001
+"""In percent of the fall of a loss."""
 
 Row = TypeVar("Row")
 
@@ -113,8 +117,44 @@ def four_decimals(value: float) -> str:
     return f"{value:+z.4f}"
 
 
+def six_digits(value: float) -> str:
+    """To six significant digits."""
+    return significant(value, 6)
+
+
+def short(value: float) -> str:
+    """To three significant digits; nothing but a zero for 0."""
+    return significant(value, 3) if value else "0"
+
+
+def _distance(percent: float) -> str:
+    """To two significant digits; what is far below every bound is not told apart."""
+    if 0 < percent < LEAST_DISTANCE:
+        return f"<{LEAST_DISTANCE:g}"
+    return significant(percent, 2) if percent else "0"
+
+
 def _step_interval(row: Mapping[str, Any]) -> str:
     return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
+
+
+def _interval(key: str, drop_order: int) -> Column[Any]:
+    """A column of intervals, whose ends have the keys that begin with this one."""
+    return Column("interval", numeric=False, drop_order=drop_order, about="Interval of the speed-up beside it.",
+                  text=lambda row: interval_text(row[f"{key}_low"], row[f"{key}_high"]))  # fmt: skip
+
+
+def _speed_up(key: str) -> Callable[[Mapping[str, Any]], str]:
+    """A speed-up to the digits of its interval, which would else seem to leave it out."""
+
+    def text(row: Mapping[str, Any]) -> str:
+        low, high = row[f"{key}_ci95_low"], row[f"{key}_ci95_high"]
+        if low is None or high is None:
+            return replace(column("speed_up"), key=key, std=f"{key}_std", doubt=f"{key}_is_doubted").cell(row)
+        doubt = f" {DOUBT}" if row[f"{key}_is_doubted"] else ""
+        return f"{significant(row[key], interval_digits(low, high))}{doubt}"
+
+    return text
 
 
 def _number(name: str, unit: str, about: str, **options: Unpack[Options]) -> Column[Any]:
@@ -261,6 +301,41 @@ COLUMNS: dict[str, Column[Any]] = {
     "explanation": _text("formula", "The size as a product of the model's dimensions.", drop_order=5),
     "place": _text("place", "The line of code that allocated it.", drop_order=6),
     # studies: attention, fusion, ceilings
+    # the ladder
+    "rung": _text("rung", "Name of the rung."),
+    "change": _text("change", "What sets the rung apart from the one before.", drop_order=9),
+    "speed_up_over_last": _number("over last", "", "How many times faster than the last rung that counts.",
+                                  drop_order=2, text=_speed_up("speed_up_over_last")),
+    "speed_up_over_last_ci95_low": _interval("speed_up_over_last_ci95", drop_order=8),
+    "speed_up_over_first": _number("over first", "", "How many times faster than the first rung that counts.",
+                                   drop_order=3, text=_speed_up("speed_up_over_first")),
+    "speed_up_over_first_ci95_low": _interval("speed_up_over_first_ci95", drop_order=7),
+    "gate": _text("gate", "Whether the rung computes what the first one does."),
+    "loss_20": _number("loss 20", "", "Loss at the last of the steps that are compared.", drop_order=5,
+                       write=six_digits),
+    "distance_last": _number("distance", "% of the fall", "Distance from the first rung's loss at the last step.",
+                             drop_order=1, scale=100, write=_distance),
+    "distance_largest": _number("largest", "% of the fall", "Largest distance from the first rung's losses.",
+                                drop_order=3, scale=100, write=_distance),
+    "bound": _number("bound", "% of the fall", "Largest distance that passes.",
+                     drop_order=4, scale=100, write="{:g}".format),
+    "compile_s": _number("compiling", "s", "The longest compilation of its processes.", drop_order=2, write=short),
+    "graphs": _number("graphs", "", "Graphs that were compiled.", drop_order=6, write=str),
+    "graph_breaks": _number("graph breaks", "", "Places where the compiler gave up a graph.", drop_order=7, write=str),
+    "recompiles": _number("recompiles", "", "Graphs that were compiled again.", drop_order=8, write=str),
+    "launches_per_step": _number("kernels", "", "Kernels or operators that were launched.", write=short),
+    "busy_ms": _number("busy", "ms", "Time in which a kernel or copy ran.", drop_order=1, write=rounded),
+    "least_weights_bytes": _number("weights", "GB", "Weights that products read, and their gradients.",
+                                   drop_order=5, scale=1e-9, write=short),
+    "least_casts_bytes": _number("casts", "GB", "What autocast reads and writes.",
+                                 drop_order=4, scale=1e-9, write=short),
+    "least_optimizer_bytes": _number("AdamW", "GB", "What the optimizer reads and writes.",
+                                     drop_order=3, scale=1e-9, write=short),
+    "least_activations_bytes": _number("activations", "GB", "What else the products read and write.",
+                                       drop_order=6, scale=1e-9, write=short),
+    "last": _text("over", "The rung that this one is compared with.", drop_order=1),
+    "reasons": _text("what changes", "Counts, bytes and times that change."),
+    # precision, comparison, account
     "model": _text("model", "The model that was observed."),
     "dtype": _text("dtype", "Data type."),
     "sum_dtype": _text("sum", "Data type of the sum."),

@@ -60,18 +60,6 @@ def mean_and_std(mean: float, std: float | None) -> str:
     return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
 
 
-def derived_text(value: float | None, std: float | None, *, is_doubted: bool, digits: int) -> str:
-    """What is computed from times: `2.19`; where these are in doubt with its deviation and a mark, `2.2 ± 0.4 ?`.
-
-    Empty for None. With an unknown deviation, `2.19 ?`.
-    """
-    if value is None:
-        return ""
-    if not is_doubted:
-        return significant(value, digits)
-    return f"{significant(value, digits) if std is None else mean_and_std(value, std)} {DOUBT}"
-
-
 def interval_text(low: float | None, high: float | None) -> str:
     """`2.426 to 2.433`: its width shows, unless that takes more than MAX_DIGITS; empty for none."""
     if low is None or high is None:

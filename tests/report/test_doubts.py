@@ -19,7 +19,7 @@ from cs336_systems.report.sections.ceilings.tables import products_section
 from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_tables
+from cs336_systems.report.sections.ladder.tables import ladder_section
 from cs336_systems.report.sections.steps import results_table
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.ceilings_records import (
@@ -161,7 +161,7 @@ def test_every_ceiling_says_that_its_time_is_in_doubt(fault):
 def test_the_ladder_marks_a_speed_up_of_times_in_doubt(fault):
     ladder = make_ladder()
     records = [make_process(rung, 0.8, codes=codes(0.8, fault) if rung is ladder[2] else ()) for rung in ladder]
-    speed = ladder_tables(ladder_rows(ladder, records, []))[0]
+    speed = ladder_section(ladder_rows(ladder, records, [])).tables[0]
     over_last, over_first = column(speed, "over last"), column(speed, "over first")
     assert [bool(marked(cell)) for cell in over_last] == [False, False, True, True]
     assert [bool(marked(cell)) for cell in over_first] == [False, False, True, False]

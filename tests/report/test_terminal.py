@@ -28,7 +28,7 @@ from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import profile_tables
 from cs336_systems.report.sections.kernels.sweep import sweep_tables
 from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_tables
+from cs336_systems.report.sections.ladder.tables import ladder_section
 from cs336_systems.report.sections.memory.compare import compare_memory
 from cs336_systems.report.sections.memory.files import memory_tables
 from cs336_systems.report.sections.memory.sweep import MemoryEntry, memory_sweep_tables
@@ -79,8 +79,8 @@ def kinds():
     found = {
         "results": ([results_table(to_frame(records))], ("size", "context", "precision", "step", "status")),
         "warm-up": ([warmup_table(warmups)], ("size", "context", "precision", "warm-up", "step")),
-        "ladder": (ladder_tables(rungs)[:1], ("rung", "step", "gate")),
-        "ladder's others": (ladder_tables(rungs)[1:], ("rung",)),
+        "ladder": (ladder_section(rungs).tables[:1], ("rung", "step", "gate")),
+        "ladder's others": (ladder_section(rungs).tables[1:], ("rung",)),
         "ceilings": (ceilings_tables(make_whole())[:1], ("ceiling", "measured", "unit")),
         "products": (ceilings_tables(make_whole())[1:4], ("product", "rows x inner x columns", "time")),
         "bandwidth": (ceilings_tables(make_whole())[4:5], ("pass", "moved", "time")),

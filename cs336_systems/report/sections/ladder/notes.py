@@ -8,10 +8,10 @@ from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import OptimizerKind
 from cs336_systems.costs.traffic import OPTIMIZER_BYTES
+from cs336_systems.report.columns import column
 from cs336_systems.report.frame import codes_of
 from cs336_systems.report.numbers import DOUBT, significant
-from cs336_systems.report.sections.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, LadderRow, fastest_row
-from cs336_systems.report.sections.ladder.words import ratio_text
+from cs336_systems.report.sections.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, LadderRow, fastest_row, speed_ups
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.sweep.ladder import GATE_STEPS
 
@@ -108,7 +108,8 @@ def _shares(rows: Rows) -> Iterator[str]:
 def _fastest(rows: Rows, first: LadderRow) -> Iterator[str]:
     """The credited rung with the shortest step, over the first that counts; whose of their times are in doubt."""
     if best := fastest_row(rows):
-        gain = f", {ratio_text(best.over_first)} times as fast as {first.rung.name}" if best.over_first else ""
+        times = column("speed_up_over_first").cell(speed_ups(best))
+        gain = f", {times} times as fast as {first.rung.name}" if times else ""
         both = best.rung.name, first.rung.name
         doubted = [row.rung.name for row in rows if row.rung.name in both and in_doubt(codes_of(row.row))]
         doubt = f", by times in doubt of {' and '.join(doubted)}" if doubted else ""

@@ -6,11 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.record import Status
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.sections.ladder.rows import LadderRow, SpeedUp
-from cs336_systems.report.words import STATUS_WORDS
 
 COLOUR, UNCREDITED_COLOUR = "#0072B2", "#BBBBBB"
 _FRACTION = 5
@@ -57,8 +55,7 @@ def _draw_rungs(panel: Axes, rows: Sequence[LadderRow]) -> None:
 def _draw_bar(panel: Axes, index: int, row: LadderRow) -> None:
     mean_ms = row.row["step_mean_ms"]
     if mean_ms is None:
-        status = row.row["status"]
-        drawing.write_upright(panel, index, "not run" if status is None else STATUS_WORDS[Status(status)])
+        drawing.write_upright(panel, index, row.ended)
         return
     low_ms, high_ms = row.row["step_ci95_low_ms"], row.row["step_ci95_high_ms"]
     error = None if low_ms is None else [[mean_ms - max(0.0, low_ms)], [high_ms - mean_ms]]

@@ -14,6 +14,7 @@ from cs336_systems.costs.traffic import Traffic, traffic
 from cs336_systems.record import Compilation, RunRecord, Status
 from cs336_systems.report.frame import COLUMNS, codes_of, rows_of, to_frame
 from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.ladder import Gate, Rung, judge, reason_run, reference
 
@@ -77,6 +78,12 @@ class LadderRow:
     def is_credited(self) -> bool:
         """It has times, and passed the gate: others are compared with it, and it may be the fastest."""
         return self.num_processes > 0 and self.gate.passed is True
+
+    @property
+    def ended(self) -> str:
+        """How the rung ended, in words."""
+        status = self.row["status"]
+        return "not run" if status is None else STATUS_WORDS[Status(status)]
 
     @property
     def compile_s(self) -> float | None:
@@ -144,6 +151,17 @@ def ladder_rows(
         rows.append(row)
         credited += [rung.name] if row.is_credited else []
     return tuple(rows)
+
+
+def speed_ups(row: LadderRow) -> dict[str, Any]:
+    """Both speed-ups by the columns that show them; None for what is not known."""
+    parts = {"": "ratio", "_ci95_low": "low", "_ci95_high": "high", "_std": "stdev", "_is_doubted": "is_doubted"}
+    found = {"over_last": row.over_last, "over_first": row.over_first}
+    return {
+        f"speed_up_{name}{ending}": getattr(gain, part, None)
+        for name, gain in found.items()
+        for ending, part in parts.items()
+    }
 
 
 def fastest_row(rows: Sequence[LadderRow]) -> LadderRow | None:

@@ -9,7 +9,7 @@ from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.report.sections.ladder.reasons import reasons
 from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_tables
+from cs336_systems.report.sections.ladder.tables import ladder_section
 from tests.report.ladders import make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
@@ -147,7 +147,7 @@ def test_the_first_rung_says_what_there_is(ladder):
 def test_reasons_are_over_the_rung_that_counts(ladder):
     """The third rung fails its gate; the second and the last have profiles."""
     records = make_records(ladder, losses={"compile": shifted(0.006)})
-    why = ladder_tables(ladder_rows(ladder, records, [make_entry(ladder[1]), make_entry(ladder[3])]))[3]
+    why = ladder_section(ladder_rows(ladder, records, [make_entry(ladder[1]), make_entry(ladder[3])])).tables[3]
     assert [row[:2] for row in why.rows] == [("fp32", ""), ("bf16", "fp32"), ("compile", "bf16"), ("fused", "bf16")]
     assert why.rows[3][2].startswith("GPU busy 20.1 -> 20.1 ms (5.02 -> 40.2% of the step); ")
 

@@ -10,7 +10,7 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.record import Status
 from cs336_systems.report.sections.ladder.rows import fastest_row, ladder_rows, reason_of, speed_up
-from cs336_systems.report.sections.ladder.tables import CSV
+from cs336_systems.report.sections.ladder.tables import values_of
 from cs336_systems.sweep.ladder import reference
 from tests.report.ladders import FALLING, STEPS_S, make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import make_failure
@@ -180,4 +180,4 @@ def test_a_rung_of_an_own_model_claims_no_attention():
     own = replace(rung, config=replace(rung.config, model_factory="pkg.mod:make"))
     for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("small (offered)", None))):
         (row,) = ladder_rows(ladder, [make_process(ladder[0], 0.1)], [])
-        assert (CSV["size"](row), CSV["attention"](row)) == expected
+        assert (values_of(row)["size"], values_of(row)["attention"]) == expected
