@@ -4,7 +4,6 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import cast
@@ -28,7 +27,7 @@ from cs336_systems.studies.attention_records import (
     CellResult,
     Implementation,
 )
-from cs336_systems.studies.cell import Inputs, make_generator, make_inputs
+from cs336_systems.studies.cell import Passes, make_generator, make_inputs
 from cs336_systems.studies.records import CellStatus
 
 Rows = Float[Tensor, "batch seq d_head"]
@@ -90,15 +89,15 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
     apply_math_mode(cell.precision)
     shape = (grid.batch_size, cell.context_length, cell.d_head)
     inputs = make_inputs([shape] * 3, cell.precision, make_generator(grid))
-    clock = EventClock() if grid.device is Device.CUDA else HostClock()
-    passes = _Passes(attention or make_attention(grid, cell), inputs, clock)
+    passes = Passes(attention or make_attention(grid, cell), inputs)
+    run = partial(_timed, passes, EventClock() if grid.device is Device.CUDA else HostClock())
     started = perf_counter()
-    if reason := _why_unavailable(passes):
+    if reason := _why_unavailable(run):
         return CellResult(cell=cell, status=CellStatus.UNAVAILABLE, failure=Failure(message=reason))
     first_pass_s = perf_counter() - started
     for _ in range(grid.warmup_passes - 1):
-        passes.run()
-    times = [passes.run() for _ in range(grid.passes)]
+        run()
+    times = [run() for _ in range(grid.passes)]
     return CellResult(
         cell=cell,
         status=CellStatus.OK,
@@ -106,53 +105,40 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
             Measurement(phase, tuple(time[phase] for time in times)) for phase in (Phase.FORWARD, Phase.BACKWARD)
         ),
         first_pass_s=first_pass_s,
-        memory=passes.memory() if grid.device is Device.CUDA else None,
+        memory=_memory(passes) if grid.device is Device.CUDA else None,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """Forward and backward on the same inputs, as often as asked. Gradients are dropped, not accumulated."""
-
-    attention: AttentionFunction
-    inputs: Inputs
-    clock: Clock
-
-    def forward(self) -> Tensor:
-        return self.attention(*self.inputs.forward)
-
-    def backward(self, output: Tensor) -> None:
-        torch.autograd.grad(output, self.inputs.forward, self.inputs.upstream)
-
-    def run(self) -> dict[Phase, float]:
-        """Times in seconds of one forward and one backward pass, between two synchronisations of the device."""
-        self.clock.start()
-        output = self.forward()
-        self.clock.lap(Phase.FORWARD)
-        self.backward(output)
-        self.clock.lap(Phase.BACKWARD)
-        return self.clock.stop().phases_s
-
-    def memory(self) -> CellMemory:
-        """What the allocator holds before forward, before backward, and at its peak."""
-        torch.cuda.reset_peak_memory_stats()
-        before_forward = torch.cuda.memory_allocated()
-        output = self.forward()
-        before_backward = torch.cuda.memory_allocated()
-        self.backward(output)
-        return CellMemory(
-            before_forward_bytes=before_forward,
-            before_backward_bytes=before_backward,
-            peak_bytes=torch.cuda.max_memory_allocated(),
-        )
+def _timed(passes: Passes, clock: Clock) -> dict[Phase, float]:
+    """Times in seconds of one forward and one backward pass, between two synchronisations of the device."""
+    clock.start()
+    output = passes.forward()
+    clock.lap(Phase.FORWARD)
+    passes.backward(output)
+    clock.lap(Phase.BACKWARD)
+    return clock.stop().phases_s
 
 
-def _why_unavailable(passes: _Passes) -> str | None:
+def _memory(passes: Passes) -> CellMemory:
+    """What the allocator holds before forward, before backward, and at its peak."""
+    torch.cuda.reset_peak_memory_stats()
+    before_forward = torch.cuda.memory_allocated()
+    output = passes.forward()
+    before_backward = torch.cuda.memory_allocated()
+    passes.backward(output)
+    return CellMemory(
+        before_forward_bytes=before_forward,
+        before_backward_bytes=before_backward,
+        peak_bytes=torch.cuda.max_memory_allocated(),
+    )
+
+
+def _why_unavailable(run: Callable[[], object]) -> str | None:
     """Run the first pass; return PyTorch's reasons if it has no kernel for such inputs, and None if it has one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            passes.run()
+            run()
         except RuntimeError as error:
             if not re.search(_NO_KERNEL, str(error)):
                 raise

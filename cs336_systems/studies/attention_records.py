@@ -190,18 +190,10 @@ class AttentionStudy:
         """Precisions of the results so far."""
         return list(dict.fromkeys(result.cell.precision for result in self.results))
 
-    def results_of(self, precision: Precision, implementation: Implementation | None = None) -> list[CellResult]:
-        """Results at the precision, of one implementation or of all, the smallest cells first."""
-        chosen = (
-            result
-            for result in self.results
-            if result.cell.precision is precision and implementation in (None, result.cell.implementation)
-        )
-        return sorted(chosen, key=lambda result: (result.cell.context_length, result.cell.d_head))
-
     def available(self, precision: Precision) -> list[Implementation]:
-        """Implementations that have a kernel for at least one of the cells, in the order of the grid."""
-        found = {r.cell.implementation for r in self.results_of(precision) if r.status is not CellStatus.UNAVAILABLE}
+        """Implementations with a kernel for at least one cell at this precision, in the order of the grid."""
+        results = [result for result in self.results if result.cell.precision is precision]
+        found = {result.cell.implementation for result in results if result.status is not CellStatus.UNAVAILABLE}
         return [name for name in dict.fromkeys(self.grid.implementations) if name in found]
 
 

@@ -1,15 +1,17 @@
-"""The process that measures the cells of a study, one by one, and the inputs that it makes for them."""
+"""The process that measures the cells of a study, one by one, and what its measurements have in common."""
 
 import contextlib
 import gc
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.measure.environment import environment
@@ -34,6 +36,50 @@ class Inputs:
 
     forward: tuple[Tensor, ...]
     upstream: Tensor
+
+
+class Passes:
+    """Forward and backward of a function on sets of inputs that take turns. Gradients are returned, not accumulated."""
+
+    def __init__(self, function: Callable[..., Tensor], *sets: Inputs) -> None:
+        self._function = function
+        self.sets = sets
+
+    def forward(self, turn: int = 0) -> Tensor:
+        """Output for the set of inputs of this turn."""
+        return self._function(*self.sets[turn % len(self.sets)].forward)
+
+    def backward(self, output: Tensor, turn: int = 0) -> tuple[Tensor, ...]:
+        """Gradients of all inputs of this turn."""
+        inputs = self.sets[turn % len(self.sets)]
+        return torch.autograd.grad(output, inputs.forward, inputs.upstream)
+
+
+class OperationObserver(TorchDispatchMode):
+    """Within its context, calls `observe` after each operation, below autograd and autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled; True would import torch.compile, which takes 2 s
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run the operation and observe it."""
+        output = func(*args, **(kwargs or {}))
+        self.observe(func, (*args, *(kwargs or {}).values()), output)
+        return output
+
+    def observe(self, func: OpOverload[..., object], args: Sequence[object], output: object) -> None:
+        """Take note of an operation, its operands and its result."""
+        raise NotImplementedError
 
 
 def make_generator(grid: Grid[RowT, StudyT]) -> torch.Generator:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from cs336_systems.config import Device
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.record import Measurement
-from cs336_systems.studies.cell import make_generator, make_inputs
+from cs336_systems.studies.cell import Passes, make_generator, make_inputs
 from cs336_systems.studies.fusion_ops import OPS, Moved, OpFunction, OpSpec, Watcher
 from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Version, input_shapes
 from cs336_systems.studies.timing import timed_pairs
@@ -38,7 +38,7 @@ def measure_rows(grid: FusionGrid, rows: Sequence[FusionRow], spec: OpSpec | Non
     apply_math_mode(row.precision)
     torch._dynamo.reset()  # drops the code that was compiled for the last version
     spec, is_compiled = spec or OPS[row.op], row.version is Version.COMPILED
-    passes = _Passes(grid, row, _make_function(spec, row.version, grid.device))
+    passes = _make_passes(grid, row, _make_function(spec, row.version, grid.device))
     for turn in range(grid.warmup_passes):
         passes.backward(passes.forward(turn), turn)
     times_s = timed_pairs(passes.forward, passes.backward, grid.passes, grid.device)
@@ -56,33 +56,22 @@ def measure_rows(grid: FusionGrid, rows: Sequence[FusionRow], spec: OpSpec | Non
     ]
 
 
-class _Passes:
-    """Forward and backward of one version of an operation, on sets of inputs that take turns."""
-
-    def __init__(self, grid: FusionGrid, row: FusionRow, function: OpFunction) -> None:
-        self._function = function
-        make_set = partial(make_inputs, input_shapes(grid, row.op), row.precision, make_generator(grid))
-        first = make_set()
-        size = sum(tensor.nbytes for tensor in (*first.forward, first.upstream))
-        self.sets = [first, *(make_set() for _ in range(_sets_to_fill_caches(size, grid.device) - 1))]
-
-    def forward(self, turn: int = 0) -> Tensor:
-        return self._function(*self.sets[turn % len(self.sets)].forward)
-
-    def backward(self, output: Tensor, turn: int = 0) -> tuple[Tensor, ...]:
-        """Gradients of all inputs."""
-        inputs = self.sets[turn % len(self.sets)]
-        return torch.autograd.grad(output, inputs.forward, inputs.upstream)
+def _make_passes(grid: FusionGrid, row: FusionRow, function: OpFunction) -> Passes:
+    """Passes on as many sets of inputs as fill the caches."""
+    make_set = partial(make_inputs, input_shapes(grid, row.op), row.precision, make_generator(grid))
+    first = make_set()
+    size = sum(tensor.nbytes for tensor in (*first.forward, first.upstream))
+    return Passes(function, first, *(make_set() for _ in range(_sets_to_fill_caches(size, grid.device) - 1)))
 
 
-def _kernels(passes: _Passes, device: Device) -> list[tuple[str, ...]]:
+def _kernels(passes: Passes, device: Device) -> list[tuple[str, ...]]:
     """Names of the kernels that forward and backward launch, as the profiler sees them."""
     output, forward = _profiled(passes.forward, device)
     _, backward = _profiled(lambda: passes.backward(output), device)
     return [forward, backward]
 
 
-def _moved(passes: _Passes) -> list[Moved]:
+def _moved(passes: Passes) -> list[Moved]:
     """What the operations of forward and of backward read and write. Those of compiled code cannot be watched."""
     with Watcher() as forward:
         output = passes.forward()
@@ -96,7 +85,7 @@ def _operations(moved: Sequence[Moved]) -> list[tuple[str, ...]]:
     return [tuple(each.operations) for each in moved]
 
 
-def _max_errors(passes: _Passes, spec: OpSpec) -> list[float | None]:
+def _max_errors(passes: Passes, spec: OpSpec) -> list[float | None]:
     """Largest distance of the output, and of the gradients, from those of the written-out form in float64.
 
     Over the first element of the batch; so the gradient of a weight, which sums over the batch, is left out.

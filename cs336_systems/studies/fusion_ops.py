@@ -13,10 +13,10 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.studies.attention_cell import full_attention
+from cs336_systems.studies.cell import OperationObserver
 from cs336_systems.studies.fusion_records import Op
 
 EPS = 1e-5
@@ -68,27 +68,19 @@ class Moved:
     num_bytes: int = 0
 
 
-class Watcher(TorchDispatchMode):
-    """Adds to `moved` each operation that computes new values, below autograd and autocast, in forward and backward."""
+class Watcher(OperationObserver):
+    """Adds to `moved` each operation that computes new values, in forward and backward."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.moved = Moved()
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Run the operation, and add up what it reads and writes."""
-        output = func(*args, **(kwargs or {}))
+    def observe(self, func: OpOverload[..., object], args: Sequence[object], output: object) -> None:
+        """Add up what the operation reads and writes."""
         if not func.is_view and not str(func).startswith(_NO_NEW_VALUES):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, Tensor)]
             self.moved.operations.append(str(func))
             self.moved.num_bytes += sum(map(distinct_bytes, tensors))
-        return output
 
 
 def distinct_bytes(tensor: Tensor) -> int:

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Arch, Device, Precision
 from cs336_systems.measure.precision import autocast
 from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.studies.cell import OperationObserver
 from cs336_systems.studies.precision_records import (
     MIXED_PRECISIONS,
     NORM_INPUT,
@@ -154,30 +154,19 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 MATMULS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
 
 
-class AttentionOps(TorchDispatchMode):
+class AttentionOps(OperationObserver):
     """Notes in `seen` the data types around the first softmax: the matmul before it, its output, the matmul after it.
 
-    A dispatch mode works below autocast, so it sees the operands as they are after autocast's casts.
+    Operands are seen after autocast has cast them.
     """
 
     def __init__(self, seen: dict[str, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._seen = seen
         self._last_matmul: torch.dtype | None = None
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled; True would import torch.compile, which takes 2 s
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Run the operation, and note its data type if it is one of attention's."""
-        output = func(*args, **(kwargs or {}))
+    def observe(self, func: OpOverload[..., object], args: Sequence[object], output: object) -> None:
+        """Note the operation's data type if it is one of attention's."""
         if str(func) in MATMULS and isinstance(output, Tensor):
             self._last_matmul = output.dtype
             factor = args[-2]
@@ -187,7 +176,6 @@ class AttentionOps(TorchDispatchMode):
             if self._last_matmul is not None:
                 self._seen[SCORES] = short_name(self._last_matmul)
             self._seen[SOFTMAX] = short_name(output.dtype)
-        return output
 
 
 def dtype_study(devices: Sequence[Device]) -> tuple[ObservedDtype, ...]:
