@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
-
-from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.columns import Columns, Ints
 
 NO_STACK = 0
 """Number of the empty stack: none was recorded."""
@@ -22,28 +20,6 @@ class Frame(NamedTuple):
 
 Stack = tuple[Frame, ...]
 """The innermost call first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stacks:
-    """The call stacks of a snapshot. Each list of frames in the file has a number; equal stacks may have several."""
-
-    different: tuple[Stack, ...]
-    of_list: Ints
-    """Index in `different` for each number."""
-
-    def __getitem__(self, number: int) -> Stack:
-        """The stack with this number."""
-        return self.different[self.of_list[number]]
-
-    def distinct(self, numbers: Ints) -> tuple[Ints, tuple[Stack, ...]]:
-        """The stacks with these numbers, each once, and for each number the index of its stack among them."""
-        unique, inverse = np.unique(numbers, return_inverse=True)
-        found = self.of_list[unique]
-        used = list(dict.fromkeys(found.tolist()))
-        index_of = np.zeros(len(self.different), dtype=np.int64)
-        index_of[used] = np.arange(len(used))
-        return index_of[found][inverse], tuple(self.different[index] for index in used)
 
 
 class Action(IntEnum):
@@ -95,7 +71,6 @@ class Segments(Columns):
     address: Ints
     num_bytes: Ints
     stream: Ints
-    is_expandable: Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.memory.allocations import Replay
 from cs336_systems.analysis.memory.categories import CATEGORIES, NOT_SIGHTED, Contents
-from cs336_systems.analysis.memory.device_memory import Stack, Stacks
+from cs336_systems.analysis.memory.device_memory import Stack
 from cs336_systems.analysis.memory.formulas import HALF_BYTES, OR, Formulas, Role, element_bytes
 from cs336_systems.analysis.memory.lifetimes import BEFORE
 from cs336_systems.analysis.memory.names import like_name, short_name, what_saved
@@ -29,7 +29,7 @@ class Known:
     """All that is known of the allocations of one snapshot."""
 
     replay: Replay
-    stacks: Stacks
+    stacks: Sequence[Stack]
     contents: Contents
     sightings: Sequence[Sighting]
     phases: Phases
@@ -42,7 +42,8 @@ class Groups:
     def __init__(self, known: Known) -> None:
         self._known = known
         rows, sighting = known.replay.allocations, known.contents.sighting
-        self._stack_of_row, self._stacks = known.stacks.distinct(rows.stack)
+        used, self._stack_of_row = np.unique(rows.stack, return_inverse=True)
+        self._stacks = [known.stacks[number] for number in used.tolist()]
         self._places = [places_of(stack) for stack in self._stacks]
         self._names = [short_name(sighting) for sighting in known.sightings]
         self._phase_names = ("", *known.phases.names)

@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -19,7 +20,6 @@ from cs336_systems.analysis.columns import Columns, Ints, ProfileError
 from cs336_systems.analysis.files import read_head, what_it_is
 from cs336_systems.analysis.memory import unpickle
 from cs336_systems.analysis.memory.device_memory import (
-    NO_STACK,
     Action,
     Blocks,
     BlockState,
@@ -27,7 +27,7 @@ from cs336_systems.analysis.memory.device_memory import (
     Events,
     Frame,
     Segments,
-    Stacks,
+    Stack,
 )
 
 NEEDED = "a memory snapshot of PyTorch"
@@ -40,11 +40,12 @@ MAX_TOTAL_BYTES = 2**62
 """Sum of all sizes in a column, so that sums fit 64 bits."""
 MAX_ADDRESS = 2**61
 BASE_MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 20
-"""What reading a file may take, of address space; a million events take 6 times the file."""
+"""Address space that reading a file may take; a million events take 7 times the file."""
 BASE_CPU_S, BYTES_PER_CPU_S = 10, 2**21
-"""What reading a file may take, of processor time; a million events (110 MB) take 1 to 2 s."""
+"""Processor time that reading a file may take; a million events (110 MB) take 1 to 2 s."""
 
 Setting = str | int | float | bool
+Table = TypeVar("Table", bound=Columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,9 @@ class Snapshot:
 
     path: Path
     devices: tuple[DeviceMemory, ...]
-    """Those that have memory, or had."""
-    stacks: Stacks
+    """The devices that have memory, or had some in the recording."""
+    stacks: tuple[Stack, ...]
+    """All different; a stack's number in the columns is its place here."""
     settings: Mapping[str, Setting]
     """Settings of the allocator; those of a group as `group.name`."""
     notes: tuple[str, ...]
@@ -65,10 +67,6 @@ class _Description(msgspec.Struct):
 
     devices: list[tuple[int, int, int, int]]
     """Number of the device, then the lengths of its events, segments and blocks."""
-    num_lists: int
-    num_lists_of_segments: int
-    shared: list[tuple[int, int]]
-    """Numbers of lists of frames, each with the smaller number of the same list."""
     frames: list[Frame]
     stacks: list[list[int]]
     """Frames of each stack."""
@@ -79,20 +77,15 @@ class _Description(msgspec.Struct):
 def read_snapshot(path: Path) -> Snapshot:
     """The snapshot at `path`; raise ProfileError where there is none."""
     reply = memoryview(_converted(path))
-    (num_values,) = reply[:8].cast("q")
-    described = msgspec.json.decode(reply[8 + 8 * num_values :], type=_Description)
-    values = np.frombuffer(reply, dtype=np.int64, count=num_values, offset=8)
-    stack_of_list, values = np.split(values, [described.num_lists])
-    numbers = np.where(stack_of_list == 0, NO_STACK, np.arange(described.num_lists))
-    for row, number in described.shared:
-        numbers[row] = number
-    reader = _Reader(path, values, numbers[described.num_lists_of_segments :])
-    devices = tuple(reader.memory(device, lengths) for device, *lengths in described.devices)
-    stacks = tuple(tuple(described.frames[number] for number in stack) for stack in described.stacks)
+    (num_bytes,) = reply[:8].cast("q")
+    described = msgspec.json.decode(reply[8 + num_bytes :], type=_Description)
+    devices = tuple(_devices(described.devices, np.frombuffer(reply[8 : 8 + num_bytes], dtype=np.int64)))
+    for memory in devices:
+        _check(path, memory)
     return Snapshot(
         path=path,
         devices=devices,
-        stacks=Stacks(different=stacks, of_list=stack_of_list),
+        stacks=tuple(tuple(described.frames[number] for number in stack) for stack in described.stacks),
         settings=described.settings,
         notes=described.notes,
     )
@@ -138,51 +131,43 @@ def _converted(path: Path) -> bytes:
     return done.stdout
 
 
-class _Reader:
-    """Checks the columns, and puts those of each device together."""
-
-    def __init__(self, path: Path, values: Ints, lists: Ints) -> None:
-        """`lists` numbers the lists of frames, which are the last column of events and of blocks."""
-        self._path, self._values, self._lists = path, values, lists
-
-    def memory(self, device: int, lengths: Sequence[int]) -> DeviceMemory:
-        """The next device in the columns."""
-        events, segments, blocks = (
-            self._table(kind, length) for kind, length in zip((Events, Segments, Blocks), lengths, strict=True)
-        )
-        for table, where, size in (
-            (events, f"trace {device}", "size"),
-            (segments, f"the segments of device {device}", "total_size"),
-            (blocks, f"the blocks of device {device}", "size"),
-        ):
-            self._check_addresses(table["address"], f"addresses in {where}")
-            self._check_sizes(table["num_bytes"], f"'{size}' of {where}")
-        self._check_sizes(blocks["requested_bytes"], f"'requested_size' of the blocks of device {device}")
-        is_expandable = segments.pop("is_expandable") != 0
-        return DeviceMemory(
+def _devices(devices: Sequence[Sequence[int]], values: Ints) -> Iterator[DeviceMemory]:
+    """The memory of each device; the columns of all their tables lie one after the other in `values`."""
+    sizes = [
+        length * len(fields(kind))
+        for _, *lengths in devices
+        for kind, length in zip((Segments, Blocks, Events), lengths, strict=True)
+    ]
+    tables = iter(np.split(values, np.cumsum(sizes)))
+    for device, *_ in devices:
+        yield DeviceMemory(
             device=device,
-            events=Events(**events),
-            segments=Segments(**segments, is_expandable=is_expandable),
-            blocks=Blocks(**blocks),
+            segments=_table(Segments, next(tables)),
+            blocks=_table(Blocks, next(tables)),
+            events=_table(Events, next(tables)),
         )
 
-    def _table(self, kind: type[Columns], length: int) -> dict[str, Ints]:
-        names = [field.name for field in fields(kind) if field.name != "stack"]
-        table, self._values = np.split(self._values, [length * len(names)])
-        columns = dict(zip(names, table.reshape(len(names), length), strict=True))
-        if len(names) < len(fields(kind)):
-            columns["stack"], self._lists = np.split(self._lists, [length])
-        return columns
 
-    def _check_sizes(self, sizes: Ints, where: str) -> None:
-        if len(sizes) and (sizes.min() < 0 or sizes.sum(dtype=np.float64) > MAX_TOTAL_BYTES):
-            worst = sizes.min() if sizes.min() < 0 else sizes.max()
-            raise self._error(f"{where} needs sizes from 0 on that add up to at most {MAX_TOTAL_BYTES}, got {worst}")
+def _table(kind: type[Table], values: Ints) -> Table:
+    names = [field.name for field in fields(kind)]
+    return kind(**dict(zip(names, values.reshape(len(names), -1), strict=True)))
 
-    def _check_addresses(self, addresses: Ints, where: str) -> None:
-        if len(addresses) and not 0 <= addresses.min() <= addresses.max() <= MAX_ADDRESS:
-            worst = addresses.min() if addresses.min() < 0 else addresses.max()
-            raise self._error(f"{where} needs addresses from 0 to {MAX_ADDRESS}, got {worst}")
 
-    def _error(self, problem: str) -> ProfileError:
-        return ProfileError(self._path, f"{problem}: no memory snapshot, or a damaged one; {HOW_TO_RECORD}")
+def _check(path: Path, memory: DeviceMemory) -> None:
+    """Raise ProfileError for addresses and sizes that no allocator has, so that all sums fit 64 bits."""
+    events, segments, blocks, device = memory.events, memory.segments, memory.blocks, memory.device
+    for values, where, most in (
+        (events.address, f"addresses in trace {device}", MAX_ADDRESS),
+        (events.num_bytes, f"'size' of trace {device}", MAX_TOTAL_BYTES),
+        (segments.address, f"addresses in the segments of device {device}", MAX_ADDRESS),
+        (segments.num_bytes, f"'total_size' of the segments of device {device}", MAX_TOTAL_BYTES),
+        (blocks.address, f"addresses in the blocks of device {device}", MAX_ADDRESS),
+        (blocks.num_bytes, f"'size' of the blocks of device {device}", MAX_TOTAL_BYTES),
+        (blocks.requested_bytes, f"'requested_size' of the blocks of device {device}", MAX_TOTAL_BYTES),
+    ):
+        largest = values.max(initial=0) if most == MAX_ADDRESS else values.sum(dtype=np.float64)
+        if values.min(initial=0) < 0 or largest > most:
+            needed = "from 0 to" if most == MAX_ADDRESS else "from 0 on that add up to at most"
+            worst = min(values.min(), 0) or values.max()
+            problem = f"{where} needs values {needed} {most}, got {worst}: no memory snapshot, or a damaged one"
+            raise ProfileError(path, f"{problem}; {HOW_TO_RECORD}")
