@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-CHECKED = ("model.transformer", "model.optimizer", "measure.step")
+CHECKED = (
+    "model.transformer", "model.optimizer", "model.batches", "model.fast.blocks", "model.fast.lookup", "measure.step",
+    "studies.fusion_ops", "studies.precision",
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -36,9 +36,10 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import annotator_of, make_watch
 from cs336_systems.model import annotate as profiling
 from cs336_systems.model.annotate import Annotator, annotate, set_annotator
+from cs336_systems.model.fast import model as fast_model
 from cs336_systems.model.fast.step_graph import StepGraph
 from tests.own_models import BasicsTransformerLM, Uneven
-from tests.plain import plain_model
+from tests.plain import plain_blocks, plain_model
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=16, num_layers=3, num_heads=2)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=2)
@@ -206,6 +207,8 @@ def test_each_range_that_opens_closes(
         config = replace(config, tokens=str(tmp_path / "tokens.npy"))
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **_: compile_model(model, backend="eager"))
+    if made.model is plain:
+        monkeypatch.setattr(fast_model, "PaddedHead", plain_blocks().PaddedHead)
     torch.manual_seed(0)
     step = TrainingStep(config, made.model() if made.model else None)
     if made.has_graph:
