@@ -17,6 +17,7 @@ from cs336_systems.report.numbers import (
     scientific,
     significant,
 )
+from cs336_systems.report.words import status_text
 
 LEAST_DISTANCE = 0.001
 """In percent of the fall of a loss."""
@@ -268,7 +269,7 @@ COLUMNS: dict[str, Column[Any]] = {
     "bytes": _number("size", "", "Bytes in blocks of the allocator."),
     "requested_bytes": _number("asked for", "", "Bytes that the program asked for; a block may be larger."),
     "blocks": _number("blocks", "", "Blocks of the allocator.", drop_order=2, write=count),
-    "status": _text("status", "How the run ended."),
+    "status": _text("status", "How the run ended.", write=status_text),
     "peak_allocated_bytes": _number("peak", "", "The most that was allocated at any time."),
     "peak_phase": _text("in", "The phase in which memory was at its peak."),
     "plain_peak_allocated_bytes": _number("without recording", "",

@@ -5,13 +5,19 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from cs336_systems.config import RunConfig
 from cs336_systems.report.columns import Column
-from cs336_systems.report.identity import LEADING, Identity, identities, identity_columns, names_of, telling, trailing
+from cs336_systems.report.identity import (
+    ALWAYS,
+    LEADING,
+    Identity,
+    identities,
+    identity_columns,
+    names_of,
+    shared_settings,
+    trailing,
+)
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
-from cs336_systems.report.words import shared_settings
 
-ALWAYS = ("size", "context_length")
-"""What names and tables of several configurations say of each, whether it tells them apart or not."""
 Values: TypeAlias = dict[str, Any]
 """A row of a table by the keys of its columns."""
 
@@ -55,8 +61,8 @@ def settings(entries: Sequence[Entry], also: Collection[str] = ()) -> str:
 
 def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]) -> list[Values]:
     """A row for each part of each entry: its configuration by column, what the part holds, and the entry itself."""
-    named = zip(entries, identities_of(entries), strict=True)
-    return [{**told, **part, "entry": entry, "identity": told} for entry, told in named for part in parts(entry)]
+    identified = zip(entries, identities_of(entries), strict=True)
+    return [{**own, **part, "entry": entry, "identity": own} for entry, own in identified for part in parts(entry)]
 
 
 def over_configurations(
@@ -78,13 +84,8 @@ def over_configurations(
     its size and context too. Nothing at all where there are no rows.
     """
     kept = [row for row in rows if shown(row)]
-    told = [row["identity"] for row in kept]
-    is_single = all(identity == told[0] for identity in told)
-    before: list[Column[Values]] = identity_columns(
-        [name for name in ([] if is_single else telling(told)) if name not in without],
-        told,
-        lambda row: row["identity"],
-    )
+    is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
+    before = [] if is_single else identity_columns(kept, without=without)
     columns = [column for column in columns if not column.key or any(row[column.key] for row in kept)]
     shared = settings(among or [row["entry"] for row in kept], ALWAYS if is_single else ())
     table = make_table(

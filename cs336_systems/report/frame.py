@@ -2,8 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -20,7 +19,7 @@ from cs336_systems.config import (
 from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import Measurement, RunRecord, Status
-from cs336_systems.report.identity import SHAPE, SHORTCUTS, identity
+from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 if TYPE_CHECKING:
@@ -122,18 +121,26 @@ def codes_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows by column name, what is unknown as None, and the configuration as `config`."""
-    return [
-        {"config": config} | {str(name): None if pd.isna(value) else value for name, value in row.items()}
-        for config, row in zip(frame.index, frame.to_dict("records"), strict=True)
+    """The rows by column name, what is unknown as None, with every setting, the `config` and its `identity`."""
+    rows = [
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for row in frame.to_dict("records")
     ]
+    found = identities((config, row["device_name"]) for config, row in zip(frame.index, rows, strict=True))
+    return [
+        {**own, **row, "config": config, "identity": own}
+        for config, row, own in zip(frame.index, rows, found, strict=True)
+    ]
+
+
+def describe(frame: pd.DataFrame, also: Collection[str] = ()) -> str:
+    """The settings that all rows share; see `shared_settings`."""
+    return shared_settings([(row["config"], row["device_name"]) for row in rows_of(frame)], also)
 
 
 def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
     """All that says what `config` is, `names` and the repeat left out: equal for runs that differ in nothing else."""
-    run = [getattr(config, field.name) for field in fields(config) if field.name not in ("model", "repeat", *names)]
-    model = [getattr(config.model, field.name) for field in fields(config.model) if field.name not in names]
-    return (*run, *model)
+    return tuple(value for name, value in settings_of(config).items() if name not in ("repeat", *names))
 
 
 def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:

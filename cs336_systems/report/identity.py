@@ -1,4 +1,4 @@
-"""What tells configurations apart: as columns of a table, in a few words, as names of files.
+"""What tells configurations apart, as columns of a table, in a few words and as names of files, and what they share.
 
 The settings are the fields of the configuration, as found there: one that is added later takes part in all of it.
 """
@@ -11,16 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, RunConfig, SdpaBackend
+from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, Mode, RunConfig, SdpaBackend
 from cs336_systems.report.columns import Column
-from cs336_systems.settings import Setting, heading_of, in_words
+from cs336_systems.settings import Setting, heading_of, in_note, in_words
 from cs336_systems.text import LONGEST_PART, inert_line, text_of
 
 Identity: TypeAlias = dict[str, Any]
 """A configuration by the names of columns; None is unknown. Equal for equal configurations on one device only."""
-Row = TypeVar("Row")
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 """Columns of the inside of this project's model, empty for a user's own: nobody knows that one's."""
@@ -41,12 +40,21 @@ MUST_KEEP = ("context_length", "vocab_size")
 MAX_FILE_NAME = 100
 """Characters of a name made of words: what a picture is of, and an ending, come after it."""
 
+ALWAYS = ("size", "context_length")
+"""What names and tables of several configurations give of each, whether it tells them apart or not."""
 _FIRST = ("mode", "precision", "batch_size", "attention", "compile", "optimizer", "arch", "device_name", "profiler",
           *SHORTCUTS)  # fmt: skip
+"""Settings that come first in names and tables, in order; the others follow as they are declared."""
 _IMPLIED = (*SHAPE, "vocab_size")
 """Settings that a size stands for."""
 _LAST = ("repeat", "device", "digest")
 """What tells apart where nothing else does."""
+_FIRST_IN_NOTES = ("device_name", "arch", "batch_size", "mode", "precision", "attention", "compile", "optimizer",
+                   "warmup_steps", "measured_steps")  # fmt: skip
+_ALWAYS_IN_NOTES = {*_FIRST_IN_NOTES} - {"compile"}
+"""Settings that notes give even where they have their usual values."""
+_BESIDE_NOTES = ("size", *SHAPE, "context_length", "profiler", "repeat", "device", "digest")
+"""What notes leave out: it stands beside each row or along an axis."""
 OTHERS: Mapping[str, Setting] = MappingProxyType(
     {"device_name": Setting(heading="device", word="", note="{}"), "digest": Setting(heading="record")}
 )
@@ -62,21 +70,33 @@ def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
 
 def identity(config: RunConfig, device_name: str | None) -> Identity:
     """The configuration by columns: LEADING, UNLISTED, then every other setting, and last the digest of all."""
-    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "model"}
-    values |= {field.name: getattr(config.model, field.name) for field in fields(config.model)}
-    found = _by_columns(values) | {"size": size_text(config), "device_name": device_name, "digest": config.digest}
+    found = _by_columns(settings_of(config)) | {
+        "size": size_text(config),
+        "device_name": device_name,
+        "digest": config.digest,
+    }
     return {name: found[name] for name in (*LEADING, *UNLISTED, *found)}
 
 
-def usual_settings(config: RunConfig) -> Identity:
-    """The same columns, as far as they have defaults, for the size with all other settings left as they are."""
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The values of all settings, those of the model among them."""
+    return {
+        field.name: getattr(part, field.name)
+        for part in (config, config.model)
+        for field in fields(part)
+        if field.name != "model"
+    }
+
+
+def _usual_settings(config: RunConfig) -> dict[str, Any]:
+    """The values that a run of this size has where nothing else is asked for."""
     preset = SIZES.get(config.size)
-    values = {field.name: field.default for field in fields(config)}
-    return _by_columns(values | {f.name: getattr(preset, f.name, f.default) for f in fields(config.model)})
+    usual = {field.name: field.default for field in fields(config) if field.name != "model"}
+    return usual | {field.name: getattr(preset, field.name, field.default) for field in fields(config.model)}
 
 
 def _by_columns(values: Mapping[str, Any]) -> Identity:
-    """The columns of settings by the fields of both classes; some columns say two fields, or one in other words."""
+    """The settings by columns; some columns stand for two settings, or have other words for a value."""
     is_own = values["model_factory"] is not None
     attention, backend = values["attention"], values["sdpa_backend"]
     by_block = values["compile_blocks"] and values["compile"] is not CompileMode.NONE
@@ -90,15 +110,30 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
     }
     cells = {}
     for name, value in found.items():
-        setting = setting_of(name)
+        setting = _setting(name)
         if column := name if setting.column is None else setting.column:
             cells[column] = setting.cells.get(value, str(value) if isinstance(value, StrEnum) else value)
     return cells
 
 
-def setting_of(name: str) -> Setting:
+def _setting(name: str) -> Setting:
     """How the setting, or the column, of this name is declared."""
     return OTHERS.get(name) or SETTINGS.get(name, Setting())
+
+
+def size_text(config: RunConfig) -> str:
+    """The size; of a user's own model what its factory was offered, which nobody knows it to have taken.
+
+    A preset by its name, with what differs from it; any other by its shape too, as two of them are two rows.
+    """
+    if config.model_factory is None:
+        return config.size
+    usual = _usual_settings(config)
+    offered = {field.name: getattr(config.model, field.name) for field in fields(config.model)}
+    changed = [
+        f"{name} {text_of(value)}" for name, value in offered.items() if name not in MUST_KEEP and value != usual[name]
+    ]
+    return f"{', '.join((config.size, *changed))} (offered)"
 
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
@@ -106,32 +141,30 @@ def trailing(rows: Sequence[Identity]) -> list[str]:
     return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, "digest")]
 
 
-def telling(rows: Sequence[Identity], always: Sequence[str] = ("size", "context_length")) -> list[str]:
+def telling(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
     """Columns in which any two rows differ that are not the same: `always`, and every setting that varies.
 
     Those that a size stands for only where one size has several.
     """
     settings = [name for name in (rows[0] if rows else ()) if name not in (*always, *_IMPLIED, *_LAST)]
     ordered = sorted(settings, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    told = [*always, *(name for name in ordered if _known(rows, name) > 1)]
+    found = [*always, *(name for name in ordered if _varies(rows, name))]
     by_size: dict[str, list[Identity]] = {}
-    for row in rows if "size" in told else ():
+    for row in rows if "size" in found else ():
         by_size.setdefault(row["size"], []).append(row)
-    told += [name for name in _IMPLIED if any(_known(own, name) > 1 for own in by_size.values())]
-    wanted = len({tuple(row.values()) for row in rows})
-    left = iter(name for name in (*ordered, *_IMPLIED, *_LAST) if name not in told)
-    while len({_texts(row, told) for row in rows}) < wanted and (name := next(left, None)):
-        told += [name] if len({row.get(name) for row in rows}) > 1 else []
-    return told
+    found += [name for name in _IMPLIED if any(_varies(own, name) for own in by_size.values())]
+    num_different = len({tuple(row.values()) for row in rows})
+    left = iter(name for name in (*ordered, *_IMPLIED, *_LAST) if name not in found)
+    while len({tuple(_cell(row.get(name)) for name in found) for row in rows}) < num_different:
+        if (name := next(left, None)) is None:
+            break
+        found += [name] if len({row.get(name) for row in rows}) > 1 else []
+    return found
 
 
-def _known(rows: Sequence[Identity], name: str) -> int:
-    """How many values the column has, apart from unknown."""
-    return len({row.get(name) for row in rows} - {None})
-
-
-def _texts(row: Identity, names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(_cell(row.get(name)) for name in names)
+def _varies(rows: Sequence[Identity], name: str) -> bool:
+    """Whether the column has several values, apart from unknown."""
+    return len({row.get(name) for row in rows} - {None}) > 1
 
 
 def _cell(value: object) -> str:
@@ -139,19 +172,19 @@ def _cell(value: object) -> str:
 
 
 def identity_columns(
-    names: Iterable[str], rows: Sequence[Identity], of: Callable[[Row], Identity]
-) -> list[Column[Row]]:
-    """The columns of these names, of a table whose rows are `of` these identities."""
+    rows: Sequence[Mapping[str, Any]], always: Sequence[str] = ALWAYS, without: Collection[str] = ()
+) -> list[Column[Any]]:
+    """The columns that tell the rows of a table apart, each of which has its `identity`; `without` some."""
+    found = [row["identity"] for row in rows]
+    return [
+        Column(heading_of(name, _setting(name)), numeric=_is_numeric(found, name), key=name, text=_identity_cell(name))
+        for name in telling(found, always)
+        if name not in without
+    ]
 
-    def cell(name: str) -> Callable[[Row], str]:
-        return lambda row: _cell(of(row)[name])
 
-    return [Column(heading(name), numeric=_is_numeric(rows, name), text=cell(name), key=name) for name in names]
-
-
-def heading(name: str) -> str:
-    """What stands above the column of this name."""
-    return heading_of(name, setting_of(name))
+def _identity_cell(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: _cell(row["identity"][name])
 
 
 def _is_numeric(rows: Sequence[Identity], name: str) -> bool:
@@ -164,21 +197,37 @@ def apart_from(rows: Sequence[Identity], names: Collection[str]) -> list[Identit
     return [{name: value for name, value in row.items() if name not in (*names, "digest")} for row in rows]
 
 
-def names_of(
-    rows: Sequence[Identity], *, always: Sequence[str] = ("size", "context_length"), without: Sequence[str] = ()
-) -> list[str]:
+def names_of(rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, without: Sequence[str] = ()) -> list[str]:
     """A few words for each, with what tells it from the others: `small ctx 128 bf16`; different for different rows.
 
     Rows that differ in nothing but `without` have one name.
     """
     kept = apart_from(rows, without) if without else rows
-    told = telling(kept, [name for name in always if name not in without])
-    names = [" ".join(filter(None, (in_words(name, setting_of(name), row[name]) for name in told))) for row in kept]
+    shown = telling(kept, [name for name in always if name not in without])
+    names = [" ".join(filter(None, (in_words(name, _setting(name), row[name]) for name in shown))) for row in kept]
     same = Counter(name for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)})
     return [
         name if same[name] == 1 else f"{name} {_hashed(repr(list(row.values())))}"
         for name, row in zip(names, kept, strict=True)
     ]
+
+
+def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collection[str] = ()) -> str:
+    """The settings that all runs, each with the name of its device, share, in words.
+
+    Those with their usual values are left out, unless they are in `also`.
+    """
+    rows, usual = identities(runs), [_by_columns(_usual_settings(config)) for config, _ in runs]
+    noted = [name for name, setting in SETTINGS.items() if setting.note]
+    unused = () if any(config.mode is Mode.TRAIN for config, _ in runs) else ("optimizer",)
+    texts = []
+    for name in dict.fromkeys((*_FIRST_IN_NOTES, *noted, *(rows[0] if rows else ()))):
+        values = {row[name] for row in rows} - {None}
+        is_unusual = any(row[name] != other.get(name) for row, other in zip(rows, usual, strict=True))
+        is_noted = (is_unusual or name in _ALWAYS_IN_NOTES) and name not in (*_BESIDE_NOTES, *unused)
+        if len(values) == 1 and (is_noted or name in also):
+            texts.append(in_note(name, _setting(name), *values))
+    return ", ".join(texts)
 
 
 def file_names(names: Iterable[str]) -> list[str]:
@@ -199,21 +248,3 @@ def file_name(name: str) -> str:
 
 def _hashed(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
-
-
-def size_text(config: RunConfig) -> str:
-    """The size; of a user's own model what its factory was offered, which nobody knows it to have taken.
-
-    A preset by its name, with what differs from it; any other by its shape too, as two of them are two rows.
-    """
-    if config.model_factory is None:
-        return config.size
-    preset = SIZES.get(config.size)
-    offered = [field for field in fields(config.model) if field.name not in MUST_KEEP]
-    usual = {field.name: getattr(preset, field.name, field.default) for field in offered}
-    told = [
-        f"{name} {text_of(value)}"
-        for name, value in ((field.name, getattr(config.model, field.name)) for field in offered)
-        if value != usual[name]
-    ]
-    return f"{', '.join((config.size, *told))} (offered)"

@@ -26,7 +26,7 @@ from cs336_systems.record import write_record
 from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.identity import file_names, identities, names_of
+from cs336_systems.report.identity import file_names, identities, names_of, shared_settings
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots import steps as plots
 from cs336_systems.report.plots.series import AXES
@@ -39,7 +39,6 @@ from cs336_systems.report.sections.memory.answers import sweep_answers as memory
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.sections.steps import results_table, write_tables
-from cs336_systems.report.words import shared_settings
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of

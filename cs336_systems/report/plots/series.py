@@ -9,7 +9,7 @@ import pandas as pd
 from cs336_systems.config import Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import apart_from, numbered, rows_of
-from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.report.words import status_text
 
 AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
 """Settings that run along the axes and the lines of a picture; all else is equal within one picture."""
@@ -46,7 +46,7 @@ class Line:
 def named_rows(frame: pd.DataFrame) -> list[Row]:
     """The rows of results, each with the `name` of its size, and how it ended as `failure` if it failed."""
     return [
-        row | {"name": name, "failure": None if row["status"] == Status.OK else STATUS_WORDS[Status(row["status"])]}
+        row | {"name": name, "failure": None if row["status"] == Status.OK else status_text(row["status"])}
         for name, row in zip(size_names(frame), rows_of(frame), strict=True)
     ]
 
@@ -121,6 +121,6 @@ def speed_up_lines(rows: Iterable[Row], precision: Precision) -> list[Line]:
 
 def _pair_failure(full: Status, precision: Precision, status: Status) -> str | None:
     if full is status:
-        return None if status is Status.OK else f"both {STATUS_WORDS[status]}"
+        return None if status is Status.OK else f"both {status_text(status)}"
     ends = {Precision.FP32: full, precision: status}
-    return ", ".join(f"{which} {STATUS_WORDS[end]}" for which, end in ends.items() if end is not Status.OK)
+    return ", ".join(f"{which} {status_text(end)}" for which, end in ends.items() if end is not Status.OK)

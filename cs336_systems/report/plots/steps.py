@@ -14,13 +14,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from cs336_systems.config import SETTINGS, Mode, Precision
 from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord
-from cs336_systems.report.frame import over_warmup, steady, to_frame
+from cs336_systems.report.frame import describe, over_warmup, steady, to_frame
 from cs336_systems.report.identity import apart_from, file_name, identities, names_of, telling
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.series import AXES, Line, Row, line, lines, named_rows, speed_up_lines, split
 from cs336_systems.report.plots.settings import draw_over_setting
-from cs336_systems.report.words import STEP_WORDS, describe
+from cs336_systems.report.words import STEP_WORDS
 
 Item = TypeVar("Item")
 

@@ -10,10 +10,10 @@ import scipy.stats
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Measurement, Status, WarningCode
 from cs336_systems.report.formats import WRITERS, to_rich
-from cs336_systems.report.frame import COLUMNS, QUANTITIES, to_frame
+from cs336_systems.report.frame import COLUMNS, QUANTITIES, describe, to_frame
 from cs336_systems.report.sections.steps import OFFERED, results_table, warmup_table, write_tables
 from cs336_systems.report.terminal import print_run
-from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS, describe
+from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS
 from tests.report.making import CODES, HOSTILE, make_config, make_failure, make_record
 
 
@@ -104,7 +104,7 @@ def test_settings_that_vary_get_columns_and_unambiguous_shapes():
         make_config("custom", batch_size=2),
     ]
     table = results_table(to_frame(make_record(config, (0.1, 0.1)) for config in configs))
-    assert names(table)[:6] == ["size", "num_layers", "context", "precision", "batch", "mode"]
+    assert names(table)[:6] == ["size", "context", "precision", "mode", "batch", "num_layers"]
     assert "status" not in names(table)
     assert "speed-up" not in names(table)
 

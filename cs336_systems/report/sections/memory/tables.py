@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from cs336_systems.analysis.memory.profile import Category, CategoryBytes, MemoryProfile, Moment
 from cs336_systems.config import Mode
-from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import share
@@ -28,7 +27,6 @@ from cs336_systems.report.sections.memory.words import (
     when,
 )
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.report.words import STATUS_WORDS
 
 WHOLE = "allocated"
 """What stands in the place of a category for all of them together."""
@@ -216,10 +214,6 @@ def _peak(entry: MemoryEntry) -> Values:
     }
 
 
-def _status() -> Column[Values]:
-    return column("status", write=lambda status: STATUS_WORDS[Status(status)])
-
-
 def peaks_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
     """A table of peaks with a column for each mode, then every peak with what else is known of it."""
     rows = rows_of(entries, lambda entry: [_peak(entry)])
@@ -232,7 +226,7 @@ def peaks_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
         in_unit("residual_stream_bytes", MIB_CELL, drop_order=6),
         in_unit("block_saved_bytes", MIB_CELL, drop_order=2),
         in_unit("block_gradient_bytes", MIB_CELL, drop_order=4),
-        _status(),
+        column("status"),
     ]
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_failure_notes(entries)]
     csv = tuple(_peak(entries[0]))
@@ -286,7 +280,7 @@ def categories_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
         *(of_category(name, GIB_CELL, drop_order=1 if _is_seen(name, entries) else 3) for name in present),
         in_unit("peak_allocated_bytes", GIB_CELL),
         column("peak_phase", drop_order=2),
-        _status(),
+        column("status"),
     ]
     csv = ("status", "peak_phase", "peak_allocated_bytes", *_categories(entries[0].profile.peak))
     notes = list(_failure_notes(entries))
