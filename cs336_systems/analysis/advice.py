@@ -1,6 +1,7 @@
-"""What a run can still do for fewer launches: the flags that it does not follow already.
+"""Flags with which a run launches fewer kernels, without those that it uses already.
 
-Where the run is not known, as with somebody else's trace, no flag is named, nor is it said that the way is open.
+If the configuration is unknown, as that of another program's trace, the advice names no flags and leaves open which are
+in use.
 """
 
 from enum import Enum
@@ -11,7 +12,7 @@ NOT_IN_USE = "where not in use yet"
 
 
 class Remedy(Enum):
-    """A way to have fewer launches: in words, and as this project's flag."""
+    """A way to launch fewer kernels: in words, and as this project's flag."""
 
     COMPILE = ("torch.compile", "--compile default")
     ATTENTION = ("fused attention", "--attention sdpa")
@@ -19,14 +20,14 @@ class Remedy(Enum):
     GRAPHS = ("CUDA graphs", "--compile reduce-overhead")
 
     def named_for(self, config: RunConfig | None) -> str:
-        """The flag, or the words where the run is not known."""
+        """The flag; the words if the configuration is unknown."""
         words, flag = self.value
         return words if config is None else flag
 
     def is_open_to(self, config: RunConfig | None) -> bool:
-        """Whether the run could and does not follow it, as far as the run is known.
+        """Whether the run could use it and does not; True if the configuration is unknown.
 
-        A user's own model has the attention that it has.
+        Flags cannot change the attention of a user's own model.
         """
         if config is None:
             return True
@@ -46,19 +47,19 @@ _PRECISIONS = {
 
 
 def use_of(precision: Precision, config: RunConfig | None) -> str:
-    """How to compute products in that precision: the flag, or PyTorch's way where the run is not known."""
+    """How to compute matmuls in that precision: the flag; if the configuration is unknown, PyTorch's function."""
     words, flag = _PRECISIONS[precision]
     return words if config is None else flag
 
 
 def remedies(config: RunConfig | None, *candidates: Remedy) -> str:
-    """Those that are open to the run, for a pair of brackets; empty for none."""
+    """The candidates that are open to the run, separated by commas; empty if there are none."""
     found = [remedy.named_for(config) for remedy in candidates if remedy.is_open_to(config)]
     return ", ".join([*found, NOT_IN_USE] if config is None else found)
 
 
 def against_launches(config: RunConfig | None) -> str:
-    """What helps a step that the CPU limits, without a verb."""
+    """What helps if launching kernels limits the step, as a phrase that follows `use`."""
     ways = ["a larger model or batch"]
     if kernels := remedies(config, Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER):
         ways.append(f"fewer kernels ({kernels})")

@@ -1,4 +1,4 @@
-"""Is B faster than A? A verdict from the means of fresh processes, interleaved A B B A."""
+"""Whether B is faster than A: a verdict from the means of fresh processes, measured in the order A B B A."""
 
 import math
 import statistics
@@ -11,9 +11,9 @@ from cs336_systems.config import Phase
 from cs336_systems.record import RunRecord, Status
 
 ENOUGH = 5
-"""Processes of each side that a verdict should rest on."""
+"""Number of processes of each side from which on a verdict is reliable."""
 WIDE = 2.0
-"""Where an interval goes beyond this factor, percentages say less than factors do."""
+"""Intervals that reach beyond this factor are written as factors, others in percent."""
 
 
 class Verdict(StrEnum):
@@ -26,19 +26,18 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """B's step time over A's, how sure that is, and what it comes to."""
+    """B's step time over A's, its confidence interval, and the verdict."""
 
     ratio: float
     """Geometric mean of B's times over that of A's: below 1, B is faster."""
     low: float | None
     high: float | None
-    """Confidence interval of the ratio; None where a side has fewer than FEWEST processes."""
+    """Confidence interval of the ratio; None if a side has fewer than FEWEST processes."""
     confidence: float
     least_effect: float
-    """Smallest relative difference that is worth telling."""
+    """Smallest relative difference that matters."""
     p_value: float | None
-    """Two-sided, of a difference at least this large between equals (Welch's t test on the logarithms); None without
-    an interval."""
+    """Two-sided p value of Welch's t test on the logarithms; None without an interval."""
     num_a: int
     num_b: int
 
@@ -88,8 +87,8 @@ def compare(
 ) -> Comparison:
     """Compare B with A by their process means in seconds, at least 2 of each, measured alternately.
 
-    Welch's t interval on the logarithms, so that the effect is relative and swapping A and B inverts the ratio. None
-    where a side has fewer than FEWEST.
+    Welch's t interval on the logarithms, so that the effect is relative and swapping A and B inverts the ratio. There
+    is no interval if a side has fewer than FEWEST.
     """
     _check(a, b, confidence, least_effect)
     logs_a, logs_b = [math.log(value) for value in a], [math.log(value) for value in b]

@@ -1,4 +1,4 @@
-"""What stands at a path, before anything reads it whole."""
+"""Recognises a file by its first bytes, before it is read whole."""
 
 import stat
 from pathlib import Path
@@ -30,7 +30,7 @@ def read_head(path: Path, num_bytes: int, needed: str) -> bytes:
 
 
 def what_it_is(path: Path, head: bytes) -> str:
-    """Of a file that is not what was needed: what else it is, with what to do where that is known."""
+    """What a file of another kind than needed is, in words, and what to do with it if that is known."""
     if path.suffix == ".nsys-rep":
         return f"it is the report itself: export it with `nsys export --type=sqlite {path.name}`"
     compressed = [problem for magic, problem in _COMPRESSED.items() if head.startswith(magic)]

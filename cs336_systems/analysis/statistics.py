@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 FEWEST = 3
-"""Values that an interval of their mean needs: the only difference between two says next to nothing of the scatter."""
+"""Fewest values for an interval of their mean: the one difference between two values says little about the scatter."""
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -33,7 +33,7 @@ def standard_error(values: Sequence[float]) -> float:
 def quotient_stdev(quotient: float, *cvs: float | None) -> float | None:
     """Standard deviation of a quotient of independent values, each with this coefficient of variation, to first order.
 
-    None where one of these is not known.
+    None if one of these is unknown.
     """
     known = [cv for cv in cvs if cv is not None]
     return quotient * math.hypot(*known) if len(known) == len(cvs) else None
@@ -63,8 +63,8 @@ def slope(values: Sequence[float]) -> tuple[float, float]:
 def modified_z_scores(values: Sequence[float]) -> list[float]:
     """Distances from the median in robust standard deviations (Iglewicz and Hoaglin 1993).
 
-    0.6745 makes the median absolute deviation a standard deviation for normal values. Where more than half of the
-    values are equal, that deviation is 0: the others are then infinitely far.
+    0.6745 makes the median absolute deviation a standard deviation for normal values. If more than half of the
+    values are equal, that deviation is 0, and the distances of the others are infinite.
     """
     median = statistics.median(values)
     mad = statistics.median(abs(value - median) for value in values)

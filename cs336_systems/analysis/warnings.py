@@ -1,7 +1,7 @@
-"""Are the times of one run to be trusted? Warnings from its raw step times; nothing is ever dropped.
+"""Warnings about the raw step times of one run. No time is ever dropped.
 
-The thresholds on significance let independent noise pass: of runs of 10 independent steps, fewer than 1 in 100
-is said to drift. The thresholds on size let pass what would change no conclusion.
+Thresholds of significance are such that independent noise rarely warns: of runs of 10 independent steps, fewer than 1
+in 100 gets a warning about drift. Thresholds of size leave out differences that would change no conclusion.
 """
 
 import math
@@ -15,26 +15,29 @@ from cs336_systems.config import RunConfig
 from cs336_systems.record import Measurement, RunWarning, WarningCode
 
 MAX_CV = 0.05
-"""A quiet machine stays below 1 to 2 % after warm-up; over 5 %, a mean of 10 steps is not known to 3 %."""
+"""Largest coefficient of variation. A quiet machine stays below 1 to 2 % after warm-up; above 5 %, the mean of 10 steps
+is not known to 3 %."""
 MAX_MODIFIED_Z = 3.5
-"""Of the median absolute deviation, as Iglewicz and Hoaglin (1993) advise."""
+"""Modified z-score above which a step may be an outlier, as Iglewicz and Hoaglin (1993) advise."""
 MIN_OUTLIER = 0.05
-"""Relative to the median: on a very quiet machine, a step may be far out and yet matter to nobody."""
+"""Least distance of an outlier from the median, relative to it; smaller ones do not matter."""
 MIN_DRIFT = 0.01
-"""Relative to the mean: change from first to last step, or between halves, or the spread of what is correlated."""
+"""Least drift, relative to the mean: of the last step from the first, of the second half from the first, or the
+coefficient of variation of correlated steps."""
 MIN_DRIFT_STEPS = 10
-"""With fewer steps, noise looks like drift too often."""
+"""Fewest steps for a warning about drift; with fewer, noise looks like drift too often."""
 MAX_T = 4.5
-"""In standard errors, for slope and halves: 1 in 500 for 10 independent steps, fewer for more."""
+"""Standard errors above which a slope, or the difference between halves, is significant: by chance in 1 of 500 runs of
+10 independent steps, in fewer of longer runs."""
 MIN_LAG1 = 0.5
-"""From here on, 3 steps tell no more than 1 independent step: (1 + r) / (1 - r)."""
+"""Least lag-1 autocorrelation r that warns: 3 such steps are worth 1 independent step, by (1 + r) / (1 - r)."""
 MAX_LAG1_Z = 2.5
-"""In standard errors of lag-1 autocorrelation from -1/n, its mean for independent steps."""
+"""Standard errors by which the lag-1 autocorrelation must exceed -1/n, its mean for independent steps."""
 MAX_LAUNCH_SHARE = 0.95
-"""The host took nearly the whole step to launch it."""
+"""Launching limits the step if it takes more than this share of it, and the backlog is at most MAX_BACKLOG_S."""
 MAX_BACKLOG_S = 1e-3
-"""And the device ended within this of the last launch. A device that is behind has a full queue, about a thousand
-kernels, which makes the host wait: such a step takes long to launch too, but its queue takes longer than this."""
+"""Longest time from the last launch to the end of the step if launching limits it. Launching also takes long if the
+device lags behind, since the host waits while the queue is full, but then about a thousand kernels are left to run."""
 MAX_LISTED = 5
 DOUBTFUL = frozenset(
     {
@@ -49,19 +52,19 @@ DOUBTFUL = frozenset(
         WarningCode.CPU_SHARED,
     }
 )
-"""Warnings that a time might be another if it were measured again, and so what is computed from it."""
+"""Warnings that a repeated measurement may give another time, and so other results computed from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """What was timed again and again, and what makes its times steadier, in words that follow `use`."""
+    """What was timed repeatedly, and what makes its times steadier, in words that follow `use`."""
 
     name: str
     plural: str
     warmup: str
-    """Against a slow start."""
+    """What helps against a slow start."""
     more: str
-    """Against a wide spread."""
+    """What helps against a wide spread."""
 
 
 STEPS = Repeated(
@@ -80,7 +83,7 @@ def in_doubt(codes: Iterable[str]) -> bool:
 
 
 def measurement_warnings(measured: Measurement | None, repeated: Repeated) -> tuple[RunWarning, ...]:
-    """What puts the times in doubt; nothing where there are none, or one is 0, as a coarse clock may say."""
+    """Warnings about the times; none without times, or if a time is 0, which a coarse clock may show."""
     return timing_warnings(measured.times_s, repeated=repeated) if measured and all(measured.times_s) else ()
 
 
@@ -90,11 +93,11 @@ def timing_warnings(
     config: RunConfig | None = None,
     repeated: Repeated = STEPS,
 ) -> tuple[RunWarning, ...]:
-    """What puts the raw times of the measured steps, or of what else was repeated, in order, in doubt.
+    """Warnings about the raw times of the measured steps, or of what else was repeated, in order.
 
-    `host_times_s`: how long the host took to launch each step. Leave it empty where launching and running are the same
-    thing: on the CPU, and with a synchronisation after each phase. With the `config` of the run, nothing is advised
-    that it does already.
+    `host_times_s` are the times in which the host launched each step. Leave it empty if launching and running take the
+    same time: on a CPU, and with a synchronisation after each phase. With the `config` of the run, the advice leaves
+    out what the run does already.
     """
     name = repeated.name
     for number, time_s in enumerate(times_s, start=1):

@@ -122,7 +122,7 @@ def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[Compone
     for a user's own model.
     """
     if config.model_factory is not None:
-        raise ValueError(f"FLOPs are known of this project's model, got model_factory {config.model_factory!r}")
+        raise ValueError(f"FLOPs are known only of this project's model, got model_factory {config.model_factory!r}")
     forward = forward_flops(config.model, config.batch_size, causal=causal)
     passes = 2 if _has_backward(config) else 0
     again = _recomputed(config, forward) if passes else {}
@@ -143,8 +143,8 @@ def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Com
     again: dict[Component, int] = {}
     if config.checkpoint_blocks:
         again = {part: forward[part] for part in IN_BLOCKS}
-        products = model.num_layers * _ffn_matrices(model)
-        again[Component.FFN] -= _spared_matmuls(config) * forward[Component.FFN] // products
+        matmuls = model.num_layers * _ffn_matrices(model)
+        again[Component.FFN] -= _spared_matmuls(config) * forward[Component.FFN] // matmuls
     if _is_fused(model):
         again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
     return again
@@ -318,7 +318,7 @@ def component_bytes(config: RunConfig) -> tuple[ComponentBytes, ...]:
     around them are left out. Raises ValueError for a user's own model.
     """
     if config.model_factory is not None:
-        raise ValueError(f"bytes are known of this project's model, got model_factory {config.model_factory!r}")
+        raise ValueError(f"bytes are known only of this project's model, got model_factory {config.model_factory!r}")
     return tuple(_component_bytes(config, part, elements) for part, elements in _matmul_elements(config).items())
 
 

@@ -139,7 +139,9 @@ class MemoryRecorder:
 
     def _saved(self, tensor: Tensor) -> Tensor:
         path = current_path()
-        is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (Range.FORWARD,)  # sighted in the block it is of
+        is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (
+            Range.FORWARD,
+        )  # noted in the block that it belongs to
         if not is_of_checkpoint:
             self._see_saved(tensor, *path)
         return tensor.detach()  # the tensor itself would be a cycle where an operator saves its own output

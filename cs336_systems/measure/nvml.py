@@ -109,7 +109,7 @@ def why_none_visible() -> str | None:
         known = ", ".join(f"{gpu.uuid if gpu.slice_of else gpu.index} ({gpu.name})" for gpu in every)
         return f"CUDA_VISIBLE_DEVICES={visible} names none of the GPUs here: {known}"
     if pynvml.nvmlDeviceGetCount():
-        return "all GPUs are in MIG mode and the driver tells of no slice (nvidia-smi -L lists them)"
+        return "all GPUs are in MIG mode and the driver lists no slice (nvidia-smi -L lists them)"
     return None
 
 

@@ -1,4 +1,4 @@
-"""How far a measured run has come: enough for a record whenever it ends, well or not."""
+"""The progress of a measured run: all that a record needs, whether the run ends well or fails."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +14,14 @@ from cs336_systems.record import Durations, GpuState, Measurement, RunWarning, W
 
 
 class Say(Protocol):
-    """Called before each part, and never while anything is timed."""
+    """Reports progress. It is called before each part of the work, and never while a step is timed."""
 
     def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
-        """Take a few words; where the part is one of several, how many of the `total` are done."""
+        """Report what is done next, in a few words; if it is one of `total` parts, `done` of these are finished."""
 
 
 def say_nothing(doing: str, done: int = 0, total: int = 0) -> None:
-    """For work that nobody watches."""
+    """Report nothing."""
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class Progress:
     warmup: list[StepTimes] = field(default_factory=list)
     measured: list[StepTimes] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
-    """Of all steps; None where the loss was not finite."""
+    """Losses of all steps; None for a loss that was not finite."""
     warnings: list[RunWarning] = field(default_factory=list)
     skipped_steps: int = 0
-    """Of those after the warm-up."""
+    """Steps after the warm-up that GradScaler skipped."""
     collector_on: bool | None = None
     state_before: GpuState | None = None
     profile: Path | None = None
@@ -54,25 +54,25 @@ class Progress:
     watch: Watch = field(default_factory=Watch)
 
     def warn(self, code: WarningCode, message: str) -> None:
-        """Add what puts the times in doubt."""
+        """Add a warning that the times may not be what they should."""
         self.warnings.append(RunWarning(code=code, message=message))
 
     @property
     def place(self) -> str:
-        """The phase and step, or what went on outside of the steps."""
+        """The phase and step that the run is in, or what it does outside of steps."""
         if self.step is None or " step " not in self.where:
             return self.where
         return f"{self.step.phase} of {self.where}"
 
     def measurements(self) -> tuple[Measurement, ...]:
-        """Times of the measured steps, by phase, those of the whole step last."""
+        """Times of the measured steps by phase; those of the whole step come last."""
         phases = [
             Measurement(phase, tuple(times.phases_s[phase] for times in self.measured)) for phase in self.config.phases
         ]
         return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in self.measured)))
 
     def durations(self) -> Durations:
-        """What the run has taken until now."""
+        """Time that the run has taken so far, in all and by part."""
         return Durations(
             setup_s=self.setup_s,
             warmup_s=sum(times.step_s for times in self.warmup),

@@ -50,7 +50,7 @@ def measure(
     `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
     profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
     """
-    inputs = inputs_of(config)  # before the user's module is imported, which it may be some time after an edit
+    inputs = inputs_of(config)  # before the user's module is imported: its source may be edited at any time
     progress = Progress(
         config=config,
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

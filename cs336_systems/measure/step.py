@@ -57,7 +57,7 @@ class TrainingStep:
             else:
                 self._run(batch, clock)
             times = clock.stop()
-        # before a capture too: gradients that it found would be added to in every replay
+        # before a capture too, or every replay would add to the gradients that the capture found
         if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
         return times, self.loss
@@ -100,7 +100,7 @@ class TrainingStep:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self) -> None:
-        """Optimizer step, and gradients dropped."""
+        """Step of the optimizer; then drop the gradients."""
         assert self.optimizer is not None
         with annotate(Range.OPTIMIZER):
             if self.scaler is None:

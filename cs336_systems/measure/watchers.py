@@ -1,6 +1,6 @@
-"""Who watches the measured steps of a run, inside its process: nobody, torch.profiler, or the allocator's history.
+"""The profilers that run inside the measuring process: none, torch.profiler, or the allocator's history.
 
-nsys watches from outside, and gets the ranges of backward.
+nsys runs outside of the process; for it, this module adds the ranges of backward.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ OneStep = Callable[[], None]
 
 
 def annotator_of(config: RunConfig) -> Annotator:
-    """Who is told of the ranges of this run."""
+    """Where the ranges of this run are recorded."""
     if not config.ranges:
         return Annotator.NONE
     if config.profiler is Profiler.KINETO:
@@ -29,27 +29,27 @@ def annotator_of(config: RunConfig) -> Annotator:
 
 
 class Watch:
-    """Nobody watches."""
+    """No-op profiler."""
 
     def clock(self, clock: Clock) -> Clock:
-        """The clock to tell the phases to."""
+        """The clock that times the phases; a profiler may add to it."""
         return clock
 
     def whole_run(self) -> AbstractContextManager[object]:
-        """Around warm-up and measured steps."""
+        """Context around the warm-up and the measured steps."""
         return nullcontext()
 
     def measured_steps(self, one_step: OneStep) -> AbstractContextManager[object]:
-        """Around the measured steps; a profiler that needs a step to settle asks for one, which is warm-up."""
+        """Context around the measured steps; a profiler that needs a step to settle runs `one_step`, a warm-up step."""
         del one_step
         return nullcontext()
 
     def failed(self) -> None:
-        """The run ended with an exception: keep what can be kept. Raises RuntimeError or OSError where that fails."""
+        """Keep what was recorded of a run that raised an exception. Raises RuntimeError or OSError if that fails."""
 
 
 class _RangesInBackward(Watch):
-    """Ranges of modules in backward: their hooks cost the host time, which a plain run must not pay."""
+    """Adds ranges of modules to backward. Their hooks take time on the host, so plain runs have none."""
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step
@@ -91,12 +91,12 @@ class _Memory(Watch):
         self._recorder.dump(self._path)
 
     def failed(self) -> None:
-        """The snapshot is evidence, of running out of memory above all; a broken context has none to give."""
+        """Write the snapshot, which shows what filled the memory. It cannot be taken from a broken CUDA context."""
         self._recorder.dump(self._path)
 
 
 def make_watch(step: TrainingStep, path: Path | None) -> Watch:
-    """Whoever the configuration wants, writing to `path`; nobody where there is no path to write to."""
+    """The profiler of the configuration, which writes to `path`; without a path, the no-op profiler."""
     profiler = step.config.profiler
     if profiler is Profiler.NSYS:
         return _RangesInBackward(step)

@@ -161,7 +161,7 @@ def test_a_profile_of_a_model_of_ones_own_is_refused(tmp_path: Path, profile: Pa
     config = RunConfig(size="custom", model=MODEL, model_factory="my.module:make")
     record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
     words = ["--measured", write_study(tmp_path / "a", make_whole()), "--profile", profile]
-    with pytest.raises(UsageError, match="FLOPs are known of this project's model"):
+    with pytest.raises(UsageError, match="FLOPs are known only of this project's model"):
         run(parsed(*words, "--record", write_record(record, tmp_path)))
 
 

@@ -59,7 +59,7 @@ def test_a_range_that_the_file_has_not_is_refused(export: Path, capsys: pytest.C
     for words in (("--forward", "fward"), ("--step", "iteration")):
         assert kernels(export, *words) == 2
         said = capsys.readouterr().err
-        assert f"no range is called '{words[1]}', as {words[0][2:]} was said to be; there are " in said
+        assert f"no range has the name '{words[1]}' that was given for {words[0][2:]}; the names are: " in said
         assert "backward" in said, "what there is to choose from"
     assert kernels(export, "--forward", "forward") == 0
 

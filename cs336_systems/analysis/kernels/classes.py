@@ -141,10 +141,10 @@ _MOVING_OPS = re.compile(
 def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     """Class of a kernel that torch.compile generated: the heaviest of the operators that it fuses.
 
-    Softmax, then normalisation, reduction, element-wise, copy. What a name holds is where its values come from, so
-    - a product outside a template is mostly only the source (or the bias) of what is computed; it is the kernel's own
-      work where the kernel reduces and no other operator of the name would,
-    - the loss and the embedding's gradient lend their constants to others: they decide only where they stand alone.
+    From heavy to light: softmax, normalisation, reduction, element-wise, copy. A name also lists operators that only
+    supply the kernel's input, so
+    - a matmul outside a template counts only if the kernel reduces and no other operator of the name does,
+    - the loss and the embedding's gradient count only if there is no other operator.
     """
     if kind == "for":  # foreach: the operators of a compiled optimizer
         return KernelClass.OPTIMIZER
@@ -164,8 +164,8 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     if own != ops and not computing:
         return KernelClass.REDUCTION if _EMBEDDING_OPS.search(ops) else KernelClass.SOFTMAX
     if reduces:
-        product = _MATMUL_OPS.search(ops) and not _REDUCING_OPS.search(ops)
-        return KernelClass.MATMUL if product else KernelClass.REDUCTION
+        is_matmul = _MATMUL_OPS.search(ops) and not _REDUCING_OPS.search(ops)
+        return KernelClass.MATMUL if is_matmul else KernelClass.REDUCTION
     if kind == "unk":
         return KernelClass.OTHER
     named = ops.strip("_0123456789")
@@ -175,7 +175,7 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
 def classify_kernel(name: str) -> KernelClass:
     """What the kernel of this name does: CUDA's demangled, short or mangled names, Triton's, a CPU's operators.
 
-    A class is told from the name alone: `other` if no rule knows it.
+    The class follows from the name alone; it is `other` if no rule matches.
     """
     return _classify(name[:MAX_NAME])
 

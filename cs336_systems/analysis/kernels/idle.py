@@ -202,5 +202,5 @@ def idle_notes(gaps: Gaps) -> tuple[str, ...]:
     time_s = int((gaps.end_ns - gaps.start_ns)[unknown].sum()) / 1e9
     return (
         f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a kernel or copy without a "
-        "launch in the file: their cause cannot be told, and they are left out.",
+        "launch in the file: their cause is unknown, and they are left out.",
     )

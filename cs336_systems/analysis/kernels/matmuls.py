@@ -167,8 +167,8 @@ def attention_times(
 
 
 _NO_SOFTMAX = (
-    "Which kernels of backward differentiate attention's softmax cannot be told: they are no softmax by name, "
-    "or not as many as forward's. They are missing from attention's backward."
+    "It is unknown which kernels of backward differentiate attention's softmax: none is a softmax by name, or they are "
+    "not as many as in forward. They are missing from attention's backward."
 )
 
 

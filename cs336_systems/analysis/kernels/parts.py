@@ -14,7 +14,7 @@ from cs336_systems.analysis.kernels.step_profile import AttentionPart, ModuleTim
 from cs336_systems.ranges import Range
 
 MAX_DEPTH = 64
-"""Deepest nesting of ranges that is told apart, since longer paths could fill the memory."""
+"""Largest number of names in a path; ranges nested deeper share the path, since longer ones could fill the memory."""
 
 PARTS = tuple(AttentionPart)
 NO_PART = -1

@@ -79,7 +79,9 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
         name = getattr(names, field.name)
         if name not in there and name != getattr(usual, field.name):
             found = ", ".join(there[:MAX_LISTED]) + (", ..." if len(there) > MAX_LISTED else "") or "none"
-            raise UnknownRangeError(f"no range is called {name!r}, as {field.name} was said to be; there are {found}")
+            raise UnknownRangeError(
+                f"no range has the name {name!r} that was given for {field.name}; the names are: {found}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,9 +248,9 @@ def _no_plan(trace: Trace, process: int, rows: Ints, names: PhaseNames, has_kern
     ranges = trace.ranges
     steps = _outermost(ranges, _named(trace, rows, names.step))
     note = (
-        f"The phases of process {process} cannot be told: no range is named {names.forward}, {names.backward} or "
-        f"{names.optimizer}, and there is no thread with ranges beside another that launches backward. "
-        "Say which ranges mean the phases, or record with such ranges."
+        f"The phases of process {process} are unknown: no range is named {names.forward}, {names.backward} or "
+        f"{names.optimizer}, and no thread has ranges while another one launches backward. "
+        "Give the names of the ranges around the phases, or record with such ranges."
     )
     return Plan(
         source=PhaseSource.NOTHING,

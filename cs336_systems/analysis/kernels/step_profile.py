@@ -318,7 +318,7 @@ def decode_profile(data: bytes) -> StepProfile:
 
 
 def contradictions(profile: StepProfile) -> Iterator[str]:
-    """Contradictions in a profile that was cut off or changed by hand, in words."""
+    """Contradictions in a profile, in words; one that was cut off or changed by hand has some."""
     num_steps = profile.num_steps
     if not num_steps:
         yield "it needs at least one step"
@@ -331,7 +331,7 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
     pictured = () if profile.pictured is None else (profile.pictured,)
     for seen in (*pictured, *profile.gaps):
         if seen.step >= num_steps:
-            yield f"there are {num_steps} steps, and what is said of step {seen.step} has none"
+            yield f"there are {num_steps} steps, and an entry is about step {seen.step}"
     left, phases = profile.left, profile.phases
     count = sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
     time_s = sum(sum(phase.kernel_s) for phase in phases) + left.warmup_s + left.outside_s + left.no_launch_s

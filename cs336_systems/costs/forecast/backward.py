@@ -55,13 +55,13 @@ class BackwardTape(ForwardTape):
         weight = WEIGHTS[name.rpartition(".")[2]]
         with_bias = self.gpt2 and "." in name
         made = [(self._parameter_gradient(weight), weight)]
-        x = self.temporary("gradient of a product's input", shape)
+        x = self.temporary("gradient of a matmul's input", shape)
         if with_bias:
             made.append((self._parameter_gradient(weight.split()[0]), weight.split()[0]))
         self.tape.drop(gradient)
         self.release(saved, f"{name} input", *([f"{name} copy"] if self.autocast else []))
         if onto is not None:
-            total = onto if in_place else self.temporary("gradient of a product's input", shape)
+            total = onto if in_place else self.temporary("gradient of a matmul's input", shape)
             self.tape.drop(x, *([] if in_place else [onto]))
             x = total
         for narrow, parameter in made:
@@ -85,9 +85,9 @@ class BackwardTape(ForwardTape):
         return made
 
     def _swiglu_backward(self, index: int, gradient: int, saved: Saved) -> int:
-        product = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)
+        hidden = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)
         gate, gated = (self.temporary(f"gradient of {name}", HIDDEN) for name in ("w3's output", "SiLU's output"))
-        self.tape.drop(product)
+        self.tape.drop(hidden)
         self.release(saved, "gate", "gated")
         x = self.linear_backward(f"{index}.w3", gate, saved, STREAM)
         up = self.temporary("gradient of w1's output", HIDDEN)

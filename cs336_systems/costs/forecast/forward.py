@@ -183,11 +183,11 @@ class ForwardTape:
         self._save(saved, up=up)
         self.tape.drop(up)
         gate = self.linear(f"{index}.w3", x, saved, HIDDEN, "output of w3")
-        product = self.activation("input of w2", HIDDEN)
+        hidden = self.activation("input of w2", HIDDEN)
         self._save(saved, gated=gated, gate=gate)
         self.tape.drop(gated, gate)
-        out = self._last_matmul(index, product, saved, stop_early)
-        self.tape.drop(product, x)
+        out = self._last_matmul(index, hidden, saved, stop_early)
+        self.tape.drop(hidden, x)
         return out
 
     def gelu_mlp(self, index: int, normed: int, saved: Saved | None, stop_early: bool) -> int | None:
@@ -256,7 +256,7 @@ class ForwardTape:
         """A tensor that autograd's graph does not save; by default in the type of matmuls."""
         return self.tape.new(Category.TEMPORARIES, label, shape, element_bytes or self.element_bytes)
 
-    def _cast(self, x: int, label: str = "input of products, cast", shape: str = STREAM) -> int:
+    def _cast(self, x: int, label: str = "input of matmuls, cast", shape: str = STREAM) -> int:
         """A copy of an fp32 tensor in autocast's type; without autocast, one more reference to the tensor."""
         return self.activation(label, shape) if self.autocast else self.tape.keep(x)
 

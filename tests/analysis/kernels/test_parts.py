@@ -200,7 +200,7 @@ def test_softmax_that_is_no_kernel_of_its_own_is_said() -> None:
     found = profile(Model(softmax="elementwise_kernel").made)
     assert parts(found)["forward", "softmax"] == (LAYERS * STEPS, LAYERS * STEPS * SOFTMAX_NS, 0, 0)
     assert ("backward", "softmax") not in parts(found)
-    assert "attention's softmax cannot be told" in found.notes[-1]
+    assert "It is unknown which kernels of backward differentiate attention's softmax" in found.notes[-1]
 
 
 def test_softmax_of_backward_by_its_number() -> None:
