@@ -17,7 +17,6 @@ from cs336_systems.studies.ceilings_records import (
     CeilingsRow,
     Launch,
     LaunchCell,
-    Loops,
     ProductCell,
     ProductPrecision,
     ReduceCell,
@@ -25,6 +24,7 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
+from cs336_systems.studies.loops import Loops
 from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.timing import Run, host_timer, launch_timer, measure, replayed, timed_loops
 

@@ -16,7 +16,8 @@ from cs336_systems.config import Device
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
 from cs336_systems.record import Failure
-from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, Loops, ReduceCell
+from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, ReduceCell
+from cs336_systems.studies.loops import Loops
 from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.timing import PROBES, device_timer, host_timer
 from cs336_systems.sweep.process import die_with_forker

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.studies.ceilings_records import CeilingsGrid, Loops
+from cs336_systems.studies.ceilings_records import CeilingsGrid
+from cs336_systems.studies.loops import Loops
 
 GRAPH_BELOW_S = 1e-4
 """A run shorter than this is repeated within a CUDA graph; otherwise its time would be that of launching it."""

@@ -7,15 +7,14 @@ from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
     Launch,
     LaunchCell,
-    Loops,
     ProductCell,
     ProductPrecision,
     ReduceCell,
     Shape,
     Stream,
     StreamCell,
-    Timing,
 )
+from cs336_systems.studies.loops import Loops, Timing
 from cs336_systems.studies.records import CellStatus
 from tests.report.making import H200, make_environment
 

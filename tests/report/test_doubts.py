@@ -26,15 +26,14 @@ from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
     Launch,
     LaunchCell,
-    Loops,
     ProductCell,
     ProductPrecision,
     ReduceCell,
     Stream,
     StreamCell,
-    Timing,
 )
 from cs336_systems.studies.fusion_records import FusionStudy, Version
+from cs336_systems.studies.loops import Loops, Timing
 from cs336_systems.studies.records import CellStatus, read_study
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process

@@ -14,12 +14,12 @@ from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
     Launch,
-    Loops,
     ProductPrecision,
     ReduceCell,
     Shape,
     Stream,
 )
+from cs336_systems.studies.loops import Loops
 from cs336_systems.studies.records import read_study
 from tests.report.ceilings import (
     BF16,

@@ -25,7 +25,8 @@ from cs336_systems.report.sections.ceilings.tables import (
 from cs336_systems.report.sections.study import derived, promised_bandwidth, write_study
 from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.studies.ceilings_files import FILE_NAME
-from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream, Timing
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream
+from cs336_systems.studies.loops import Timing
 
 COLUMNS = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 CSV_COLUMNS = ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
