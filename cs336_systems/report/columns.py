@@ -6,6 +6,7 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from cs336_systems.report.numbers import (
     DOUBT,
+    amount,
     change,
     count,
     in_percent,
@@ -162,6 +163,11 @@ def _number(name: str, unit: str, about: str, **options: Unpack[Options]) -> Col
     """A column of numbers."""
     found: Column[Any] = replace(Column(name, unit, about=about), **options)
     return found
+
+
+def _flops(name: str, about: str, drop_order: int) -> Column[Any]:
+    """A column of FLOPs in TFLOP."""
+    return _number(name, "TFLOP", about, drop_order=drop_order, scale=1e-12, write=rounded)
 
 
 def _text(name: str, about: str, drop_order: int = 0, write: Callable[[Any], str] = str) -> Column[Any]:
@@ -354,8 +360,32 @@ COLUMNS: dict[str, Column[Any]] = {
     "processes": _number("processes", "", "Fresh processes that were measured.", drop_order=2, write=str),
     "process_means": Column("step of each process", "ms", numeric=False, drop_order=3, write=str,
                             about="Mean step of each process."),
-    "amount": _number("value", "", "How much of the quantity."),
+    "amount": _number("value", "", "How much of the quantity.", write=amount),
     "unit": _text("unit", "Unit of the value."),
+    "question": _text("question", "What is asked."),
+    "answer": _number("answer", "", "The answer; empty where it is not known.", write=amount),
+    "component": _text("part", "Part of the model."),
+    "parameters": _number("parameters", "", "Parameters of the part.", drop_order=3, write=count),
+    "forward_flops": _flops("forward", "FLOPs of forward.", 1),
+    "backward_flops": _flops("backward", "FLOPs of backward.", 2),
+    "step_flops": _flops("step", "FLOPs of forward and backward.", 0),
+    "recomputed_flops": _flops("again", "FLOPs of forward that backward computes again.", 4),
+    "forward_causal_flops": _flops("forward, causal", "FLOPs of forward, attention counted as causal.", 6),
+    "backward_causal_flops": _flops("backward, causal", "FLOPs of backward, attention counted as causal.", 7),
+    "step_causal_flops": _flops("step, causal", "FLOPs of both, attention counted as causal.", 5),
+    "what": _text("what", "What it is."),
+    "size_bytes": _number("size", "MiB", "Bytes of all of them.", scale=2**-20),
+    "each_bytes": _number("for each parameter", "byte", "Bytes for each parameter.", drop_order=1, write=three_digits),
+    "held": _text("held", "When it is held.", drop_order=3),
+    "formula": _text("bytes of each", "Size of one as a product of the model's dimensions.", drop_order=2),
+    "bound_by": _text("bound by", "Whether memory or arithmetic sets the time.", drop_order=1),
+    "least_s": _number("takes at least", "ms", "The least time by the data sheet.", scale=1e3),
+    "rule": _text("rule of thumb", "Formula of the rule, and what it estimates."),
+    "counted": _text("N counts", "Which parameters N counts.", drop_order=5),
+    "rule_flops": _flops("rule", "FLOPs by the rule.", 3),
+    "exact_over_rule": _number("exact / rule", "", "FLOPs over those by the rule.", write="{:.4f}".format),
+    "causal_over_rule": _number("causal / rule", "", "The same, attention counted as causal.",
+                                drop_order=1, write="{:.4f}".format),
     "how": _text("how", "How the value follows from those above.", drop_order=1),
     "d_head": _number("d_head", "", "Width of queries, keys and values.", write=str),
     "context_length": _number("context", "", "Tokens in a sequence.", write=str),

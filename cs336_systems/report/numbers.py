@@ -101,3 +101,15 @@ def label(name: str) -> str:
 def scientific(value: float) -> str:
     """The value to two digits, with an exponent."""
     return f"{value:.1e}"
+
+
+def amount(value: float | str) -> str:
+    """A whole number in full; others to four digits, with a power of a thousand from a million on: `70e9`."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or not value:
+        return f"{value:,.0f}"
+    if 1e-3 <= value < 1e6:
+        return significant(value)
+    exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
+    return f"{value / 10.0**exponent:.4g}e{exponent}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.report.columns import Column, Row
+from cs336_systems.report.columns import Column, Row, column
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,6 +53,16 @@ def with_note(table: Table, note: str) -> Table:
 def known(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
     """The columns below which at least one row has something."""
     return [column for column in columns if any(column.cell(row) for row in rows)]
+
+
+def quantity_table(
+    title: str,
+    rows: Iterable[Sequence[object]],
+    notes: Iterable[str] = (),
+    keys: Sequence[str] = ("quantity", "amount", "unit"),
+) -> Table:
+    """Quantities of different kinds, each a row of values below these keys."""
+    return make_table(title, [column(key) for key in keys], [dict(zip(keys, row, strict=True)) for row in rows], notes)
 
 
 def make_table(

@@ -1,7 +1,7 @@
 """What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from cs336_systems.config import Arch, Mode, Precision, RunConfig
 from cs336_systems.costs.accounting import (
@@ -27,13 +27,12 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
-from cs336_systems.report.columns import Column
-from cs336_systems.report.numbers import percent, significant
+from cs336_systems.report.columns import column
+from cs336_systems.report.entries import Values
+from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, rounded, significant
 from cs336_systems.report.section import Section
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.table import Table, make_table, quantity_table
 
-GIB, MIB = 2**30, 2**20
-TERA, GIGA = 10**12, 10**9
 ALL = "all"
 FULL, CAUSAL = ("forward", "backward", "step", "recomputed", "hardware"), ("forward", "backward", "step")
 """Which FLOPs of a part are shown with attention in full, and which as causal."""
@@ -41,8 +40,6 @@ CSV_COLUMNS = (
     "component", "parameters", *(f"{name}_flops" for name in FULL), *(f"{name}_causal_flops" for name in CAUSAL),
     "forward_moved_bytes",
 )  # fmt: skip
-Numbers = Mapping[str, int]
-"""Of one part of the model, by the name of their column; what it has none of is not there."""
 UNMEASURED = "No share of a measured ceiling: cs336 ceilings on that device gives one (--ceilings DIR)."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
@@ -61,23 +58,23 @@ def account_section(
     share of what products were measured to reach on this device, `memory_bytes` what fits a GPU of so much; `top`
     limits the tables of the peak and of a block.
     """
-    prediction, parts = predict_memory(config), _numbers(config)
+    prediction, parts = predict_memory(config), _parts(config)
+    whole = parts[ALL]
     tables = [
         *([_fit_table(config, memory_bytes)] if memory_bytes is not None else ()),
-        _cost_table(config, parts[ALL], prediction),
+        _cost_table(config, whole, prediction),
         _flops_table(parts),
-        _state_table(config, parts[ALL]),
+        _state_table(config, whole),
         _intensity_table(config, device),
         _rule_table(config, parts),
     ]
     if step_s is not None:
-        tables.append(_rates_table(config, parts[ALL], device, step_s, ceiling_flops_per_s))
+        tables.append(_rates_table(config, whole, device, step_s, ceiling_flops_per_s))
     if prediction is not None:
         tables.append(_peak_table(prediction, top))
         if _saves_blocks(config):
             tables.append(_block_table(config, top))
-    rows = [{**dict.fromkeys(CSV_COLUMNS), **row, "component": name} for name, row in parts.items()]
-    return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+    return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
 
 
 def account_json(
@@ -88,49 +85,24 @@ def account_json(
     ceiling_flops_per_s: float | None = None,
 ) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
-    parts, state = _numbers(config), state_bytes(config)
-    work = [*forward_work(config), *((optimizer_work(config.model),) if config.mode is Mode.TRAIN else ())]
+    parts, state = _parts(config), state_bytes(config)
     return {
         "config": config,
         "tokens": _tokens(config),
-        "parts": [{"component": name} | {key: row.get(key) for key in CSV_COLUMNS[1:]} for name, row in parts.items()],
+        "parts": [{key: row[key] for key in CSV_COLUMNS} for row in parts.values()],
         "state": {f"{field.name}_bytes": getattr(state, field.name) for field in fields(state)},
-        "work": work,
+        "work": _work(config),
         "memory": predict_memory(config),
         "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
         "device": device,
         "rates": None if step_s is None else _rates(config, parts[ALL], device, step_s, ceiling_flops_per_s),
-        "fit": None
-        if memory_bytes is None
-        else {
-            "memory_bytes": memory_bytes,
-            "fits": fits(config, memory_bytes),
-            "largest_batch_size": largest_batch(config, memory_bytes),
-            "longest_context_length": largest_context(config, memory_bytes),
-        },
+        "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
     }
 
 
-def _rates(
-    config: RunConfig, whole: Numbers, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
-) -> dict[str, float | None]:
-    """What a step that takes so long achieves; None for shares of what is not known."""
-    peak = device.peak_flops_per_s.get(config.precision) if device else None
-    rate = whole["step_flops"] / step_s
-    return {
-        "step_s": step_s,
-        "tokens_per_s": _tokens(config) / step_s,
-        "model_flops_per_s": rate,
-        "mfu": None if peak is None else rate / peak,
-        "mfu_causal": None if peak is None else whole["step_causal_flops"] / step_s / peak,
-        "hardware_mfu": None if peak is None else whole["hardware_flops"] / step_s / peak,
-        "ceiling_share": None if ceiling_flops_per_s is None else rate / ceiling_flops_per_s,
-    }
-
-
-def _numbers(config: RunConfig) -> dict[str, dict[str, int]]:
-    """The rows of the CSV by component, and their sum."""
-    rows: dict[str, dict[str, int]] = {component: {} for component in Component}
+def _parts(config: RunConfig) -> dict[str, Values]:
+    """A row for each part of the model by its name, and one for their sum; None for what a part has none of."""
+    rows: dict[str, Values] = {name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in Component}
     for component, count in parameters_by_component(config.model).items():
         rows[component]["parameters"] = count
     for flops in component_flops(config):
@@ -139,132 +111,117 @@ def _numbers(config: RunConfig) -> dict[str, dict[str, int]]:
         rows[flops.component] |= {f"{name}_causal_flops": getattr(flops, name) for name in CAUSAL}
     for work in forward_work(config):
         rows[work.name]["forward_moved_bytes"] = work.moved_bytes
-    rows[ALL] = {name: sum(row.get(name, 0) for row in rows.values()) for name in CSV_COLUMNS[1:]}
+    sums = {name: sum(row[name] or 0 for row in rows.values()) for name in CSV_COLUMNS[1:]}
+    rows[ALL] = {"component": ALL, **sums}
+    for row in rows.values():
+        row["share"] = ratio(row["step_flops"], sums["step_flops"])
     return rows
 
 
-def _cost_table(config: RunConfig, whole: Numbers, prediction: MemoryPrediction | None) -> Table:
-    again = whole["recomputed_flops"]
-    rows = [
-        ("parameters", f"{whole['parameters']:,}", ""),
-        ("model FLOPs of a step", _tera(whole["step_flops"]), "TFLOP"),
-        ("with attention counted as causal", _tera(whole["step_causal_flops"]), "TFLOP"),
-        *([("FLOPs computed again", _tera(again), "TFLOP")] if again else ()),
-        ("tokens of a step", f"{_tokens(config):,}", ""),
-        ("one tensor of the residual stream", significant(residual_stream_bytes(config) / MIB), "MiB"),
-        *(_memory_rows(prediction) if prediction else ()),
-    ]
-    batch = f"batch {config.batch_size}"
-    return Table(
-        title=f"One step of {config.label}{'' if batch in config.label else f', {batch}'}",
-        headings=(Column("quantity", numeric=False), Column("value"), Column("unit", numeric=False)),
-        rows=tuple(rows),
-        notes=(
-            "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's allocator counts "
-            "it, predicted, eager, on Hopper.",
-            *(() if prediction else (NOT_PREDICTED,)),
-        ),
-    )
+def _work(config: RunConfig) -> list[Work]:
+    """The matrix products of forward, and the update of a training step."""
+    return [*forward_work(config), *([optimizer_work(config.model)] if config.mode is Mode.TRAIN else [])]
 
 
 def _tokens(config: RunConfig) -> int:
     return config.batch_size * config.model.context_length
 
 
-def _tera(count: int | None) -> str:
-    """FLOPs in TFLOP for a cell; empty for None."""
-    return "" if count is None else significant(count / TERA) if count else "0"
+def _cost_table(config: RunConfig, whole: Values, prediction: MemoryPrediction | None) -> Table:
+    again, batch = whole["recomputed_flops"], f"batch {config.batch_size}"
+    rows = [
+        ("parameters", whole["parameters"], ""),
+        ("model FLOPs of a step", whole["step_flops"] / TERA, "TFLOP"),
+        ("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP"),
+        *([("FLOPs computed again", again / TERA, "TFLOP")] if again else ()),
+        ("tokens of a step", _tokens(config), ""),
+        ("one tensor of the residual stream", residual_stream_bytes(config) / MIB, "MiB"),
+        *((name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)),
+    ]
+    notes = (
+        "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's allocator counts "
+        "it, predicted, eager, on Hopper.",
+        *(() if prediction else (NOT_PREDICTED,)),
+    )
+    return quantity_table(f"One step of {config.label}{'' if batch in config.label else f', {batch}'}", rows, notes)
 
 
-def _flops_table(parts: Mapping[str, Numbers]) -> Table:
-    whole = parts[ALL]
-    columns: list[Column[tuple[str, Numbers]]] = [
-        Column("part", numeric=False, text=lambda row: row[0]),
-        Column(
-            "parameters", drop_order=3, text=lambda row: f"{row[1]['parameters']:,}" if "parameters" in row[1] else ""
-        ),
-        _flops_column("forward", "forward_flops", drop_order=1 if whole["backward_flops"] else 0),
+def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]:
+    """Bytes at the moments of a step."""
+    if prediction is None:
+        return
+    yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
+    yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
+    yield "reserved", prediction.reserved_bytes
+    yield "allocated when a step begins", prediction.start_bytes
+    yield from ((f"allocated after {phase}", num_bytes) for phase, num_bytes in prediction.after_bytes.items())
+
+
+def _flops_table(parts: Mapping[str, Values]) -> Table:
+    backward, again = parts[ALL]["backward_flops"], parts[ALL]["recomputed_flops"]
+    columns = [
+        column("component"),
+        column("parameters"),
+        column("forward_flops", drop_order=1 if backward else 0),
+        *([column("backward_flops"), column("step_flops")] if backward else ()),
+        *([column("recomputed_flops")] if again else ()),
+        column("share"),
+        column("forward_causal_flops"),
+        *([column("backward_causal_flops"), column("step_causal_flops")] if backward else ()),
     ]
     notes = ["A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after it count."]
-    if whole["backward_flops"]:
-        columns += [_flops_column("backward", "backward_flops", drop_order=2), _flops_column("step", "step_flops")]
-    if whole["recomputed_flops"]:
-        columns.append(_flops_column("again", "recomputed_flops", drop_order=4))
+    if again:
         notes.append(
             "again: what backward computes once more, between checkpoints or in fused attention. It is no part of the "
-            f"model's FLOPs: the hardware's are {_tera(whole['hardware_flops'])} TFLOP."
+            f"model's FLOPs: the hardware's are {significant(parts[ALL]['hardware_flops'] / TERA)} TFLOP."
         )
-    columns.append(
-        Column(
-            "share",
-            "%",
-            drop_order=1,
-            text=lambda row: percent(row[1]["step_flops"], whole["step_flops"]) if "step_flops" in row[1] else "",
-        )
-    )
-    columns.append(_flops_column("forward, causal", "forward_causal_flops", drop_order=6))
-    if whole["backward_flops"]:
-        columns.append(_flops_column("backward, causal", "backward_causal_flops", drop_order=7))
-        columns.append(_flops_column("step, causal", "step_causal_flops", drop_order=5))
-    return make_table("FLOPs by part of the model", columns, parts.items(), notes)
+    return make_table("FLOPs by part of the model", columns, parts.values(), notes)
 
 
-def _flops_column(name: str, key: str, drop_order: int = 0) -> Column[tuple[str, Numbers]]:
-    return Column(name, "TFLOP", drop_order=drop_order, text=lambda row: _tera(row[1].get(key)))
-
-
-def _state_table(config: RunConfig, whole: Numbers) -> Table:
+def _state_table(config: RunConfig, whole: Values) -> Table:
     state = state_bytes(config)
     until = "backward has used them" if state.gradients else "forward ends"
-    rows = (
+    held = [
         ("parameters", Precision.FP32, state.parameters, "always"),
         ("gradients", Precision.FP32, state.gradients, "from backward to the end of the step"),
         ("optimizer's moments", Precision.FP32, state.optimizer_state, "from the end of the first step"),
         ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
-    )
-    columns: list[Column[tuple[str, Precision, int, str]]] = [
-        Column("what", numeric=False, text=lambda row: row[0]),
-        Column("dtype", numeric=False, drop_order=2, text=lambda row: row[1]),
-        Column("size", "GiB", text=lambda row: significant(row[2] / GIB)),
-        Column(
-            "for each parameter", "byte", drop_order=1, text=lambda row: significant(row[2] / whole["parameters"], 3)
-        ),
-        Column("held", numeric=False, drop_order=3, text=lambda row: row[3]),
     ]
-    return make_table("Memory for parameters, gradients and optimizer state", columns, [row for row in rows if row[2]])
+    rows = [
+        {"what": what, "dtype": dtype, "size_bytes": size, "each_bytes": size / whole["parameters"], "held": when}
+        for what, dtype, size, when in held
+        if size
+    ]
+    columns = (column("what"), column("dtype", drop_order=2), column("size_bytes", unit="GiB", scale=1 / GIB),
+               column("each_bytes"), column("held"))  # fmt: skip
+    return make_table("Memory for parameters, gradients and optimizer state", columns, rows)
 
 
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
-    update = (optimizer_work(config.model),) if config.mode is Mode.TRAIN else ()
-    columns: list[Column[Work]] = [
-        Column("part", numeric=False, text=lambda work: work.name),
-        Column("FLOPs", "GFLOP", drop_order=3, text=lambda work: significant(work.flops / GIGA) if work.flops else "0"),
-        Column("moves at least", "MiB", drop_order=2, text=lambda work: significant(work.moved_bytes / MIB)),
-        Column("intensity", "FLOP/byte", text=lambda work: significant(work.intensity) if work.flops else "0"),
+    columns = [column("what", name="part"), column("flops", name="FLOPs", drop_order=3, write=rounded),
+               column("moved_mib", name="moves at least", drop_order=2),
+               column("flops_per_byte", drop_order=0, write=rounded)]  # fmt: skip
+    rows: list[Values] = [
+        {"what": work.name, "flops": work.flops, "moved_mib": work.moved_bytes / MIB, "flops_per_byte": work.intensity}
+        for work in _work(config)
     ]
     notes = [
         "Every factor and result of a product moves once; the scores of fused attention do not. Norms, softmax, casts "
         "and the loss come on top."
     ]
     if device is not None:
-        columns.append(Column("bound by", numeric=False, drop_order=1, text=lambda work: _bound(work, device)))
-        columns.append(Column("takes at least", "ms", text=lambda work: _least_ms(work, device)))
+        columns += [column("bound_by"), column("least_s")]
+        for row, work in zip(rows, _work(config), strict=True):
+            row |= {"bound_by": _bound(work, device), "least_s": least_time_s(work, device)}
         notes += _ridge_note(device, config.precision)
-    title = "Arithmetic intensity of forward and of the optimizer" if update else "Arithmetic intensity of forward"
-    return make_table(title, columns, [*forward_work(config), *update], notes)
+    update = " and of the optimizer" if config.mode is Mode.TRAIN else ""
+    return make_table(f"Arithmetic intensity of forward{update}", columns, rows, notes)
 
 
-def _bound(work: Work, device: DeviceSpec) -> str:
-    """What sets the time on this device; empty where its peak is not known."""
+def _bound(work: Work, device: DeviceSpec) -> str | None:
+    """What sets the time on this device; None where its peak is not known."""
     ridge = ridge_point(device, work.precision)
-    if ridge is None:
-        return ""
-    return "memory" if work.intensity < ridge else "arithmetic"
-
-
-def _least_ms(work: Work, device: DeviceSpec) -> str:
-    time_s = least_time_s(work, device)
-    return "" if time_s is None else significant(time_s * 1e3)
+    return None if ridge is None else "memory" if work.intensity < ridge else "arithmetic"
 
 
 def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
@@ -279,97 +236,74 @@ def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
     )
 
 
-def _rule_table(config: RunConfig, parts: Mapping[str, Numbers]) -> Table:
+def _rule_table(config: RunConfig, parts: Mapping[str, Values]) -> Table:
     whole = parts[ALL]
     multiplying = whole["parameters"] - parts[Component.EMBEDDING]["parameters"]
-    rules = [("2 N T", False, "forward")] + ([("6 N T", True, "step")] if whole["backward_flops"] else [])
-    rows = [
-        (rule, name, count, rule_of_thumb_flops(count, _tokens(config), backward=backward), key)
-        for rule, backward, key in rules
-        for name, count in (("all parameters", whole["parameters"]), ("without the embedding", multiplying))
-    ]
-    columns: list[Column[tuple[str, str, int, float, str]]] = [
-        Column("rule of thumb", numeric=False, text=lambda row: f"{row[0]}, {row[4]}"),
-        Column("N counts", numeric=False, drop_order=5, text=lambda row: row[1]),
-        Column("N", drop_order=4, text=lambda row: f"{row[2]:,}"),
-        Column("rule", "TFLOP", drop_order=3, text=lambda row: significant(row[3] / TERA)),
-        Column("exact", "TFLOP", drop_order=2, text=lambda row: _tera(whole[f"{row[4]}_flops"])),
-        Column("exact / rule", text=lambda row: f"{whole[f'{row[4]}_flops'] / row[3]:.4f}"),
-        Column("causal / rule", drop_order=1, text=lambda row: f"{whole[f'{row[4]}_causal_flops'] / row[3]:.4f}"),
-    ]
-    shared = "positions alone, as its table is the head's" if _is_tied(config) else "the table that tokens look up"
+    rows = []
+    for rule, backward, key in (("2 N T", False, "forward"), ("6 N T", True, "step")):
+        for name, count in (("all parameters", whole["parameters"]), ("without the embedding", multiplying)):
+            flops = rule_of_thumb_flops(count, _tokens(config), backward=backward)
+            exact, causal = whole[f"{key}_flops"], whole[f"{key}_causal_flops"]
+            if whole["backward_flops"] or not backward:
+                rows.append({
+                    "rule": f"{rule}, {key}", "counted": name, "parameters": count, "rule_flops": flops,
+                    "step_flops": exact, "exact_over_rule": exact / flops, "causal_over_rule": causal / flops,
+                })  # fmt: skip
+    columns = (
+        column("rule"), column("counted"), column("parameters", name="N", drop_order=4), column("rule_flops"),
+        column("step_flops", name="exact", drop_order=2), column("exact_over_rule"), column("causal_over_rule"),
+    )  # fmt: skip
+    is_tied = config.model.arch is Arch.GPT2
+    shared = "positions alone, as its table is the head's" if is_tied else "the table that tokens look up"
     note = f"T: the {_tokens(config):,} tokens of the batch. The embedding: {shared}. The rule knows no attention."
     return make_table("The rule of thumb against the exact count", columns, rows, [note])
 
 
-def _is_tied(config: RunConfig) -> bool:
-    return config.model.arch is Arch.GPT2
+def _rates(
+    config: RunConfig, whole: Values, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
+) -> dict[str, float | None]:
+    """What a step that takes so long achieves; None for shares of what is not known."""
+    peak = device.peak_flops_per_s.get(config.precision) if device else None
+    rate = whole["step_flops"] / step_s
+    return {
+        "step_s": step_s,
+        "tokens_per_s": _tokens(config) / step_s,
+        "model_flops_per_s": rate,
+        "mfu": ratio(rate, peak),
+        "mfu_causal": ratio(whole["step_causal_flops"] / step_s, peak),
+        "hardware_mfu": ratio(whole["hardware_flops"] / step_s, peak),
+        "ceiling_share": ratio(rate, ceiling_flops_per_s),
+    }
 
 
 def _rates_table(
-    config: RunConfig, whole: Numbers, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
+    config: RunConfig, whole: Values, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
 ) -> Table:
+    rates = _rates(config, whole, device, step_s, ceiling_flops_per_s)
     peak = device.peak_flops_per_s.get(config.precision) if device else None
+    name = device.names[0] if device else ""
     rows = [
-        ("time of a step", significant(step_s * 1e3), "ms"),
-        ("tokens", significant(_tokens(config) / step_s), "per s"),
-        ("model FLOPs", significant(whole["step_flops"] / step_s / TERA), "TFLOP/s"),
+        ("time of a step", step_s, 1e3, "ms"),
+        ("tokens", rates["tokens_per_s"], 1, "per s"),
+        ("model FLOPs", rates["model_flops_per_s"], 1 / TERA, "TFLOP/s"),
+        (f"peak of {name} at {config.precision}", peak, 1 / TERA, "TFLOP/s"),
+        ("MFU", rates["mfu"], 100, "%"),
+        ("with attention counted as causal", rates["mfu_causal"], 100, "%"),
+        ("with what is computed again", rates["hardware_mfu"] if whole["recomputed_flops"] else None, 100, "%"),
+        (f"measured ceiling at {config.precision}", ceiling_flops_per_s, 1 / TERA, "TFLOP/s"),
+        ("share of the measured ceiling", rates["ceiling_share"], 100, "%"),
     ]
-    if device is not None and peak is not None:
-        rows += [
-            (f"peak of {device.names[0]} at {config.precision}", significant(peak / TERA), "TFLOP/s"),
-            ("MFU", significant(100 * whole["step_flops"] / step_s / peak), "%"),
-            ("with attention counted as causal", significant(100 * whole["step_causal_flops"] / step_s / peak), "%"),
-        ]
-        if whole["recomputed_flops"]:
-            hardware = significant(100 * whole["hardware_flops"] / step_s / peak)
-            rows.append(("with what is computed again", hardware, "%"))
-    if ceiling_flops_per_s is not None:
-        share = whole["step_flops"] / step_s / ceiling_flops_per_s
-        rows += [
-            (f"measured ceiling at {config.precision}", significant(ceiling_flops_per_s / TERA), "TFLOP/s"),
-            ("share of the measured ceiling", significant(100 * share), "%"),
-        ]
     unknown = "No MFU: the peak of the GPU at this precision is not known (--device-name)."
     meaning = "MFU: the model's FLOPs, attention in full, over the dense peak that the data sheet promises."
-    return Table(
-        title="What such a step achieves",
-        headings=(Column("quantity", numeric=False), Column("value"), Column("unit", numeric=False)),
-        rows=tuple(rows),
-        notes=(unknown if peak is None else meaning, *([UNMEASURED] if ceiling_flops_per_s is None else [])),
-    )
-
-
-def _memory_rows(prediction: MemoryPrediction) -> Iterator[tuple[str, str, str]]:
-    peak = prediction.peak
-    yield f"peak memory, in {peak.phase}", significant(peak.allocated_bytes / GIB), "GiB"
-    yield "peak memory of the first step", significant(prediction.first_step_peak.allocated_bytes / GIB), "GiB"
-    yield "reserved", significant(prediction.reserved_bytes / GIB), "GiB"
-    yield "allocated when a step begins", significant(prediction.start_bytes / GIB), "GiB"
-    for phase, num_bytes in prediction.after_bytes.items():
-        yield f"allocated after {phase}", significant(num_bytes / GIB), "GiB"
-
-
-def _parts(title: str, parts: tuple[Part, ...], top: int, notes: tuple[str, ...]) -> Table:
-    whole = sum(part.size_bytes for part in parts)
-    shown = sorted(parts, key=lambda part: -part.size_bytes)[:top]
-    rest = whole - sum(part.size_bytes for part in shown)
-    columns: list[Column[Part]] = [
-        Column("category", numeric=False, text=lambda part: part.category),
-        Column("what", numeric=False, text=lambda part: part.label),
-        Column("count", drop_order=3, text=lambda part: f"{part.count:,}"),
-        Column("size", "MiB", text=lambda part: significant(part.size_bytes / MIB)),
-        Column("share", "%", drop_order=1, text=lambda part: f"{100 * part.size_bytes / whole:.1f}"),
-        Column("bytes of each", numeric=False, drop_order=2, text=lambda part: part.formula),
-    ]
-    more = (f"{len(parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
-    return make_table(title, columns, shown, notes=(*more, *notes))
+    notes = unknown if peak is None else meaning, *([UNMEASURED] if ceiling_flops_per_s is None else [])
+    known = [(what, value * scale, unit) for what, value, scale, unit in rows if value is not None]
+    return quantity_table("What such a step achieves", known, notes)
 
 
 def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
     peak = prediction.peak
     title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
-    return _parts(title, peak.parts, top, ("The sum of all is the peak, to the byte.",))
+    return _largest_table(title, peak.parts, top, "The sum of all is the peak, to the byte.")
 
 
 def _saves_blocks(config: RunConfig) -> bool:
@@ -381,23 +315,36 @@ def _block_table(config: RunConfig, top: int) -> Table:
     parts = saved_by_block(config) or ()
     when = " while it is computed again" if config.checkpoint_blocks else ""
     whole = significant(sum(part.size_bytes for part in parts) / MIB)
-    return _parts(f"Saved for backward by one block{when}, {whole} MiB", parts, top, ())
+    return _largest_table(f"Saved for backward by one block{when}, {whole} MiB", parts, top)
+
+
+def _largest_table(title: str, parts: tuple[Part, ...], top: int, *notes: str) -> Table:
+    """The largest of the parts; how many more there are is said below."""
+    whole = sum(part.size_bytes for part in parts)
+    shown = sorted(parts, key=lambda part: -part.size_bytes)[:top]
+    rest = whole - sum(part.size_bytes for part in shown)
+    rows = [asdict(part) | {"what": part.label, "share": part.size_bytes / whole} for part in shown]
+    columns = (column("category", drop_order=0), column("what"), column("count", drop_order=3), column("size_bytes"),
+               column("share"), column("formula"))  # fmt: skip
+    more = (f"{len(parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
+    return make_table(title, columns, rows, notes=(*more, *notes))
+
+
+def _fit(config: RunConfig, memory_bytes: int) -> Values:
+    """What fits; None where it is not predicted."""
+    return {
+        "fits": fits(config, memory_bytes),
+        "largest_batch_size": largest_batch(config, memory_bytes),
+        "longest_context_length": largest_context(config, memory_bytes),
+    }
 
 
 def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
-    room = f"{significant(memory_bytes / GIB)} GiB"
-    answers = (
-        ("this configuration", {True: "fits", False: "does not fit", None: ""}[fits(config, memory_bytes)]),
-        (f"largest batch at context {config.model.context_length:,}", _number(largest_batch(config, memory_bytes))),
-        (f"longest context at batch {config.batch_size:,}", _number(largest_context(config, memory_bytes))),
-    )
-    return Table(
-        title=f"What fits {room}",
-        headings=(Column("question", numeric=False), Column("answer")),
-        rows=answers,
-        notes=("On an otherwise empty GPU; the CUDA context and fragmentation are counted.",),
-    )
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
+    found = _fit(config, memory_bytes)
+    rows = [
+        ("this configuration", {True: "fits", False: "does not fit", None: None}[found["fits"]]),
+        (f"largest batch at context {config.model.context_length:,}", found["largest_batch_size"]),
+        (f"longest context at batch {config.batch_size:,}", found["longest_context_length"]),
+    ]
+    note = "On an otherwise empty GPU; the CUDA context and fragmentation are counted."
+    return quantity_table(f"What fits {significant(memory_bytes / GIB)} GiB", rows, [note], ("question", "answer"))

@@ -8,11 +8,10 @@ from cs336_systems.costs.napkin import (
     rule_of_thumb_flops,
     training_days,
 )
-from cs336_systems.report.columns import column
-from cs336_systems.report.numbers import significant
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.numbers import amount
+from cs336_systems.report.table import Table, quantity_table
 
-COLUMNS = (column("quantity"), column("amount", write=lambda value: _power(value)), column("unit"), column("how"))
+KEYS = ("quantity", "amount", "unit", "how")
 
 
 def days_table(
@@ -24,8 +23,7 @@ def days_table(
     unit, unit_s = _unit_of_time(days * SECONDS_PER_DAY)
     time = days * SECONDS_PER_DAY / unit_s
     backward = TRAINING_FLOPS - FORWARD_FLOPS
-    return _table(
-        f"Training takes {_power(time)} {unit}",
+    rows = (
         ("parameters N", parameters, "", "given"),
         ("tokens T", tokens, "", "given"),
         ("FLOPs of the training", flops, "FLOP", f"{TRAINING_FLOPS} N T"),
@@ -35,44 +33,34 @@ def days_table(
         ("FLOPs per second", flops_per_s, "FLOP/s", "devices x peak x MFU"),
         ("time", flops / flops_per_s, "s", "FLOPs / FLOPs per second"),
         *([("time", time, unit, f"seconds / {unit_s:,}")] if unit_s > 1 else ()),
-        note=f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
+    )
+    note = (
+        f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
         f"{backward} in backward, one product for the gradient of the input and one for that of the weight. "
         "MFU is the share of the promised dense peak that is put to these FLOPs. Attention's scores and values "
-        "come on top, and so do restarts.",
+        "come on top, and so do restarts."
     )
+    return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], KEYS)
 
 
 def largest_table(*, memory_bytes: float, count: int, bytes_per_parameter: float) -> Table:
     """How large a model fits so many devices."""
     parameters = largest_model(memory_bytes=memory_bytes, count=count, bytes_per_parameter=bytes_per_parameter)
-    return _table(
-        f"The largest model has {_power(parameters)} parameters",
+    rows = (
         ("memory of one device", memory_bytes, "byte", "given, 1 GB = 1e9 bytes"),
         ("devices", count, "", "given"),
         ("memory of all", count * memory_bytes, "byte", "devices x memory"),
         ("bytes of a parameter", bytes_per_parameter, "byte", "given"),
         ("largest model", parameters, "parameters", "memory of all / bytes of a parameter"),
-        note="AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
-        "Nothing is held twice, so all of it is sharded over the devices; activations come on top.",
     )
-
-
-def _table(title: str, *rows: tuple[str, float, str, str], note: str) -> Table:
-    keys = ("quantity", "amount", "unit", "how")
-    return make_table(title, COLUMNS, [dict(zip(keys, row, strict=True)) for row in rows], [note])
+    note = (
+        "AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
+        "Nothing is held twice, so all of it is sharded over the devices; activations come on top."
+    )
+    return quantity_table(f"The largest model has {amount(parameters)} parameters", rows, [note], KEYS)
 
 
 def _unit_of_time(time_s: float) -> tuple[str, int]:
     """The largest unit of which the time is one or more, seconds for less than all, and its seconds."""
     units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
     return next((unit for unit in units if time_s >= unit[1]), ("s", 1))
-
-
-def _power(value: float) -> str:
-    """A whole number in full; others to four digits, with a power of a thousand from a million on: `70e9`."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if 1e-3 <= value < 1e6:
-        return significant(value)
-    exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
-    return f"{value / 10.0**exponent:.4g}e{exponent}"

@@ -10,7 +10,7 @@ from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Precision
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu, state_bytes
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
-from cs336_systems.report.sections.account import CSV_COLUMNS, MIB, account_section
+from cs336_systems.report.sections.account import CSV_COLUMNS, account_section
 
 H200 = find_device("NVIDIA H200")
 FLOPS, STATE, INTENSITY, RULE = range(1, 5)
@@ -165,7 +165,7 @@ def test_the_shown_parts_and_the_rest_are_the_peak() -> None:
     sizes = [number(row[3]) for row in peak.rows]
     rest = number(re.search(r"hold ([\d,.]+) MiB", peak.notes[0])[1])
     assert len(sizes) == 5
-    assert sum(sizes) + rest == pytest.approx(predict_memory(case).peak.allocated_bytes / MIB, rel=1e-3)
+    assert sum(sizes) + rest == pytest.approx(predict_memory(case).peak.allocated_bytes / 2**20, rel=1e-3)
 
 
 def test_a_part_is_a_row_of_its_own() -> None:
