@@ -9,7 +9,7 @@ import pytest
 from cs336_systems.commands.rebuild import rebuild, results_below
 from cs336_systems.record import load_records
 from cs336_systems.report.sections.memory.entries import load_memory
-from cs336_systems.report.sections.memory.sweep import write_memory_sweep
+from cs336_systems.report.sections.memory.files import write_memory
 from cs336_systems.report.status_line import StatusLine
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -19,7 +19,11 @@ INPUTS = ("runs", "kernels", "memory", "examples")
 """Folders of what was measured and explained; JSON files are such too."""
 OF_ANOTHER_PROGRAM = {"nvtx_kern_sum_small_ctx512.csv"}
 PARTLY_KEPT = DATA / "memory_profiles/h200"
-"""Of 48 recorded runs ten kept their explained profile: its tables of memory are those of the commit that measured."""
+"""Of 48 recorded runs ten kept their explained profile: its tables of memory are those of the commit that measured.
+
+In these `boundaries` has a row for each run, with the peaks and ends of its phases; now `phases` and `boundaries` have
+a row for each phase and each boundary of the last step.
+"""
 MEMORY = ("peaks", "categories", "boundaries", "largest")
 
 
@@ -76,7 +80,7 @@ def test_of_a_sweep_that_kept_some_profiles_their_rows_are_in_its_tables(
 ) -> None:
     made = tmp_path_factory.getbasetemp() / PARTLY_KEPT.name
     if not made.exists():
-        write_memory_sweep(load_memory(load_records(PARTLY_KEPT / "runs")[0], PARTLY_KEPT), made)
+        write_memory(load_memory(load_records(PARTLY_KEPT / "runs")[0], PARTLY_KEPT), made)
     rows, all_rows = table(made / f"{name}.csv"), table(PARTLY_KEPT / f"{name}.csv")
     shared = all_rows[0].keys() & rows[0].keys()
     committed = [{key: row[key] for key in shared} for row in all_rows]

@@ -76,18 +76,21 @@ def run(arguments: MemoryArguments) -> int:
             profiles.append(_explain(file, config))
         from cs336_systems.analysis.memory.profile import encode_memory_profile
         from cs336_systems.report.sections.memory.compare import changes_json, compare_memory
+        from cs336_systems.report.sections.memory.entries import Snapshot
         from cs336_systems.report.sections.memory.files import memory_tables, write_memory
+
+        alone = [Snapshot(profile=profiles[0])]
 
         if arguments.output is not None:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
-            write_memory(profiles[0], arguments.output, arguments.top)
+            write_memory(alone, arguments.output, arguments.top)
     with json_alone(arguments.json) as print_json:
         if print_json is not None:
             both = len(profiles) == 2
             print_json(encode_json(changes_json(*profiles)) if both else encode_memory_profile(profiles[0]))
         else:
-            for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(profiles[0], arguments.top):
+            for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(alone, arguments.top):
                 print_table(table, arguments.output)
                 say("")
         if arguments.output is not None:

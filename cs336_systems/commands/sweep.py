@@ -319,7 +319,7 @@ def report(
     """
     status("reading records and profiles")
     from cs336_systems.report.sections.kernels.sweep import sweep_tables
-    from cs336_systems.report.sections.memory.sweep import memory_sweep_tables
+    from cs336_systems.report.sections.memory.files import memory_tables
     from cs336_systems.report.sections.steps import results_section
     from cs336_systems.report.terminal import print_sweep, print_table, say
 
@@ -350,7 +350,7 @@ def report(
         say(f"results: {output}")
     else:
         print_sweep(together.records, output, ceilings)
-        for table in (*sweep_tables(together.kernels), *memory_sweep_tables(together.memory)):
+        for table in (*sweep_tables(together.kernels), *memory_tables(together.memory)):
             print_table(table, output)
     for directory, own in found.items():
         print_profile_paths([record.config for record in own], directory / "runs")
@@ -402,7 +402,7 @@ class Results:
         from cs336_systems.report.plots.steps import write_plots
         from cs336_systems.report.sections.kernels.plots import write_pictures
         from cs336_systems.report.sections.kernels.sweep import write_kernel_sweep
-        from cs336_systems.report.sections.memory.sweep import write_memory_sweep
+        from cs336_systems.report.sections.memory.files import write_memory
         from cs336_systems.report.sections.steps import write_tables
 
         if self.published:
@@ -418,7 +418,7 @@ class Results:
                 write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
         if self.memory:
             status("writing tables and plots of memory")
-            write_memory_sweep(self.memory, output)
+            write_memory(self.memory, output)
 
 
 def _refuse_to_lose(results: Results, directory: Path, output: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from cs336_systems.config import RunConfig
+from cs336_systems.record import Status
 from cs336_systems.report.columns import Column
 from cs336_systems.report.identity import (
     ALWAYS,
@@ -32,10 +33,6 @@ class Entry(Protocol):
     @property
     def device_name(self) -> str | None:
         """None where it is not known."""
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether memory ran out during the run."""
 
 
 E = TypeVar("E", bound=Entry)
@@ -90,7 +87,7 @@ def over_configurations(
     shared = settings(among or [row["entry"] for row in kept], ALWAYS if is_single else ())
     table = make_table(
         title, [*before, *columns], kept, [*notes, *([f"{shared}."] if shared else [])],
-        lambda row: bool(row["entry"].is_out_of_memory),
+        lambda row: row.get("status", Status.OK) != Status.OK,
     )  # fmt: skip
     every = [row | row["identity"] for row in rows] if csv else []
     before_csv = [name for name in LEADING if rows and name in rows[0]["identity"]]

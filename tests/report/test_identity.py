@@ -34,9 +34,9 @@ from cs336_systems.report.sections.kernels import sweep as kernel_sweep
 from cs336_systems.report.sections.kernels.answers import sweep_answers as kernel_answers
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.shares import classes_by_configuration
-from cs336_systems.report.sections.memory import sweep as memory_sweep
-from cs336_systems.report.sections.memory.answers import sweep_answers as memory_answers
+from cs336_systems.report.sections.memory.answers import answers as memory_answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.files import sections as memory_sections
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.sections.steps import results_table, write_tables
 from cs336_systems.sweep.store import kernel_profile_path
@@ -124,7 +124,7 @@ def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
     entries = [memory_entry(config) for config in pair]
     assert len({*report_entries.labels(entries)}) == len({config.key for config in pair}) == 2
-    assert_apart([make(entries) for make in memory_sweep._SECTIONS], pair)
+    assert_apart(memory_sections(entries), pair)
 
 
 @each_setting("repeat", "profiler")
@@ -257,9 +257,8 @@ def test_each_peak_in_sentences_is_its_own_configurations(change) -> None:
     entries = [memory_entry(config, peak=peak)
                for config, peak in zip((base, replace(base, **change)), peaks, strict=True)]  # fmt: skip
     text = memory_answers(entries)
-    names = report_entries.labels(entries, without=("mode", "context_length"))
-    for name, saved in zip(names, (300, 500), strict=True):
-        assert f"{name}: train {size(saved * MIB)} at context 128." in text.replace("\\", "")
+    for name, saved in zip(report_entries.labels(entries), (300, 500), strict=True):
+        assert f"**{name}**: The peak is {size(saved * MIB)}," in text.replace("\\", "")
 
 
 def test_a_profiled_sweep_over_warm_up_has_a_picture_and_a_row_of_each(tmp_path, monkeypatch) -> None:

@@ -30,8 +30,8 @@ from cs336_systems.report.sections.kernels.sweep import sweep_tables
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import ladder_section
 from cs336_systems.report.sections.memory.compare import compare_memory
+from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot
 from cs336_systems.report.sections.memory.files import memory_tables
-from cs336_systems.report.sections.memory.sweep import MemoryEntry, memory_sweep_tables
 from cs336_systems.report.sections.napkin import days_table
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
@@ -72,13 +72,14 @@ def kinds():
     attention = make_study(*(make_result(cell) for cell in cells), implementations=tuple(Implementation))
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
     entries = [Profiled(config=r.config, profile=make_profile(), plain=r, profiled=r) for r in profiled]
+    snapshot = [Snapshot(profile=make_memory())]
     memory = [MemoryEntry(config=r.config, profile=make_memory(), plain=r) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     means = (0.0101, 0.0102, 0.0103), (0.0201, 0.0202, 0.0203)
     account = AccountArguments(size="xl", context_length=512)
     found = {
         "results": ([results_table(to_frame(records))], ("size", "context", "precision", "step", "status")),
-        "warm-up": ([warmup_table(warmups)], ("size", "context", "precision", "warm-up", "step")),
+        "warm-up": ([warmup_table(to_frame(warmups))], ("size", "context", "precision", "warm-up", "step")),
         "ladder": (ladder_section(rungs).tables[:1], ("rung", "step", "gate")),
         "ladder's others": (ladder_section(rungs).tables[1:], ("rung",)),
         "ceilings": (ceilings_tables(make_whole())[:1], ("ceiling", "measured", "unit")),
@@ -90,8 +91,8 @@ def kinds():
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),
         "kernels": (profile_tables(make_profile(), 10), ("phase", "part", "kernel", "total", "finding")),
         "kernels of a sweep": (sweep_tables(entries), ("size", "phase", "step")),
-        "memory": (memory_tables(make_memory()), ("moment", "size", "finding", "quantity", "value")),
-        "memory of a sweep": (memory_sweep_tables(memory), ("size", "peak")),
+        "memory": (memory_tables(snapshot), ("moment", "size", "finding", "quantity", "value")),
+        "memory of a sweep": (memory_tables(memory), ("size", "peak")),
         "memories compared": (compare_memory(make_memory(), make_inference()), ("category", "what")),
         "account": (account_section(account.config(), find_device(H200), 0.1, 40e9, 10, 7e14).tables, ("part", "step")),
         "napkin": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",

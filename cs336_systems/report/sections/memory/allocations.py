@@ -1,17 +1,15 @@
-"""Tables of allocations: the largest, what the peak consists of, what each block of the model saves for backward.
+"""Tables of allocations: the largest, what the peak consists of, what each block of the model saves for backward."""
 
-Of one `MemoryProfile`, the largest over the configurations of a sweep too.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
-from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
+from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import label, percent, share
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.entries import Explained
+from cs336_systems.report.sections.memory.facts import typical
 from cs336_systems.report.sections.memory.words import MIB, MIB_CELL, in_unit, innermost, shape_text, size, unit_for
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
@@ -19,11 +17,12 @@ from cs336_systems.text import counted
 NUM_CONTRIBUTORS = 5
 """Of what a block saves, as many as the course asks for."""
 NUM_LARGEST = 3
-"""Allocations of each configuration to list."""
-_LIKE_CSV = (
+"""Allocations of each of several configurations to list."""
+_LIKE_KEYS = (
     "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
-    "dtype", "explanation", "places",
+    "dtype", "explanation", "place", "places",
 )  # fmt: skip
+_SAVED_KEYS = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
 
 
 def _like(row: LikeAllocations) -> Values:
@@ -46,9 +45,15 @@ def _like(row: LikeAllocations) -> Values:
     }
 
 
-def largest_section(profile: MemoryProfile, top: int) -> Section:
-    """The `top` largest allocations with the code that they come from; as CSV all that the profile keeps."""
-    rows = [*map(_like, profile.largest)]
+def largest(entries: Sequence[Explained], top: int = NUM_LARGEST) -> Section:
+    """The `top` largest allocations of each with the code that they come from; as CSV all of a single snapshot."""
+
+    def ranked(entry: Explained) -> Iterator[Values]:
+        found = entry.profile.largest
+        for rank, row in enumerate(found if entry.config is None else found[:top]):
+            yield _like(row) | {"rank": rank}
+
+    rows = rows_of(entries, ranked)
     columns = [
         column("requested_bytes", unit="bytes", write=_whole, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
@@ -56,26 +61,15 @@ def largest_section(profile: MemoryProfile, top: int) -> Section:
         column("count"),
         *_what_columns(),
     ]
-    table = make_table("Largest allocations", columns, rows[:top], _shown(len(rows[:top]), len(rows)))
-    return Section(name="largest", tables=(table,) if rows else (), rows=rows, keys=_LIKE_CSV)
+    num_shown = sum(row["rank"] < top for row in rows)
+    notes = ["Those of one size, category, name and place are one row."]
+    notes += [f"Shown are {num_shown} of {len(rows)} such rows."] if num_shown < len(rows) else []
+    return over_configurations(
+        "largest", "Largest allocations", rows, columns, _LIKE_KEYS, notes, shown=lambda row: row["rank"] < top
+    )
 
 
-def largest_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
-    """The largest allocations of every configuration, and where they come from."""
-    rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:NUM_LARGEST]))
-    columns = [
-        column("requested_bytes", unit="bytes", write=_whole, drop_order=3),
-        column("requested_bytes", name="size", write=size),
-        column("count", drop_order=1),
-        column("category", drop_order=2),
-        column("explanation", drop_order=4),
-        column("place", drop_order=5),
-    ]
-    csv = ("requested_bytes", "bytes", "count", "category", "name", "explanation", "place")
-    return over_configurations("largest", "Largest allocations", rows, columns, csv, [])
-
-
-def at_peak_section(profile: MemoryProfile, top: int) -> Section:
+def at_peak(profile: MemoryProfile, top: int) -> Section:
     """The `top` groups of like allocations that the peak consists of, by bytes together; as CSV all that are kept."""
     whole_bytes = profile.peak.allocated_bytes
     rows = [_like(row) | {"share_of_peak": share(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak]
@@ -90,9 +84,8 @@ def at_peak_section(profile: MemoryProfile, top: int) -> Section:
         "Together: in blocks; each: what was asked for.",
         f"Shown are {percent(sum(row['bytes_at_peak'] for row in rows[:top]), whole_bytes)} % of the peak.",
     ]
-    table = make_table("What the peak consists of", columns, rows[:top], notes)
-    keys = (*_LIKE_CSV, "share_of_peak")
-    return Section(name="at_peak", tables=(table,) if rows else (), rows=rows, keys=keys)
+    tables = (make_table("What the peak consists of", columns, rows[:top], notes),) if rows else ()
+    return Section(name="at_peak", tables=tables, rows=rows, keys=(*_LIKE_KEYS, "share_of_peak"))
 
 
 def _whole(value: int) -> str:
@@ -110,25 +103,11 @@ def _what_columns() -> list[Column[Values]]:
     ]
 
 
-def _shown(shown: int, known: int) -> list[str]:
-    kinds = "Those of one size, category, name and place are one row."
-    return [kinds, f"Shown are {shown} of {known} such rows."] if shown < known else [kinds]
-
-
-def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
-    """The first block that saves the median, the lower of the middle two; raise ValueError for no blocks."""
-    if not blocks:
-        raise ValueError("a typical block needs at least one block, got none")
-    middle = sorted(block.saved_bytes for block in blocks)[(len(blocks) - 1) // 2]
-    return next(block for block in blocks if block.saved_bytes == middle)
-
-
-def blocks_section(profile: MemoryProfile) -> Section:
-    """What each block saves and holds; to read, the least, median and most over the blocks."""
-    blocks = profile.blocks
-    if not blocks:
+def blocks(profile: MemoryProfile) -> Section:
+    """What each block saves and holds; to read, the range over the blocks, and what a typical one saves."""
+    if not profile.blocks:
         return Section(name="blocks")
-    every = [
+    rows: list[Values] = [
         {
             "block": block.name,
             "saved_bytes": block.saved_bytes,
@@ -137,11 +116,11 @@ def blocks_section(profile: MemoryProfile) -> Section:
             "parameter_bytes": block.parameter_bytes,
             "gradient_bytes": block.gradient_bytes,
         }
-        for block in blocks
+        for block in profile.blocks
     ]
     names = {"saved for backward": "saved_bytes", "parameters": "parameter_bytes", "gradients": "gradient_bytes"}
-    found = {name: [getattr(block, field) for block in blocks] for name, field in names.items()}
-    rows = [
+    found = {name: [row[key] for row in rows] for name, key in names.items()}
+    ranges = [
         {"of": name, "min": min(sizes), "median": round(median(sizes)), "max": max(sizes), "sum": sum(sizes)}
         for name, sizes in found.items()
     ]
@@ -152,30 +131,16 @@ def blocks_section(profile: MemoryProfile) -> Section:
         Column("max", "MiB", drop_order=1, key="max", write=MIB_CELL.cell),
         Column("all blocks", "MiB", key="sum", write=MIB_CELL.cell),
     ]
-    notes = [f"Over {counted(len(blocks), 'block')}, in one step, without rounding; each is in blocks.csv."]
-    if again := sum(block.recomputed_bytes for block in blocks):
+    notes = [f"Over {counted(len(rows), 'block')}, in one step, without rounding; each is in blocks.csv."]
+    if again := sum(block.recomputed_bytes for block in profile.blocks):
         notes.append(f"Of what is saved, {size(again)} are not kept from forward on: backward computes them again.")
-    tables = (make_table("Memory of a block", columns, rows, notes), _contributors_table(blocks))
-    return Section(name="blocks", tables=tables, rows=every)
+    table = make_table("Memory of a block", columns, ranges, notes)
+    return Section(name="blocks", tables=(table, _contributors(profile.blocks)), rows=rows)
 
 
-def _saved(block: BlockMemory, tensor: SavedTensor) -> Values:
-    return {
-        "block": block.name,
-        "name": tensor.name,
-        "shape": " x ".join(map(str, tensor.shape)),
-        "shape_and_type": shape_text(tensor.shape, tensor.dtype),
-        "dtype": tensor.dtype,
-        "bytes": tensor.num_bytes,
-        "share": share(tensor.num_bytes, block.saved_bytes),
-        "explanation": tensor.explanation,
-        "recomputed": tensor.is_recomputed,
-    }
-
-
-def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
-    block = typical(blocks)
-    rows = [_saved(block, tensor) for tensor in block.saved[:NUM_CONTRIBUTORS]]
+def _contributors(found: Sequence[BlockMemory]) -> Table:
+    block = typical(found)
+    rows = [*_saved(block)][:NUM_CONTRIBUTORS]
     columns = [
         in_unit("bytes", MIB_CELL),
         column("share"),
@@ -183,10 +148,10 @@ def _contributors_table(blocks: Sequence[BlockMemory]) -> Table:
         column("shape_and_type", drop_order=3),
         column("explanation", drop_order=2),
     ]
-    alike = sum(_tensors(other) == _tensors(block) for other in blocks)
+    alike = sum(_tensors(other) == _tensors(block) for other in found)
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, the same in {alike} of "
-        f"{counted(len(blocks), 'block')}. Each tensor of each block is in saved.csv."
+        f"{counted(len(found), 'block')}. Each tensor of each block is in saved.csv."
     ]
     return make_table(f"Largest tensors that {label(block.name)} saves for backward", columns, rows, notes)
 
@@ -196,8 +161,21 @@ def _tensors(block: BlockMemory) -> list[tuple[str, tuple[int, ...], str, int]]:
     return [(tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes) for tensor in block.saved]
 
 
-def saved_section(profile: MemoryProfile) -> Section:
+def _saved(block: BlockMemory) -> Iterator[Values]:
+    for tensor in block.saved:
+        yield {
+            "block": block.name,
+            "name": tensor.name,
+            "shape": " x ".join(map(str, tensor.shape)),
+            "shape_and_type": shape_text(tensor.shape, tensor.dtype),
+            "dtype": tensor.dtype,
+            "bytes": tensor.num_bytes,
+            "share": share(tensor.num_bytes, block.saved_bytes),
+            "explanation": tensor.explanation,
+            "recomputed": tensor.is_recomputed,
+        }
+
+
+def saved(profile: MemoryProfile) -> Section:
     """Every tensor that a block saves, as CSV; the largest of a typical block stand below the blocks."""
-    rows = [_saved(block, tensor) for block in profile.blocks for tensor in block.saved]
-    keys = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
-    return Section(name="saved", rows=rows, keys=keys)
+    return Section(name="saved", rows=[row for block in profile.blocks for row in _saved(block)], keys=_SAVED_KEYS)

@@ -1,19 +1,18 @@
-"""The questions that CS336 (assignment 2, memory profiling) asks of snapshots, answered for one and for a sweep."""
+"""The questions that CS336 (assignment 2, memory profiling) asks of snapshots, answered for one or for several."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
 from cs336_systems.config import Mode, Precision
 from cs336_systems.report.entries import labels
 from cs336_systems.report.numbers import label, significant
-from cs336_systems.report.sections.memory.allocations import NUM_CONTRIBUTORS, typical
-from cs336_systems.report.sections.memory.entries import MemoryEntry, twins
-from cs336_systems.report.sections.memory.facts import phase_peaks, unnamed_copies_bytes
+from cs336_systems.report.sections.memory.allocations import NUM_CONTRIBUTORS
+from cs336_systems.report.sections.memory.entries import Explained, MemoryEntry, recorded_runs, twins
+from cs336_systems.report.sections.memory.facts import by_category, peaks_by, typical
 from cs336_systems.report.sections.memory.largest import largest_words
-from cs336_systems.report.sections.memory.tables import bytes_of
-from cs336_systems.report.sections.memory.words import MIB, consists_of, parts_of, shape_text, size, when
+from cs336_systems.report.sections.memory.words import MIB, parts_of, peak_words, shape_text, size, when
 from cs336_systems.report.sentences import answers_markdown, percent_of
 
 NUM_LARGEST = 5
@@ -40,41 +39,43 @@ class Question(Enum):
     )
 
 
-def answers(profile: MemoryProfile) -> dict[Question, str]:
-    """Each of the questions with its answer; it says so where the profile does not tell."""
-    return {
-        Question.TIMELINE: _timeline(profile),
-        Question.PEAK: _peak(profile),
-        Question.PRECISION: _precision(profile),
-        Question.RESIDUAL: _residual(profile),
-        Question.LARGEST: _largest(profile),
-        Question.BLOCK: _block(profile),
-    }
+def answers(entries: Sequence[Explained]) -> str:
+    """Markdown: each question as a heading, what several runs have in common, then the answer of each.
 
-
-def profile_answers(profile: MemoryProfile) -> str:
-    """Markdown: each question as a heading, and the answer of this profile."""
-    return answers_markdown(TITLE, [(question.value, [("", text)]) for question, text in answers(profile).items()])
-
-
-def sweep_answers(entries: Sequence[MemoryEntry]) -> str:
-    """Markdown: each question as a heading, what holds over the configurations, then the answer of each.
-
-    Of more than MAX_EACH, only some are answered for one by one.
+    Runs with the same answer share it. Of more than MAX_EACH runs, only some are answered for one by one.
     """
-    names = labels(entries)
-    chosen = _chosen(entries)
-    found = [
-        (name, answers(entry.profile))
-        for name, entry in zip(names, entries, strict=True)
-        if any(entry is one for one in chosen)
-    ]
+    runs = recorded_runs(entries)
+    names = labels(runs) if runs else [""] * len(entries)
+    chosen = {id(entry) for entry in _chosen(runs) or entries}
     sections = []
     for question in Question:
-        summary = _SUMMARIES[question](entries, names) if len(entries) > 1 else []
-        own = _merged((name, texts[question]) for name, texts in found)
-        sections.append((question.value, [*(("", text) for text in summary), *own]))
+        names_of: dict[str, list[str]] = {}
+        for name, entry in zip(names, entries, strict=True):
+            if id(entry) in chosen:
+                names_of.setdefault(ANSWERS[question](entry.profile), []).append(name)
+        together = _TOGETHER[question](runs) if len(runs) > 1 else ()
+        own = [(", ".join(named), text) for text, named in names_of.items()]
+        sections.append((question.value, [*(("", text) for text in together), *own]))
     return answers_markdown(TITLE, sections)
+
+
+def _chosen(entries: Sequence[MemoryEntry]) -> Sequence[MemoryEntry]:
+    """All, or of many the least and the most of the modes, at the longest context that most of these finished at.
+
+    The largest sizes where that is still too many.
+    """
+    if len(entries) <= MAX_EACH:
+        return entries
+    present = [mode for mode in Mode if any(entry.config.mode is mode for entry in entries)]
+    wanted = [entry for entry in entries if entry.config.mode in (present[0], present[-1])]
+    finished = [entry for entry in wanted if not entry.is_out_of_memory] or wanted
+    counts = Counter(map(_context, finished))
+    longest = max(counts, key=lambda context: (counts[context], context))
+    return [entry for entry in finished if _context(entry) == longest][-MAX_EACH:]
+
+
+def _context(entry: MemoryEntry) -> int:
+    return entry.config.model.context_length
 
 
 def _timeline(profile: MemoryProfile) -> str:
@@ -95,25 +96,22 @@ def _phase_words(phase: PhaseMemory) -> str:
 
 
 def _peak(profile: MemoryProfile) -> str:
-    peak, peaks = profile.peak, phase_peaks(profile)
-    text = f"{size(peak.allocated_bytes)} allocated, {when(peak)}, and {size(profile.peak_reserved_bytes)} reserved"
+    peaks = peaks_by(profile.phases, lambda phase: phase.phase)
+    text = f"{peak_words(profile)} At most {size(profile.peak_reserved_bytes)} are reserved."
     if len(peaks) > 1:
-        text += "; by phase " + ", ".join(f"{label(phase)} {size(most)}" for phase, most in peaks.items())
-    of = consists_of(peak.categories, peak.allocated_bytes)
-    failed = " The run ran out of memory, so this is what it had by then." if profile.work.out_of_memory else ""
-    return f"{text}. The peak consists of {of}.{failed}"
+        text += f" By phase: {', '.join(f'{label(phase)} {size(most)}' for phase, most in peaks.items())}."
+    return f"{text} The run ran out of memory, so this is what it had by then." if profile.work.out_of_memory else text
 
 
 def _precision(profile: MemoryProfile) -> str:
     """By data type, as far as the profile names those at the peak."""
-    sums: dict[str, int] = {}
+    sums = Counter[str]()
     for row in profile.at_peak:
         if row.dtype:
-            sums[row.dtype] = sums.get(row.dtype, 0) + row.bytes_at_peak
+            sums[row.dtype] += row.bytes_at_peak
     if not sums:
         return f"The snapshot {label(profile.source)} names no data types. A recording by --memory does."
-    said = parts_of(sums, profile.peak.allocated_bytes)
-    return f"Of the peak, as far as data types are known: {said}."
+    return f"Of the peak, as far as data types are known: {parts_of(sums, profile.peak.allocated_bytes)}."
 
 
 def _residual(profile: MemoryProfile) -> str:
@@ -130,121 +128,110 @@ def _block(profile: MemoryProfile) -> str:
     if not profile.blocks:
         return "Nothing was saved for backward in a block that the profile knows."
     block = typical(profile.blocks)
-    gradients = (
-        f"Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)."
-        if block.gradient_bytes
-        else "It had no gradients."
-    )
     parts = [
         f"{' '.join(part for part in (label(tensor.name), shape_text(tensor.shape, tensor.dtype)) if part)} "
         f"{size(tensor.num_bytes)} ({percent_of(tensor.num_bytes, block.saved_bytes)})"
         for tensor in block.saved[:NUM_CONTRIBUTORS]
     ]
-    again = block.recomputed_bytes
-    kept = f" Of that, {size(again)} are there only while backward computes the block again." if again else ""
-    return (
-        f"{label(block.name)} saves {size(block.saved_bytes)} ({block.saved_bytes:,} bytes); most of it "
-        f"{', '.join(parts)}.{kept} {gradients}"
-    )
+    text = f"{label(block.name)} saves {size(block.saved_bytes)} ({block.saved_bytes:,} bytes); most of it "
+    text += f"{', '.join(parts)}."
+    if again := block.recomputed_bytes:
+        text += f" Of that, {size(again)} are there only while backward computes the block again."
+    if not block.gradient_bytes:
+        return f"{text} It had no gradients."
+    return f"{text} Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)."
 
 
-def _chosen(entries: Sequence[MemoryEntry]) -> Sequence[MemoryEntry]:
-    """All, or of many the least and the most of the modes, at the longest context that most of these finished at.
+ANSWERS: Mapping[Question, Callable[[MemoryProfile], str]] = {
+    Question.TIMELINE: _timeline,
+    Question.PEAK: _peak,
+    Question.PRECISION: _precision,
+    Question.RESIDUAL: _residual,
+    Question.LARGEST: _largest,
+    Question.BLOCK: _block,
+}
+"""What one profile answers; it says so where it does not tell."""
 
-    The largest sizes where that is still too many.
+
+def _over_contexts(
+    entries: Iterable[MemoryEntry], value: Callable[[MemoryEntry], str], *without: str
+) -> Iterator[tuple[str, list[MemoryEntry], str]]:
+    """The runs that differ in context and `without` alone: their name, they themselves, and the value at each context.
+
+    Runs without a value are left out.
     """
-    if len(entries) <= MAX_EACH:
-        return entries
-    present = [mode for mode in Mode if any(entry.config.mode is mode for entry in entries)]
-    wanted = [entry for entry in entries if entry.config.mode in (present[0], present[-1])]
-    finished = [entry for entry in wanted if not entry.is_out_of_memory] or wanted
-    counts = Counter(_context(entry) for entry in finished)
-    longest = max(counts, key=lambda context: (counts[context], context))
-    return [entry for entry in finished if _context(entry) == longest][-MAX_EACH:]
+    groups = twins([entry for entry in entries if value(entry)], "context_length", *without)
+    leaders, apart = [group[0] for group in groups], ("context_length", *without)
+    names = labels(leaders, always=("size", "mode", "precision"), without=apart)
+    for name, group in zip(names, groups, strict=True):
+        values = {_context(entry): value(entry) for entry in group}
+        yield name, group, ", ".join(f"{text} at context {context}" for context, text in values.items())
 
 
-def _context(entry: MemoryEntry) -> int:
-    return entry.config.model.context_length
+def _series(value: Callable[[MemoryEntry], str], *without: str) -> Callable[[Sequence[MemoryEntry]], Iterator[str]]:
+    """Makes a sentence of the values of each group over its contexts; of a single context each run tells by itself."""
+
+    def sentences(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+        for name, group, said in _over_contexts(entries, value, *without):
+            if len(set(map(_context, group))) > 1:
+                yield f"{name}: {said}."
+
+    return sentences
 
 
-def _merged(answered: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names and texts, each text once, with all whose answer it is."""
-    names: dict[str, list[str]] = {}
-    for name, text in answered:
-        names.setdefault(text, []).append(name)
-    return [(", ".join(own), text) for text, own in names.items()]
+def _peak_size(entry: MemoryEntry) -> str:
+    return f"{'out of memory after ' if entry.is_out_of_memory else ''}{size(entry.profile.peak.allocated_bytes)}"
 
 
-def _timelines(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
-    texts = [
+def _residual_size(entry: MemoryEntry) -> str:
+    num_bytes = entry.profile.residual_stream_bytes
+    return "" if num_bytes is None else size(num_bytes)
+
+
+def _saved_size(entry: MemoryEntry) -> str:
+    return f"{size(typical(entry.profile.blocks).saved_bytes)} a block" if entry.profile.blocks else ""
+
+
+def _timelines(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    yield (
         f"Each of the {len(entries)} runs has a picture in plots/, by its key, such as "
-        f"plots/{entries[0].config.key}_timeline.png, and a row in boundaries.md."
-    ]
+        f"plots/{entries[0].config.key}_timeline.png, and rows in phases.md and boundaries.md."
+    )
     chosen = _chosen(entries)
     if len(chosen) < len(entries):
-        texts.append(
+        yield (
             f"Told one by one, here and below: {len(chosen)} of the runs. cs336 memory memory/KEY.json --output DIR "
             "answers for any other."
         )
-    return texts
 
 
-def _peaks(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
-    """A sentence for each size and precision: the peak at each context, by mode."""
-    texts = []
-    groups = twins(entries, "mode", "context_length")
-    names = labels([group[0] for group in groups], without=("mode", "context_length"))
-    for name, group in zip(names, groups, strict=True):
-        modes = dict.fromkeys(entry.config.mode for entry in group)
-        said = [
-            f"{mode} " + ", ".join(_peak_at(entry) for entry in group if entry.config.mode is mode) for mode in modes
-        ]
-        texts.append(f"{name}: {'; '.join(said)}.")
-    return texts
+def _mixed_over_full(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """Of the runs in mixed precision that finished, and that finished in full precision too."""
+    full_of: dict[int, MemoryEntry] = {}
+    for group in twins([entry for entry in entries if not entry.is_out_of_memory], "precision"):
+        by_precision = {entry.config.precision: entry for entry in group}
+        if full := by_precision.get(Precision.FP32):
+            full_of |= {id(by_precision[name]): full for name in MIXED if name in by_precision}
+
+    def ratio(entry: MemoryEntry) -> str:
+        part, whole = (run.profile.peak.allocated_bytes for run in (entry, full_of[id(entry)]))
+        return significant(part / whole, 3) if whole else "unknown"
+
+    mixed = [entry for entry in entries if id(entry) in full_of]
+    for name, group, said in _over_contexts(mixed, ratio):
+        changes = _changes(group[-1].profile, full_of[id(group[-1])].profile)
+        yield f"{name}: the peak over that in fp32 is {said}. At context {_context(group[-1])}: {changes}."
 
 
-def _peak_at(entry: MemoryEntry) -> str:
-    failed = "out of memory after " if entry.is_out_of_memory else ""
-    return f"{failed}{size(entry.profile.peak.allocated_bytes)} at context {entry.config.model.context_length}"
-
-
-def _precision_of_all(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
-    """A sentence for each size and mode: mixed precision over full, of runs that finished in both."""
-    groups = twins([entry for entry in entries if not entry.is_out_of_memory], "precision", "context_length")
-    names = labels([group[0] for group in groups], without=("precision", "context_length"))
-    texts = []
-    for name, group in zip(names, groups, strict=True):
-        full = {_context(entry): entry for entry in group if entry.config.precision is Precision.FP32}
-        for precision in MIXED:
-            pairs = [
-                (entry, full[_context(entry)])
-                for entry in group
-                if entry.config.precision is precision and _context(entry) in full
-            ]
-            if pairs:
-                ratios = ", ".join(f"{_ratio(*pair)} at context {_context(pair[0])}" for pair in pairs)
-                texts.append(
-                    f"{name}: the peak in {precision} over that in fp32 is {ratios}. At context "
-                    f"{_context(pairs[-1][0])}: {_changes(*pairs[-1])}."
-                )
-    return texts
-
-
-def _ratio(mixed: MemoryEntry, full: MemoryEntry) -> str:
-    part, whole = mixed.profile.peak.allocated_bytes, full.profile.peak.allocated_bytes
-    return significant(part / whole, 3) if whole else "unknown"
-
-
-def _changes(mixed: MemoryEntry, full: MemoryEntry) -> str:
+def _changes(mixed: MemoryProfile, full: MemoryProfile) -> str:
     """The categories that differ, the most first, and what of the temporary blocks are copies of weights."""
-    peaks = (mixed.profile.peak, full.profile.peak)
-    least = MIN_CHANGE * max(peak.allocated_bytes for peak in peaks)
-    pairs = {category: (bytes_of(peaks[0], category), bytes_of(peaks[1], category)) for category in Category}
-    changed = {category: pair for category, pair in pairs.items() if abs(pair[0] - pair[1]) >= least}
-    ordered = sorted(changed.items(), key=lambda item: -abs(item[1][0] - item[1][1]))
-    said = ", ".join(f"{category} {size(part)} for {size(whole)}" for category, (part, whole) in ordered)
-    copies = unnamed_copies_bytes(mixed.profile)
-    if Category.TEMPORARY in changed and not pairs[Category.AUTOCAST_COPIES][0] and copies >= least:
+    least = MIN_CHANGE * max(mixed.peak.allocated_bytes, full.peak.allocated_bytes)
+    parts, wholes = by_category(mixed.peak), by_category(full.peak)
+    changed = [category for category in Category if abs(parts[category] - wholes[category]) >= least]
+    changed.sort(key=lambda category: -abs(parts[category] - wholes[category]))
+    said = ", ".join(f"{category} {size(parts[category])} for {size(wholes[category])}" for category in changed)
+    copies = _unnamed_copies_bytes(mixed)
+    if Category.TEMPORARY in changed and not parts[Category.AUTOCAST_COPIES] and copies >= least:
         said += (
             f"; of the temporary blocks {size(copies)} have half the sizes of the weights and are at most as many: the "
             "copies that autocast keeps until the pass ends, which nothing names as nothing saves them for backward"
@@ -252,45 +239,33 @@ def _changes(mixed: MemoryEntry, full: MemoryEntry) -> str:
     return said or "no category differs by a hundredth of the peak"
 
 
-def _residual_of_all(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
-    """A sentence for each size that has several contexts."""
-    texts = []
-    groups = twins(entries, "mode", "precision", "context_length")
-    names = labels([group[0] for group in groups], without=("mode", "precision", "context_length"))
-    for name, group in zip(names, groups, strict=True):
-        known = {_context(entry): entry.profile.residual_stream_bytes for entry in group}
-        said = [f"{size(found)} at context {context}" for context, found in known.items() if found is not None]
-        texts += [f"{name}: {', '.join(said)}."] if len(said) > 1 else []
-    return texts
+def _unnamed_copies_bytes(profile: MemoryProfile) -> int:
+    """Temporary blocks at the peak of half a fp32 weight's size, at most as many as there are such weights.
+
+    Under autocast without a graph these are its copies of the weights: nothing saves them, so nothing names them.
+    """
+    weights, copies = Counter[int](), Counter[int]()
+    for row in profile.at_peak:
+        if row.category is Category.PARAMETERS and row.dtype == "float32":
+            weights[row.requested_bytes // 2] += row.count_at_peak
+        elif row.category is Category.TEMPORARY:
+            copies[row.requested_bytes] += row.count_at_peak
+    return sum(num_bytes * count for num_bytes, count in (copies & weights).items())
 
 
-def _largest_of_all(entries: Sequence[MemoryEntry], names: Sequence[str]) -> list[str]:
-    pairs = [(entry.profile.largest, name) for entry, name in zip(entries, names, strict=True) if entry.profile.largest]
-    if not pairs:
-        return []
-    rows, name = max(pairs, key=lambda pair: pair[0][0].requested_bytes)
-    return [f"The largest of all, in {name}: {largest_words(rows, 1)}."]
+def _largest_of_all(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    pairs = [(e.profile.largest, name) for e, name in zip(entries, labels(entries), strict=True) if e.profile.largest]
+    if pairs:
+        rows, name = max(pairs, key=lambda pair: pair[0][0].requested_bytes)
+        yield f"The largest of all, in {name}: {largest_words(rows, 1)}."
 
 
-def _blocks(entries: Sequence[MemoryEntry], _: Sequence[str]) -> list[str]:
-    """A sentence for each size and precision: what a block saves at each context, and its gradients."""
-    texts = []
-    groups = twins([entry for entry in entries if entry.profile.blocks], "mode", "context_length")
-    names = labels([group[0] for group in groups], without=("mode", "context_length"))
-    for name, group in zip(names, groups, strict=True):
-        by_context = {_context(entry): typical(entry.profile.blocks) for entry in group}
-        gradients = max(typical(entry.profile.blocks).gradient_bytes for entry in group)
-        said = [f"{size(block.saved_bytes)} at context {context}" for context, block in by_context.items()]
-        kept = f"; its gradients take {size(gradients)} at any" if gradients else ""
-        texts += [f"A block of {name} saves {', '.join(said)}{kept}."] if len(said) > 1 else []
-    return texts
-
-
-_SUMMARIES: Mapping[Question, Callable[[Sequence[MemoryEntry], Sequence[str]], list[str]]] = {
+_TOGETHER: Mapping[Question, Callable[[Sequence[MemoryEntry]], Iterable[str]]] = {
     Question.TIMELINE: _timelines,
-    Question.PEAK: _peaks,
-    Question.PRECISION: _precision_of_all,
-    Question.RESIDUAL: _residual_of_all,
+    Question.PEAK: _series(_peak_size),
+    Question.PRECISION: _mixed_over_full,
+    Question.RESIDUAL: _series(_residual_size, "mode", "precision"),
     Question.LARGEST: _largest_of_all,
-    Question.BLOCK: _blocks,
+    Question.BLOCK: _series(_saved_size, "mode"),
 }
+"""What several runs answer together."""

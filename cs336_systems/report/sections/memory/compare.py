@@ -1,39 +1,37 @@
 """Two memory profiles beside each other: what grew, by category and by place."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from operator import attrgetter
+from collections import Counter
+from collections.abc import Mapping
 
-from cs336_systems.analysis.memory.profile import Category, LikeAllocations, MemoryProfile
-from cs336_systems.report.columns import Column
+from cs336_systems.analysis.memory.profile import MemoryProfile
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import label
-from cs336_systems.report.sections.memory.tables import WHOLE, bytes_of
-from cs336_systems.report.sections.memory.words import Unit, innermost, size, unit_for
+from cs336_systems.report.sections.memory.facts import by_category
+from cs336_systems.report.sections.memory.peaks import WHOLE
+from cs336_systems.report.sections.memory.words import Unit, in_unit, innermost, size, unit_for
 from cs336_systems.report.table import Table, make_table
 
 MAX_CHANGES = 20
 """Names and places to list."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """What one thing has in both profiles, in bytes at the peak."""
-
-    name: str
-    place: str
-    before_bytes: int
-    after_bytes: int
-
-    @property
-    def grown_bytes(self) -> int:
-        """Negative where it shrank."""
-        return self.after_bytes - self.before_bytes
-
-
 def compare_memory(a: MemoryProfile, b: MemoryProfile) -> list[Table]:
     """What `b` has more or less of than `a` at its peak: by category, then by name and place, by the size of change."""
-    unit = unit_for(max(a.peak_reserved_bytes, b.peak_reserved_bytes))
-    return [_categories_table(a, b, unit), _places_table(a, b, unit)]
+    values = _value_columns(unit_for(max(a.peak_reserved_bytes, b.peak_reserved_bytes)))
+    sides = f"Before: {label(a.source)}; after: {label(b.source)}."
+    categories = make_table(
+        "Memory at the peak, before and after", [column("name", name="category"), *values], _category_changes(a, b),
+        [sides, _verdict(a, b)],
+    )  # fmt: skip
+    changed = _place_changes(a, b)
+    named = [100 * _places(one).total() / (one.peak.allocated_bytes or 1) for one in (a, b)]
+    notes = [f"The profiles name {named[0]:.1f} % of the peak before and {named[1]:.1f} % of that after."]
+    if len(changed) > MAX_CHANGES:
+        notes.append(f"Shown are {MAX_CHANGES} of {len(changed)} changes.")
+    columns = [column("name", name="what", write=str), *values, column("place", drop_order=4)]
+    title = "What grew and shrank at the peak, by name and place"
+    return [categories, make_table(title, columns, changed[:MAX_CHANGES], notes)]
 
 
 def changes_json(a: MemoryProfile, b: MemoryProfile) -> dict[str, object]:
@@ -46,75 +44,60 @@ def changes_json(a: MemoryProfile, b: MemoryProfile) -> dict[str, object]:
     }
 
 
-def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
-    pairs = {str(name): (bytes_of(a.peak, name), bytes_of(b.peak, name)) for name in Category}
-    pairs = {name: pair for name, pair in pairs.items() if any(pair)}
-    pairs[WHOLE] = a.peak.allocated_bytes, b.peak.allocated_bytes
-    pairs["reserved at most"] = a.peak_reserved_bytes, b.peak_reserved_bytes
-    return [Change(name=name, place="", before_bytes=x, after_bytes=y) for name, (x, y) in pairs.items()]
+def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Values]:
+    """Of every category that either has, of all together, and of what is reserved."""
+    return [row for row in _changes(_totals(a), _totals(b)) if row["before_bytes"] or row["after_bytes"]]
 
 
-def _categories_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
-    rows = _category_changes(a, b)
-    columns: list[Column[Change]] = [Column("category", numeric=False, text=attrgetter("name")), *_values(unit)]
-    return make_table("Memory at the peak, before and after", columns, rows, [_sides(a, b), _verdict(a, b)])
+def _totals(profile: MemoryProfile) -> dict[tuple[str, str], int]:
+    totals = {(str(name), ""): num_bytes for name, num_bytes in by_category(profile.peak).items()}
+    return totals | {(WHOLE, ""): profile.peak.allocated_bytes, ("reserved at most", ""): profile.peak_reserved_bytes}
 
 
-def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Change]:
+def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Values]:
     """The largest first."""
-    before, after = _sums(a.at_peak), _sums(b.at_peak)
-    changes = [
-        Change(
-            name=name, place=place, before_bytes=before.get((name, place), 0), after_bytes=after.get((name, place), 0)
-        )
+    changed = [row for row in _changes(_places(a), _places(b)) if row["before_bytes"] != row["after_bytes"]]
+    return sorted(changed, key=lambda row: -abs(row["after_bytes"] - row["before_bytes"]))
+
+
+def _changes(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> list[Values]:
+    return [
+        {
+            "name": name,
+            "place": place,
+            "before_bytes": before.get((name, place), 0),
+            "after_bytes": after.get((name, place), 0),
+        }
         for name, place in {**before, **after}
     ]
-    return sorted((row for row in changes if row.grown_bytes), key=lambda row: -abs(row.grown_bytes))
 
 
-def _places_table(a: MemoryProfile, b: MemoryProfile, unit: Unit) -> Table:
-    changed = _place_changes(a, b)
-    columns: list[Column[Change]] = [
-        Column("what", numeric=False, text=attrgetter("name")),
-        *_values(unit),
-        Column("place", numeric=False, drop_order=4, text=attrgetter("place")),
-    ]
-    notes = [_coverage(a, b)]
-    if len(changed) > MAX_CHANGES:
-        notes.append(f"Shown are {MAX_CHANGES} of {len(changed)} changes.")
-    return make_table("What grew and shrank at the peak, by name and place", columns, changed[:MAX_CHANGES], notes)
-
-
-def _sums(rows: Iterable[LikeAllocations]) -> dict[tuple[str, str], int]:
+def _places(profile: MemoryProfile) -> Counter[tuple[str, str]]:
     """Bytes at the peak by what they are and where they were allocated."""
-    sums: dict[tuple[str, str], int] = {}
-    for row in rows:
+    sums = Counter[tuple[str, str]]()
+    for row in profile.at_peak:
         name = label(row.name) or row.explanation
-        key = f"{row.category}, {name}" if name else str(row.category), innermost(row.places)
-        sums[key] = sums.get(key, 0) + row.bytes_at_peak
+        sums[f"{row.category}, {name}" if name else str(row.category), innermost(row.places)] += row.bytes_at_peak
     return sums
 
 
-def _values(unit: Unit) -> list[Column[Change]]:
-    def signed(row: Change) -> str:
-        text = unit.cell(abs(row.grown_bytes))
-        return f"{'-' if row.grown_bytes < 0 else '+'}{text}" if row.grown_bytes else "0"
+def _value_columns(unit: Unit) -> list[Column[Values]]:
+    def grown(row: Values) -> str:
+        num_bytes = row["after_bytes"] - row["before_bytes"]
+        return f"{'-' if num_bytes < 0 else '+'}{unit.cell(abs(num_bytes))}" if num_bytes else "0"
 
-    def relative(row: Change) -> str:
-        if not row.grown_bytes:
+    def relative(row: Values) -> str:
+        before, after = row["before_bytes"], row["after_bytes"]
+        if before == after:
             return "0"
-        return f"{100 * row.grown_bytes / row.before_bytes:+.1f}" if row.before_bytes else "new"
+        return f"{100 * (after - before) / before:+.1f}" if before else "new"
 
     return [
-        Column("before", unit.name, drop_order=1, text=lambda row: unit.cell(row.before_bytes)),
-        Column("after", unit.name, drop_order=2, text=lambda row: unit.cell(row.after_bytes)),
-        Column("grown by", unit.name, text=signed),
-        Column("grown by", "%", drop_order=3, text=relative),
+        in_unit("before_bytes", unit, drop_order=1),
+        in_unit("after_bytes", unit, drop_order=2),
+        column("grown_bytes", unit=unit.name, text=grown),
+        column("grown_share", drop_order=3, text=relative),
     ]
-
-
-def _sides(a: MemoryProfile, b: MemoryProfile) -> str:
-    return f"Before: {label(a.source)}; after: {label(b.source)}."
 
 
 def _verdict(a: MemoryProfile, b: MemoryProfile) -> str:
@@ -122,12 +105,3 @@ def _verdict(a: MemoryProfile, b: MemoryProfile) -> str:
     if not grown:
         return "The peaks are the same, to the byte."
     return f"The peak {'grew' if grown > 0 else 'shrank'} by {size(abs(grown))}."
-
-
-def _coverage(a: MemoryProfile, b: MemoryProfile) -> str:
-    """How much of the peaks the rows tell of: a profile keeps the largest groups."""
-    parts = [
-        f"{100 * sum(_sums(profile.at_peak).values()) / (profile.peak.allocated_bytes or 1):.1f} %"
-        for profile in (a, b)
-    ]
-    return f"The profiles name {parts[0]} of the peak before and {parts[1]} of that after."

@@ -1,9 +1,10 @@
-"""Runs recorded by the allocator, each with its memory profile and the same run without a recording."""
+"""Memory profiles to report: one of any program, or those of a sweep's runs, each with the same run unrecorded."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.profile import MemoryProfile, read_memory_profile
@@ -17,8 +18,19 @@ from cs336_systems.text import inert_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A memory profile by itself: of any program, without a record of a run."""
+
+    profile: MemoryProfile
+    config: None = None
+    device_name: None = None
+    plain_peak_bytes: None = None
+    predicted_peak_bytes: None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEntry:
-    """A run whose memory was recorded, where it went, and the same run without a recording."""
+    """A run of a sweep whose memory was recorded, where it went, and the same run without a recording."""
 
     config: RunConfig
     """Of the recorded run."""
@@ -50,9 +62,17 @@ class MemoryEntry:
 
     @property
     def device_name(self) -> str | None:
-        """By the plain twin; None where there is none."""
+        """By the same run without a recording; None where there is none."""
         environment = None if self.plain is None else self.plain.environment
         return None if environment is None else environment.identity.device_name
+
+
+Explained: TypeAlias = MemoryEntry | Snapshot
+
+
+def recorded_runs(entries: Sequence[Explained]) -> list[MemoryEntry]:
+    """The entries that have a record; none of a single snapshot."""
+    return [entry for entry in entries if isinstance(entry, MemoryEntry)]
 
 
 def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
@@ -66,7 +86,7 @@ def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
     """Those of `records` with a recorded memory, in the order of the tables; a profile that is missing is said."""
-    twins = {_whatever_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
+    plain = {_whatever_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
     found = []
     for record in sorted(records, key=lambda record: order(record.config)):
         if record.config.profiler is not Profiler.MEMORY:
@@ -76,8 +96,8 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
         except ProfileError as error:
             print(inert_line(f"warning: {record.config.label}, {record.status}: {error}"), file=sys.stderr)
             continue
-        plain = twins.get(_whatever_steps(record.config.unprofiled))
-        found.append(MemoryEntry(config=record.config, profile=profile, plain=plain))
+        twin = plain.get(_whatever_steps(record.config.unprofiled))
+        found.append(MemoryEntry(config=record.config, profile=profile, plain=twin))
     return found
 
 

@@ -1,62 +1,50 @@
-"""Numbers that findings and answers about a `MemoryProfile` share: peaks of steps and phases, the optimizer's start."""
+"""Numbers that tables, sentences and pictures of a `MemoryProfile` share."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
-import numpy as np
+from cs336_systems.analysis.memory.profile import BlockMemory, Category, MemoryProfile, Moment, PhaseMemory
 
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
-from cs336_systems.report.sections.memory.tables import bytes_of
+Key = TypeVar("Key")
 
 START = "start"
+"""Phase of the moment at which a step begins."""
 
 
-def allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """All categories together at each point of the timeline, in bytes."""
-    rows = np.array(profile.timeline.num_bytes, np.int64).reshape(-1, len(profile.timeline.time_s))
-    return np.asarray(rows.sum(axis=0), np.int64)
+def by_category(moment: Moment, *, requested: bool = False) -> dict[Category, int]:
+    """Bytes of each category at the moment, in blocks or as `requested`; 0 for one of which there is nothing."""
+    found = dict.fromkeys(Category, 0)
+    for row in moment.categories:
+        found[row.category] += row.requested_bytes if requested else row.num_bytes
+    return found
 
 
-def phase_peaks(profile: MemoryProfile) -> dict[str, int]:
-    """The most that was allocated in each phase, over all steps, in the order of the phases."""
-    peaks: dict[str, int] = {}
-    for phase in profile.phases:
-        peaks[phase.phase] = max(peaks.get(phase.phase, 0), phase.peak_bytes)
+def bytes_of(moment: Moment, category: Category) -> int:
+    """How much of the category there was at the moment."""
+    return by_category(moment)[category]
+
+
+def fragmentation_bytes(profile: MemoryProfile) -> int:
+    """What the allocator held at the peak and no block used: its cache, and the rests between blocks."""
+    return profile.peak.reserved_bytes - profile.peak.allocated_bytes
+
+
+def difference_bytes(moment: Moment) -> int | None:
+    """By how much the blocks of the snapshot are more than what the allocator counted; None where it did not count."""
+    return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes
+
+
+def peaks_by(phases: Iterable[PhaseMemory], key: Callable[[PhaseMemory], Key]) -> dict[Key, int]:
+    """The most that was allocated in all phases of one key, in the order of the first of each."""
+    peaks: dict[Key, int] = {}
+    for phase in phases:
+        peaks[key(phase)] = max(peaks.get(key(phase), 0), phase.peak_bytes)
     return peaks
 
 
-def step_peaks(profile: MemoryProfile) -> dict[int, int]:
-    """The most that was allocated in each step."""
-    peaks: dict[int, int] = {}
-    for phase in profile.phases:
-        peaks[phase.step] = max(peaks.get(phase.step, 0), phase.peak_bytes)
-    return peaks
-
-
-def starts(profile: MemoryProfile) -> Sequence[Moment]:
-    """The beginnings of the steps."""
-    return [moment for moment in profile.boundaries if moment.phase == START]
-
-
-def late_state_bytes(profile: MemoryProfile) -> int:
-    """Optimizer state that is there at the end and was not when the first step began; 0 in the steady state."""
-    if not profile.boundaries:
-        return 0
-    first, last = profile.boundaries[0], profile.boundaries[-1]
-    return max(0, bytes_of(last, Category.OPTIMIZER_STATE) - bytes_of(first, Category.OPTIMIZER_STATE))
-
-
-def unnamed_copies_bytes(profile: MemoryProfile) -> int:
-    """Temporary blocks at the peak of half a fp32 weight's size, at most as many as there are such weights.
-
-    Under autocast without a graph these are its copies of the weights: nothing saves them, so nothing names them.
-    """
-    weights = Counter[int]()
-    for row in profile.at_peak:
-        if row.category is Category.PARAMETERS and row.dtype == "float32":
-            weights[row.requested_bytes // 2] += row.count_at_peak
-    copies = Counter[int]()
-    for row in profile.at_peak:
-        if row.category is Category.TEMPORARY and row.requested_bytes in weights:
-            copies[row.requested_bytes] += row.count_at_peak
-    return sum(num_bytes * min(count, weights[num_bytes]) for num_bytes, count in copies.items())
+def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
+    """The first block that saves the median, the lower of the middle two; raise ValueError for no blocks."""
+    if not blocks:
+        raise ValueError("a typical block needs at least one block, got none")
+    middle = sorted(block.saved_bytes for block in blocks)[(len(blocks) - 1) // 2]
+    return next(block for block in blocks if block.saved_bytes == middle)

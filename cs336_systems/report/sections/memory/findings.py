@@ -8,11 +8,18 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
-from cs336_systems.report.sections.memory.facts import late_state_bytes, starts, step_peaks
+from cs336_systems.report.sections.memory.facts import START, bytes_of, difference_bytes, fragmentation_bytes, peaks_by
 from cs336_systems.report.sections.memory.largest import largest_words
-from cs336_systems.report.sections.memory.phases import difference_bytes
-from cs336_systems.report.sections.memory.tables import bytes_of, fragmentation_bytes
-from cs336_systems.report.sections.memory.words import GIB, MIB, consists_of, innermost, size, times, when
+from cs336_systems.report.sections.memory.words import (
+    GIB,
+    MIB,
+    check_words,
+    failure_words,
+    innermost,
+    peak_words,
+    size,
+    times,
+)
 from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted
 
@@ -36,12 +43,8 @@ MIN_OUTSIDE_BYTES = 2 * GIB
 
 def findings(profile: MemoryProfile) -> tuple[str, ...]:
     """Running out of memory first, then the peak, then the first step, what is lost, and the largest allocations."""
-    return tuple(
-        text
-        for find in (_out_of_memory, _peak, _first_step, _growth, _disagreement, _fragmentation, _rounding, _segments,
-                     _later, _unknown, _outside, _largest)
-        for text in find(profile)
-    )  # fmt: skip
+    finders = (_out_of_memory, _peak, _first_step, _growth, _lost, _later, _unknown, _largest)
+    return tuple(text for find in finders for text in find(profile))
 
 
 def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
@@ -49,10 +52,9 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
     if failure is None:
         return
     first = " first" if profile.work.out_of_memory > 1 else ""
-    place = f", at {innermost(failure.places)}" if failure.places else ""
     text = (
-        f"Out of memory {times(profile.work.out_of_memory)},{first} {when(failure)} (after {failure.event:,} of "
-        f"{counted(profile.work.events, 'event')}){place}: {size(failure.requested_bytes)} were asked for and "
+        f"Out of memory {times(profile.work.out_of_memory)},{first} {failure_words(failure)}, after {failure.event:,} "
+        f"of {counted(profile.work.events, 'event')}: {size(failure.requested_bytes)} were asked for and "
         f"{size(failure.free_bytes)} were free on the device."
     )
     unused = failure.reserved_bytes - failure.allocated_bytes
@@ -65,18 +67,16 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _peak(profile: MemoryProfile) -> Iterator[str]:
-    peak = profile.peak
-    of = consists_of(peak.categories, peak.allocated_bytes)
-    yield f"The peak is {size(peak.allocated_bytes)}, {when(peak)}; it consists of {of}."
+    yield peak_words(profile)
 
 
 def _first_step(profile: MemoryProfile) -> Iterator[str]:
     """The optimizer's state is made at the end of the first step: that step is smaller than all later ones."""
-    late_bytes = late_state_bytes(profile)
-    if not late_bytes:
+    state = [bytes_of(moment, Category.OPTIMIZER_STATE) for moment in profile.boundaries]
+    if not state or state[-1] <= state[0]:
         return
-    peaks = step_peaks(profile)
-    text = f"The optimizer's state, {size(late_bytes)}, appears during the recording"
+    peaks = peaks_by(profile.phases, lambda phase: phase.step)
+    text = f"The optimizer's state, {size(state[-1] - state[0])}, appears during the recording"
     if len(peaks) < 2:
         yield f"{text}: this is the first step, and later ones need that much more from their start."
         return
@@ -89,7 +89,7 @@ def _first_step(profile: MemoryProfile) -> Iterator[str]:
 
 def _growth(profile: MemoryProfile) -> Iterator[str]:
     """Steps that leave something behind; what the optimizer keeps is no leak."""
-    begun = starts(profile)
+    begun = [moment for moment in profile.boundaries if moment.phase == START]
     if len(begun) < LEAST_STEPS:
         return
     # what follows the last step's start is its own end
@@ -103,61 +103,59 @@ def _growth(profile: MemoryProfile) -> Iterator[str]:
         )
 
 
-def _disagreement(profile: MemoryProfile) -> Iterator[str]:
-    wrong = [found for moment in profile.boundaries if (found := difference_bytes(moment))]
-    if wrong:
-        yield (
-            f"At {len(wrong)} of {len(profile.boundaries)} boundaries the snapshot's blocks are not what PyTorch's "
-            f"allocator counted; they differ by {size(abs(max(wrong, key=abs)))} at most."
-        )
-
-
-def _fragmentation(profile: MemoryProfile) -> Iterator[str]:
-    unused, reserved = fragmentation_bytes(profile), profile.peak.reserved_bytes
+def _lost(profile: MemoryProfile) -> Iterator[str]:
+    """Memory that is in no tensor, and counts that disagree."""
+    work, reserved, unused = profile.work, profile.peak.reserved_bytes, fragmentation_bytes(profile)
+    if any(map(difference_bytes, profile.boundaries)):
+        yield check_words(profile.boundaries)
     if unused >= max(MIN_FRAGMENTATION * reserved, MIN_FRAGMENTATION_BYTES):
         yield (
             f"At the peak {size(unused)} of the {size(reserved)} that PyTorch has reserved, "
             f"{percent_of(unused, reserved)}, are in no block: cache of an earlier, higher need, or rests between "
             "blocks (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True has fewer of these)."
         )
-
-
-def _rounding(profile: MemoryProfile) -> Iterator[str]:
-    lost, whole = profile.rounding_bytes_at_peak, profile.peak.allocated_bytes
-    if whole and lost / whole >= MIN_ROUNDING:
+    if _is_much(profile, profile.rounding_bytes_at_peak, MIN_ROUNDING):
         yield (
-            f"{size(lost)} of the peak, {percent_of(lost, whole)}, were never asked for: the allocator rounds requests "
+            f"{_of_peak(profile, profile.rounding_bytes_at_peak)}, were never asked for: the allocator rounds requests "
             "up, and does not split off rests of less than a MiB."
         )
-
-
-def _segments(profile: MemoryProfile) -> Iterator[str]:
-    """A cache that was flushed, which waits for the device."""
-    work = profile.work
-    if work.segments_freed:
+    if work.segments_freed:  # a cache that was flushed
         yield (
             f"The allocator gave {counted(work.segments_freed, 'segment')} back to the driver and asked it for "
             f"{work.segments_allocated:,}: memory was short, or torch.cuda.empty_cache() was called. Each time the "
             "host waits for the device."
         )
+    if profile.outside_bytes is not None and profile.outside_bytes >= MIN_OUTSIDE_BYTES:
+        yield (
+            f"{size(profile.outside_bytes)} of the device are used and not reserved by PyTorch: more than a CUDA "
+            "context takes, so another process may share the GPU."
+        )
+
+
+def _of_peak(profile: MemoryProfile, num_bytes: int) -> str:
+    return f"{size(num_bytes)} of the peak, {percent_of(num_bytes, profile.peak.allocated_bytes)}"
+
+
+def _is_much(profile: MemoryProfile, num_bytes: int, least: float) -> bool:
+    return num_bytes > 0 and num_bytes >= least * profile.peak.allocated_bytes
 
 
 def _unknown(profile: MemoryProfile) -> Iterator[str]:
-    held, whole = bytes_of(profile.peak, Category.HELD), profile.peak.allocated_bytes
-    if held and held / whole >= MIN_UNKNOWN:
+    held = bytes_of(profile.peak, Category.HELD)
+    if _is_much(profile, held, MIN_UNKNOWN):
         is_sighted = bytes_of(profile.peak, Category.PARAMETERS) > 0
         guess = "workspaces of libraries" if is_sighted else "parameters and the optimizer's state"
         remedy = "" if is_sighted else " A recording by --memory knows."
         yield (
-            f"{size(held)} of the peak, {percent_of(held, whole)}, were there before the recording and after it, and "
-            f"nothing says what they are: most likely {guess}.{remedy}"
+            f"{_of_peak(profile, held)}, were there before the recording and after it, and nothing says what they are: "
+            f"most likely {guess}.{remedy}"
         )
 
 
 def _later(profile: MemoryProfile) -> Iterator[str]:
     """What a snapshot without notes has of activations, with the places that hold most of it."""
-    held, whole = bytes_of(profile.peak, Category.LATER), profile.peak.allocated_bytes
-    if not held or held / whole < MIN_UNKNOWN:
+    held = bytes_of(profile.peak, Category.LATER)
+    if not _is_much(profile, held, MIN_UNKNOWN):
         return
     places = Counter[str]()
     for row in profile.at_peak:
@@ -165,18 +163,10 @@ def _later(profile: MemoryProfile) -> Iterator[str]:
             places[f"at {innermost(row.places)}" if row.places else "at no known place"] += row.bytes_at_peak
     most = ", ".join(f"{size(num_bytes)} {place}" for place, num_bytes in places.most_common(NUM_LARGEST))
     yield (
-        f"{size(held)} of the peak, {percent_of(held, whole)}, came in the recording and were held until later, while "
-        f"{MIN_LATER} or more others were allocated{f': {most}' if most else ''}. So autograd holds activations, until "
-        "backward has used them: torch.no_grad() holds none, checkpointing fewer."
+        f"{_of_peak(profile, held)}, came in the recording and were held until later, while {MIN_LATER} or more others "
+        f"were allocated{f': {most}' if most else ''}. So autograd holds activations, until backward has used them: "
+        "torch.no_grad() holds none, checkpointing fewer."
     )
-
-
-def _outside(profile: MemoryProfile) -> Iterator[str]:
-    if profile.outside_bytes is not None and profile.outside_bytes >= MIN_OUTSIDE_BYTES:
-        yield (
-            f"{size(profile.outside_bytes)} of the device are used and not reserved by PyTorch: more than a CUDA "
-            "context takes, so another process may share the GPU."
-        )
 
 
 def _largest(profile: MemoryProfile) -> Iterator[str]:

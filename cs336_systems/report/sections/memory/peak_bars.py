@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.sections.memory.tables import bytes_of
+from cs336_systems.report.sections.memory.facts import bytes_of
 from cs336_systems.report.sections.memory.words import GIB, size
 
 VISIBLE = 1 / 500

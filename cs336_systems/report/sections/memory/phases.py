@@ -1,57 +1,132 @@
-"""Tables of memory over the phases of a step: what there was where each ended, and its peak; of one run and of many."""
+"""Memory over the phases of a step: what there was where each ended, by category, and the peak of each."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment, PhaseMemory
-from cs336_systems.config import Phase
+from cs336_systems.analysis.memory.profile import Category, CategoryBytes, MemoryProfile, Moment
+from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
-from cs336_systems.report.numbers import label
+from cs336_systems.report.numbers import label, share
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.tables import (
-    SMALL,
-    bytes_of,
-    name_of,
-    of_category,
-    requested_of,
-    rounding_words,
+from cs336_systems.report.sections.memory.entries import Explained, recorded_runs
+from cs336_systems.report.sections.memory.facts import START, difference_bytes
+from cs336_systems.report.sections.memory.words import (
+    GIB_CELL,
+    MIB,
+    Unit,
+    all_boundaries,
+    check_words,
+    in_unit,
+    milliseconds,
+    size,
+    unit_for,
 )
-from cs336_systems.report.sections.memory.words import GIB_CELL, Unit, in_unit, milliseconds, unit_for
-from cs336_systems.report.table import Table, make_table
-from cs336_systems.text import counted
 
-SIGHTED = tuple(category for category in Category if category is not Category.LATER)
-"""Categories that a recording with notes may have; the CSV has the other one behind them."""
-_MOMENT_CSV = (
-    "step", "moment", "time_ms", "allocated_bytes", "counted_bytes", "difference_bytes", "requested_bytes",
-    "counted_requested_bytes", "reserved_bytes",
-    *(f"{name_of(category)}_{key}" for categories in (SIGHTED, (Category.LATER,))
-      for key in ("bytes", "requested_bytes") for category in categories),
-)  # fmt: skip
-_PHASE_CSV = (
+SMALL = 0.01
+"""Of the most that was allocated: a category that never has more can be left out on a narrow terminal."""
+MIN_ROUNDED = 0.01
+"""Of a category: with less, its blocks and what was asked for look the same in a table."""
+MIN_ROUNDED_BYTES = MIB
+_PHASE_KEYS = (
     "step", "phase", "status", "begin_ms", "end_ms", "begin_bytes", "peak_bytes", "peak_ms", "end_bytes"
 )  # fmt: skip
 
 
-def moment_name(moment: Moment) -> str:
+def category_key(category: Category, quantity: str) -> str:
+    """The category as part of a column's key: `optimizer_state_bytes`."""
+    return f"{category.replace(' ', '_')}_{quantity}"
+
+
+_MOMENT_KEYS = (
+    "step", "moment", "time_ms", "allocated_bytes", "counted_bytes", "difference_bytes", "requested_bytes",
+    "counted_requested_bytes", "reserved_bytes",
+    *(category_key(category, quantity) for quantity in ("bytes", "requested_bytes") for category in Category),
+)  # fmt: skip
+
+
+def category_values(moment: Moment) -> Values:
+    """Bytes, requested bytes, blocks and share of each category at the moment."""
+    found = {row.category: row for row in moment.categories}
+    values: Values = {}
+    for name in Category:
+        row = found.get(name) or CategoryBytes(category=name, num_bytes=0, requested_bytes=0, count=0)
+        values[category_key(name, "bytes")] = row.num_bytes
+        values[category_key(name, "requested_bytes")] = row.requested_bytes
+        values[category_key(name, "blocks")] = row.count
+        values[category_key(name, "share")] = share(row.num_bytes, moment.allocated_bytes)
+    return values
+
+
+def category_columns(rows: Sequence[Values], unit: Unit, whole: str, quantity: str = "bytes") -> list[Column[Values]]:
+    """A column of each category; a narrow terminal drops first those that never are much of the largest `whole`."""
+    small = SMALL * max((row[whole] for row in rows), default=0)
+    return [
+        Column(name, unit.name, key=key, write=unit.cell, drop_order=1 if any(row[key] > small for row in rows) else 5)
+        for name in Category
+        if (key := category_key(name, quantity))
+    ]
+
+
+def boundaries(entries: Sequence[Explained]) -> Section:
+    """What there was whenever a phase ended, beside the allocator's own count; of runs in the last step of each.
+
+    Of a single snapshot with the peak, and with what was asked for in a second table where that differs enough to show.
+    """
+    runs, rows = recorded_runs(entries), rows_of(entries, _moments)
+    moments = [moment for entry in entries for moment in entry.profile.boundaries]
+    unit = GIB_CELL if runs else unit_for(max(row["reserved_bytes"] for row in rows))
+    names = [*_step_column(rows), column("moment"), column("time_s", write=milliseconds)]
+    columns = [
+        *names,
+        *category_columns(rows, unit, "allocated_bytes"),
+        in_unit("allocated_bytes", unit),
+        in_unit("counted_bytes", unit, drop_order=2),
+        in_unit("reserved_bytes", unit, drop_order=3),
+    ]
+    rounding = list(rounding_words([*moments, *(entry.profile.peak for entry in entries)]))
+    notes, title = [check_words(moments), *rounding], "Memory from phase to phase"
+    found = over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
+    if runs or not rounding or not moments:
+        return found
+    columns = [
+        *names,
+        *category_columns(rows, unit, "requested_bytes", "requested_bytes"),
+        in_unit("requested_bytes", unit, "together"),
+        in_unit("counted_requested_bytes", unit, drop_order=2),
+    ]
+    notes, title = (
+        ["What the program asked for: the sizes of its tensors.", *_check_requested(moments)],
+        f"{title}, asked for",
+    )
+    asked_for = over_configurations("", title, rows, columns, (), notes)
+    return replace(found, tables=(*found.tables, *asked_for.tables))
+
+
+def _moments(entry: Explained) -> Iterable[Values]:
+    """Every boundary of a phase; of a single snapshot the peak among them, in time."""
+    profile = entry.profile
+    if entry.config is not None:
+        last = max((moment.step for moment in profile.boundaries), default=0)
+        return [_moment(moment, _boundary_name(moment), moment.step == last) for moment in profile.boundaries]
+    peak = f"peak{f', in {label(profile.peak.phase)}' if profile.peak.phase else ''}"
+    named = [*((moment, _boundary_name(moment)) for moment in profile.boundaries), (profile.peak, peak)]
+    return [_moment(*one) for one in sorted(named, key=lambda one: one[0].time_s)]
+
+
+def _boundary_name(moment: Moment) -> str:
     """`start`, or `end of forward`; the boundary of a phase that is not known is called so."""
     if not moment.phase:
         return "unknown"
-    return moment.phase if moment.phase == "start" else f"end of {label(moment.phase)}"
+    return START if moment.phase == START else f"end of {label(moment.phase)}"
 
 
-def difference_bytes(moment: Moment) -> int | None:
-    """By how much the blocks of the snapshot are more than what the allocator counted; None where it did not count."""
-    return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes
-
-
-def moment_values(moment: Moment, name: str = "") -> Values:
-    """All that a CSV file has of a moment; it is called after its phase, or by `name`."""
+def _moment(moment: Moment, name: str, is_shown: bool = True) -> Values:
     return {
+        "is_shown": is_shown,
         "step": None if moment.step < 0 else moment.step,
-        "moment": name or moment_name(moment),
+        "moment": name,
         "time_s": moment.time_s,
         "time_ms": moment.time_s * 1e3,
         "allocated_bytes": moment.allocated_bytes,
@@ -60,159 +135,69 @@ def moment_values(moment: Moment, name: str = "") -> Values:
         "requested_bytes": moment.requested_bytes,
         "counted_requested_bytes": moment.counted_requested_bytes,
         "reserved_bytes": moment.reserved_bytes,
-        **{f"{name_of(category)}_bytes": bytes_of(moment, category) for category in Category},
-        **{f"{name_of(category)}_requested_bytes": requested_of(moment, category) for category in Category},
+        **category_values(moment),
     }
 
 
-def boundaries_section(profile: MemoryProfile) -> Section:
-    """What there was whenever a phase ended, and at the peak, beside the allocator's own count.
+def _step_column(rows: Sequence[Values]) -> list[Column[Values]]:
+    """Which step, where there are several."""
+    return [column("step")] if len({row["step"] for row in rows if row["is_shown"]}) > 1 else []
 
-    A second table has what was asked for, where that differs enough to show.
-    """
-    phase = f", in {label(profile.peak.phase)}" if profile.peak.phase else ""
-    peak = moment_values(profile.peak, f"peak{phase}")
-    rows = sorted([*map(moment_values, profile.boundaries), peak], key=lambda row: float(row["time_ms"]))
-    unit = unit_for(max(row["reserved_bytes"] for row in rows))
-    columns = [
-        *_name_columns(rows),
-        *_category_columns(rows, unit, "bytes", SMALL * profile.peak.allocated_bytes),
-        in_unit("allocated_bytes", unit),
-        *_count_columns(rows, unit, "counted_bytes"),
-        in_unit("reserved_bytes", unit, drop_order=3),
+
+def rounding_words(moments: Iterable[Moment]) -> Iterator[str]:
+    """A sentence on the categories whose blocks are larger than what was asked for, where a table shows that."""
+    lost: dict[Category, CategoryBytes] = {}
+    for row in (row for moment in moments for row in moment.categories):
+        lost[row.category] = max(lost.get(row.category, row), row, key=_rounding)
+    said = [
+        f"{name} {size(lost[name].num_bytes)} for {size(lost[name].requested_bytes)}"
+        for name in Category
+        if name in lost and _rounding(lost[name]) >= max(MIN_ROUNDED_BYTES, MIN_ROUNDED * lost[name].requested_bytes)
     ]
-    rounding = list(rounding_words([*profile.boundaries, profile.peak]))
-    tables = [make_table("Memory from phase to phase", columns, rows, [_check(profile), *rounding])]
-    if rounding and profile.boundaries:
-        tables.append(_requested_table(profile, rows, unit))
-    return Section(name="boundaries", tables=tuple(tables), rows=rows, keys=_MOMENT_CSV)
+    if said:
+        yield f"Blocks are larger than what was asked for: {', '.join(said)}."
 
 
-def _requested_table(profile: MemoryProfile, rows: Sequence[Values], unit: Unit) -> Table:
+def _rounding(row: CategoryBytes) -> int:
+    return row.num_bytes - row.requested_bytes
+
+
+def _check_requested(moments: Sequence[Moment]) -> Iterator[str]:
+    known = [moment for moment in moments if moment.counted_requested_bytes is not None]
+    if known and all(moment.requested_bytes == moment.counted_requested_bytes for moment in known):
+        yield f"Check: at {all_boundaries(known)} it adds up to what PyTorch's allocator counted, to the byte."
+
+
+def phases(entries: Sequence[Explained]) -> Section:
+    """Each phase of each step with its own peak; of several runs those of the last step of each."""
+    rows = rows_of(entries, lambda entry: _phases(entry.profile, is_every=entry.config is None))
+    most = max((row["peak_bytes"] for row in rows), default=0)
+    unit = unit_for(most) if entries[0].config is None else GIB_CELL
     columns = [
-        *_name_columns(rows),
-        *_category_columns(rows, unit, "requested_bytes", SMALL * profile.peak.requested_bytes),
-        in_unit("requested_bytes", unit, "together"),
-        *_count_columns(rows, unit, "counted_requested_bytes"),
+        *_step_column(rows),
+        column("phase", write=label),
+        column("begin_s", write=milliseconds),
+        column("duration_s", write=milliseconds),
+        in_unit("begin_bytes", unit, drop_order=2),
+        in_unit("peak_bytes", unit),
+        column("peak_s", write=milliseconds),
+        in_unit("end_bytes", unit, drop_order=1),
     ]
-    notes = ["What the program asked for: the sizes of its tensors.", *_check_requested(profile)]
-    return make_table("Memory asked for, from phase to phase", columns, rows, notes)
+    notes = ["Peaks are over all events; times are those of a run that is being recorded."]
+    if any(row["status"] != Status.OK for row in rows):
+        columns.append(column("status"))
+        notes.append("Where memory ran out, the end of the phase is the request that failed.")
+    title = "Peak of each phase"
+    return over_configurations("phases", title, rows, columns, _PHASE_KEYS, notes, shown=itemgetter("is_shown"))
 
 
-def _name_columns(rows: Sequence[Values]) -> list[Column[Values]]:
-    step = [column("step")] if any(row["step"] is not None for row in rows) else []
-    return [*step, column("moment"), column("time_s", write=milliseconds)]
-
-
-def _category_columns(rows: Sequence[Values], unit: Unit, key: str, small_bytes: float) -> Iterator[Column[Values]]:
-    """One for each category of which there is ever something."""
-    for category in Category:
-        if most := max(row[f"{name_of(category)}_{key}"] for row in rows):
-            yield of_category(category, unit, key, drop_order=5 if most < small_bytes else 1)
-
-
-def _count_columns(rows: Sequence[Values], unit: Unit, key: str) -> list[Column[Values]]:
-    """What the allocator itself counted, if it did."""
-    return [in_unit(key, unit, drop_order=2)] if any(row[key] is not None for row in rows) else []
-
-
-def _differences(moments: Iterable[Moment]) -> list[int]:
-    return [found for moment in moments if (found := difference_bytes(moment)) is not None]
-
-
-def _check(profile: MemoryProfile) -> str:
-    """Whether categories, which add up to what is allocated, agree with the allocator's own count."""
-    differences = _differences(profile.boundaries)
-    if not differences:
-        return "Check: categories add up to what is allocated; the snapshot has no count of the allocator beside it."
-    if not any(differences):
-        where = _where(len(differences))
-        return f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
-    wrong = [difference for difference in differences if difference]
-    return (
-        f"Check failed: at {len(wrong)} of {len(differences)} boundaries the blocks of the snapshot differ from what "
-        f"PyTorch's allocator counted, by {max(wrong, key=abs):+,} bytes at most."
-    )
-
-
-def _check_requested(profile: MemoryProfile) -> Iterator[str]:
-    counted_there = [moment for moment in profile.boundaries if moment.counted_requested_bytes is not None]
-    if counted_there and all(moment.requested_bytes == moment.counted_requested_bytes for moment in counted_there):
-        yield f"Check: at {_where(len(counted_there))} it adds up to what PyTorch's allocator counted, to the byte."
-
-
-def _where(num_boundaries: int) -> str:
-    return "the one boundary" if num_boundaries == 1 else f"all {num_boundaries} boundaries"
-
-
-def boundaries_by_configuration(entries: Sequence[MemoryEntry]) -> Section:
-    """A row for the last step of each configuration; in the CSV every boundary of every recorded step."""
-    rows = rows_of(entries, lambda entry: [{"last step": _last_step(entry)}])
-    present = [phase for phase in Phase if any(phase in row["last step"] for row in rows)]
-    columns: list[Column[Values]] = [Column("at its start", "GiB", drop_order=1, text=_at_start)]
-    for phase in present:
-        columns.append(Column(f"{phase}: peak", "GiB", text=_peak_of(phase)))
-        columns.append(Column(f"{phase}: at its end", "GiB", drop_order=2, text=_end_of(phase)))
-    title, notes = "Memory from phase to phase", [_check_all(entries)]
-    tables = over_configurations("", title, rows, columns, (), notes).tables if present else ()
-    moments = rows_of(entries, lambda entry: map(moment_values, entry.profile.boundaries))
-    return replace(over_configurations("boundaries", "", moments, [], _MOMENT_CSV, []), tables=tables)
-
-
-def _last_step(entry: MemoryEntry) -> dict[str, PhaseMemory]:
-    """The phases of the last step of a recording, by name."""
-    phases = entry.profile.phases
-    return {phase.phase: phase for phase in phases if phase.step == phases[-1].step}
-
-
-LastStep = Mapping[str, Mapping[str, PhaseMemory]]
-
-
-def _at_start(row: LastStep) -> str:
-    phases = row["last step"]
-    return GIB_CELL.cell(next(iter(phases.values())).begin_bytes) if phases else ""
-
-
-def _peak_of(name: str) -> Callable[[LastStep], str]:
-    def cell(row: LastStep) -> str:
-        if (phase := row["last step"].get(name)) is None:
-            return ""
-        return f"{'' if phase.is_finished else 'above '}{GIB_CELL.cell(phase.peak_bytes)}"
-
-    return cell
-
-
-def _end_of(name: str) -> Callable[[LastStep], str]:
-    def cell(row: LastStep) -> str:
-        phase = row["last step"].get(name)
-        return GIB_CELL.cell(phase.end_bytes) if phase is not None and phase.is_finished else ""
-
-    return cell
-
-
-def _check_all(entries: Sequence[MemoryEntry]) -> str:
-    """How many boundaries were compared with the allocator's count, and by how much any differs."""
-    differences = _differences(moment for entry in entries for moment in entry.profile.boundaries)
-    said = "The last recorded step. Above: memory ran out after that much."
-    if not differences:
-        return said
-    wrong = [difference for difference in differences if difference]
-    agree = "the categories add up to what PyTorch's allocator counted, to the byte"
-    if wrong:
-        most = max(map(abs, wrong))
-        agree = f"at {len(wrong)} the blocks differ from what the allocator counted, by up to {most:,} bytes"
-    return f"{said} Check, over {len(differences):,} boundaries of {counted(len(entries), 'recording')}: {agree}."
-
-
-def phases_section(profile: MemoryProfile) -> Section:
-    """Each phase of each step with its own peak."""
-    phases = profile.phases
-    unit = unit_for(max((phase.peak_bytes for phase in phases), default=0))
-    rows = [
-        {
+def _phases(profile: MemoryProfile, is_every: bool) -> Iterator[Values]:
+    for phase in profile.phases:
+        yield {
+            "is_shown": is_every or phase.step == profile.phases[-1].step,
             "step": phase.step,
             "phase": phase.phase,
-            "status": "ok" if phase.is_finished else "oom",
+            "status": str(Status.OK if phase.is_finished else Status.OOM),
             "begin_s": phase.begin_s,
             "begin_ms": phase.begin_s * 1e3,
             "end_ms": phase.end_s * 1e3,
@@ -223,24 +208,3 @@ def phases_section(profile: MemoryProfile) -> Section:
             "peak_ms": phase.peak_s * 1e3,
             "end_bytes": phase.end_bytes,
         }
-        for phase in phases
-    ]
-    columns = [
-        column("step"),
-        column("phase", write=label),
-        column("begin_s", write=milliseconds),
-        column("duration_s", write=milliseconds),
-        in_unit("begin_bytes", unit, drop_order=2),
-        in_unit("peak_bytes", unit),
-        column("peak_s", write=milliseconds),
-        in_unit("end_bytes", unit, drop_order=1),
-    ]
-    notes = ["Peaks are over all events; times are those of a run that is being recorded.", *_unfinished(phases)]
-    table = make_table("Peak of each phase", columns, rows, notes, lambda row: row["status"] != "ok")
-    return Section(name="phases", tables=(table,) if rows else (), rows=rows, keys=_PHASE_CSV)
-
-
-def _unfinished(phases: Iterable[PhaseMemory]) -> Iterator[str]:
-    for phase in phases:
-        if not phase.is_finished:
-            yield f"Memory ran out in {label(phase.phase)} of step {phase.step}: its end is the request that failed."

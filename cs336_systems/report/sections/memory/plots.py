@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,9 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
-from cs336_systems.files import write_atomically
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.drawing import LONGEST_SOURCE, shorten
-from cs336_systems.report.sections.memory.facts import START, allocated
-from cs336_systems.report.sections.memory.tables import bytes_of
+from cs336_systems.report.sections.memory.facts import START, by_category
 from cs336_systems.report.sections.memory.words import Unit, milliseconds, size, unit_for
 from cs336_systems.text import inert_line
 
@@ -41,14 +38,6 @@ RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (
 _WHITE_EDGE = [withStroke(linewidth=2.5, foreground="white")]
 
 
-def write_pictures(profile: MemoryProfile, directory: Path, prefix: str = "", settings: str = "") -> list[Path]:
-    """Write the timeline into `directory`/plots, which is made, and return its path in a list."""
-    (directory / "plots").mkdir(parents=True, exist_ok=True)
-    path = directory / "plots" / f"{prefix}timeline.png"
-    write_atomically(path, drawing.to_png(draw_memory(profile, settings)))
-    return [path]
-
-
 def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> Figure:
     """What was allocated over time, stacked by category, below what was reserved; phases above, the peak by name.
 
@@ -64,7 +53,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     shown = _shown(profile)
     failed = ", out of memory" if profile.work.out_of_memory else ""
     title = shorten(inert_line(name), LONGEST_NAME) or "Memory over time"
-    floor_bytes = int(allocated(profile).min())
+    floor_bytes = int(_allocated(profile).min())
     is_flat = FLAT * profile.peak.allocated_bytes < floor_bytes < profile.peak.allocated_bytes
     figure = drawing.new_figure(
         6.5,
@@ -101,9 +90,9 @@ def _oom_words(profile: MemoryProfile) -> Iterator[str]:
 
 def _shown(profile: MemoryProfile) -> dict[Category, int]:
     """Categories that can ever be seen, from the bottom up, with what they have at the peak."""
-    timeline, least = profile.timeline, VISIBLE * _highest(profile)
+    timeline, least, peak = profile.timeline, VISIBLE * _highest(profile), by_category(profile.peak)
     return {
-        category: bytes_of(profile.peak, category)
+        category: peak[category]
         for category, values in zip(timeline.categories, timeline.num_bytes, strict=True)
         if max(values) > least
     }
@@ -160,9 +149,15 @@ def _enlarge(panel: Axes, floor_bytes: int, peak_bytes: int, unit: Unit) -> None
     panel.set_title("enlarged: what changes", fontsize=8.5, loc="left")
 
 
+def _allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """All categories together at each point of the timeline, in bytes."""
+    rows = np.array(profile.timeline.num_bytes, np.int64).reshape(-1, len(profile.timeline.time_s))
+    return np.asarray(rows.sum(axis=0), np.int64)
+
+
 def _highest(profile: MemoryProfile) -> int:
     """The highest value of the picture in bytes."""
-    return max(profile.peak.allocated_bytes, int(allocated(profile).max()), *profile.timeline.reserved_bytes)
+    return max(profile.peak.allocated_bytes, int(_allocated(profile).max()), *profile.timeline.reserved_bytes)
 
 
 def _draw_boundaries(panel: Axes, profile: MemoryProfile) -> None:
@@ -211,7 +206,7 @@ def _write_between(
 def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
     """A point at the peak and its size; the words above the line of what is reserved where that is close."""
     peak = profile.peak
-    x, y = int(allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
+    x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
     limit = panel.get_ylim()[1]
     reserved = peak.reserved_bytes / unit.num_bytes
     base = y if reserved - y > APART * limit else max(y, _highest(profile) / unit.num_bytes)

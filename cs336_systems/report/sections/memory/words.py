@@ -1,13 +1,14 @@
 """How tables, sentences and pictures of a `MemoryProfile` say bytes, moments and places."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cs336_systems.analysis.memory.profile import CategoryBytes, FailedRequest, MemoryProfile, Moment, Place
+from cs336_systems.analysis.memory.profile import FailedRequest, MemoryProfile, Moment, Place
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.numbers import label, significant
+from cs336_systems.report.sections.memory.facts import by_category, difference_bytes
 from cs336_systems.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -80,12 +81,39 @@ def milliseconds(time_s: float) -> str:
     return f"{time_s * 1e3:,.1f}" if time_s >= 0.01 else significant(time_s * 1e3, 3)
 
 
-def consists_of(categories: Iterable[CategoryBytes], whole_bytes: int) -> str:
-    """The categories for a sentence, as `parts_of` says them; `nothing` of nothing."""
-    return parts_of({row.category: row.num_bytes for row in categories}, whole_bytes) or "nothing"
+def failure_words(failure: FailedRequest) -> str:
+    """When and where memory could not be had, for a sentence."""
+    return f"{when(failure)}{f', at {innermost(failure.places)}' if failure.places else ''}"
 
 
-def parts_of(parts: Mapping[str, int], whole_bytes: int) -> str:
+def peak_words(profile: MemoryProfile) -> str:
+    """The peak, when it was, and what it consists of, as a sentence."""
+    peak = profile.peak
+    of = parts_of(by_category(peak), peak.allocated_bytes) or "nothing"
+    return f"The peak is {size(peak.allocated_bytes)}, {when(peak)}; it consists of {of}."
+
+
+def check_words(moments: Iterable[Moment]) -> str:
+    """Whether categories, which add up to what is allocated, agree with the allocator's own count, as a sentence."""
+    differences = [found for moment in moments if (found := difference_bytes(moment)) is not None]
+    if not differences:
+        return "Check: categories add up to what is allocated; no count of the allocator is known beside it."
+    if not any(differences):
+        where = all_boundaries(differences)
+        return f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
+    wrong = [difference for difference in differences if difference]
+    return (
+        f"Check failed: at {len(wrong):,} of {len(differences):,} boundaries the blocks of the snapshot differ from "
+        f"what PyTorch's allocator counted, by {max(wrong, key=abs):+,} bytes at most."
+    )
+
+
+def all_boundaries(boundaries: Sequence[object]) -> str:
+    """All of the boundaries, for a sentence."""
+    return "the one boundary" if len(boundaries) == 1 else f"all {len(boundaries):,} boundaries"
+
+
+def parts_of(parts: Mapping[Any, int], whole_bytes: int) -> str:
     """The parts for a sentence, the largest first, without crumbs: `saved activations 380.0 MiB (48.7 %), ...`."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     said = [(label(name), part) for name, part in ordered if part and part >= CRUMB * whole_bytes]

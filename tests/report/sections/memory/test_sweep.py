@@ -2,7 +2,6 @@
 
 import csv
 import re
-from dataclasses import replace
 
 import pytest
 from matplotlib.image import imread
@@ -10,12 +9,13 @@ from matplotlib.image import imread
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.sections.memory import sweep
-from cs336_systems.report.sections.memory.sweep import MemoryEntry, memory_sweep_tables, write_memory_sweep
+from cs336_systems.report.sections.memory import files
+from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.files import memory_tables, write_memory
 from tests.report.making import HOSTILE, make_config, make_record
 from tests.report.sections.memory.profiles import MIB, make_inference, make_like, make_memory, make_moment, make_oom
 
-TABLES = ("peaks", "categories", "boundaries", "largest")
+TABLES = ("peaks", "categories", "boundaries", "phases", "largest")
 
 NAMES = {category.replace(" ", "_") for category in Category}
 
@@ -52,7 +52,7 @@ def labels_of(text):
 
 
 def test_every_file_is_written(tmp_path) -> None:
-    paths = write_memory_sweep(grid(), tmp_path / "sweep")
+    paths = write_memory(grid(), tmp_path / "sweep")
     names = {path.relative_to(tmp_path / "sweep").as_posix() for path in paths}
     timelines = {f"plots/{one.config.key}_timeline.png" for one in grid()}
     tables = {f"{name}.{ending}" for name in TABLES for ending in ("csv", *WRITERS)}
@@ -62,7 +62,7 @@ def test_every_file_is_written(tmp_path) -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_peaks_of_every_run(tmp_path) -> None:
-    write_memory_sweep(grid(), tmp_path)
+    write_memory(grid(), tmp_path)
     found = read(tmp_path, "peaks")
     assert [(row["context_length"], row["mode"], row["precision"], row["status"]) for row in found] == [
         ("128", "inference", "fp32", "ok"), ("128", "train", "fp32", "ok"), ("128", "train", "bf16", "ok"),
@@ -79,7 +79,7 @@ def test_peaks_of_every_run(tmp_path) -> None:
 
 
 def test_forward_alone_against_a_whole_step() -> None:
-    by_mode, every, categories = memory_sweep_tables(grid())
+    by_mode, every, categories = memory_tables(grid())
     assert [heading.name for heading in by_mode.headings] == ["size", "context", "precision", "inference", "train"]
     assert by_mode.rows == (
         ("small", "128", "fp32", "0.16", "0.76"),
@@ -90,33 +90,30 @@ def test_forward_alone_against_a_whole_step() -> None:
     assert [row[-1] for row in every.rows] == ["ok"] * 4 + ["out of memory"]
     assert every.failed == {4}
     assert len(categories.rows) == 5
-    assert len(memory_sweep_tables([entry()])) == 2, "one mode needs no table by mode"
+    _, categories = memory_tables([entry()])  # one mode needs no table by mode
+    assert [heading.name for heading in categories.headings][:1] == ["parameters"], "one run is told from no other"
+    assert "small, ctx 128" in categories.notes[-1]
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_categories_add_up_in_every_row(tmp_path) -> None:
-    write_memory_sweep(grid(), tmp_path)
+    write_memory(grid(), tmp_path)
     for row in read(tmp_path, "categories"):
         assert sum(float(value) for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
-        parts = [
-            int(value) for name, value in row.items() if name.endswith("_bytes") and name != "peak_allocated_bytes"
-        ]
+        parts = [int(value) for name, value in row.items() if name.removesuffix("_bytes") in NAMES]
         assert sum(parts) == int(row["peak_allocated_bytes"])
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_answers_of_each_configuration_below_what_they_share(tmp_path) -> None:
-    write_memory_sweep(grid(), tmp_path)
+    write_memory(grid(), tmp_path)
     text = (tmp_path / "answers.md").read_text()
     assert text.count("\n## ") == 6
     assert labels_of(text).count("small ctx 128 train fp32") == 6
     assert len(labels_of(text)) == 6 * 5, "five runs"
+    assert ("small train fp32: 780.0 MiB at context 128, out of memory after 780.0 MiB at context 512.") in text
     assert (
-        "small fp32: inference 160.0 MiB at context 128, 160.0 MiB at context 512; train 780.0 MiB at context 128, "
-        "out of memory after 780.0 MiB at context 512."
-    ) in text
-    assert (
-        "small train: the peak in bf16 over that in fp32 is 0.500 at context 128. At context 128: optimizer state "
+        "small train bf16: the peak over that in fp32 is 0.500 at context 128. At context 128: optimizer state "
         "0 bytes for 200.0 MiB, saved activations 190.0 MiB for 380.0 MiB, temporary 0 bytes for 50.00 MiB, gradients "
         "80.00 MiB for 40.00 MiB, held throughout 20.00 MiB for 10.00 MiB."
     ) in text
@@ -134,7 +131,7 @@ def test_of_many_runs_some_are_answered_for_one_by_one(tmp_path) -> None:
         entry(failed.get((size, mode), make_oom()), size, context_length=512, mode=mode)
         for size in ("small", "medium", "large") for mode in (Mode.INFERENCE, Mode.FORWARD, Mode.TRAIN)
     ]  # fmt: skip
-    write_memory_sweep(runs, tmp_path)
+    write_memory(runs, tmp_path)
     text = (tmp_path / "answers.md").read_text()
     assert set(labels_of(text)) == {
         f"{size} ctx 128 {mode}" for size in ("small", "medium", "large") for mode in ("inference", "train")
@@ -143,16 +140,10 @@ def test_of_many_runs_some_are_answered_for_one_by_one(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_text_that_answers_for_several_runs_is_told_once(tmp_path) -> None:
-    write_memory_sweep(grid(), tmp_path)
-    assert (tmp_path / "answers.md").read_text().count("6.25 MiB: batch x T") == 1
-
-
-@pytest.mark.usefixtures("no_pictures")
 def test_the_largest_of_all_is_told_with_all_of_its_size(tmp_path) -> None:
     """3 and 2 of 31 MiB, which is more than the 30 of the other run."""
     rows = (make_like(31, 3, phase="backward"), make_like(31, 2, phase="forward"), make_like(30, 9))
-    write_memory_sweep([entry(make_inference(largest=rows)), entry(make_inference(), "medium")], tmp_path)
+    write_memory([entry(make_inference(largest=rows)), entry(make_inference(), "medium")], tmp_path)
     assert (
         "The largest of all, in small ctx 128: 5 times 32,505,856 bytes (31.00 MiB): 3 temporary in backward, 2 "
         "temporary in forward."
@@ -167,7 +158,7 @@ def test_copies_that_nothing_names_are_told_in_mixed_precision(tmp_path) -> None
     peak = make_moment("forward", 6, 200, counted=False, parameters=100, temporary=130)
     mixed = make_inference(peak=peak, at_peak=(weights, half, make_like(20, 9, 3), make_like(30, 3, 1)))
     runs = [entry(make_inference(), mode=Mode.INFERENCE), entry(mixed, mode=Mode.INFERENCE, precision=Precision.BF16)]
-    write_memory_sweep(runs, tmp_path)
+    write_memory(runs, tmp_path)
     assert (
         "At context 128: temporary 130.0 MiB for 60.00 MiB; of the temporary blocks 40.00 MiB have half the sizes"
     ) in (tmp_path / "answers.md").read_text()
@@ -176,7 +167,7 @@ def test_copies_that_nothing_names_are_told_in_mixed_precision(tmp_path) -> None
 @pytest.mark.usefixtures("no_pictures")
 def test_every_boundary_is_beside_the_allocators_count(tmp_path) -> None:
     """Of make_memory: 8 boundaries, each what profiles.py says; make_oom has 5, make_inference 2."""
-    write_memory_sweep([entry(), entry(make_oom(), context_length=512)], tmp_path)
+    write_memory([entry(), entry(make_oom(), context_length=512)], tmp_path)
     rows = read(tmp_path, "boundaries")
     assert [row["moment"] for row in rows[:4]] == ["start", "end of forward", "end of backward", "end of optimizer"]
     step = [310, 710, 410, 310]
@@ -186,24 +177,21 @@ def test_every_boundary_is_beside_the_allocators_count(tmp_path) -> None:
         assert parts == int(row["allocated_bytes"]) == int(row["counted_bytes"])
         assert row["difference_bytes"] == "0"
     text = (tmp_path / "boundaries.md").read_text()
-    assert "| small | 128 | 0.30 | 0.69 | 0.69 | 0.76 | 0.40 | 0.41 | 0.30 |" in text
-    assert "| small | 512 | 0.30 | above 0.52 |" in text
-    assert "Check, over 13 boundaries of 2 recordings: the categories add up to what PyTorch's allocator" in text
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_boundary_that_is_not_what_the_allocator_counted_is_told(tmp_path) -> None:
-    first, *others = make_memory().boundaries
-    wrong = replace(first, counted_bytes=first.allocated_bytes + 512)
-    write_memory_sweep([entry(make_memory(boundaries=(wrong, *others)))], tmp_path)
-    assert "Check, over 8 boundaries of 1 recording: at 1 the blocks differ" in (tmp_path / "boundaries.md").read_text()
+    assert text.count("\n| small") == 4 + 1, "of the last step of each"
+    assert "Check: at all 13 boundaries the categories add up to what PyTorch's allocator" in text
+    phases = read(tmp_path, "phases")
+    assert [int(row["peak_bytes"]) // MIB for row in phases] == [710, 780, 415] * 3 + [530]
+    assert [row["status"] for row in phases] == ["ok"] * 9 + ["oom"]
+    text = (tmp_path / "phases.md").read_text()
+    assert text.count("\n| small") == 3 + 1
+    assert text.count("out of memory |") == 1
 
 
 def test_what_ran_out_of_memory_is_no_result(tmp_path) -> None:
     early = make_oom(peak=make_moment("forward", 5, 900, counted=False, parameters=100, saved=400), boundaries=())
     later = "gradients and the optimizer's state were still to come"
     for profile, is_early in ((early, True), (make_oom(), False)):
-        _, categories = memory_sweep_tables([entry(profile), entry(profile, context_length=512)])
+        _, categories = memory_tables([entry(profile), entry(profile, context_length=512)])
         assert [row[-1] for row in categories.rows] == ["out of memory"] * 2
         assert "Out of memory: what there was before it, which is less than the run needs." in categories.notes
         assert any(later in note for note in categories.notes) is is_early
@@ -214,7 +202,7 @@ def test_the_first_step_is_compared_with_nothing_that_came_later(tmp_path) -> No
     """The measured first step of xl at context 512 in fp32 peaked at 30.18 GiB on one H200, later ones at 41.72."""
     config = make_config("xl", 512, profiler=Profiler.MEMORY, warmup_steps=0, measured_steps=1)
     steady = make_record(make_config("xl", 512), (0.7,), peak_bytes=round(41.72 * 2**30))
-    write_memory_sweep([MemoryEntry(config=config, profile=make_memory(), plain=steady)], tmp_path)
+    write_memory([MemoryEntry(config=config, profile=make_memory(), plain=steady)], tmp_path)
     (row,) = read(tmp_path, "peaks")
     assert row["plain_peak_allocated_bytes"] == ""
     assert int(row["predicted_peak_allocated_bytes"]) / 2**30 == pytest.approx(30.18, abs=0.005)
@@ -224,32 +212,26 @@ def test_the_first_step_is_compared_with_nothing_that_came_later(tmp_path) -> No
 @pytest.mark.usefixtures("no_pictures")
 def test_pages_of_bars_hold_whole_sizes_as_far_as_there_is_room(tmp_path, monkeypatch) -> None:
     runs = [entry(size=size, context_length=context) for size in ("small", "medium") for context in (128, 256, 512)]
-    monkeypatch.setattr(sweep, "MAX_BARS", 4)
-    assert [len(page) for page in sweep._pages([(str(i), run) for i, run in enumerate(runs)])] == [3, 3]
-    monkeypatch.setattr(sweep, "MAX_BARS", 2)
-    assert [len(page) for page in sweep._pages([(str(i), run) for i, run in enumerate(runs)])] == [2, 1, 2, 1]
-    monkeypatch.setattr(sweep, "MAX_BARS", 6)
-    write_memory_sweep(runs, tmp_path)
+    monkeypatch.setattr(files, "MAX_BARS", 4)
+    assert [len(page) for page in files._pages([(str(i), run) for i, run in enumerate(runs)])] == [3, 3]
+    monkeypatch.setattr(files, "MAX_BARS", 2)
+    assert [len(page) for page in files._pages([(str(i), run) for i, run in enumerate(runs)])] == [2, 1, 2, 1]
+    monkeypatch.setattr(files, "MAX_BARS", 6)
+    write_memory(runs, tmp_path)
     assert (tmp_path / "plots" / "peaks.png").is_file()
     assert not (tmp_path / "plots" / "peaks2.png").exists()
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_a_single_run_needs_no_summary(tmp_path) -> None:
-    write_memory_sweep([entry()], tmp_path)
-    assert "A picture of each" not in (tmp_path / "answers.md").read_text()
-
-
 def test_no_entries_no_files(tmp_path) -> None:
-    assert write_memory_sweep([], tmp_path / "nothing") == []
+    assert write_memory([], tmp_path / "nothing") == []
     assert not (tmp_path / "nothing").exists()
-    assert memory_sweep_tables([]) == []
+    assert memory_tables([]) == []
 
 
 def test_hostile_names_are_inert_in_every_file(tmp_path) -> None:
     name = HOSTILE + "x" * 8000
     like = make_like(1, name=name, explanation=HOSTILE)
-    write_memory_sweep([entry(make_memory(source=name, largest=(like,), notes=(name,)), size=HOSTILE)], tmp_path)
+    write_memory([entry(make_memory(source=name, largest=(like,), notes=(name,)), size=HOSTILE)], tmp_path)
     for ending in ("md", "tex", "typ"):
         text = (tmp_path / f"largest.{ending}").read_text()
         assert not any(character in text for character in "\r\t\0\x1b")

@@ -10,31 +10,14 @@ import pytest
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, read_memory_profile, write_memory_profile
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.sections.memory.allocations import (
-    at_peak_section,
-    blocks_section,
-    largest_section,
-    saved_section,
-    typical,
-)
+from cs336_systems.report.sections.memory.allocations import at_peak, blocks, largest, saved
 from cs336_systems.report.sections.memory.compare import compare_memory
+from cs336_systems.report.sections.memory.entries import Snapshot
+from cs336_systems.report.sections.memory.facts import fragmentation_bytes, typical
 from cs336_systems.report.sections.memory.files import memory_tables, sections, write_memory
-from cs336_systems.report.sections.memory.phases import boundaries_section, phases_section
-from cs336_systems.report.sections.memory.tables import (
-    allocator_section,
-    categories_section,
-    fragmentation_bytes,
-    peak_section,
-)
-from cs336_systems.report.sections.memory.words import (
-    Unit,
-    about,
-    consists_of,
-    milliseconds,
-    place_text,
-    size,
-    unit_for,
-)
+from cs336_systems.report.sections.memory.peaks import allocator, categories, peaks
+from cs336_systems.report.sections.memory.phases import boundaries, phases
+from cs336_systems.report.sections.memory.words import Unit, about, milliseconds, peak_words, place_text, size, unit_for
 from tests.report.making import HOSTILE
 from tests.report.sections.memory.profiles import (
     GRADIENTS,
@@ -55,6 +38,10 @@ from tests.report.sections.memory.profiles import (
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
+
+
+def alone(profile):
+    return [Snapshot(profile=profile)]
 
 
 def column(table, name, number=0):
@@ -90,39 +77,30 @@ def test_a_place_keeps_the_end_of_its_path() -> None:
 
 def test_crumbs_are_left_out_of_sentences() -> None:
     moment = make_moment("forward", 0, 900, saved=999.5, gradients=0.5)
-    assert consists_of(moment.categories, moment.allocated_bytes) == "saved activations 999.5 MiB (100.0 %)"
+    assert peak_words(make_memory(peak=moment)).endswith(" saved activations 999.5 MiB (100.0 %).")
 
 
 def test_the_peak_and_what_it_needs_beside() -> None:
-    """900 reserved and 780 allocated leave 120."""
-    values = {row["quantity"]: row["value"] for row in rows(peak_section(make_memory()))}
-    assert int(values["peak allocated"]) == 780 * MIB
-    assert int(values["fragmentation"]) == 120 * MIB == fragmentation_bytes(make_memory())
-    assert int(values["outside of PyTorch"]) == 700 * MIB
+    """900 reserved and 780 allocated leave 120; 777 as asked for, 778 with what was held throughout in blocks."""
+    values = {row["quantity"]: row["value"] for row in rows(peaks(alone(make_memory())))}
+    names = ("peak allocated", "rounding", "peak asked for", "peak recorded", "fragmentation", "outside of PyTorch")
+    assert [int(values[name]) // MIB for name in names] == [780, 3, 777, 778, 120, 700]
+    assert fragmentation_bytes(make_memory()) == 120 * MIB
     assert int(values["residual stream"]) == 4 * 512 * 800 * 4
-    assert rows(peak_section(make_bare()))[-4]["value"] == "", "what is not known is empty"
-    (table,) = peak_section(make_memory()).tables
+    assert (int(values["device"]), int(values["steps"])) == (0, 2)
+    (table,) = peaks(alone(make_memory())).tables
     assert column(table, "value")[0] == "780.0 MiB"
-    assert column(table, "what it is")[0] == "13.0 ms after the first event, in backward of step 0"
+    assert "780.0 MiB in blocks" in table.notes[1]
     assert table.notes[-1] == "two blocks were joined"
-    assert column(peak_section(make_bare()).tables[0], "value")[-1] == "unknown"
 
 
-def test_the_peak_is_counted_in_three_ways_and_a_note_says_why() -> None:
-    """780 in blocks, 777 as asked for, 778 with what was held throughout in blocks."""
-    profile = make_memory()
-    values = {row["quantity"]: int(row["value"] or 0) for row in rows(peak_section(profile))}
-    counts = [values[name] // MIB for name in ("peak allocated", "rounding", "peak asked for", "peak recorded")]
-    assert counts == [780, 3, 777, 778]
-    (table,) = peak_section(profile).tables
-    assert table.notes[0].startswith(
-        "One peak, counted in several ways: 780.0 MiB in blocks, as torch.cuda.max_memory_allocated() does; 777.0 MiB "
-        "as asked for, as PyTorch's viewer does; 778.0 MiB if the requests of the recorded events are added to the "
-    )
-    (alike,) = peak_section(replace(profile, peak_recorded_bytes=777 * MIB)).tables
-    assert "as PyTorch's viewer does. A block" in alike.notes[0]
-    (exact,) = peak_section(make_bare()).tables
-    assert exact.notes == (), "all three are 1,500"
+def test_what_is_not_known_of_a_peak_is_empty() -> None:
+    section = peaks(alone(make_bare()))
+    (table,) = section.tables
+    values = {row["quantity"]: row["value"] for row in rows(section)}
+    assert values["residual stream"] == ""
+    assert dict(zip(column(table, "quantity"), column(table, "value"), strict=True))["residual stream"] == "unknown"
+    assert len(table.notes) == 1, "all three counts are 1,500"
 
 
 @pytest.mark.parametrize(("time_s", "text"), [(0, "0.00"), (0.00438, "4.38"), (0.0157, "15.7"), (3.7189, "3,718.9")])
@@ -135,7 +113,7 @@ def test_one_step_needs_no_count() -> None:
 
 
 def test_boundaries_in_time_with_the_peak_among_them() -> None:
-    section = boundaries_section(make_memory())
+    section = boundaries(alone(make_memory()))
     table = section.tables[0]
     assert column(table, "moment") == [
         "start", "end of forward", "peak, in backward", "end of backward", "end of optimizer",
@@ -164,8 +142,8 @@ def test_boundaries_in_time_with_the_peak_among_them() -> None:
 def test_rounding_that_shows_has_a_table_and_a_sentence_of_its_own() -> None:
     """20 of 100 MiB of gradients, and 3 of 47 temporary; of 400 MiB saved only 1, which no cell shows."""
     whole = make_memory()
-    blocks, requested = boundaries_section(whole).tables
-    assert blocks.notes[1] == "Blocks are larger than what was asked for: temporary 50.00 MiB for 47.00 MiB."
+    blocks, requested = boundaries(alone(whole)).tables
+    assert blocks.notes[1].endswith(": temporary 50.00 MiB for 47.00 MiB.")
     assert column(requested, "temporary")[2] == "47.00"
     assert column(requested, "together")[2] == "777.00"
     assert column(requested, "PyTorch's count")[:4] == ["310.00", "710.00", "", "410.00"]
@@ -177,18 +155,16 @@ def test_rounding_that_shows_has_a_table_and_a_sentence_of_its_own() -> None:
         "forward", 10, 900, rounding={"saved": 1}, parameters=100, optimizer_state=200, saved=400, held=10
     )
     changed = replace(whole, boundaries=(start, saved, rounded, *others))
-    assert boundaries_section(changed).tables[0].notes[1] == (
-        "Blocks are larger than what was asked for: gradients 100.0 MiB for 80.00 MiB, temporary 50.00 MiB for "
-        "47.00 MiB."
-    )
+    words = ": gradients 100.0 MiB for 80.00 MiB, temporary 50.00 MiB for 47.00 MiB."
+    assert boundaries(alone(changed)).tables[0].notes[1].endswith(words)
     counted = replace(rounded, counted_requested_bytes=rounded.requested_bytes + 1)
     differs = replace(whole, boundaries=(start, saved, counted, *others))
-    assert not any("Check" in note for note in boundaries_section(differs).tables[1].notes)
-    assert len(boundaries_section(make_bare()).tables) == 1
+    assert not any("Check" in note for note in boundaries(alone(differs)).tables[1].notes)
+    assert len(boundaries(alone(make_bare())).tables) == 1
 
 
 def test_each_phase_has_its_own_peak() -> None:
-    section = phases_section(make_memory())
+    section = phases(alone(make_memory()))
     (table,) = section.tables
     assert column(table, "phase") == ["forward", "backward", "optimizer"] * 2
     assert column(table, "peak") == ["710.00", "780.00", "415.00"] * 2
@@ -196,20 +172,20 @@ def test_each_phase_has_its_own_peak() -> None:
     assert column(table, "takes") == ["10.0"] * 6
     assert column(table, "at its end")[:3] == ["710.00", "410.00", "310.00"]
     assert [row["status"] for row in rows(section)] == ["ok"] * 6
-    assert phases_section(make_bare()).tables == ()
+    assert phases(alone(make_bare())).tables == ()
 
 
 def test_a_phase_that_ran_out_of_memory_stands_out() -> None:
-    section = phases_section(make_oom())
+    section = phases(alone(make_oom()))
     (table,) = section.tables
     assert table.failed == {3}
-    assert table.notes[-1] == "Memory ran out in forward of step 1: its end is the request that failed."
+    assert column(table, "status")[2:] == ["ok", "out of memory"]
     assert (rows(section)[3]["status"], int(rows(section)[3]["end_bytes"])) == ("oom", 530 * MIB)
 
 
 def test_the_check_tells_of_agreement_and_of_none() -> None:
     def note(profile):
-        return boundaries_section(profile).tables[0].notes[0]
+        return boundaries(alone(profile)).tables[0].notes[0]
 
     whole = make_memory()
     assert note(whole).startswith(
@@ -219,13 +195,13 @@ def test_the_check_tells_of_agreement_and_of_none() -> None:
     wrong = (replace(first, counted_bytes=first.allocated_bytes + 512), second, *others)
     assert "Check failed: at 1 of 8 boundaries" in note(replace(whole, boundaries=wrong))
     assert "by -512 bytes at most" in note(replace(whole, boundaries=wrong))
-    assert "has no count of the allocator" in note(make_bare())
-    (bare,) = boundaries_section(make_bare()).tables
+    assert "to the byte" not in note(make_bare())
+    (bare,) = boundaries(alone(make_bare())).tables
     assert not {"step", "PyTorch's count"} & {heading.name for heading in bare.headings}, "nothing is known of these"
 
 
 def test_categories_at_the_peak_add_up() -> None:
-    section = categories_section(make_memory())
+    section = categories(alone(make_memory()))
     (table,) = section.tables
     assert dict(zip(column(table, "category"), column(table, "share"), strict=True)) == {
         "parameters": "12.8", "gradients": "5.1", "optimizer state": "25.6", "saved activations": "48.7",
@@ -236,12 +212,11 @@ def test_categories_at_the_peak_add_up() -> None:
     assert sum(int(row["blocks"]) for row in parts) == int(whole["blocks"]) == 11 + 22 + 4 + 38 + 5 + 1
     assert column(table, "asked for") == ["100.00", "40.00", "200.00", "380.00", "47.00", "10.00", "777.00"]
     assert sum(int(row["requested_bytes"]) for row in parts) == int(whole["requested_bytes"]) == 777 * MIB
-    assert table.notes[1] == "Blocks are larger than what was asked for: temporary 50.00 MiB for 47.00 MiB."
 
 
 def test_the_largest_allocations_with_their_code() -> None:
     odd = make_like(2, requested_bytes=2 * MIB - 1000)
-    section = largest_section(make_memory(largest=(LOGITS, WEIGHTS, odd)), 2)
+    section = largest(alone(make_memory(largest=(LOGITS, WEIGHTS, odd))), 2)
     (table,) = section.tables
     assert column(table, "asked for") == ["52,428,800", "20,971,520"]
     assert column(table, "asked for", 1) == ["50.00", "20.00"]
@@ -256,7 +231,7 @@ def test_the_largest_allocations_with_their_code() -> None:
 def test_what_the_peak_consists_of_by_bytes_together() -> None:
     """20 x 10, 10 x 20 and 1 x 50 of 780 MiB; the moments' blocks may be larger than the moments."""
     rounded = replace(MOMENTS, requested_bytes=MOMENTS.requested_bytes - MIB)
-    section = at_peak_section(make_memory(at_peak=(rounded, WEIGHTS, LOGITS)), 10)
+    section = at_peak(make_memory(at_peak=(rounded, WEIGHTS, LOGITS)), 10)
     (table,) = section.tables
     assert column(table, "each") == ["9.00", "20.00", "50.00"]
     assert column(table, "together") == ["200.00", "200.00", "50.00"]
@@ -267,31 +242,31 @@ def test_what_the_peak_consists_of_by_bytes_together() -> None:
 
 def test_what_a_block_saves_over_blocks_and_within_one() -> None:
     """Three blocks save 20 + 18 + 12 + 6 + 3 + 1 MiB, the first one more."""
-    over, within = blocks_section(make_memory()).tables
+    over, within = blocks(make_memory()).tables
     assert over.rows[0] == ("saved for backward", "60.00", "60.00", "61.00", "241.00")
     assert over.rows[2] == ("gradients", "10.00", "10.00", "10.00", "40.00")
     assert within.title == "Largest tensors that block.1 saves for backward"
     assert column(within, "size") == ["20.00", "18.00", "12.00", "6.00", "3.00"]
     assert column(within, "share") == ["33.3", "30.0", "20.0", "10.0", "5.0"]
     assert within.notes[0].startswith("Of 60.00 MiB in 6 tensors, the same in 3 of 4 blocks.")
-    assert [row["saved_bytes"] for row in rows(blocks_section(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
-    saved = rows(saved_section(make_memory()))
-    assert len(saved) == 4 * 6
-    assert sum(int(row["bytes"]) for row in saved) == 241 * MIB
-    assert blocks_section(make_inference()).tables == ()
+    assert [row["saved_bytes"] for row in rows(blocks(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
+    tensors = rows(saved(make_memory()))
+    assert len(tensors) == 4 * 6
+    assert sum(int(row["bytes"]) for row in tensors) == 241 * MIB
+    assert blocks(make_inference()).tables == ()
 
 
 def test_what_blocks_save_only_in_backward_is_told() -> None:
     """The largest tensor of each of two blocks."""
     first, *others = make_block(0).saved
     block = replace(make_block(0), saved=(replace(first, is_recomputed=True), *others))
-    section = blocks_section(make_memory(blocks=(block, block)))
+    section = blocks(make_memory(blocks=(block, block)))
     assert section.tables[0].notes[1] == (
         "Of what is saved, 40.00 MiB are not kept from forward on: backward computes them again."
     )
     assert [row["recomputed_bytes"] for row in rows(section)] == [str(20 * MIB)] * 2
-    assert [row["recomputed"] for row in rows(saved_section(make_memory(blocks=(block,))))] == ["True", *["False"] * 5]
-    assert len(blocks_section(make_memory()).tables[0].notes) == 1
+    assert [row["recomputed"] for row in rows(saved(make_memory(blocks=(block,))))] == ["True", *["False"] * 5]
+    assert len(blocks(make_memory()).tables[0].notes) == 1
 
 
 @pytest.mark.parametrize(
@@ -309,20 +284,18 @@ def test_no_block_is_typical_of_none() -> None:
 
 
 def test_running_out_of_memory_is_in_the_allocator_s_table() -> None:
-    values = {row["quantity"]: row["value"] for row in rows(allocator_section(make_oom()))}
+    values = {row["quantity"]: row["value"] for row in rows(allocator(make_oom()))}
     assert (values["out of memory"], values["asked for"], values["free then"]) == ("2", str(300 * MIB), str(120 * MIB))
     assert (values["allocated then"], values["reserved then"]) == (str(530 * MIB), str(900 * MIB))
     assert values["events before it"] == "1999"
-    (table,) = allocator_section(make_oom()).tables
-    assert column(table, "what it is")[5] == (
-        "35.0 ms after the first event, in forward of step 1, at cs336_systems/model.py:77 softmax"
-    )
-    assert "asked for" not in {row["quantity"] for row in rows(allocator_section(make_memory()))}
+    (table,) = allocator(make_oom()).tables
+    assert "35.0 ms after the first event, in forward of step 1, at cs336_systems/model.py:77" in table.notes[0]
+    assert "asked for" not in {row["quantity"] for row in rows(allocator(make_memory()))}
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_file_is_written_and_read_again(make, tmp_path) -> None:
-    paths = write_memory(make(), tmp_path / "out")
+    paths = write_memory(alone(make()), tmp_path / "out")
     assert len(paths) == len(set(paths))
     assert all(path.stat().st_size for path in paths)
     assert read_memory_profile(tmp_path / "out" / "memory.json") == make()
@@ -330,14 +303,14 @@ def test_every_file_is_written_and_read_again(make, tmp_path) -> None:
 
 
 def test_files_of_another_profile_are_removed(tmp_path) -> None:
-    write_memory(make_memory(), tmp_path)
+    write_memory(alone(make_memory()), tmp_path)
     assert (tmp_path / "blocks.md").exists()
-    write_memory(make_inference(), tmp_path)
+    write_memory(alone(make_inference()), tmp_path)
     assert not list(tmp_path.glob("blocks.*")) + list(tmp_path.glob("saved.*"))
 
 
 def test_a_terminal_reads_the_findings_first() -> None:
-    first, *others = memory_tables(make_memory())
+    first, *others = memory_tables(alone(make_memory()))
     assert first.title == "Findings"
     assert first.notes[0] == "small.pickle, GPU 0, 2 steps, counted from 0."
     assert [table.title for table in others][:3] == ["Peak", "Categories at the peak", "Memory from phase to phase"]
@@ -394,7 +367,7 @@ def test_texts_are_inert_in_every_format(text: str, tmp_path) -> None:
     """Whatever the texts are, a table has the shape that harmless ones give it."""
     profile, quiet = (with_texts(make_memory(), words, tmp_path) for words in (text, "quiet"))
     literal = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-    for found, harmless in zip(sections(profile, 10), sections(quiet, 10), strict=True):
+    for found, harmless in zip(sections(alone(profile)), sections(alone(quiet)), strict=True):
         assert [len(row) for row in rows(found)] == [len(row) for row in rows(harmless)]
         for table, other in zip(found.tables, harmless.tables, strict=True):
             written, expected = ({end: write(t) for end, write in WRITERS.items()} for t in (table, other))
@@ -404,7 +377,7 @@ def test_texts_are_inert_in_every_format(text: str, tmp_path) -> None:
             assert bars[0] == bars[1]
             assert r"\input" not in written["tex"]
             assert written["tex"].count("\n") == expected["tex"].count("\n")
-    assert all((tmp_path / path).exists() for path in write_memory(profile, tmp_path / "files"))
+    assert all((tmp_path / path).exists() for path in write_memory(alone(profile), tmp_path / "files"))
     answers = (tmp_path / "files" / "answers.md").read_text()
     assert "<" not in answers
     assert not any(character in answers for character in "\r\t\0\x1b")

@@ -1,0 +1,235 @@
+"""Peaks of memory: how large they are, what they consist of, and what the allocator did; of one profile or several."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
+from cs336_systems.config import Mode
+from cs336_systems.record import Status
+from cs336_systems.report.columns import COLUMNS, Column, column
+from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.numbers import share
+from cs336_systems.report.section import Section
+from cs336_systems.report.sections.memory.entries import Explained, MemoryEntry, recorded_runs, twins
+from cs336_systems.report.sections.memory.facts import bytes_of, fragmentation_bytes, typical
+from cs336_systems.report.sections.memory.phases import (
+    category_columns,
+    category_key,
+    category_values,
+    rounding_words,
+)
+from cs336_systems.report.sections.memory.words import (
+    GIB,
+    GIB_CELL,
+    MIB_CELL,
+    failure_words,
+    in_unit,
+    size,
+    unit_for,
+    when,
+)
+from cs336_systems.report.table import Table, known, make_table
+
+WHOLE = "allocated"
+"""What stands in the place of a category for all of them together."""
+_ALONE = (
+    "peak_allocated_bytes", "rounding_bytes", "peak_requested_bytes", "peak_recorded_bytes", "held_bytes",
+    "reserved_at_peak_bytes", "fragmentation_bytes", "peak_reserved_bytes", "outside_bytes", "residual_stream_bytes",
+    "gpu_index", "recorded_steps",
+)  # fmt: skip
+"""What a single snapshot tells of its peak."""
+_FULL_NAMES = {"peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": "peak reserved",
+               "residual_stream_bytes": "residual stream"}  # fmt: skip
+"""Of columns whose headings are short."""
+
+
+def _peak(entry: Explained) -> Iterator[Values]:
+    """What is known of the peak of a profile, apart from its categories."""
+    profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
+    yield {
+        "status": str(Status.OOM if profile.work.out_of_memory else Status.OK),
+        "peak_allocated_gib": peak.allocated_bytes / GIB,
+        "peak_allocated_bytes": peak.allocated_bytes,
+        "peak_phase": peak.phase or None,
+        "plain_peak_allocated_bytes": entry.plain_peak_bytes,
+        "predicted_peak_allocated_bytes": entry.predicted_peak_bytes,
+        "rounding_bytes": profile.rounding_bytes_at_peak,
+        "peak_requested_bytes": profile.peak_requested_bytes,
+        "peak_recorded_bytes": profile.peak_recorded_bytes,
+        "held_bytes": profile.held_bytes,
+        "reserved_at_peak_bytes": peak.reserved_bytes,
+        "fragmentation_bytes": fragmentation_bytes(profile),
+        "peak_reserved_bytes": profile.peak_reserved_bytes,
+        "outside_bytes": profile.outside_bytes,
+        "residual_stream_bytes": profile.residual_stream_bytes,
+        "block_saved_bytes": typical(blocks).saved_bytes if blocks else None,
+        "block_gradient_bytes": typical(blocks).gradient_bytes if blocks else None,
+        "gpu_index": profile.device,
+        "recorded_steps": profile.num_steps,
+    }
+
+
+def peaks(entries: Sequence[Explained]) -> Section:
+    """Every peak with what else is known of it, below a table by mode; of a single snapshot a line for each value."""
+    rows, runs = rows_of(entries, _peak), recorded_runs(entries)
+    if not runs:
+        profile = entries[0].profile
+        notes = [f"The peak is {when(profile.peak)}.", *_several_counts(profile), *profile.notes]
+        return _lines("peak", "Peak", {key: rows[0][key] for key in _ALONE}, notes)
+    columns = [
+        in_unit("peak_allocated_bytes", GIB_CELL),
+        column("peak_phase", drop_order=3),
+        in_unit("plain_peak_allocated_bytes", GIB_CELL, drop_order=7),
+        in_unit("predicted_peak_allocated_bytes", GIB_CELL, drop_order=1),
+        in_unit("peak_reserved_bytes", GIB_CELL, drop_order=5),
+        in_unit("residual_stream_bytes", MIB_CELL, drop_order=6),
+        in_unit("block_saved_bytes", MIB_CELL, drop_order=2),
+        in_unit("block_gradient_bytes", MIB_CELL, drop_order=4),
+        column("status"),
+    ]
+    notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_failure_notes(runs)]
+    every = over_configurations("peaks", "Peaks of memory", rows, columns, tuple(next(_peak(runs[0]))), notes)
+    return replace(every, tables=(*_by_mode(runs), *every.tables))
+
+
+def allocator(profile: MemoryProfile) -> Section:
+    """What the allocator had to do with the device over one recording, and where it could not."""
+    work = profile.work
+    values = {
+        "blocks_in_use": profile.num_allocations,
+        "blocks_allocated": work.allocations,
+        "segments_allocated": work.segments_allocated,
+        "segments_freed": work.segments_freed,
+        "failed_requests": work.out_of_memory,
+    }
+    if failure := work.first_failure:
+        values |= {
+            "failed_request_bytes": failure.requested_bytes,
+            "failed_free_bytes": failure.free_bytes,
+            "failed_allocated_bytes": failure.allocated_bytes,
+            "failed_reserved_bytes": failure.reserved_bytes,
+            "failed_after_events": failure.event,
+        }
+    notes = [f"Memory first ran out {failure_words(failure)}, of {work.events:,} events in all."] if failure else []
+    return _lines("allocator", "Work of the allocator", values, notes)
+
+
+def _lines(name: str, title: str, values: Values, notes: Iterable[str]) -> Section:
+    """Single values by the keys of their columns, each on a line with what it is."""
+
+    def cell(line: Values) -> str:
+        if line["value"] is None:
+            return "unknown"
+        return size(line["value"]) if line["unit"] == "bytes" else f"{line['value']:,}"
+
+    def exact(line: Values) -> str:
+        return f"{line['value']:,}" if line["value"] is not None and line["unit"] == "bytes" else ""
+
+    rows = [
+        {"quantity": _FULL_NAMES.get(key, COLUMNS[key].name), "value": value, "about": COLUMNS[key].about,
+         "unit": "bytes" if key.endswith("_bytes") else COLUMNS[key].unit}
+        for key, value in values.items()
+    ]  # fmt: skip
+    columns = [
+        column("quantity"),
+        column("value", text=cell),
+        column("value", name="exact", drop_order=1, text=exact),
+        column("about"),
+    ]
+    table = make_table(title, known(columns, rows), rows, notes)
+    return Section(name=name, tables=(table,), rows=rows, keys=("quantity", "value", "unit"))
+
+
+def _several_counts(profile: MemoryProfile) -> Iterator[str]:
+    """Why one peak has several sizes, where it has."""
+    counts = (profile.peak.allocated_bytes, profile.peak_requested_bytes, profile.peak_recorded_bytes)
+    allocated, requested, recorded = map(size, counts)
+    if allocated != requested:
+        mixed = f"; {recorded} if the requests of the recorded events are added to the blocks held throughout"
+        yield (
+            f"One peak, counted in several ways: {allocated} in blocks, as torch.cuda.max_memory_allocated() does; "
+            f"{requested} as asked for, as PyTorch's viewer does{mixed if recorded != requested else ''}. A block is "
+            "larger than what was asked for: rounded up to 512 bytes, and a rest of up to 1 MiB is not split off."
+        )
+
+
+def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """What the rows of runs that ran out of memory are, and are not."""
+    failed = [entry for entry in entries if entry.is_out_of_memory]
+    if failed:
+        yield "Out of memory: what there was before it, which is less than the run needs."
+    if any(entry.config.mode is Mode.TRAIN and _is_before_state(entry.profile) for entry in failed):
+        yield "Where memory ran out in the first forward pass, gradients and the optimizer's state were still to come."
+
+
+def _is_before_state(profile: MemoryProfile) -> bool:
+    moments, kept = (profile.peak, *profile.boundaries), (Category.GRADIENTS, Category.OPTIMIZER_STATE)
+    return not any(bytes_of(moment, category) for moment in moments for category in kept)
+
+
+def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
+    """Forward alone against a whole step; nothing where all runs are of one mode."""
+    modes = [mode for mode in Mode if any(entry.config.mode is mode for entry in entries)]
+    if len(modes) < 2:
+        return ()
+    groups = {id(group[0]): group for group in twins(entries, "mode")}
+
+    def by_mode(first: MemoryEntry) -> Iterator[Values]:
+        found = {entry.config.mode: entry for entry in groups[id(first)]}
+        yield {str(mode): found.get(mode) for mode in modes}
+
+    rows = rows_of([group[0] for group in groups.values()], by_mode)
+    columns: list[Column[Values]] = [Column(mode, "GiB", key=mode, write=_above_or_at) for mode in modes]
+    note = "Allocated at most. Above: memory ran out after that much."
+    return over_configurations(
+        "", "Peak of memory by mode", rows, columns, (), [note], without=("mode",), among=entries
+    ).tables
+
+
+def _above_or_at(entry: MemoryEntry) -> str:
+    return f"{'above ' if entry.is_out_of_memory else ''}{GIB_CELL.cell(entry.profile.peak.allocated_bytes)}"
+
+
+def categories(entries: Sequence[Explained]) -> Section:
+    """What every peak consists of, by category; of a single snapshot a line for each."""
+    rows, runs = rows_of(entries, _categories), recorded_runs(entries)
+    if not runs:
+        return _categories_alone(entries[0].profile.peak, rows[0])
+    columns = [
+        *category_columns(rows, GIB_CELL, "peak_allocated_bytes"),
+        in_unit("peak_allocated_bytes", GIB_CELL),
+        column("peak_phase", drop_order=2),
+        column("status"),
+    ]
+    keys, notes = tuple(next(_categories(runs[0]))), _failure_notes(runs)
+    return over_configurations("categories", "What the peaks consist of", rows, columns, keys, notes)
+
+
+def _categories(entry: Explained) -> Iterator[Values]:
+    (peak,) = _peak(entry)
+    yield {key: peak[key] for key in ("status", "peak_phase", "peak_allocated_bytes")} | category_values(
+        entry.profile.peak
+    )
+
+
+def _categories_alone(peak: Moment, values: Values) -> Section:
+    quantities = ("bytes", "share", "requested_bytes", "blocks")
+    rows = [
+        {"category": str(name), **{key: values[category_key(name, key)] for key in quantities}}
+        for name in Category
+        if values[category_key(name, "bytes")]
+    ]
+    blocks = sum(row["blocks"] for row in rows)
+    sums = (peak.allocated_bytes, share(peak.allocated_bytes, peak.allocated_bytes), peak.requested_bytes, blocks)
+    rows.append({"category": WHOLE, **dict(zip(quantities, sums, strict=True))})
+    rows = [row | {"gib": row["bytes"] / GIB} for row in rows]
+    unit = unit_for(peak.allocated_bytes)
+    columns = [
+        column("category"),
+        in_unit("bytes", unit),
+        column("share"),
+        in_unit("requested_bytes", unit, drop_order=3),
+        column("blocks"),
+    ]
+    table = make_table("Categories at the peak", columns, rows, rounding_words([peak]))
+    return Section(name="categories", tables=(table,), rows=rows)
