@@ -354,7 +354,7 @@ HONEST = {
 
 
 @pytest.mark.parametrize("honest", HONEST)
-@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.GPT2, 0)])
 def test_the_same_training_passes_well_within_the_bound(expected, arch, seed, honest):
     changes = dict(HONEST[honest])
     base = of(arch, seed)
@@ -422,7 +422,7 @@ def test_another_training_fails_even_the_widest_bound(expected, arch, seed, faul
 IN_FP8 = {**HONEST["cast once"], "fp8": True}
 
 
-@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.CS336, 1), (Arch.GPT2, 0)])
+@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 1), (Arch.GPT2, 0)])
 def test_training_in_fp8_passes_its_own_bound_alone(expected, arch, seed):
     losses = train(replace(of(arch, seed), **IN_FP8))
     assert judge(Precision.BF16, [losses], [expected(arch, seed)], fp8=True).passed
