@@ -62,7 +62,7 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     how the fp32 run ended, None where there is none; `speed_up_is_doubted` says whether a warning of either run puts
     its time in doubt.
     """
-    groups = sorted(_repeats(records), key=lambda group: order(group[0].config))
+    groups = _repeats(records)
     configs = [group[0].config.configuration for group in groups]
     rows = [_row(group, ceilings) for group in groups]
     keys = [apart_from(config, "precision") for config in configs]
@@ -144,131 +144,105 @@ def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
 
 
 def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
-    """Records of one configuration on one device each.
+    """Records of one configuration on one device each, in the order of tables.
 
     A run that ended before it could name its device belongs with the others where these name only one.
     """
-    by_config: dict[RunConfig, list[RunRecord]] = {}
-    for record in dict.fromkeys(records):  # the same record twice is still one process
-        by_config.setdefault(record.config.configuration, []).append(record)
-    groups = []
-    for same in by_config.values():
-        devices = {name for record in same if (name := _device_name(record)) is not None}
-        if len(devices) < 2:
-            groups.append(same)
-        else:
-            names = (*sorted(devices), None)
-            groups += [[record for record in same if _device_name(record) == name] for name in names]
-    return [sorted(group, key=lambda record: (record.config.repeat, record.started_at)) for group in groups if group]
+    kept = dict.fromkeys(records)  # the same record twice is still one process
+    devices: dict[RunConfig, set[str | None]] = {}
+    for record in kept:
+        devices.setdefault(record.config.configuration, {None}).add(_device_name(record))
+    groups: dict[tuple[RunConfig, str | None], list[RunRecord]] = {}
+    for record in kept:
+        config = record.config.configuration
+        device_name = _device_name(record) if len(devices[config]) > 2 else None
+        groups.setdefault((config, device_name), []).append(record)
+    ordered = sorted(groups, key=lambda key: (*order(key[0]), key[1] is None, key[1] or ""))
+    return [sorted(groups[key], key=lambda record: (record.config.repeat, record.started_at)) for key in ordered]
 
 
-def order(config: RunConfig) -> tuple[object, ...]:
+def order(config: RunConfig) -> tuple[Any, ...]:
     """Key to sort configurations by, as tables list them: presets by size, then shape, context, precision, mode."""
-    sizes = list(SIZES)
+    sizes, model = list(SIZES), config.model
     rank = sizes.index(config.size) if config.size in sizes else len(sizes)
-    model = config.model
-    shape = (model.d_model, model.num_layers, model.d_ff, model.num_heads)
+    shape = (model.d_model, model.num_layers, model.d_ff, model.num_heads, model.context_length)
     precision, mode = list(Precision).index(config.precision), list(Mode).index(config.mode)
-    return (
-        rank,
-        config.size,
-        *shape,
-        model.context_length,
-        precision,
-        mode,
-        config.warmup_steps,
-        config.checkpoint_blocks,
-    )
+    return rank, config.size, *shape, precision, mode, config.warmup_steps, config.checkpoint_blocks
 
 
-def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, object]:
+def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
     config = group[0].config
     done = [record for record in group if record.status is Status.OK]
     failed = [record for record in group if record.status is not Status.OK]
     codes = dict.fromkeys(str(warning.code) for record in group for warning in record.warnings)
     if done and failed:
         codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
+    memories = [record.memory for record in done if record.memory is not None]
     device_name = next((name for record in group if (name := _device_name(record)) is not None), None)
-    told = identity(config, device_name)
-    row: dict[str, object] = {
-        **{name: told[name] for name in COLUMNS if name in told},
+    row = {
+        **identity(config, device_name),
         "world_size": 1,
         "status": str(failed[0].status if failed else Status.OK),
         "error": next((record.failure.message for record in failed if record.failure is not None), None),
         "warnings": ";".join(codes) or None,
+        "predicted_peak_gib": _scaled(predicted_peak_bytes(config), 2**-30),
+        "peak_allocated_gib": _scaled(max((m.peak_allocated_bytes for m in memories), default=None), 2**-30),
+        "peak_reserved_gib": _scaled(max((m.peak_reserved_bytes for m in memories), default=None), 2**-30),
     }
-    if (predicted_bytes := predicted_peak_bytes(config)) is not None:
-        row["predicted_peak_gib"] = predicted_bytes / 2**30
-    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
-        if measured := _measured(done, phase):
-            row |= {f"{phase}_mean_ms": _ms(_mean_s(measured)), f"{phase}_std_ms": _ms(_stdev_s(measured))}
-    return row | _step(done, config, device_name, ceilings) | _peaks(done)
+    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP):
+        mean_s, stdev_s = _mean_and_stdev(_measured(done, phase))
+        row |= {f"{phase}_mean_ms": _scaled(mean_s, 1e3), f"{phase}_std_ms": _scaled(stdev_s, 1e3)}
+    steps = _measured(done, Phase.STEP)
+    row["processes"] = len(steps)
+    return row | _step(steps, config, device_name, ceilings) if steps else row
 
 
 def _step(
-    done: Sequence[RunRecord], config: RunConfig, device_name: str | None, ceilings: Ceilings
+    measured: Sequence[Measurement], config: RunConfig, device_name: str | None, ceilings: Ceilings
 ) -> dict[str, object]:
-    """Columns that follow from the times of the whole step."""
-    measured = _measured(done, Phase.STEP)
-    if not measured:
-        return {"processes": 0}
-    times_s = [time for measurement in measured for time in measurement.times_s]
-    mean_s, stdev_s = _mean_s(measured), _stdev_s(measured)
-    interval = mean_interval([m.mean_s for m in measured])
-    low_s, high_s = (None, None) if interval is None else interval
+    """Columns that follow from the times of the whole step in each process."""
+    times_s = [time_s for measurement in measured for time_s in measurement.times_s]
+    mean_s, stdev_s = _mean_and_stdev(measured)
+    low_s, high_s = mean_interval([measurement.mean_s for measurement in measured]) or (None, None)
     columns: dict[str, object] = {
-        "processes": len(measured),
-        "first_step_ms": _ms(statistics.fmean(m.times_s[0] for m in measured)),
-        "step_mean_ms": _ms(mean_s),
-        "step_std_ms": _ms(stdev_s),
-        "step_median_ms": _ms(statistics.median(times_s)),
-        "step_min_ms": _ms(min(times_s)),
-        "step_ci95_low_ms": _ms(low_s),
-        "step_ci95_high_ms": _ms(high_s),
+        "first_step_ms": statistics.fmean(measurement.times_s[0] for measurement in measured) * 1e3,
+        "step_median_ms": statistics.median(times_s) * 1e3,
+        "step_min_ms": min(times_s) * 1e3,
+        "step_ci95_low_ms": _scaled(low_s, 1e3),
+        "step_ci95_high_ms": _scaled(high_s, 1e3),
     }
-    if mean_s > 0:
-        flops = step_flops(config)
-        flops_per_s = None if flops is None else flops / mean_s
-        columns |= {
-            "step_cv": None if stdev_s is None else stdev_s / mean_s,
-            "tokens_per_s": config.batch_size * config.model.context_length / mean_s,
-            "model_tflops_per_s": None if flops_per_s is None else flops_per_s / 1e12,
-        }
-        if flops_per_s is not None and device_name is not None:
-            columns["mfu"] = mfu(flops_per_s, device_name, config.precision)
-            ceiling = ceilings.flops_per_s(device_name, config.precision)
-            columns["ceiling_share"] = None if ceiling is None else flops_per_s / ceiling
+    if not mean_s:
+        return columns
+    flops = step_flops(config)
+    columns |= {
+        "step_cv": _scaled(stdev_s, 1 / mean_s),
+        "tokens_per_s": config.batch_size * config.model.context_length / mean_s,
+        "model_tflops_per_s": _scaled(flops, 1e-12 / mean_s),
+    }
+    if flops is not None and device_name is not None:
+        ceiling_flops_per_s = ceilings.flops_per_s(device_name, config.precision)
+        columns["mfu"] = mfu(flops / mean_s, device_name, config.precision)
+        columns["ceiling_share"] = None if ceiling_flops_per_s is None else flops / mean_s / ceiling_flops_per_s
     return columns
 
 
-def _peaks(done: Sequence[RunRecord]) -> dict[str, object]:
-    memories = [record.memory for record in done if record.memory is not None]
-    if not memories:
-        return {}
-    return {
-        "peak_allocated_gib": max(memory.peak_allocated_bytes for memory in memories) / 2**30,
-        "peak_reserved_gib": max(memory.peak_reserved_bytes for memory in memories) / 2**30,
-    }
-
-
 def _measured(records: Iterable[RunRecord], phase: Phase) -> list[Measurement]:
-    found = (record.measurement(phase) for record in records if record.status is Status.OK)
+    found = (record.measurement(phase) for record in records)
     return [measurement for measurement in found if measurement is not None]
 
 
-def _mean_s(measured: Sequence[Measurement]) -> float:
-    return statistics.fmean(m.mean_s for m in measured)
-
-
-def _stdev_s(measured: Sequence[Measurement]) -> float | None:
+def _mean_and_stdev(measured: Sequence[Measurement]) -> tuple[float | None, float | None]:
+    """The mean over processes, and the deviation within them; None for unknown."""
+    if not measured:
+        return None, None
     spreads = [(len(m.times_s) - 1, m.stdev_s) for m in measured if m.stdev_s is not None]
-    if not spreads:
-        return None
-    return math.sqrt(sum(freedom * stdev**2 for freedom, stdev in spreads) / sum(freedom for freedom, _ in spreads))
+    freedom = sum(own for own, _ in spreads)
+    stdev_s = math.sqrt(sum(own * stdev_s**2 for own, stdev_s in spreads) / freedom) if freedom else None
+    return statistics.fmean(m.mean_s for m in measured), stdev_s
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
 
 
 def _device_name(record: RunRecord) -> str | None:
