@@ -96,7 +96,7 @@ def test_what_is_there_is_kept_even_if_it_is_no_study(tmp_path: Path) -> None:
     assert kept.read_bytes() == b"damaged"
 
 
-def test_ceilings_in_doubt_are_said(
+def test_doubtful_ceilings_give_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = make_ceilings([product_at(square(64), 1, spread=0.3)], [stream_at(2)])
@@ -137,7 +137,7 @@ def test_a_profile_stands_on_the_roofline_of_an_earlier_study(
 
 
 @pytest.mark.parametrize("kind", ["device", "record", "trace", "missing"])
-def test_a_profile_that_cannot_be_placed_is_refused_before_anything_is_measured(
+def test_a_profile_of_another_run_is_refused_before_anything_is_measured(
     tmp_path: Path, profile: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(runner, "run_study", lambda *_: pytest.fail("it measured"))
@@ -204,7 +204,7 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         parsed("--world-size", 3).grid()
 
 
-def test_a_head_that_is_unlucky_is_measured_padded_too() -> None:
+def test_an_unaligned_head_is_also_measured_padded() -> None:
     shapes = {shape.name: shape for shape in layer_shapes(["small", "gpt2", "gpt2"])}
     assert list(shapes) == ["small feed-forward", "gpt2 feed-forward", "gpt2 head", "gpt2 head, padded"]
     head, padded = shapes["gpt2 head"], shapes["gpt2 head, padded"]
@@ -230,7 +230,7 @@ def test_a_head_that_is_unlucky_is_measured_padded_too() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_meant_is_wrong_usage(words: list[str], message: str) -> None:
+def test_impossible_values_are_wrong_usage(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(parsed("--device", "cpu", *words))
 
@@ -245,7 +245,7 @@ def test_an_interrupted_study_leaves_no_file(tmp_path: Path, monkeypatch: pytest
     assert list((tmp_path / "ceilings" / "cpu").iterdir()) == []
 
 
-def test_the_study_of_a_device_that_nobody_knows_is_written(tmp_path: Path) -> None:
+def test_the_study_of_an_unknown_device_is_written(tmp_path: Path) -> None:
     measured = write_study(tmp_path / "a", make_ceilings(device_name="?"))
     assert run(parsed("--measured", measured)) == OK
     assert (tmp_path / "a" / "results.md").is_file()

@@ -43,7 +43,7 @@ def inputs_of(grid: AttentionGrid, cell: AttentionCell) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3)]
 
 
-def test_a_kernel_that_there_is_not_is_a_row_and_no_failure() -> None:
+def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
     grid = replace(SMALL, implementations=(Implementation.EFFICIENT, Implementation.FLASH), context_lengths=(8, 16))
     study = run_study(grid)
     assert [result.status for result in study.results] == [CellStatus.UNAVAILABLE] * 2 + [CellStatus.OK] * 2
@@ -52,7 +52,7 @@ def test_a_kernel_that_there_is_not_is_a_row_and_no_failure() -> None:
     assert all(result.status.is_result for result in study.results)
 
 
-def test_a_whole_study_keeps_every_time_and_says_where_it_was() -> None:
+def test_a_whole_study_keeps_every_time_and_its_environment() -> None:
     progress: list[AttentionStudy] = []
     study = run_study(replace(SMALL, d_heads=(8, 4), precisions=(Precision.BF16,)), on_progress=progress.append)
     assert [(r.cell.context_length, r.cell.d_head) for r in study.results] == [
@@ -160,7 +160,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     ],
     ids=str,
 )
-def test_a_grid_that_cannot_be_meant_is_refused(changes: dict[str, object], words: str) -> None:
+def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(SMALL, **changes)
 

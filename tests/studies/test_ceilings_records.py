@@ -103,7 +103,7 @@ def hostile(**changes: object) -> bytes:
         "no time", "thirty years", "negative", "one process", "no loops", "nowhere",
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_study_is_said_to_be_none(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_study_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "ceilings.json"
     path.write_bytes(data)
     with pytest.raises(RecordError, match="not a study of ceilings"):
@@ -145,12 +145,12 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_grid_that_cannot_be_meant_is_refused(changes: dict[str, object], words: str) -> None:
+def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(GRID, **changes)
 
 
 @pytest.mark.parametrize("side", [0, -4, 2**20 + 1])
-def test_a_product_that_cannot_be_meant_is_refused(side: int) -> None:
+def test_an_impossible_shape_is_refused(side: int) -> None:
     with pytest.raises(ValueError, match=f"got {side} x 8 x 8"):
         Shape(rows=side, inner=8, columns=8)

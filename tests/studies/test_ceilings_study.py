@@ -157,7 +157,7 @@ def test_the_search_ends_soon_and_not_far_above(time_s: float, wanted_s: float) 
 
 
 @pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])
-def test_what_a_cpu_does_not_have_is_a_row_that_says_so(precision: ProductPrecision) -> None:
+def test_a_matmul_that_a_cpu_lacks_is_unavailable(precision: ProductPrecision) -> None:
     cell = row_of(precision)
     assert cell.timing.status is CellStatus.UNAVAILABLE
     assert str(precision) in cell.timing.failure.message

@@ -88,13 +88,13 @@ def test_both_forms_compute_what_the_definition_says(op: Op) -> None:
 
 
 @pytest.mark.parametrize(("op", "phase"), MUST_MOVE)
-def test_what_must_move_by_hand(op: Op, phase: Phase) -> None:
+def test_bytes_that_must_move_are_those_counted_by_hand(op: Op, phase: Phase) -> None:
     (row,) = [row for row in version_rows(GRID, op, Precision.BF16, Version.EAGER) if row.phase is phase]
     assert row.must_move_bytes == 2 * MUST_MOVE[op, phase]
 
 
 @pytest.mark.parametrize("op", Op)
-def test_what_the_written_out_form_moves_by_hand(op: Op) -> None:
+def test_bytes_that_the_written_out_form_moves_are_those_counted_by_hand(op: Op) -> None:
     inputs = inputs_of(op)
     with Watcher() as watcher:
         OPS[op].written_out(*inputs)
@@ -242,7 +242,7 @@ def test_small_inputs_take_turns_until_they_fill_the_cache(monkeypatch: pytest.M
     ],
     ids=str,
 )
-def test_a_grid_that_cannot_be_meant_is_refused(changes: dict[str, object], words: str) -> None:
+def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(GRID, **changes)
 

@@ -147,7 +147,7 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
         assert not psutil.pid_exists(int(failed.failure.log_tail))
 
 
-def test_a_study_whose_cells_all_end_their_workers_still_says_where_it_ran() -> None:
+def test_a_study_whose_cells_all_crash_still_has_an_environment() -> None:
     rows, environment = run_study(grid_of(exit_at_once, numbers=((FAILING,),)))
     assert [row.status for row in rows] == [CellStatus.CRASHED]
     assert environment.identity.torch == torch.__version__
@@ -212,7 +212,7 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_killed_worker_leaves_is_cleaned_up_without_a_word(tmp_path: Path) -> None:
+def test_what_a_killed_worker_leaves_is_removed_without_a_warning(tmp_path: Path) -> None:
     """Such as the semaphores of the compiler. One is a file on Linux, whose end can be seen."""
     text = """
 import multiprocessing, sys
@@ -249,7 +249,7 @@ if __name__ == "__main__":
     ],
     ids=["empty", "deep", "incomplete", "not text", "newer", "directory"],
 )
-def test_a_file_that_is_no_study_is_said_to_be_none(tmp_path: Path, kind, data: bytes | None, words: str) -> None:
+def test_a_file_that_is_no_study_is_refused(tmp_path: Path, kind, data: bytes | None, words: str) -> None:
     path = tmp_path / "study.json"
     if data is None:
         path.mkdir()
