@@ -192,7 +192,7 @@ def test_fused_blocks_have_the_same_ranges(arch, recording) -> None:
 
 
 def check_operators(events: list[FunctionEvent]) -> None:
-    """Backward of a linear layer is two products, of attention's scores and values two batched ones each."""
+    """Backward of a linear layer is two matmuls, of attention's scores and values two batched ones each."""
     assert innermost(events, "aten::mm") == {"lm_head": 2, "ffn": 6 * LAYERS, "attention": 8 * LAYERS}
     assert innermost(events, "aten::bmm") == {"attention": 4 * LAYERS}
     assert innermost(events, "aten::_softmax_backward_data") == {"attention": LAYERS}

@@ -73,7 +73,7 @@ def rotated_by_hand(x: Tensor, theta: float) -> Tensor:
 
 @pytest.fixture(params=[False, True], ids=["eager", "as-compiled"])
 def both_ways(request, monkeypatch) -> None:
-    """RoPE is written once with complex numbers, for eager's sake, and once with real ones, for the compiler's."""
+    """RoPE is computed with complex numbers in eager mode, and with real ones while compiling."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param)
 
 
@@ -100,11 +100,6 @@ def test_rope_scores_depend_on_the_distance_alone(both_ways) -> None:
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
     assert scores.diagonal(8)[0] != pytest.approx(scores.diagonal(16)[0].item(), abs=1e-3)
-
-
-def test_rope_keeps_norms(both_ways) -> None:
-    x = torch.randn(2, 50, 3, 6)
-    torch.testing.assert_close(rotate_pairs(x, rope_rotations(50, 6, 10_000.0)).norm(dim=-1), x.norm(dim=-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -315,23 +310,6 @@ def test_a_long_sequence_is_refused(config) -> None:
 # parameters
 
 
-def cs336_parameters(c: ModelConfig) -> int:
-    per_layer = 4 * c.d_model**2 + 3 * c.d_model * c.d_ff + 2 * c.d_model
-    return 2 * c.vocab_size * c.d_model + c.num_layers * per_layer + c.d_model
-
-
-def gpt2_parameters(c: ModelConfig) -> int:
-    d, f = c.d_model, c.d_ff
-    per_layer = 4 * (d * d + d) + (d * f + f) + (f * d + d) + 2 * 2 * d
-    return (c.vocab_size + c.context_length) * d + c.num_layers * per_layer + 2 * d
-
-
-@pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["cs336", "gpt2"])
-def test_parameters_follow_a_closed_form(config) -> None:
-    expected = cs336_parameters(config) if config.arch is Arch.CS336 else gpt2_parameters(config)
-    assert sum(p.numel() for p in TransformerLM(config).parameters()) == expected
-
-
 @pytest.mark.parametrize(
     ("size", "figure"),
     [
@@ -353,22 +331,6 @@ def test_presets_hold_the_published_figures(size, figure) -> None:
 
 
 @pytest.mark.parametrize("attention", list(Attention))
-def test_state_dict_is_the_courses(attention) -> None:
-    d, f, v = CONFIG.d_model, CONFIG.d_ff, CONFIG.vocab_size
-    expected = {"token_embeddings.weight": (v, d), "ln_final.weight": (d,), "lm_head.weight": (v, d)}
-    for i in range(CONFIG.num_layers):
-        expected |= {f"layers.{i}.attn.{name}_proj.weight": (d, d) for name in ("q", "k", "v", "output")}
-        expected |= {f"layers.{i}.ffn.w1.weight": (f, d), f"layers.{i}.ffn.w2.weight": (d, f)}
-        expected |= {
-            f"layers.{i}.ffn.w3.weight": (f, d),
-            f"layers.{i}.ln1.weight": (d,),
-            f"layers.{i}.ln2.weight": (d,),
-        }
-    model = TransformerLM(replace(CONFIG, attention=attention))
-    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == expected
-
-
-@pytest.mark.parametrize("attention", list(Attention))
 def test_a_state_dict_goes_to_the_course_s_model_and_back(attention) -> None:
     config = replace(CONFIG, attention=attention, rope_theta=50.0)
     ours, tokens = make(config), tokens_for(config)
@@ -378,15 +340,6 @@ def test_a_state_dict_goes_to_the_course_s_model_and_back(attention) -> None:
     other = call_factory(BasicsTransformerLM, config)
     ours.load_state_dict(other.state_dict())
     torch.testing.assert_close(ours(tokens), other(tokens), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", VARIANTS)
-def test_a_state_dict_loads(config) -> None:
-    source, tokens = make(config), tokens_for(config)
-    target = TransformerLM(config)
-    assert not torch.equal(target(tokens), source(tokens))
-    target.load_state_dict(source.state_dict())
-    assert torch.equal(target(tokens), source(tokens))
 
 
 def test_tables_are_shared_by_the_layers() -> None:
@@ -459,7 +412,7 @@ def calls(config: ModelConfig, autocast: torch.dtype | None = None) -> tuple[Cou
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("attention", list(Attention))
-def test_products_of_linear_layers(attention, num_layers) -> None:
+def test_matmuls_of_linear_layers(attention, num_layers) -> None:
     forward, backward = calls(replace(CONFIG, attention=attention, num_layers=num_layers))
     assert forward["mm"] == 7 * num_layers + 1
     assert backward["mm"] == 14 * num_layers + 2
@@ -631,4 +584,4 @@ def test_kernels_per_layer_on_the_gpu() -> None:
             torch.cuda.synchronize()
         events = [e for e in prof.events() if e.device_type.name == "CUDA"]
         kernels.append(sum(not e.name.startswith("Mem") for e in events))
-    assert kernels[1] - kernels[0] <= 25 + 6  # cuBLAS may split a product in two
+    assert kernels[1] - kernels[0] <= 25 + 6  # cuBLAS may split a matmul in two

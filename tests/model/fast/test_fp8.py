@@ -1,4 +1,4 @@
-"""Linear layers in fp8: against casts by hand and products in fp64, and as part of a step."""
+"""Linear layers in fp8: against casts by hand and matmuls in fp64, and as part of a step."""
 
 import json
 import subprocess
@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.costs.hardware import DEVICES as KNOWN
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model import transformer as model_module
 from cs336_systems.model.fast.fp8 import fp8_linear
 from cs336_systems.model.fast.weights import CopyMaker
 from tests.plain import plain_blocks, plain_model
@@ -56,12 +54,12 @@ def by_hand(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_of_factors_rounded_by_hand(device: str, has_bias: bool) -> None:
+def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: bool) -> None:
     x, weight, bias, gradient = factors(device)
     found = results(fp8_linear, x, weight, bias if has_bias else None, gradient)
     a, b, g = by_hand(x), by_hand(weight), by_hand(gradient)
-    products = ((a, b.t()), (g, b), (g.t(), a))
-    for result, (left, right), added in zip(found, products, (bias if has_bias else 0, 0, 0), strict=False):
+    factor_pairs = ((a, b.t()), (g, b), (g.t(), a))
+    for result, (left, right), added in zip(found, factor_pairs, (bias if has_bias else 0, 0, 0), strict=False):
         expected = left @ right + added
         # rounded to bf16 at the end; a GPU keeps at least 13 bits of partial sums
         allowed = 2**-8 * expected.abs() + (2**-12 if device == "cuda" else 2**-20) * (left.abs() @ right.abs())
@@ -161,18 +159,6 @@ def test_compiles_without_a_break_to_the_same(device: str, has_bias: bool) -> No
         assert torch.equal(mine, wanted)
 
 
-def test_data_sheets_promise_twice_the_rate_of_bf16_from_ada_and_hopper_on() -> None:
-    have = {name: spec for spec in KNOWN for name in spec.names if spec.fp8_peak_flops_per_s is not None}
-    # L40 and RTX 4090 are of compute capability 8.9, A100 and RTX 3090 of 8.0 and 8.6
-    assert {name for spec in KNOWN for name in spec.names} - set(have) == {
-        name for spec in KNOWN for name in spec.names
-        if name.startswith(("V100", "T4", "A10", "A30", "A40", "RTX A6000", "GeForce RTX 3090"))
-    }  # fmt: skip
-    for spec in have.values():
-        assert spec.fp8_peak_flops_per_s == pytest.approx(2 * spec.peak_flops_per_s[Precision.BF16], rel=0.015)
-    assert have["H200"].fp8_peak_flops_per_s == have["H100 80GB HBM3"].fp8_peak_flops_per_s == 1979e12
-
-
 # In a step
 
 
@@ -196,12 +182,12 @@ def test_a_step_trains_nearly_as_in_bf16(arch: Arch, changes: dict[str, object])
     assert losses[-1] < losses[0]
 
 
-def test_what_checkpoints_compute_again_is_the_same_again() -> None:
+def test_checkpoints_recompute_the_same_values() -> None:
     assert trained(of(Arch.CS336, fp8=True, checkpoint_blocks=2))[1] == trained(of(Arch.CS336, fp8=True))[1]
 
 
 class Count(TorchDispatchMode):
-    """Counts the products by their operation."""
+    """Counts operators by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,25 +199,13 @@ class Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_all_products_of_the_blocks_and_no_others_are_in_fp8(arch: Arch, fp8_products_of_a_gpu: None) -> None:
+def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(arch: Arch, fp8_products_of_a_gpu: None) -> None:
     """One for q, k and v, one for the output, two of the feed-forward network; the head's three stay in bf16."""
     step = TrainingStep(of(arch, fp8=True))
     with Count() as counted:
         step.backward(step.forward(step.batches()))
     assert counted.calls["_scaled_mm"] == 3 * 4 * MODEL.num_layers
     assert counted.calls["mm"] + counted.calls["addmm"] == 3
-
-
-@pytest.mark.parametrize("arch", list(Arch))
-def test_checkpoints_are_those_of_the_plain_model(arch: Arch) -> None:
-    step, _ = trained(of(arch, fp8=True), steps=1)
-    saved = step.model.state_dict()
-    plain = model_module.TransformerLM(step.config.model)
-    assert [(key, value.dtype) for key, value in saved.items()] == [(k, v.dtype) for k, v in plain.state_dict().items()]
-    plain.load_state_dict(saved)
-    tokens = torch.arange(32).view(2, 16)
-    expected = plain(tokens)
-    assert ((step.logits(tokens) - expected).norm() / expected.norm()).item() < 0.15
 
 
 @pytest.mark.parametrize(("backend", "distance"), [("eager", 0), ("aot_eager", 0.1)])

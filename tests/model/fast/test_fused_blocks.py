@@ -219,7 +219,7 @@ def test_a_forgotten_bias_would_be_seen(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_training_goes_on_alike_by_an_operator_for_each_norm(arch: Arch) -> None:
+def test_losses_are_the_same_and_each_norm_is_one_operator(arch: Arch) -> None:
     losses = []
     for is_fused in (False, True):
         torch.manual_seed(0)

@@ -195,7 +195,7 @@ def test_what_follows_packed_matmuls_is_what_pytorch_computes() -> None:
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
-def test_what_is_between_products_is_what_pytorch_computes() -> None:
+def test_what_is_between_matmuls_is_what_pytorch_computes() -> None:
     found = interpreted(BLOCKS)
     assert len(found) == 12
     assert all(error < 1e-5 for errors in found.values() for error in errors), found

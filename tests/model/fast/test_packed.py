@@ -1,4 +1,4 @@
-"""What follows packed matmuls, against the layers with a product for each part, differentiated by autograd."""
+"""The operations after packed matmuls, against the layers with a matmul for each part, differentiated by autograd."""
 
 import pytest
 import torch
@@ -74,23 +74,23 @@ def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_heads_with_a_bias(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
-    """The gradient of a bias that is in the product already, as of one that autograd sees added."""
+    """The gradient of a bias that the matmul has added is that of a bias that autograd adds."""
     batch, seq, heads, d_head = shape
     width = 3 * heads * d_head
-    product, bias = (made(*size, dtype=dtype, device=device) for size in ((batch, seq, width), (width,)))
-    wide, wide_bias = (each.detach().double().requires_grad_() for each in (product, bias))
-    found = packed.cut_heads(product + bias.detach(), bias, heads)
+    packed_heads, bias = (made(*size, dtype=dtype, device=device) for size in ((batch, seq, width), (width,)))
+    wide, wide_bias = (each.detach().double().requires_grad_() for each in (packed_heads, bias))
+    found = packed.cut_heads(packed_heads + bias.detach(), bias, heads)
     expected = [part.unflatten(-1, (heads, d_head)) for part in (wide + wide_bias).chunk(3, dim=-1)]
     gradients = made(3, batch, heads, seq, d_head, dtype=dtype, device=device).detach().transpose(2, 3).unbind()
     torch.autograd.backward(found, gradients)
     torch.autograd.backward(expected, [gradient.double() for gradient in gradients])
-    assert all(torch.equal(part, (product + bias).view(batch, seq, 3, heads, d_head)[:, :, index])
+    assert all(torch.equal(part, (packed_heads + bias).view(batch, seq, 3, heads, d_head)[:, :, index])
                for index, part in enumerate(found))  # fmt: skip
-    assert product.grad is not None
+    assert packed_heads.grad is not None
     assert bias.grad is not None
     assert wide.grad is not None
     assert wide_bias.grad is not None
-    assert torch.equal(product.grad.double(), wide.grad)
+    assert torch.equal(packed_heads.grad.double(), wide.grad)
     tolerance = 1e-5 if dtype is torch.float32 else 2**-8
     assert bias.grad.dtype is dtype
     torch.testing.assert_close(
@@ -102,8 +102,8 @@ def test_heads_with_a_bias(shape: tuple[int, int, int, int], dtype: torch.dtype,
 @pytest.mark.parametrize("rows", [1, 2047, 16_384])
 def test_a_bias_gets_the_gradients_of_all_rows(rows: int, device: str) -> None:
     """None left out, none counted twice. Of small integers, so that sums are exact."""
-    product, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((1, rows, 72), (72,)))
-    q, k, v = packed.cut_heads(product, bias, 3)
+    packed_heads, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((1, rows, 72), (72,)))
+    q, k, v = packed.cut_heads(packed_heads, bias, 3)
     (q.sum() + 2 * k.sum() + 3 * v.sum()).backward()
     assert bias.grad is not None
     assert bias.grad.tolist() == [share * rows for share in (1.0, 2.0, 3.0) for _ in range(24)]
@@ -139,8 +139,8 @@ def test_a_bias_of_another_width_is_refused() -> None:
 def test_they_compile_without_a_break(device: str) -> None:
     def all_three(x: Tensor, rotations: Tensor, bias: Tensor) -> Tensor:
         q, k, v = packed.rope_heads(x, rotations)
-        product = F.linear(torch.cat((q, k, v), dim=-1).flatten(2), torch.eye(48, device=device), bias.detach())
-        q, k, v = packed.cut_heads(product, bias, 2)
+        packed_heads = F.linear(torch.cat((q, k, v), dim=-1).flatten(2), torch.eye(48, device=device), bias.detach())
+        q, k, v = packed.cut_heads(packed_heads, bias, 2)
         return packed.swiglu(torch.cat(((q * k).flatten(2), v.flatten(2)), dim=-1))
 
     x, bias = (made(*shape, dtype=torch.float32, device=device) for shape in ((2, 4, 48), (48,)))

@@ -1,4 +1,4 @@
-"""A step in a graph on a device that is made up: what is captured does not run, and what is replayed does."""
+"""A step in a CUDA graph, on a simulated device where captured operations run only when they are replayed."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from cs336_systems.model.fast.step_graph import StepGraph
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 TOOK_S = {Phase.DATA: 0.5, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.OPTIMIZER: 4.0}
-"""By the device's clock, of each phase."""
+"""Time of each phase by the device's clock."""
 
 
 class Device:
-    """A GPU's clock, and what a graph that is being captured holds so far."""
+    """The clock of a simulated GPU, and the operations captured so far."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -87,7 +87,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.mark.parametrize("reads_data", [False, True], ids=["random tokens", "token file"])
 def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_data: bool) -> None:
-    """The first as they are, the one that captures, and replays alike."""
+    """This holds for eager steps, for the step that captures, and for replays."""
     seen: list[tuple[int, float]] = []
     loss, static = torch.zeros(()), torch.zeros(1)
 
@@ -101,8 +101,8 @@ def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_
             device.work(TOOK_S[phase])
             yield phase
 
-    told: list[int] = []
-    graph, clock = StepGraph(phases, PHASES, lambda: told.append(len(seen))), EventClock()
+    captured_after: list[int] = []
+    graph, clock = StepGraph(phases, PHASES, lambda: captured_after.append(len(seen))), EventClock()
     for number in range(EAGER_STEPS_BEFORE_GRAPH + 3):
         clock.start()
         batch = (torch.full((1,), float(number)), static)
@@ -114,12 +114,12 @@ def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_
         assert clock.stop().phases_s == pytest.approx({phase: TOOK_S[phase] for phase in wanted})
         assert loss.item() == number, "each step has its own batch, and the capture is one step too"
     assert seen == [(number, float(number)) for number in range(EAGER_STEPS_BEFORE_GRAPH + 3)], "nothing runs twice"
-    assert told == [EAGER_STEPS_BEFORE_GRAPH], "after the capture, before its first replay"
+    assert captured_after == [EAGER_STEPS_BEFORE_GRAPH], "after the capture, before its first replay"
     assert graph.peak_bytes == 77
 
 
-def test_gradients_that_nobody_applies_are_not_added_up(device: Device) -> None:
-    """Neither by the first steps nor by the one that is captured, whose replays would go on adding."""
+def test_gradients_do_not_add_up_without_an_optimizer(device: Device) -> None:
+    """The captured step must begin without gradients too, or its replays would add to them."""
     model = ModelConfig(vocab_size=7, context_length=4, d_model=8, d_ff=8, num_layers=1, num_heads=2)
     step = TrainingStep(RunConfig(size="custom", model=model, mode=Mode.FORWARD_BACKWARD))
     order, run = step.config.phases, step._phases
