@@ -8,18 +8,16 @@ import numpy as np
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.allocations import Allocations, Replay
 from cs336_systems.analysis.memory.device_memory import Action
+from cs336_systems.analysis.memory.lifetimes import NONE, nearest
 from cs336_systems.analysis.memory.notes import Kind, Sighting
-from cs336_systems.analysis.memory.positions import NOWHERE
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, CategoryBytes
 
 CATEGORIES = tuple(Category)
 CODES = {category: code for code, category in enumerate(CATEGORIES)}
-NOT_SIGHTED = -1
+NOT_SIGHTED = NONE
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(
     (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.SAVED)
 )}  # fmt: skip
-MAX_BLOCKS_BEFORE = 4096
-"""That begin below an address and are looked at, for a storage that begins inside of a block."""
 
 
 class MemoryAttributionError(AssertionError):
@@ -41,32 +39,12 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
 
     It is the one in use that begins at the address, or else the last before it, if that reaches so far.
     """
-    order = np.lexsort((allocations.start, allocations.address))
-    address, start = allocations.address[order], allocations.start[order]
-    is_new = np.append(True, address[1:] != address[:-1])[: len(address)]
-    places = address[is_new]
-    span = max(start.max(initial=0), moments.max(initial=0)) + 2
-    key = (np.cumsum(is_new) - 1) * span + start + 1
     wanted = np.array([sighting.address for sighting in sightings], dtype=np.int64)
-    found = np.full(len(wanted), NOT_SIGHTED, dtype=np.int64)
-    place = np.searchsorted(places, wanted, side="right") - 1
-    rows = np.arange(len(wanted))
-    for _ in range(MAX_BLOCKS_BEFORE):
-        rows = rows[(place[rows] >= 0) & (moments[rows] != NOWHERE)]
-        if not len(rows):
-            break
-        last = np.searchsorted(key, place[rows] * span + moments[rows] + 1) - 1
-        candidate = order[np.maximum(last, 0)]
-        is_there = (
-            (last >= 0)
-            & (allocations.address[candidate] == places[place[rows]])
-            & (allocations.free_requested[candidate] >= moments[rows])
-        )
-        reaches = allocations.address[candidate] + allocations.num_bytes[candidate] > wanted[rows]
-        found[rows[is_there & reaches]] = candidate[is_there & reaches]
-        rows = rows[~is_there]
-        place[rows] -= 1
-    return found
+    found = nearest(
+        allocations.address, allocations.start, allocations.free_requested, wanted, np.zeros_like(wanted), moments
+    )
+    ends = np.append(allocations.address + allocations.num_bytes, 0)  # NONE is the last
+    return np.where(ends[found] > wanted, found, NOT_SIGHTED)
 
 
 def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, has_notes: bool = True) -> Contents:

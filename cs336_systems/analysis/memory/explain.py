@@ -12,7 +12,7 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.files import read_head
-from cs336_systems.analysis.memory.allocations import OutOfMemory, replay
+from cs336_systems.analysis.memory.allocations import replay
 from cs336_systems.analysis.memory.block_sizes import may_be_larger, rounds_to_powers
 from cs336_systems.analysis.memory.blocks import block_memory
 from cs336_systems.analysis.memory.categories import (
@@ -114,8 +114,7 @@ class _Explanation:
         self._phases, self._sighted_at = NO_PHASES, np.zeros(0, dtype=np.int64)
         if notes is not None:
             positions = Positions(memory.events, notes.end)
-            oom = self._replay.out_of_memory
-            self._phases = find_phases(positions, notes, oom[-1].moment if oom else NOWHERE)
+            self._phases = find_phases(positions, notes, max(self._replay.failed_requests, default=NOWHERE))
             self._sighted_at = positions.moments([sighting.position for sighting in sightings])
         self._row_of = resolve(self._replay.allocations, sightings, self._sighted_at)
         self._known = Known(
@@ -177,8 +176,7 @@ class _Explanation:
             if mark.name != START and mark.step == phases.marks[index - 1].step:
                 yield self._phase_memory(index, moments[index - 1], moments[index], is_finished=True)
         if phases.names[-1]:
-            failed_at = self._replay.out_of_memory[-1].moment
-            yield self._phase_memory(len(moments), moments[-1], failed_at, is_finished=False)
+            yield self._phase_memory(len(moments), moments[-1], self._replay.failed_requests[-1], is_finished=False)
 
     def _phase_memory(self, stretch: int, begin: int, end: int, *, is_finished: bool) -> PhaseMemory:
         peak = begin + int(self._allocated[begin : end + 1].argmax())
@@ -227,29 +225,29 @@ class _Explanation:
 
     def _work(self) -> AllocatorWork:
         counts = np.bincount(self._memory.events.action, minlength=len(Action))
-        oom = self._replay.out_of_memory
+        failed = self._replay.failed_requests
         return AllocatorWork(
             allocations=int(counts[Action.ALLOC]),
             events=len(self._memory.events),
             segments_allocated=int(counts[Action.SEGMENT_ALLOC] + counts[Action.SEGMENT_MAP]),
             segments_freed=int(counts[Action.SEGMENT_FREE] + counts[Action.SEGMENT_UNMAP]),
-            out_of_memory=len(oom),
-            first_failure=self._failed_request(oom[0]) if oom else None,
+            out_of_memory=len(failed),
+            first_failure=self._failed_request(failed[0]) if failed else None,
         )
 
-    def _failed_request(self, failure: OutOfMemory) -> FailedRequest:
-        moment = failure.moment
+    def _failed_request(self, moment: int) -> FailedRequest:
+        events = self._memory.events
         stretch = int(self._phases.at(np.array(moment)))
         return FailedRequest(
-            requested_bytes=failure.requested_bytes,
-            free_bytes=failure.free_bytes,
+            requested_bytes=int(events.num_bytes[moment]),
+            free_bytes=int(events.address[moment]),
             allocated_bytes=int(self._allocated[moment]),
             reserved_bytes=int(self._replay.reserved_bytes[moment]),
             step=self._phases.steps[stretch],
             phase=self._phases.names[stretch],
             time_s=float(times_s(self._memory.events, np.array(moment + 1))),
             event=moment,
-            places=places_of(self._snapshot.stacks[failure.stack]),
+            places=places_of(self._snapshot.stacks[events.stack[moment]]),
         )
 
     @property

@@ -1,8 +1,12 @@
-"""From when to when each block or segment of memory was there, by the events that begin and end it."""
+"""When each block or segment of memory existed, from the events that begin and end it.
+
+A moment is a number of events that have happened: 0 is before the first event. Memory exists at moment m if
+start < m <= end.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -11,49 +15,100 @@ from cs336_systems.analysis.memory.device_memory import NO_STACK, Action, Events
 from cs336_systems.text import counted
 
 BEFORE = -1
-"""The event that is not in the recording, because it came earlier."""
+"""Number of an event that came before the recording."""
+NONE = -1
+"""Row of memory that does not exist."""
+MAX_ADDRESSES = 4096
+"""Addresses that are searched for memory that exists at a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes(Columns):
-    """Memory that was there at moment m if start < m <= end. A moment is a number of events that have happened."""
+    """Memory of which events tell, sorted by address and then by time."""
 
     address: Ints
-    """Rows are sorted by it, and then by time."""
     num_bytes: Ints
-    """As the events have it: of an allocation what was asked for, of a segment its size."""
+    """As in the events: of an allocation the requested bytes, of a segment its size."""
     stream: Ints
     start: Ints
-    """The event that allocated it, or BEFORE."""
+    """Number of the event that allocated it, or BEFORE."""
     free_requested: Ints
-    """The event with which the program gave it back, or BEFORE; the number of events if that was never."""
+    """Number of the event with which the program freed it, or BEFORE; the number of all events if there is none."""
     end: Ints
-    """The event from which on it could be used again; the number of events if that was never."""
+    """Number of the event after which it could be used again; the number of all events if there is none."""
     stack: Ints
-    """Of the event that allocated it."""
+    """Stack of the event that allocated it."""
+
+
+def joined(*parts: Lifetimes) -> Lifetimes:
+    """The rows of all parts, one part after the other."""
+    return Lifetimes(
+        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Lifetimes)}
+    )
+
+
+def always(address: Ints, num_bytes: Ints, stream: Ints, num_events: int) -> Lifetimes:
+    """Memory that existed during the whole recording."""
+    never = np.full(len(address), num_events)
+    return Lifetimes(
+        address=address,
+        num_bytes=num_bytes,
+        stream=stream,
+        start=np.full(len(address), BEFORE),
+        free_requested=never,
+        end=never,
+        stack=np.full(len(address), NO_STACK),
+    )
+
+
+def nearest(address: Ints, start: Ints, end: Ints, wanted: Ints, limit: Ints, moments: Ints) -> Ints:
+    """For each wanted address and moment, the row of the nearest memory that exists then, or NONE.
+
+    The search goes from the wanted address up or down to the limit, and gives up after MAX_ADDRESSES addresses. Nothing
+    exists at negative moments.
+    """
+    order = np.lexsort((start, address))
+    addresses, first, index = np.unique(address[order], return_index=True, return_inverse=True)
+    span = max(start.max(initial=0), moments.max(initial=0)) + 2
+    key = index * span + start[order] - BEFORE
+    found = np.full(len(wanted), NONE)
+    rows = np.flatnonzero(moments >= 0)
+    step = np.where(limit >= wanted, 1, -1)
+    at = np.where(step > 0, np.searchsorted(addresses, wanted), np.searchsorted(addresses, wanted, side="right") - 1)
+    for _ in range(MAX_ADDRESSES):
+        rows = rows[(at[rows] >= 0) & (at[rows] < len(addresses))]
+        rows = rows[step[rows] * (addresses[at[rows]] - limit[rows]) <= 0]
+        if not len(rows):
+            break
+        last = np.searchsorted(key, at[rows] * span + moments[rows], side="right") - 1  # at the address, by the moment
+        exists = (last >= first[at[rows]]) & (end[order[last]] >= moments[rows])
+        found[rows[exists]] = order[last[exists]]
+        rows = rows[~exists]
+        at[rows] += step[rows]
+    return found
 
 
 class LifetimeReader:
-    """Finds lifetimes: at each address, what lies between one event that allocates and the next."""
+    """Finds lifetimes: at each address, what lies between one allocation and the next."""
 
-    def __init__(self, events: Events, allocate: Action, free: Action, give_back: Action | None = None) -> None:
-        """Where it takes two events to free, `give_back` is the first."""
+    def __init__(self, events: Events, allocate: Action, free: Action, request_free: Action | None = None) -> None:
+        """`request_free` is the first of two events of which `free` is the second, where it takes two."""
         self._events, self._num_events = events, len(events)
-        self._allocate, self._give_back, self._free = allocate, give_back, free
-        actions = [action for action in (allocate, give_back, free) if action is not None]
+        self._allocate, self._request_free, self._free = allocate, request_free, free
+        actions = [action for action in (allocate, request_free, free) if action is not None]
         rows = np.flatnonzero(np.isin(events.action, actions))
         self._event = rows[np.argsort(events.address[rows], kind="stable")]
         self._action = events.action[self._event]
         address = events.address[self._event]
-        is_new = np.append(True, address[1:] != address[:-1])[: len(address)]
-        self._first = np.flatnonzero(is_new | (self._action == allocate))
-        self._life = np.cumsum(is_new | (self._action == allocate)) - 1
+        is_first = np.append(True, address[1:] != address[:-1])[: len(address)] | (self._action == allocate)
+        self._first = np.flatnonzero(is_first)
+        self._life = np.cumsum(is_first) - 1
         self._address = address[self._first]
         self._is_followed = np.append(self._address[1:] == self._address[:-1], False)[: len(self._first)]
         self._contradictions: Counter[str] = Counter()
 
     def lifetimes(self) -> Lifetimes:
-        """All of which an event tells."""
+        """All memory of which an event tells."""
         events = self._events
         first = self._event[self._first]
         start = np.where(self._action[self._first] == self._allocate, first, BEFORE)
@@ -71,11 +126,12 @@ class LifetimeReader:
         )
 
     def _ends(self, start: Ints) -> tuple[Ints, Ints]:
+        """The events that request the free and that complete it."""
         never, end = self._num_events, self._event_of(self._free)
-        requested = end if self._give_back is None else self._event_of(self._give_back)
+        requested = end if self._request_free is None else self._event_of(self._request_free)
         if not self._has(self._free):
             end = requested.copy()
-        elif self._give_back is not None and self._has(self._give_back):
+        elif self._request_free is not None and self._has(self._request_free):
             is_early = requested > end
             requested[is_early & (start == BEFORE)] = BEFORE
             self._count("freed before the program gave it back", is_early & (start != BEFORE))
@@ -85,7 +141,7 @@ class LifetimeReader:
         return np.minimum(requested, end), end
 
     def _event_of(self, action: Action) -> Ints:
-        """In each life the first event with this action; the number of events where there is none."""
+        """In each life the first event with this action; the number of all events if there is none."""
         rows = np.flatnonzero(self._action == action)
         is_second = np.append(False, self._life[rows][1:] == self._life[rows][:-1])[: len(rows)]
         self._count("freed twice", is_second)
@@ -101,7 +157,7 @@ class LifetimeReader:
 
     def notes(self) -> Iterator[str]:
         """What was found wrong with the events."""
-        if self._give_back is not None and self._has(self._give_back) and not self._has(self._free):
+        if self._request_free is not None and self._has(self._request_free) and not self._has(self._free):
             yield "No completed frees were recorded: memory counts as free as soon as the program gives it back."
         for what, count in self._contradictions.items():
             if count:
