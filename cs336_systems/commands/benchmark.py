@@ -134,7 +134,7 @@ def _print(record: RunRecord, runs: Path) -> None:
     config = record.config
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))
     if config.profiler is Profiler.KINETO and has_explanation(config, runs):
-        _print_kernels(config, runs)
+        _print_kernels(record, runs)
     if config.profiler is Profiler.MEMORY and has_explanation(config, runs):
         _print_memory(config, runs)
 
@@ -151,10 +151,13 @@ def _print_memory(config: RunConfig, runs: Path) -> None:
         print_table(table)
 
 
-def _print_kernels(config: RunConfig, runs: Path) -> None:
+def _print_kernels(record: RunRecord, runs: Path) -> None:
     """Where the time went."""
-    from cs336_systems.analysis.kernels.step_profile import decode_profile
-    from cs336_systems.report.terminal import print_profile
-    from cs336_systems.sweep.store import kernel_profile_path
+    from cs336_systems.report.sections.kernels.entries import load_profiled
+    from cs336_systems.report.sections.kernels.files import tables_of_one
+    from cs336_systems.report.terminal import print_table, say
 
-    print_profile(decode_profile(kernel_profile_path(config, runs).read_bytes()), TOP, config)
+    for entry in load_profiled([record], runs.parent):
+        for table in tables_of_one(entry, TOP):
+            print_table(table)
+            say("")

@@ -1,5 +1,6 @@
 """`cs336 kernels`: where the time of profiled steps went, from a file of nsys or torch.profiler."""
 
+import contextlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +9,7 @@ import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
-from cs336_systems.record import RunRecord, read_record
+from cs336_systems.record import RecordError, RunRecord, read_record
 
 if TYPE_CHECKING:
     from cs336_systems.analysis.kernels.parts import AttentionNames
@@ -87,43 +88,57 @@ def run(arguments: KernelsArguments) -> int:
     """Read, explain, print, and write where asked."""
     phases, attention = checked(arguments.ranges.phases), checked(arguments.ranges.attention)
     existing(arguments.file, "a report of nsys, its SQLite export, or a trace of torch.profiler")
-    record = _record_of(arguments)
-    config = None if record is None else record.config
+    path = _record_path(arguments)
+    record = None if path is None else read_record(path)
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import UnknownRangeError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
+    from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_profile, say
+    from cs336_systems.report.terminal import print_table, say
 
     with StatusLine() as status:
         status.reading(arguments.file)
         profile = read_profile(arguments.file)
         if profile is None:
             try:
-                profile = explain(arguments.file, config, phases, attention)
+                profile = explain(arguments.file, None if record is None else record.config, phases, attention)
             except UnknownRangeError as error:
                 raise UsageError(f"{arguments.file}: {error}") from error
+        entry = explained(profile, record, [] if record is None or path is None else _plain_run(record, path))
         if arguments.output is not None:
             status("drawing and writing")
-            from cs336_systems.report.sections.kernels.files import write_profile
+            from cs336_systems.report.sections.kernels.files import write_kernels
 
             arguments.output.mkdir(parents=True, exist_ok=True)
-            write_profile(profile, arguments.output, arguments.top, config)
+            write_kernels([entry], arguments.output, arguments.top)
 
     with json_alone(arguments.json) as print_json:
         if print_json is not None:
             print_json(encode_profile(profile))
         else:
-            print_profile(profile, arguments.top, config, arguments.output)
+            from cs336_systems.report.sections.kernels.files import tables_of_one
+
+            for table in tables_of_one(entry, arguments.top):
+                print_table(table, arguments.output)
+                say("")
         if arguments.output is not None:
             say(f"results: {arguments.output}")
     return OK
 
 
-def _record_of(arguments: KernelsArguments) -> RunRecord | None:
+def _record_path(arguments: KernelsArguments) -> Path | None:
     """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
     if arguments.record is not None:
-        return read_record(existing(arguments.record, "a record of a run, in JSON"))
+        return existing(arguments.record, "a record of a run, in JSON")
     stem = arguments.file.name.removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
     beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
-    return read_record(beside) if beside.is_file() else None
+    return beside if beside.is_file() else None
+
+
+def _plain_run(record: RunRecord, path: Path) -> list[RunRecord]:
+    """The record of the run without a profiler, if it lies beside the one at `path` and can be read."""
+    beside = path.with_name(f"{record.config.unprofiled.key}.json")
+    with contextlib.suppress(RecordError):
+        return [read_record(beside)] if beside.is_file() else []
+    return []

@@ -318,7 +318,7 @@ def report(
     missing too, leaves those tables as they are.
     """
     status("reading records and profiles")
-    from cs336_systems.report.sections.kernels.sweep import sweep_tables
+    from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
     from cs336_systems.report.sections.memory.files import memory_tables
     from cs336_systems.report.sections.steps import results_section
     from cs336_systems.report.terminal import print_sweep, print_table, say
@@ -350,7 +350,7 @@ def report(
         say(f"results: {output}")
     else:
         print_sweep(together.records, output, ceilings)
-        for table in (*sweep_tables(together.kernels), *memory_tables(together.memory)):
+        for table in (*kernel_tables(together.kernels), *memory_tables(together.memory)):
             print_table(table, output)
     for directory, own in found.items():
         print_profile_paths([record.config for record in own], directory / "runs")
@@ -367,7 +367,7 @@ class Results:
     @classmethod
     def load(cls, records: Sequence[RunRecord], directory: Path) -> "Results":
         """The records of the directory with the profiles beside; each profile that is missing is said."""
-        from cs336_systems.report.sections.kernels.sweep import load_profiled
+        from cs336_systems.report.sections.kernels.entries import load_profiled
         from cs336_systems.report.sections.memory.entries import load_memory
 
         return cls(records=records, kernels=load_profiled(records, directory), memory=load_memory(records, directory))
@@ -400,8 +400,8 @@ class Results:
         from cs336_systems.report.entries import labels
         from cs336_systems.report.identity import file_names
         from cs336_systems.report.plots.steps import write_plots
+        from cs336_systems.report.sections.kernels.files import write_kernels
         from cs336_systems.report.sections.kernels.plots import write_pictures
-        from cs336_systems.report.sections.kernels.sweep import write_kernel_sweep
         from cs336_systems.report.sections.memory.files import write_memory
         from cs336_systems.report.sections.steps import write_tables
 
@@ -411,7 +411,7 @@ class Results:
             write_plots(self.published, output)
         if self.kernels:
             status("writing tables of kernels")
-            write_kernel_sweep(self.kernels, output)
+            write_kernels(self.kernels, output)
             names = labels(self.kernels)
             for done, (name, stem, entry) in enumerate(zip(names, file_names(names), self.kernels, strict=True)):
                 status(f"drawing {name}", done, len(self.kernels))

@@ -249,6 +249,8 @@ COLUMNS: dict[str, Column[Any]] = {
     "products_ms_per_step": _number("products", "ms", "GPU time of matrix products.", drop_order=1, write=rounded),
     "flops_per_step": _number("FLOPs", "G", "Floating-point operations.", drop_order=7, scale=1e-9),
     "flops_per_s": _number("rate", "TFLOP/s", "FLOPs over GPU time.", drop_order=3, scale=1e-12, write=three_digits),
+    "scores_ms_per_step": _number("scores", "ms", "GPU time of the scores.", drop_order=4, write=rounded),
+    "values_ms_per_step": _number("values", "ms", "GPU time of the weighted values.", drop_order=4, write=rounded),
     "softmax_ms_per_step": _number("softmax", "ms", "GPU time of the softmax.", write=rounded),
     "whole_ms_per_step": _number("all of attention", "ms", "GPU time of all kernels of attention.",
                                  drop_order=2, write=rounded),

@@ -5,21 +5,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
-from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.config import Profiler
 from cs336_systems.record import RunRecord
 from cs336_systems.report.failures import own_place, own_traceback
 from cs336_systems.report.formats import to_rich
 from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line, shortened
-
-if TYPE_CHECKING:
-    from cs336_systems.analysis.kernels.step_profile import StepProfile
 
 UNLIMITED = 1_000_000
 """Characters of a line that rich is told of where nothing limits it."""
@@ -58,19 +54,6 @@ def say(text: str) -> None:
 def _inert(text: str) -> str:
     """The text as it is: nothing in it is markup or controls the terminal."""
     return escape(inert_line(text))
-
-
-def print_profile(
-    profile: "StepProfile", top: int, config: RunConfig | None = None, directory: Path | None = None
-) -> None:
-    """What was found in a kernel trace, then its tables; `config` is the run's, where it is known."""
-    from cs336_systems.report.sections.kernels.files import (
-        profile_tables,  # matplotlib, half a second that most prints can spare
-    )
-
-    for table in profile_tables(profile, top, config):
-        print_table(table, directory)
-        say("")
 
 
 def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:

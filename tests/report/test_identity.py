@@ -30,10 +30,10 @@ from cs336_systems.report.identity import file_names, identities, names_of, shar
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots import steps as plots
 from cs336_systems.report.plots.series import AXES
-from cs336_systems.report.sections.kernels import sweep as kernel_sweep
-from cs336_systems.report.sections.kernels.answers import sweep_answers as kernel_answers
+from cs336_systems.report.sections.kernels import files as kernel_files
+from cs336_systems.report.sections.kernels.answers import answers as kernel_answers
 from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.kernels.shares import classes_by_configuration
+from cs336_systems.report.sections.kernels.shares import classes
 from cs336_systems.report.sections.memory.answers import answers as memory_answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
@@ -108,7 +108,7 @@ def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     pair, *_ = neighbours(where, field.name, **({} if field.name == "profiler" else {"profiler": Profiler.KINETO}))
     entries = [kernel_entry(config) for config in pair]
     assert len({*labels(entries)}) == len({name.casefold() for name in file_names(labels(entries))}) == 2
-    assert_apart([make(entries) for make in kernel_sweep._SECTIONS], pair)
+    assert_apart([make(entries) for make in kernel_files.SUBJECTS], pair)
 
 
 @each_setting("device")
@@ -232,10 +232,10 @@ def test_shares_in_sentences_are_the_least_and_the_largest_of_the_rows(change) -
     entries = [kernel_entry(base), kernel_entry(replace(base, **change), classes=slower)]
     text = kernel_answers(entries)
     for phase, sentence in (
-        ("forward", r"Matrix products take ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of forward"),
-        ("step", r"and ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of a whole"),
+        ("forward", r"Matrix products take ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of a forward"),
+        ("step", r" and ([\d.]+) % \(([^()]*?)\) to ([\d.]+) % \(([^()]*?)\) of the whole"),
     ):
-        rows = [row for row in csv_rows(classes_by_configuration(entries).csv) if row["phase"] == phase]
+        rows = [row for row in csv_rows(classes(entries).csv) if row["phase"] == phase]
         shares = [100 * float(row["matrix_product_share"]) for row in rows]
         assert len(shares) == 2
         low, low_name, high, high_name = re.search(sentence, text).groups()
@@ -247,7 +247,7 @@ def test_shares_in_sentences_are_the_least_and_the_largest_of_the_rows(change) -
 def test_a_range_of_one_value_is_one_value() -> None:
     base = replace(BASES[0], profiler=Profiler.KINETO)
     text = kernel_answers([kernel_entry(base), kernel_entry(replace(base, seed=3))])
-    assert "Matrix products take 60.0 % of forward" in text
+    assert "Matrix products take 60.0 % of a forward" in text
 
 
 @pytest.mark.parametrize("change", VARIED, ids=str)

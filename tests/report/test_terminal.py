@@ -24,9 +24,8 @@ from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables
 from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
-from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.kernels.files import profile_tables
-from cs336_systems.report.sections.kernels.sweep import sweep_tables
+from cs336_systems.report.sections.kernels.entries import Explained, Profiled
+from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import ladder_section
 from cs336_systems.report.sections.memory.compare import compare_memory
@@ -89,8 +88,8 @@ def kinds():
         "attention": (attention_section(attention).tables[:2], ("d_head", "context", *Implementation)),
         "attention's memory": (attention_section(attention).tables[2:], ("d_head", "context", "naive")),
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),
-        "kernels": (profile_tables(make_profile(), 10), ("phase", "part", "kernel", "total", "finding")),
-        "kernels of a sweep": (sweep_tables(entries), ("size", "phase", "step")),
+        "kernels": (tables_of_one(Explained(profile=make_profile()), 10), ("phase", "kernel", "total", "finding")),
+        "kernels of a sweep": (tables_of(entries), ("size", "phase", "step")),
         "memory": (memory_tables(snapshot), ("moment", "size", "finding", "quantity", "value")),
         "memory of a sweep": (memory_tables(memory), ("size", "peak")),
         "memories compared": (compare_memory(make_memory(), make_inference()), ("category", "what")),

@@ -79,7 +79,7 @@ AMPERE = {
     "long, long, long, const T1 &)::[lambda(int) (instance 1)]>(int, T3)": KernelClass.REDUCTION,
 }
 
-MATRIX_PRODUCTS = (
+MATMULS = (
     "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT",
     "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
     "nvjet_tss_64x8_64x16_1x1_h_bz_splitK_TNT",
@@ -341,7 +341,7 @@ OTHER = (
 KNOWN = AMPERE | {
     name: kind
     for kind, names in (
-        (KernelClass.MATMUL, MATRIX_PRODUCTS),
+        (KernelClass.MATMUL, MATMULS),
         (KernelClass.ATTENTION, ATTENTION),
         (KernelClass.SOFTMAX, SOFTMAX),
         (KernelClass.NORMALISATION, NORMALISATION),

@@ -1,4 +1,4 @@
-"""Profiled runs with their kernel profiles and their plain twins."""
+"""Explained kernel traces: of a file about which nothing else is known, and of runs with their records."""
 
 import sys
 from collections.abc import Sequence
@@ -17,28 +17,42 @@ KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
-    """A run under a profiler, what its kernels did, and the same run without a profiler."""
+class Explained:
+    """What the kernels of one trace did, with the run that was traced and the same run without a profiler if known."""
 
-    config: RunConfig
-    """Of the profiled run."""
     profile: StepProfile
-    plain: RunRecord | None
-    """None where there is no such run that finished."""
-    profiled: RunRecord
+    config: RunConfig | None = None
+    profiled: RunRecord | None = None
+    plain: RunRecord | None = None
+    """Run without a profiler; None if there is none that finished."""
 
     is_out_of_memory: ClassVar[bool] = False
     """A run that ran out of memory leaves no kernel profile."""
 
     @property
     def device_name(self) -> str | None:
-        """None where the run could not name its device."""
-        return _device(self.profiled)
+        """None if the run could not name its device, or is not known."""
+        return None if self.profiled is None else _device(self.profiled)
 
     def clock_s(self, phase: Phase) -> float | None:
-        """Mean time of the phase without a profiler; None where it is not known."""
+        """Mean time of the phase without a profiler; None if it is not known."""
         measured = None if self.plain is None else self.plain.measurement(phase)
         return None if measured is None else measured.mean_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled(Explained):
+    """A run under a profiler, as its record has it, with what its kernels did."""
+
+    config: RunConfig
+    profiled: RunRecord
+
+
+def explained(profile: StepProfile, record: RunRecord | None, others: Sequence[RunRecord] = ()) -> Explained:
+    """The profile with the record of its run, if there is one, and with the run without a profiler among the others."""
+    if record is None:
+        return Explained(profile=profile)
+    return Profiled(profile=profile, config=record.config, profiled=record, plain=_plain_twin(record, others))
 
 
 def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profiled]:

@@ -1,62 +1,70 @@
-"""All of one `StepProfile` as files of a directory, and as tables for a terminal."""
+"""Kernel traces as tables for a terminal and as files of a directory: one trace in full, several beside each other."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
-from cs336_systems.config import RunConfig
+from cs336_systems.analysis.kernels.step_profile import encode_profile
+from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import to_markdown
+from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.sections.kernels.answers import answers
+from cs336_systems.report.sections.kernels.details import details
+from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.places import (
-    blocks_section,
-    gaps_section,
-    host_calls_section,
-    idle_section,
-    modules_section,
-)
-from cs336_systems.report.sections.kernels.plots import write_pictures
-from cs336_systems.report.sections.kernels.shares import attention_section, classes_section, products_section
-from cs336_systems.report.sections.kernels.tables import kernels_section, phases_section
+from cs336_systems.report.sections.kernels.plots import draw_configurations, write_pictures
+from cs336_systems.report.sections.kernels.shares import attention, classes, products
+from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
 from cs336_systems.report.sections.kernels.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
-
-def sections(profile: StepProfile, top: int) -> list[Section]:
-    """All that is known of the profile, in the order to read it; at most `top` kernels and idle times a table."""
-    return [
-        phases_section(profile),
-        classes_section(profile),
-        kernels_section(profile, top),
-        products_section(profile),
-        attention_section(profile),
-        modules_section(profile),
-        blocks_section(profile),
-        idle_section(profile, top),
-        gaps_section(profile),
-        host_calls_section(profile),
-    ]
+_PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, classes, products, slowdown)
+SUBJECTS = (*_PRINTED, attention, top_kernels)
+"""What is said of any number of traces."""
 
 
-def _findings(profile: StepProfile, config: RunConfig | None) -> Table:
-    """What stands out; with the `config` of the run, no advice that it follows already."""
-    return findings_table(findings(profile, config), "Nothing stands out.")
+def tables_of(entries: Sequence[Explained]) -> list[Table]:
+    """The tables of several traces for a terminal; none for no entries."""
+    return [table for make in _PRINTED for table in make(entries).tables] if entries else []
 
 
-def profile_tables(profile: StepProfile, top: int, config: RunConfig | None = None) -> list[Table]:
-    """The tables for a terminal: first the findings, if any; below the first table stands what it is of."""
-    tables = [table for section in sections(profile, top) for table in section.tables]
-    found = _findings(profile, config)
-    tables = [found, *tables] if found.rows else tables
-    return [with_note(tables[0], about(profile)), *tables[1:]]
+def tables_of_one(entry: Explained, top: int) -> list[Table]:
+    """The tables of one trace for a terminal: first the findings, if any; below the first stands what it is of.
 
-
-def write_profile(profile: StepProfile, directory: Path, top: int = 10, config: RunConfig | None = None) -> list[Path]:
-    """Write profile.json, each subject as CSV and for people, findings.md and plots/ into the directory, which is made.
-
-    Returns the paths. A subject that the profile has nothing of has no files: those of another profile are removed.
+    At most `top` kernels and idle times are listed.
     """
-    texts = {"profile.json": encode_profile(profile).decode()}
-    texts["findings.md"] = to_markdown(with_note(_findings(profile, config), about(profile)))
-    for section in sections(profile, top):
-        texts |= texts_of(section, about(profile))
-    return [*write_files(texts, directory), *write_pictures(profile, directory)]
+    sections = [*(make([entry]) for make in SUBJECTS[:-1]), *details(entry.profile, top)]
+    found = _findings(entry)
+    tables = [*([found] if found.rows else []), *(table for section in sections for table in section.tables)]
+    return [with_note(tables[0], about(entry.profile)), *tables[1:]]
+
+
+def _findings(entry: Explained) -> Table:
+    return findings_table(findings(entry.profile, entry.config), "Nothing stands out.")
+
+
+def write_kernels(entries: Sequence[Explained], directory: Path, top: int | None = None) -> list[Path]:
+    """Write each table as CSV, Markdown, LaTeX and Typst, answers.md and pictures; return the paths.
+
+    With `top`, which needs a single entry, also profile.json, findings.md and the sections of details.py, with so many
+    kernels and idle times in a table. The directory is made if need be. Without entries nothing is written. A subject
+    that these entries have nothing of has no files: those of earlier entries are removed.
+    """
+    if not entries:
+        return []
+    files: dict[str, str | bytes] = {"answers.md": answers(entries)}
+    sections, note, pictures = [make(entries) for make in SUBJECTS], "", []
+    if top is None:
+        files["plots/configurations.png"] = drawing.to_png(
+            draw_configurations([*zip(labels(entries), (entry.profile for entry in entries), strict=True)])
+        )
+    else:
+        (entry,) = entries
+        note = about(entry.profile)
+        files["profile.json"] = encode_profile(entry.profile)
+        files["findings.md"] = to_markdown(with_note(_findings(entry), note))
+        sections += details(entry.profile, top)
+        pictures = write_pictures(entry.profile, directory)
+    for section in sections:
+        files |= texts_of(section, note)
+    return [*write_files(files, directory), *pictures]

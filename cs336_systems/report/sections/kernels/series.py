@@ -9,12 +9,10 @@ from numpy.typing import NDArray
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import PhaseTimes, Piece, StepProfile, Work
 from cs336_systems.report.plots.drawing import CLASS_COLOURS, LONGEST_SOURCE, shorten
+from cs336_systems.report.sections.kernels.facts import NOTICEABLE
 from cs336_systems.text import inert_line
 
 Times = NDArray[np.float64]
-
-NOTICEABLE = 0.005
-"""Of the step: a phase that launched nothing and is shorter has no bar, such as taking a batch that is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.report.numbers import label, significant
+from cs336_systems.text import inert_line
 
 WHERE = {
     LaunchPhase.DATA: "the making of the batch",
@@ -45,6 +46,11 @@ def about(profile: StepProfile) -> str:
     return f"{', '.join([*map(label, (profile.source, *profile.device_names)), steps])}."
 
 
+def path_text(path: tuple[str, ...], cut: bool = True) -> str:
+    """Ranges around a launch as `block.3 > ffn`; each name is `cut` to what a table has room for."""
+    return " > ".join(label(inert_line(name)) if cut else name for name in path) or "outside of all ranges"
+
+
 def ms(time_s: float) -> str:
     """The time in ms for a sentence, to three digits."""
     return f"{significant(time_s * 1e3, 3)} ms"
@@ -55,20 +61,23 @@ def us(time_s: float) -> str:
     return f"{significant(time_s * 1e6, 3)} µs"
 
 
-def per_step(count: int, profile: StepProfile) -> str:
+def number(per_step: float) -> str:
     """A count per step: whole, or to three digits."""
-    steps = profile.num_steps
-    return significant(count / steps, 3) if count % steps else f"{count // steps:,}"
+    return significant(per_step, 3) if per_step % 1 else f"{per_step:,.0f}"
 
 
-def launches(count: int, profile: StepProfile) -> str:
-    """How often one kernel or operator ran per step: `4 launches`."""
-    word = "call" if profile.work is Work.OPERATORS else "launch"
-    plural = "s" if profile.work is Work.OPERATORS else "es"
-    return f"{per_step(count, profile)} {word}{'' if count == profile.num_steps else plural}"
+def times(per_step: float) -> str:
+    """How often something happens in a step: `once a step`, `4 times a step`."""
+    return "once a step" if per_step == 1 else f"{number(per_step)} times a step"
 
 
-def items(count: int, profile: StepProfile) -> str:
-    """How many kernels or operators there were per step: `4 kernels`, `1 kernel`."""
+def launches(per_step: float, profile: StepProfile) -> str:
+    """How often kernels or operators ran in a step: `4 launches`, `1 call`."""
+    one, many = ("call", "calls") if profile.work is Work.OPERATORS else ("launch", "launches")
+    return f"{number(per_step)} {one if per_step == 1 else many}"
+
+
+def items(per_step: float, profile: StepProfile) -> str:
+    """How many kernels or operators there were in a step: `4 kernels`, `1 kernel`."""
     words = terms(profile)
-    return f"{per_step(count, profile)} {words.item if count == profile.num_steps else words.items}"
+    return f"{number(per_step)} {words.item if per_step == 1 else words.items}"

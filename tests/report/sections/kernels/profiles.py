@@ -7,6 +7,9 @@ make_profile, a training step on a GPU (50 kernels, 40 ms of kernels, 52 ms of w
     optimizer  20 kernels 10 ms: 16 mul 8 ms, 4 of an unknown kernel 2 ms;                  12 ms wall,  2.0 ms idle
 """
 
+import csv
+import io
+import json
 from dataclasses import replace
 
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel, short_name
@@ -29,8 +32,12 @@ from cs336_systems.analysis.kernels.step_profile import (
     StepProfile,
     Window,
     Work,
+    decode_profile,
+    encode_profile,
 )
-from tests.report.making import H200
+from cs336_systems.config import Profiler
+from cs336_systems.report.sections.kernels.entries import Profiled
+from tests.report.making import H200, make_config, make_record
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, UNATTRIBUTED = (
     LaunchPhase.DATA, LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER, LaunchPhase.UNATTRIBUTED
@@ -286,3 +293,47 @@ def make_cpu_profile(**changes):
         idle=(), gaps=(), host_calls=(), pictured=None,
     )  # fmt: skip
     return replace(whole, **changes)
+
+
+def make_entry(profile=None, step_s=(0.030, 0.032), plain_s=(0.024, 0.026), size="small", **fields):
+    """A run under nsys; the forward of a plain run takes a quarter of its step."""
+    config = make_config(size, profiler=Profiler.NSYS, **fields)
+    plain = None if plain_s is None else make_record(config.unprofiled, plain_s)
+    profiled = make_record(config, step_s)
+    return Profiled(config=config, profile=profile or make_profile(), plain=plain, profiled=profiled)
+
+
+def column(table, name, number=0):
+    """Cells below the heading of this name, or of the one so many after it that is called the same."""
+    found = [index for index, heading in enumerate(table.headings) if heading.name == name]
+    return [row[found[number]] for row in table.rows]
+
+
+def headings(table):
+    return [heading.name for heading in table.headings]
+
+
+def rows(section, **chosen):
+    """Rows of the section's CSV file that have these values."""
+    found = csv.DictReader(io.StringIO(section.csv, newline=""))
+    return [row for row in found if all(row[key] == value for key, value in chosen.items())]
+
+
+def numbers(section, name, **chosen):
+    return [float(row[name]) for row in rows(section, **chosen)]
+
+
+def with_names(make: object, text: str) -> StepProfile:
+    """The profile with all names of kernels, ranges other than blocks, functions, devices and files replaced."""
+
+    def renamed(value: object, key: str = "") -> object:
+        if isinstance(value, dict):
+            return {name: renamed(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [renamed(item, key) for item in value]
+        is_name = key in ("name", "short_name", "path", "before", "after", "module", "host_call", "source",
+                          "device_names", "notes")  # fmt: skip
+        return text if is_name and not str(value).startswith("block.") else value
+
+    profile = make(notes=("note",))
+    return decode_profile(json.dumps(renamed(json.loads(encode_profile(profile)))).encode())

@@ -1,0 +1,287 @@
+"""Tables of one `StepProfile` that would be too long for many: kernels, modules, blocks, idle times, calls of the host.
+
+Times and counts are per step, unless they are those of a single launch.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile, Work
+from cs336_systems.ranges import Range
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.entries import Values
+from cs336_systems.report.numbers import count as count_text
+from cs336_systems.report.numbers import label, percent, rounded, share
+from cs336_systems.report.section import Section
+from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, wall_s
+from cs336_systems.report.sections.kernels.words import WHOLE_STEP, path_text, terms
+from cs336_systems.report.table import Table, make_table
+
+MAX_MODULES = 20
+"""Rows of the readable table of modules: files of others may hold hundreds of different ranges."""
+_EACH = ("mean", "median", "min", "max", "std")
+_KERNEL_CSV = ("phase", "class", "short_name", "share", "total_ms_per_step", "count_per_step", "count",
+               *(f"{name}_ms" for name in _EACH), "name")  # fmt: skip
+_BLOCK = re.compile(r"(?P<kind>(?:\w{0,40}(?:block|layer)s?|h)[._ ]?)(?P<number>\d{1,6})", re.IGNORECASE)
+"""Names of a numbered block: `block.3` here, `layers.3`, `TransformerBlock_3` or `h.3` in files of others."""
+
+ModulePath = tuple[str, ...]
+"""Names of the ranges around a launch, the outermost first."""
+ByModule = Mapping[tuple[ModulePath, LaunchPhase], Sum]
+
+
+def details(profile: StepProfile, top: int) -> list[Section]:
+    """All of these sections, with at most `top` kernels and idle times in a table."""
+    return [
+        kernels_section(profile, top),
+        modules_section(profile),
+        blocks_section(profile),
+        idle_section(profile, top),
+        gaps_section(profile),
+        host_calls_section(profile),
+    ]
+
+
+def kernels_section(profile: StepProfile, top: int) -> Section:
+    """The `top` kernels of the whole step and of each phase to read, all of them as CSV."""
+    phases: list[LaunchPhase | None] = [None, *(phase.phase for phase in profile.phases)]
+    own = {phase: [kernel for kernel in profile.kernels if kernel.phase is phase] for phase in phases}
+    total_s = {phase: added(kernels).total_s for phase, kernels in own.items()}
+    rows = [_kernel(profile, kernel, total_s[kernel.phase]) for kernel in profile.kernels]
+    tables = [
+        _kernels_table(profile, phase, [row for row in rows if row["phase"] == (phase or WHOLE_STEP)], top)
+        for phase in phases
+        if total_s[phase]
+    ]
+    return Section(name="kernels", tables=tuple(tables), rows=rows, keys=_KERNEL_CSV)
+
+
+def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: float) -> Values:
+    each_s = (kernel.mean_s, kernel.median_s, kernel.min_s, kernel.max_s, kernel.stdev_s)
+    return {
+        "phase": kernel.phase or WHOLE_STEP,
+        "class": kernel.kind,
+        "short_name": kernel.short_name,
+        "share": share(kernel.total_s, total_s),
+        **_per_step(kernel, profile.num_steps),
+        "count": kernel.count,
+        **{f"{name}_s": time_s for name, time_s in zip(_EACH, each_s, strict=True)},
+        **{f"{name}_ms": None if time_s is None else time_s * 1e3 for name, time_s in zip(_EACH, each_s, strict=True)},
+        "name": kernel.name,
+    }
+
+
+def _per_step(part: KernelTimes | Sum, steps: int) -> Values:
+    return {"count_per_step": part.count / steps, "total_ms_per_step": part.total_s / steps * 1e3}
+
+
+def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, rows: Sequence[Values], top: int) -> Table:
+    words = terms(profile)
+    columns = [
+        column("share"),
+        column("total_ms_per_step", name="total"),
+        column("count_per_step", name="count", drop_order=2),
+        *(column(f"{name}_s") for name in _EACH),
+        column("class", drop_order=3),
+        column("short_name", name=words.item),
+    ]
+    notes = [f"Total and count are per step; the others of single {words.items} in all steps."]
+    if len(rows) > top:
+        part = percent(*(sum(row["total_ms_per_step"] for row in chosen) for chosen in (rows[:top], rows)))
+        notes.append(f"Shown are {top} of {len(rows)} different {words.items}, {part} % of the time.")
+    where = "a whole step" if phase is None else phase
+    return make_table(f"{words.items.capitalize()} of {where}, by {words.time}", columns, rows[:top], notes)
+
+
+def collapsed(path: ModulePath) -> ModulePath:
+    """The path with a star for the number of each block."""
+    found = [(name, _BLOCK.fullmatch(name)) for name in path]
+    return tuple(f"{match['kind']}*" if match else name for name, match in found)
+
+
+def modules_section(profile: StepProfile) -> Section:
+    """Time of the kernels in each module and in none of its own modules; blocks are added up."""
+    sums = grouped(profile.modules, lambda row: (collapsed(row.path), row.phase))
+    paths = grouped(profile.modules, lambda row: collapsed(row.path))
+    words, steps, whole = terms(profile), profile.num_steps, added(profile.modules)
+    rows = [
+        {"module": path_text(path), "share": share(part.total_s, whole.total_s), "kernels_per_step": part.count / steps}
+        | {phase: sums[path, phase].total_s / steps * 1e3 if (path, phase) in sums else None for phase in LaunchPhase}
+        for path, part in paths.items()
+    ]
+    columns: list[Column[Values]] = [
+        column("module"),
+        *(Column(phase, "ms", key=phase, write=rounded) for phase in _phases(profile)),
+        column("share", drop_order=0),
+        column("kernels_per_step", name=words.items),
+    ]
+    notes = [f"{words.time} per step, of a module without the modules in it; a star stands for all blocks."]
+    if len(rows) > MAX_MODULES:
+        part_of_all = percent(added([*paths.values()][:MAX_MODULES]).total_s, whole.total_s)
+        notes.append(f"Shown are {MAX_MODULES} of {len(rows)} modules, {part_of_all} % of the time.")
+    tables = (make_table("Modules", columns, rows[:MAX_MODULES], notes),) if rows else ()
+    ordered = {(path, phase): sums[path, phase] for path in paths for phase in LaunchPhase if (path, phase) in sums}
+    return Section(name="modules", tables=tables, rows=_module_rows(profile, ordered))
+
+
+def _phases(profile: StepProfile) -> list[LaunchPhase]:
+    return [phase.phase for phase in profile.phases if any(phase.launches)]
+
+
+def _module_rows(profile: StepProfile, sums: ByModule) -> list[Values]:
+    """A row for each module and phase."""
+    whole_s = added(profile.modules).total_s
+    return [
+        {"module": path_text(path, cut=False), "phase": phase, **_per_step(part, profile.num_steps),
+         "share": share(part.total_s, whole_s)}
+        for (path, phase), part in sums.items()
+    ]  # fmt: skip
+
+
+def blocks_section(profile: StepProfile) -> Section:
+    """Time of each block with all in it; to read, the least, median and most over the blocks."""
+    within = [row for row in profile.modules if _block_of(row.path)]
+    sums = grouped(within, lambda row: (_block_of(row.path), row.phase))
+    rows = []
+    for phase in _phases(profile):
+        if own := {path: part.total_s / profile.num_steps for (path, of), part in sums.items() if of is phase}:
+            longest, *_ = own
+            times_s = own.values()
+            rows.append({"phase": phase, "blocks": len(own), "min": min(times_s), "median": median(times_s),
+                         "max": max(times_s), "longest": path_text(longest)})  # fmt: skip
+    columns: list[Column[Values]] = [
+        column("phase"),
+        column("blocks", drop_order=3),
+        Column("min", "ms", drop_order=2, key="min", scale=1e3, write=rounded),
+        Column("median", "ms", key="median", scale=1e3, write=rounded),
+        Column("max", "ms", drop_order=1, key="max", scale=1e3, write=rounded),
+        Column("longest", numeric=False, drop_order=4, key="longest", write=str),
+    ]
+    notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
+    tables = (make_table("Blocks", columns, rows, notes),) if sums else ()
+    ordered = dict(sorted(sums.items(), key=lambda item: (_in_order(item[0][0]), -item[1].total_s)))
+    return Section(name="blocks", tables=tables, rows=_module_rows(profile, ordered))
+
+
+def _block_of(path: ModulePath) -> ModulePath:
+    """The path up to its first block, empty for a path without; forward in backward is left out of it."""
+    path = path[1:] if path[:1] == (Range.FORWARD,) else path
+    return next((path[: depth + 1] for depth, name in enumerate(path) if _BLOCK.fullmatch(name)), ())
+
+
+def _in_order(path: ModulePath) -> tuple[ModulePath, str, int]:
+    found = _BLOCK.fullmatch(path[-1])
+    assert found, "the last name of a block's path is that of the block"
+    return path[:-1], found["kind"], int(found["number"])
+
+
+def idle_section(profile: StepProfile, top: int) -> Section:
+    """Idle time by phase and cause, and the `top` longest idle times; nothing for a CPU, which is its own host."""
+    if profile.work is Work.OPERATORS or not profile.idle:
+        return Section(name="idle")
+    steps, whole_s = profile.num_steps, wall_s(profile)
+    parts = [(str(row.phase), str(row.cause), added([row])) for row in profile.idle]
+    parts.append((WHOLE_STEP, "all", added(profile.idle)))
+    rows = [
+        {
+            "phase": phase,
+            "cause": cause,
+            "idle_ms_per_step": part.total_s / steps * 1e3,
+            "share_of_wall": share(part.total_s, whole_s),
+            "count_per_step": part.count / steps,
+            "idle_each_s": share(part.total_s, part.count),
+        }
+        for phase, cause, part in parts
+    ]
+    columns = [
+        column("phase"),
+        column("cause"),
+        column("idle_ms_per_step"),
+        column("share_of_wall"),
+        column("count_per_step", name="times", drop_order=2),
+        column("idle_each_s"),
+    ]
+    notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
+    table = make_table("Idle times of the GPU", columns, rows, notes)
+    tables = (table, _gaps_table(_gaps(profile)[:top])) if profile.gaps else (table,)
+    keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
+    return Section(name="idle", tables=tables, rows=rows[:-1], keys=keys)
+
+
+def _gaps(profile: StepProfile) -> list[Values]:
+    return [
+        {
+            "step": gap.step,
+            "start_ms": gap.start_s * 1e3,
+            "idle_ms": gap.duration_s * 1e3,
+            "phase": gap.phase,
+            "cause": gap.cause,
+            "before": gap.before,
+            "after": gap.after,
+            "module": path_text(gap.module) if gap.module else None,
+            "host_call": gap.host_call,
+        }
+        for gap in profile.gaps
+    ]
+
+
+def _gaps_table(gaps: Iterable[Values]) -> Table:
+    columns = [
+        column("idle_ms"),
+        column("step", drop_order=5),
+        column("start_ms"),
+        column("phase"),
+        column("cause"),
+        column("before", write=lambda name: label(name) or "start of the step"),
+        column("after", write=lambda name: label(name) or "end of the step"),
+        column("module", drop_order=7, text=lambda row: row["module"] or path_text(())),
+        column("host_call", write=lambda name: label(name) or "no CUDA call"),
+    ]
+    notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
+    return make_table("Longest idle times", columns, gaps, notes)
+
+
+def gaps_section(profile: StepProfile) -> Section:
+    """All of the longest idle times that the profile keeps, as CSV; those to read stand below the idle times."""
+    return Section(name="gaps", rows=_gaps(profile))
+
+
+def host_calls_section(profile: StepProfile) -> Section:
+    """Launches and waits of the host in each phase; as CSV every function."""
+    steps, kinds = profile.num_steps, {"launches": False, "waits": True}
+    chosen = [row for row in profile.host_calls if row.is_launch or row.is_wait]
+    sums = grouped(chosen, lambda row: (row.phase, row.is_wait))
+    rows: list[Values] = []
+    for phase in LaunchPhase:
+        own = {kind: sums.get((phase, is_wait), Sum()) for kind, is_wait in kinds.items()}
+        if any(part.count for part in own.values()):
+            rows.append({"phase": phase} | {
+                f"{kind}_{name}": value for kind, part in own.items() for name, value in (
+                    ("per_step", part.count / steps), ("ms", part.total_s / steps * 1e3),
+                    ("each_s", share(part.total_s, part.count)))
+            })  # fmt: skip
+    columns: list[Column[Values]] = [column("phase")]
+    for kind in kinds:
+        columns.append(Column(kind, drop_order=1, key=f"{kind}_per_step", write=count_text))
+        columns.append(Column("time", "ms", key=f"{kind}_ms", write=rounded))
+        columns.append(Column("each", "µs", drop_order=2, key=f"{kind}_each_s", scale=1e6))
+    notes = [
+        "Calls of CUDA by the host, per step, in the phase that the host was in. Waits: synchronisations, and copies "
+        "to the host that are followed by one."
+    ]
+    tables = (make_table("Launches and waits of the host", columns, rows, notes),) if rows else ()
+    every = [
+        {
+            "phase": row.phase,
+            "function": row.name,
+            "is_launch": row.is_launch,
+            "is_wait": row.is_wait,
+            "count_per_step": row.count / steps,
+            "total_ms_per_step": row.total_s / steps * 1e3,
+            "mean_ms": share(row.total_s * 1e3, row.count),
+        }
+        for row in profile.host_calls
+    ]
+    return Section(name="host_calls", tables=tables, rows=every)
