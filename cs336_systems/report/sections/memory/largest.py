@@ -19,18 +19,28 @@ NUM_NAMES = 4
 def largest_words(rows: Sequence[LikeAllocations], num_sizes: int) -> str:
     """The allocations of the `num_sizes` largest sizes for a sentence: how many, their formula, what they are, where.
 
-    Rows of one size follow each other. Each count is of what stands behind it: of several uses each has its own, and so
-    has the place that most of a use come from, where there are others.
+    Rows of one size follow each other. Where they have several uses or places, each has its own count.
     """
     sizes = [list(group) for _, group in groupby(rows, lambda row: row.requested_bytes)]
     return "; ".join(map(_size_words, sizes[:num_sizes]))
 
 
 def _size_words(rows: Sequence[LikeAllocations]) -> str:
-    requested, count = rows[0].requested_bytes, sum(row.count for row in rows)
-    formula = _formula(rows)
+    requested, formula, uses = rows[0].requested_bytes, _formula(rows), Counter[str]()
+    for row in rows:
+        uses[_use(row)] += row.count
+    most = uses.most_common(NUM_NAMES)
+    said = [f"{count:,} {use}" for use, count in most] if len(uses) > 1 else [*uses]
+    if others := uses.total() - sum(count for _, count in most):
+        said.append(counted(others, "other"))
     whole = f"{requested:,} bytes ({size(requested)}{_block_words(rows)}){f' = {formula}' if formula else ''}"
-    return f"{times(count)} {whole}: {_uses_words(rows)}"
+    return f"{times(uses.total())} {whole}: {', '.join(said)}"
+
+
+def _use(row: LikeAllocations) -> str:
+    """Category, phase and place of allocations, as far as they are known."""
+    phase, place = label(row.phase), innermost(row.places)
+    return f"{row.category}{f' in {phase}' if phase else ''}{f' at {place}' if place else ''}"
 
 
 def _block_words(rows: Sequence[LikeAllocations]) -> str:
@@ -40,36 +50,6 @@ def _block_words(rows: Sequence[LikeAllocations]) -> str:
         return ""
     is_one = sum(row.count for row in rows) == 1
     return f", in {'a block' if is_one else 'blocks'} of {'' if is_one else 'up to '}{size(block)}"
-
-
-def _uses_words(rows: Sequence[LikeAllocations]) -> str:
-    """By category and phase, those of which there are most first; with counts where there is more than one use."""
-    places_of: dict[str, Counter[str]] = {}
-    for row in rows:
-        use = f"{row.category}{f' in {label(row.phase)}' if row.phase else ''}"
-        places_of.setdefault(use, Counter())[innermost(row.places)] += row.count
-    if len(places_of) == 1:
-        return "".join(use + _places_words(places) for use, places in places_of.items())
-    ordered = sorted(places_of.items(), key=lambda item: -item[1].total())
-    said = [f"{places.total():,} {use}{_places_words(places)}" for use, places in ordered[:NUM_NAMES]]
-    others = sum(places.total() for _, places in ordered[NUM_NAMES:])
-    return ", ".join([*said, *([counted(others, "other")] if others else [])])
-
-
-def _places_words(places: Counter[str]) -> str:
-    """Where so many come from: the place itself if it is the only one, else the most frequent and how many others."""
-    known = Counter({place: count for place, count in places.items() if place})
-    if not known:
-        return ""
-    (place, count), *others = known.most_common()
-    if len(places) == 1:
-        return f" at {place}"
-    said = [f"{count:,} at {place}"]
-    if others:
-        said.append(f"{known.total() - count:,} at {counted(len(others), 'other place')}")
-    if unknown := places[""]:
-        said.append(f"{unknown:,} at no known place")
-    return f" ({', '.join(said)})"
 
 
 def _formula(rows: Sequence[LikeAllocations]) -> str:

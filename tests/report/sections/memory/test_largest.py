@@ -11,18 +11,16 @@ import pytest
 
 from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.profile import Place
-from cs336_systems.report.sections.memory.largest import largest_words
+from cs336_systems.report.sections.memory.largest import NUM_NAMES, largest_words
 from tests.analysis.memory.programs import Program
 from tests.analysis.memory.snapshots import MIB, frame
 from tests.report.sections.memory.profiles import SAVED, make_like
 
 SIZES = (9 * MIB, 7 * MIB, 5 * MIB)
 LINES = (43, 448, 565, 453, 420)
-SENTENCE = re.compile(
-    r"(?P<count>once|[\d,]+ times) (?P<bytes>[\d,]+) bytes \([^)]*\): temporary"
-    r"(?: at (?P<only>\S+) \w+| \((?P<most>[\d,]+) at (?P<place>\S+) \w+(?:, (?P<rest>[\d,]+) at (?P<places>\d+) other "
-    r"places?)?(?:, (?P<unknown>[\d,]+) at no known place)?\))?"
-)
+SENTENCE = re.compile(r"(?P<count>once|[\d,]+ times) (?P<bytes>[\d,]+) bytes \([^)]*\): (?P<uses>.*)")
+USE = re.compile(r"(?:([\d,]+) )?temporary(?: at (\S+) \w+)?")
+OTHERS = re.compile(r", (\d+) others?$")
 
 
 def counts_of(path: Path) -> dict[int, Counter[str]]:
@@ -43,18 +41,16 @@ def number(text: str | None) -> int:
 
 def check(part: str, counts: Counter[str]) -> None:
     """That the words say nothing of the allocations of one size but what their count says."""
-    said = SENTENCE.fullmatch(part)
-    assert said is not None, part
-    known = Counter({place: count for place, count in counts.items() if place})
-    assert number(said["count"]) == counts.total()
-    if len(counts) == 1:
-        assert (said["only"] or "", said["place"]) == (next(iter(counts)), None)
-        return
-    assert said["only"] is None
-    assert number(said["most"]) == known[said["place"]] == max(known.values())
-    assert number(said["rest"]) == known.total() - known[said["place"]]
-    assert number(said["places"]) == len(known) - 1
-    assert number(said["unknown"]) == counts[""]
+    sentence = SENTENCE.fullmatch(part)
+    assert sentence is not None, part
+    assert number(sentence["count"]) == counts.total()
+    others = OTHERS.search(sentence["uses"])
+    uses = OTHERS.sub("", sentence["uses"]).split(", ")
+    found = {use[2] or "": number(use[1] or str(counts.total())) for use in map(USE.fullmatch, uses) if use}
+    assert len(found) == len(uses) == min(len(counts), NUM_NAMES)
+    assert all(counts[place] == count for place, count in found.items())
+    assert sum(found.values()) + (int(others[1]) if others else 0) == counts.total()
+    assert sorted(found.values(), reverse=True) == [count for _, count in counts.most_common(NUM_NAMES)]
 
 
 def place(line: int) -> Place:
@@ -92,11 +88,11 @@ def test_each_use_has_its_own_count() -> None:
         make_like(7, 1, phase="backward"),
     ]
     assert largest_words(rows, 1) == (
-        "16 times 7,340,032 bytes (7.00 MiB): 9 saved activations in forward at lm/model.py:1 f, 6 temporary in "
-        "forward (4 at lm/model.py:2 f, 2 at 1 other place), 1 temporary in backward"
+        "16 times 7,340,032 bytes (7.00 MiB): 9 saved activations in forward at lm/model.py:1 f, 4 temporary in "
+        "forward at lm/model.py:2 f, 2 temporary in forward at lm/model.py:3 f, 1 temporary in backward"
     )
     more = [make_like(7, 1000, phase=name) for name in ("a", "b")]
-    assert largest_words([*more, *rows], 1).endswith(" (4 at lm/model.py:2 f, 2 at 1 other place), 1 other")
+    assert largest_words([*more, *rows], 1).endswith(" 4 temporary in forward at lm/model.py:2 f, 3 others")
 
 
 def test_blocks_of_several_sizes_are_not_all_as_large_as_the_largest() -> None:

@@ -14,10 +14,10 @@ from cs336_systems.report.sections.memory.allocations import at_peak, blocks, la
 from cs336_systems.report.sections.memory.compare import compare_memory
 from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.facts import fragmentation_bytes, typical
-from cs336_systems.report.sections.memory.files import memory_tables, sections, write_memory
+from cs336_systems.report.sections.memory.files import sections, write_memory
 from cs336_systems.report.sections.memory.peaks import allocator, categories, peaks
 from cs336_systems.report.sections.memory.phases import boundaries, phases
-from cs336_systems.report.sections.memory.words import Unit, about, milliseconds, peak_words, place_text, size, unit_for
+from cs336_systems.report.sections.memory.words import Unit, milliseconds, peak_words, place_text, size, unit_for
 from tests.report.making import HOSTILE
 from tests.report.sections.memory.profiles import (
     GRADIENTS,
@@ -106,10 +106,6 @@ def test_what_is_not_known_of_a_peak_is_empty() -> None:
 @pytest.mark.parametrize(("time_s", "text"), [(0, "0.00"), (0.00438, "4.38"), (0.0157, "15.7"), (3.7189, "3,718.9")])
 def test_times_have_a_tenth_of_a_millisecond(time_s: float, text: str) -> None:
     assert milliseconds(time_s) == text
-
-
-def test_one_step_needs_no_count() -> None:
-    assert about(make_inference()) == "small.pickle, GPU 0, 1 step, number 0."
 
 
 def test_boundaries_in_time_with_the_peak_among_them() -> None:
@@ -307,13 +303,6 @@ def test_files_of_another_profile_are_removed(tmp_path) -> None:
     assert (tmp_path / "blocks.md").exists()
     write_memory(alone(make_inference()), tmp_path)
     assert not list(tmp_path.glob("blocks.*")) + list(tmp_path.glob("saved.*"))
-
-
-def test_a_terminal_reads_the_findings_first() -> None:
-    first, *others = memory_tables(alone(make_memory()))
-    assert first.title == "Findings"
-    assert first.notes[0] == "small.pickle, GPU 0, 2 steps, counted from 0."
-    assert [table.title for table in others][:3] == ["Peak", "Categories at the peak", "Memory from phase to phase"]
 
 
 def test_what_grew_by_category_and_by_place() -> None:
