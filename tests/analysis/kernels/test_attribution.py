@@ -66,7 +66,7 @@ def is_inside(inner: Span, outer: Span) -> bool:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
-    """Every kernel against every range, by the rule as it is told and not as it is done."""
+    """Every kernel is compared with every range, by the documented rule."""
     recording = random_recording(random.Random(seed))
     # equal times would make the outermost ambiguous, so every start and end is its own
     recording.spans = [
@@ -152,7 +152,7 @@ def test_backward_is_launched_by_another_thread_and_named_by_its_ranges() -> Non
     assert module_names(found) == ["", "attention", ""]
 
 
-def test_forward_again_inside_backward_is_said() -> None:
+def test_forward_inside_backward_is_recomputed() -> None:
     """Where backward's own range of the module that needs it is open, on either thread."""
     for thread in (MAIN, AUTOGRAD):
         made = Recording(spans=[Span("forward", 0, 5), Span("norm", 1, 4), Span("backward", 10, 90)])
@@ -178,7 +178,7 @@ def test_names_that_the_user_gives() -> None:
         PhaseNames(forward="x", backward="x")
 
 
-def test_without_phase_ranges_the_threads_tell() -> None:
+def test_without_phase_ranges_threads_give_the_phases() -> None:
     """The same loop without its phase ranges: the same phases, up to the launches that no thread or range marks."""
     found = attribute(make_trace(training(5, phases=False)))
     assert found.sources == {PROCESS: PhaseSource.THREADS}
@@ -204,7 +204,7 @@ def test_the_range_of_the_warmup_is_no_model_however_short() -> None:
     assert counts(found, 0) == STEP
 
 
-def test_what_cannot_be_told_is_said() -> None:
+def test_unknown_phases_are_noted() -> None:
     made = training(2)
     bare = Recording(kernels=made.kernels)
     found = attribute(make_trace(bare))
@@ -277,7 +277,7 @@ def test_sums_that_miss_are_a_bug() -> None:
 
 
 @pytest.mark.parametrize("phases", [True, False])
-def test_products_of_backward_find_those_of_forward(phases: bool) -> None:
+def test_matmuls_of_backward_find_those_of_forward(phases: bool) -> None:
     """Kernels of backward carry the module in their name here, which the pairing does not read."""
     made = training(3, phases=phases)
     trace = make_trace(made)
@@ -292,8 +292,8 @@ def test_products_of_backward_find_those_of_forward(phases: bool) -> None:
     assert all(a == b for a, b in pairs)
 
 
-def test_products_that_are_computed_again_are_nobody_s_gradient() -> None:
-    """As a checkpoint does: all of forward once more, right after the loss."""
+def test_recomputed_matmuls_are_no_gradients() -> None:
+    """A checkpoint of the whole model computes all of forward once more, right after the loss."""
     made = training(2)
     for backward in [span for span in made.spans if span.name == "backward"]:
         forward = max(
@@ -311,7 +311,7 @@ def test_products_that_are_computed_again_are_nobody_s_gradient() -> None:
     assert (mirrored >= 0).sum() == 2 * 2 * (3 * LAYERS + 1)
 
 
-def test_products_that_do_not_pair_are_left_out() -> None:
+def test_matmuls_that_do_not_pair_are_left_out() -> None:
     made = training(2)
     first = next(i for i, k in enumerate(made.kernels) if k.name.startswith("gemm ") and k.thread == AUTOGRAD)
     made.kernels.pop(first)

@@ -1,4 +1,4 @@
-"""When phases were on the device and why it was idle: against every nanosecond, and against causes made on purpose."""
+"""Times of phases on the device and causes of idle time: counted by nanosecond, and with causes made on purpose."""
 
 import random
 from collections import Counter
@@ -101,7 +101,7 @@ def _add(made: Recording, generator: random.Random, launch: int) -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
-    """Walls by the rule as it is told, busy times by looking at each nanosecond, and what is idle is the rest."""
+    """Wall times follow the documented rule, busy times are counted nanosecond by nanosecond, idle time is the rest."""
     made = random_training(random.Random(seed))
     steps, windows = host_times(made)
     found = profile(made)
@@ -140,8 +140,8 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
             assert ns(times.copy_s)[step] == sum(k.duration_ns for k in copied)
             assert ns(times.host_s)[step] == sum(end - start for _, start, end in own)
     missing = [note for note in found.notes if "left out" in note]
-    told = sum(ns(row.total_s for row in found.idle))
-    assert told <= idle_total if missing else told == idle_total
+    listed = sum(ns(row.total_s for row in found.idle))
+    assert listed <= idle_total if missing else listed == idle_total
 
 
 def host_times(made: Recording) -> tuple[list[tuple[int, int]], list[list[tuple[str, int, int]]]]:

@@ -301,12 +301,12 @@ def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
     layers = 2
     for step in range(2):
         rows = np.flatnonzero(found.kernels.step == step)
-        products = Counter(
+        matmuls = Counter(
             PHASES[found.kernels.phase[row]].value
             for row in rows
             if read.strings[read.kernels.name[row]] == "aten::mm"  # of linear layers; attention's are aten::bmm
         )
-        assert products == {"forward": 7 * layers + 1, "backward": 14 * layers + 2}
+        assert matmuls == {"forward": 7 * layers + 1, "backward": 14 * layers + 2}
         phases = {PHASES[code].value for code in found.kernels.phase[rows]}
         assert phases <= {"data", "forward", "backward", "optimizer", "unattributed"}
         in_block = [row for row in rows if "ffn" in found.module_path(int(found.kernels.module[row]))]

@@ -1,4 +1,4 @@
-"""Modules, attention and products: a model whose kernels are known, and all that must not be mistaken for it."""
+"""Modules, attention and matmuls: of a model whose kernels are known, and of traces that only resemble it."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ LINEAR_NS, SCORES_NS, VALUES_NS, SOFTMAX_NS = 1_000, 10, 20, 3
 
 
 class Model:
-    """Writes down what an eager step launches: per layer 7 linear products, attention in ranges, a norm."""
+    """Writes down what an eager step launches: per layer 7 linear matmuls, attention in ranges, a norm."""
 
     def __init__(self, names: tuple[str, ...] = OURS, softmax: str = SOFTMAX, ranges: bool = True) -> None:
         self.made, self.now = Recording(), 0
@@ -84,14 +84,14 @@ class Model:
     def backward(self) -> None:
         self.launch("log_softmax", 9, AUTOGRAD)
         for _ in range(LAYERS):
-            self.products(4, LINEAR_NS)
-            self.products(1, VALUES_NS)
+            self.matmuls(4, LINEAR_NS)
+            self.matmuls(1, VALUES_NS)
             self.launch(self.softmax, SOFTMAX_NS + 1, AUTOGRAD)
-            self.products(1, SCORES_NS)
-            self.products(3, LINEAR_NS)
-        self.products(1, LINEAR_NS)
+            self.matmuls(1, SCORES_NS)
+            self.matmuls(3, LINEAR_NS)
+        self.matmuls(1, LINEAR_NS)
 
-    def products(self, number: int, duration: int) -> None:
+    def matmuls(self, number: int, duration: int) -> None:
         for _ in range(2 * number):
             self.launch(GEMM, duration, AUTOGRAD)
             self.launch(SPLIT_K, 2, AUTOGRAD)
@@ -101,12 +101,12 @@ def profile(made: Recording, **changes) -> StepProfile:
     return summarise(attribute(make_trace(made)), source="test", **changes)
 
 
-def products(found: StepProfile) -> dict[str, tuple[int, int, int]]:
+def matmuls(found: StepProfile) -> dict[str, tuple[int, int, int]]:
     return {row.phase.value: (row.linear, row.attention, row.unknown) for row in found.products}
 
 
 def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]]:
-    """Count, nanoseconds, products and their nanoseconds of each part."""
+    """Count, nanoseconds, matmuls and their nanoseconds of each part."""
     return {
         (row.phase.value, row.part.value): (
             row.count,
@@ -119,7 +119,7 @@ def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]
 
 
 @pytest.mark.parametrize("names", [OURS, HANDOUT, PUBLISHED])
-def test_attention_and_products_of_a_known_model(names: tuple[str, ...]) -> None:
+def test_attention_and_matmuls_of_a_known_model(names: tuple[str, ...]) -> None:
     found = profile(Model(names).made)
     n = LAYERS * STEPS
     assert found.products == (
@@ -162,14 +162,14 @@ def test_names_that_the_user_gives() -> None:
         AttentionNames(scores=("x",), softmax=("X",))
 
 
-def test_without_ranges_products_are_unknown() -> None:
+def test_without_ranges_matmuls_are_unknown() -> None:
     found = profile(Model(ranges=False).made)
     n = LAYERS * STEPS
-    assert products(found) == {"forward": (0, 0, 9 * n + STEPS), "backward": (0, 0, 18 * n + 2 * STEPS)}
+    assert matmuls(found) == {"forward": (0, 0, 9 * n + STEPS), "backward": (0, 0, 18 * n + 2 * STEPS)}
     assert found.attention == ()
 
 
-def test_with_fused_attention_all_products_are_linear() -> None:
+def test_with_fused_attention_all_matmuls_are_linear() -> None:
     made = Model(ranges=False).made
     of_attention = {SCORES_NS, VALUES_NS}
     made.kernels = [
@@ -177,7 +177,7 @@ def test_with_fused_attention_all_products_are_linear() -> None:
         for k in made.kernels
     ]
     n = LAYERS * STEPS
-    assert products(profile(made)) == {"forward": (7 * n + STEPS, 0, 0), "backward": (14 * n + 2 * STEPS, 0, 0)}
+    assert matmuls(profile(made)) == {"forward": (7 * n + STEPS, 0, 0), "backward": (14 * n + 2 * STEPS, 0, 0)}
 
 
 def test_a_backward_that_does_not_pair_is_unknown_in_that_step() -> None:
@@ -185,18 +185,18 @@ def test_a_backward_that_does_not_pair_is_unknown_in_that_step() -> None:
     last = next(i for i in reversed(range(len(made.kernels))) if made.kernels[i].name == GEMM)
     made.kernels.pop(last)
     per_step = 18 * LAYERS + 2
-    linear, attention, unknown = products(profile(made))["backward"]
+    linear, attention, unknown = matmuls(profile(made))["backward"]
     assert (linear, attention, unknown) == (14 * LAYERS + 2, 4 * LAYERS, per_step - 1)
 
 
-def test_products_of_the_optimizer_are_unknown() -> None:
+def test_matmuls_of_the_optimizer_are_unknown() -> None:
     made = Model().made
     start = next(s for s in made.spans if s.name == "optimizer").start_ns
     made.kernels.append(Kernel(GEMM, start + 1, start_ns=start + 100_000))
-    assert products(profile(made))["optimizer"] == (0, 0, 1)
+    assert matmuls(profile(made))["optimizer"] == (0, 0, 1)
 
 
-def test_softmax_that_is_no_kernel_of_its_own_is_said() -> None:
+def test_a_softmax_that_is_no_kernel_of_its_own_is_noted() -> None:
     found = profile(Model(softmax="elementwise_kernel").made)
     assert parts(found)["forward", "softmax"] == (LAYERS * STEPS, LAYERS * STEPS * SOFTMAX_NS, 0, 0)
     assert ("backward", "softmax") not in parts(found)
@@ -204,7 +204,7 @@ def test_softmax_that_is_no_kernel_of_its_own_is_said() -> None:
 
 
 def test_softmax_of_backward_by_its_number() -> None:
-    """One more kernel of that class after the loss, and which is which cannot be told; in the other step it can."""
+    """With one more kernel of that class after the loss, a step is left out; the other step is not."""
     made = Model().made
     last = max(k.launch_ns for k in made.kernels if k.thread == AUTOGRAD)
     made.kernels.append(Kernel("softmax_of_something", last + 1, AUTOGRAD, last + 100_001, 50))
@@ -230,8 +230,8 @@ def test_attention_computed_again_in_backward_is_not_its_gradient() -> None:
     for offset, name in ((2, GEMM), (6, SOFTMAX)):
         made.kernels.append(Kernel(name, start + offset, AUTOGRAD, start + 100_000, 77))
     found = profile(made)
-    assert products(found)["backward"] == (14 * LAYERS + 2, 4 * LAYERS + 1, 18 * LAYERS + 2)
-    n = LAYERS  # in the other step, products pair
+    assert matmuls(found)["backward"] == (14 * LAYERS + 2, 4 * LAYERS + 1, 18 * LAYERS + 2)
+    n = LAYERS  # in the other step, matmuls pair
     assert parts(found)["backward", "scores"] == (2 * n, 2 * n * SCORES_NS, 2 * n, 2 * n * SCORES_NS)
 
 
@@ -261,7 +261,7 @@ def test_inference_has_no_backward() -> None:
     made.spans = [s for s in made.spans if s.name not in ("backward", "optimizer")]
     made.kernels = [k for k in made.kernels if k.thread == MAIN and k.name != "adam"]
     found = profile(made)
-    assert products(found) == {"forward": (7 * LAYERS * STEPS + STEPS, 2 * LAYERS * STEPS, 0)}
+    assert matmuls(found) == {"forward": (7 * LAYERS * STEPS + STEPS, 2 * LAYERS * STEPS, 0)}
     assert {row.phase.value for row in found.attention} == {"forward"}
     assert found.notes == ()
 
@@ -285,7 +285,7 @@ def test_kernels_of_ranges_inside_a_part_are_the_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_product"),
+    ("name", "is_matmul"),
     [
         ("ampere_sgemm_128x64_tn", True),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", True),
@@ -303,8 +303,8 @@ def test_kernels_of_ranges_inside_a_part_are_the_parts() -> None:
         ("softmax_warp_forward", False),
     ],
 )
-def test_products_by_name(name: str, is_product: bool) -> None:
-    assert is_matmul_itself(name) is is_product
+def test_matmuls_by_name(name: str, is_matmul: bool) -> None:
+    assert is_matmul_itself(name) is is_matmul
 
 
 @pytest.mark.parametrize("seed", range(30))
