@@ -57,7 +57,7 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.sections.ladder.rows import LadderRow
+    from cs336_systems.report.entries import Values
     from cs336_systems.report.status_line import StatusLine
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
@@ -253,7 +253,7 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
     return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
 
 
-def rebuild(directory: Path, status: "StatusLine") -> "Sequence[LadderRow]":
+def rebuild(directory: Path, status: "StatusLine") -> "Sequence[Values]":
     """Write the tables and the picture that the records of a ladder's directory give; return the rows."""
     status("reading records and profiles")
     from cs336_systems.report.sections.kernels.entries import load_profiled

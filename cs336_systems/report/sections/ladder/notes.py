@@ -5,17 +5,16 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import OptimizerKind
 from cs336_systems.costs.traffic import OPTIMIZER_BYTES
 from cs336_systems.report.columns import column
-from cs336_systems.report.frame import codes_of
+from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, significant
-from cs336_systems.report.sections.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, LadderRow, fastest_row, speed_ups
+from cs336_systems.report.sections.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, fastest_row, is_slowed
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.sweep.ladder import GATE_STEPS
 
-Rows = Sequence[LadderRow]
+Rows = Sequence[Values]
 
 
 def speed_notes(rows: Rows) -> Iterator[str]:
@@ -23,20 +22,20 @@ def speed_notes(rows: Rows) -> Iterator[str]:
     yield "Times are mean ± standard deviation over the measured steps of a process."
     yield from _intervals(rows)
     yield from _shares(rows)
-    first = next((row for row in rows if row.is_credited), None)
+    first = next((row for row in rows if row["is_credited"]), None)
     if first is not None and first is not rows[0]:
-        yield f"The first rung that counts is {first.rung.name}."
+        yield f"The first rung that counts is {first['rung']}."
     if first is not None:
         yield from _fastest(rows, first)
-    failed = [row for row in rows if row.num_processes and not row.is_credited]
+    failed = [row for row in rows if row["processes"] and not row["is_credited"]]
     if failed:
         yield f"Not credited, so no measure for others: {_names(failed)}."
-    yield from warning_notes(pd.DataFrame({"warnings": [row.row["warnings"] for row in rows]}), "rungs")
-    if any(row.over_first and row.over_first.is_doubted for row in rows):
+    yield from warning_notes(pd.DataFrame({"warnings": [row["warnings"] for row in rows]}), "rungs")
+    if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
         yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
     for row in rows:
-        if row.row["error"]:
-            yield f"{row.rung.name}: {row.row['error']}"
+        if row["error"]:
+            yield f"{row['rung']}: {row['error']}"
 
 
 def gate_notes(rows: Rows) -> Iterator[str]:
@@ -46,9 +45,9 @@ def gate_notes(rows: Rows) -> Iterator[str]:
         "the first rung, at the last step and at the worst, as a share of how far these fall. Of several processes the "
         "worst counts."
     )
-    missing = {row.gate.missing for row in rows if row.num_processes and row.gate.missing}
+    missing = {row["no_verdict"] for row in rows if row["processes"] and row["no_verdict"]}
     yield from (f"No verdict where {reason}." for reason in sorted(missing))
-    if any(row.compilations for row in rows):
+    if any(row["compile_s"] is not None for row in rows):
         yield (
             "Compiling: the longest of the rung's processes. What an earlier one has compiled is in the compiler's "
             "cache, which is empty when the ladder begins."
@@ -57,20 +56,20 @@ def gate_notes(rows: Rows) -> Iterator[str]:
 
 def count_notes(rows: Rows) -> Iterator[str]:
     """Where the counts come from, and which bytes are counted."""
-    if any(row.reason for row in rows):
+    if any(row["launches_per_step"] is not None for row in rows):
         yield "Counts are those of a run of its own under torch.profiler."
-    if any(row.busy_share is not None for row in rows):
+    if any(row["busy_share"] is not None for row in rows):
         yield "Busy is over the step's time without a profiler."
     yield from _unprofiled(rows)
-    if any(row.traffic for row in rows):
+    if any(row["least_state_bytes"] for row in rows):
         yield from _bytes(rows)
 
 
 def reason_notes(rows: Rows) -> Iterator[str]:
     """Of which run the class times are, and where they are left out."""
-    if any(row.reason for row in rows):
+    if any(row["launches_per_step"] is not None for row in rows):
         yield "Class times are those of the profiled run."
-    slowed = [(row.rung.name, row.slowdown) for row in rows if row.slowdown is not None and row.is_slowed]
+    slowed = [(row["rung"], row["slowdown"]) for row in rows if is_slowed(row)]
     if slowed:
         named = ", ".join(f"{name} ({significant(100 * slowdown, 3)}%)" for name, slowdown in slowed)
         yield (
@@ -81,8 +80,8 @@ def reason_notes(rows: Rows) -> Iterator[str]:
 
 
 def _intervals(rows: Rows) -> Iterator[str]:
-    counts = sorted({row.num_processes for row in rows if row.num_processes})
-    if any(row.over_last and row.over_last.low is not None for row in rows):
+    counts = sorted({row["processes"] for row in rows if row["processes"]})
+    if any(row["speed_up_over_last_ci95_low"] is not None for row in rows):
         number = " to ".join(str(count) for count in dict.fromkeys((max(FEWEST, counts[0]), counts[-1])))
         yield f"Intervals of {CONFIDENCE:.0%} over the means of {number} fresh processes of each, run alternately."
     elif counts[-1:] == [1]:
@@ -96,36 +95,36 @@ def _shares(rows: Rows) -> Iterator[str]:
         "mfu": "MFU: of the promised dense peak.",
         "ceiling_share": "Of ceiling: of the highest rate that matrix products were measured to reach.",
     }
-    said = [sentence for name, sentence in wholes.items() if any(row.row[name] is not None for row in rows)]
+    said = [sentence for name, sentence in wholes.items() if any(row[name] is not None for row in rows)]
     if said:
-        fp8 = "; fp8 is over bf16's" if any(row.rung.config.fp8 for row in rows) else ""
+        fp8 = "; fp8 is over bf16's" if any(row["fp8"] for row in rows) else ""
         yield (
             f"{' '.join(said)} Each is over that of the rung's own precision, and falls where that is higher{fp8}. "
             "FLOPs are the model's, with attention in full."
         )
 
 
-def _fastest(rows: Rows, first: LadderRow) -> Iterator[str]:
+def _fastest(rows: Rows, first: Values) -> Iterator[str]:
     """The credited rung with the shortest step, over the first that counts; whose of their times are in doubt."""
     if best := fastest_row(rows):
-        times = column("speed_up_over_first").cell(speed_ups(best))
-        gain = f", {times} times as fast as {first.rung.name}" if times else ""
-        both = best.rung.name, first.rung.name
-        doubted = [row.rung.name for row in rows if row.rung.name in both and in_doubt(codes_of(row.row))]
+        times = column("speed_up_over_first").cell(best)
+        gain = f", {times} times as fast as {first['rung']}" if times else ""
+        both = best["rung"], first["rung"]
+        doubted = [row["rung"] for row in rows if row["rung"] in both and row["is_doubted"]]
         doubt = f", by times in doubt of {' and '.join(doubted)}" if doubted else ""
-        yield f"The fastest is {best.rung.name}: {significant(best.row['step_mean_ms'])} ms{gain}{doubt}."
+        yield f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}{doubt}."
 
 
 def _unprofiled(rows: Rows) -> Iterator[str]:
-    ran = [row for row in rows if row.num_processes]
-    if missing := [row for row in ran if row.reason is None]:
+    ran = [row for row in rows if row["processes"]]
+    if missing := [row for row in ran if row["launches_per_step"] is None]:
         which = "any rung" if len(missing) == len(ran) else _names(missing)
         yield f"There is no profile of {which}: no counts, no busy time, no class times."
 
 
 def _bytes(rows: Rows) -> Iterator[str]:
     """What the columns of bytes hold."""
-    has_foreach = any(row.traffic and row.rung.config.optimizer is OptimizerKind.FOREACH for row in rows)
+    has_foreach = any(row["least_state_bytes"] and row["optimizer"] is OptimizerKind.FOREACH for row in rows)
     parameter_bytes = OPTIMIZER_BYTES[OptimizerKind.FOREACH]
     foreach = (
         f" (foreach: {parameter_bytes} bytes a parameter, the passes of that implementation)" if has_foreach else ""
@@ -136,9 +135,9 @@ def _bytes(rows: Rows) -> Iterator[str]:
         f"gradients, moments and copies{foreach}; activations: all else that products read and write. Element-wise "
         "work and norms are left out."
     )
-    if fp8 := [row for row in rows if row.rung.config.fp8]:
+    if fp8 := [row for row in rows if row["fp8"]]:
         yield f"Least bytes are not counted for {_names(fp8)}, whose casts and copies have no closed form here."
 
 
 def _names(rows: Rows) -> str:
-    return ", ".join(row.rung.name for row in rows)
+    return ", ".join(row["rung"] for row in rows)

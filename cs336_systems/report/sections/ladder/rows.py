@@ -1,117 +1,37 @@
-"""What came of each rung of a ladder: its times, its speed-up over others, its gate, and the reason in numbers."""
+"""What came of each rung of a ladder, as a row of values: times, speed-ups, gate, compilation, counts and bytes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 from cs336_systems.analysis.compare import compare, process_means
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
-from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import Phase, RunConfig
-from cs336_systems.costs.traffic import Traffic, traffic
-from cs336_systems.record import Compilation, RunRecord, Status
+from cs336_systems.config import SETTINGS, RunConfig
+from cs336_systems.costs.traffic import traffic
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.entries import Values
 from cs336_systems.report.frame import COLUMNS, codes_of, rows_of, to_frame
+from cs336_systems.report.identity import size_text
+from cs336_systems.report.numbers import ratio
 from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.study import derived
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.sweep.ladder import Gate, Rung, judge, reason_run, reference
+from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run, reference
 
 CONFIDENCE = 0.95
 MAX_SLOWDOWN = 0.10
-"""Of the profiled step against the plain one, up to which its class times may be the reason for the plain time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedUp:
-    """How many times faster one rung is than another, by the geometric means over processes."""
-
-    ratio: float
-    low: float | None
-    high: float | None
-    """Interval at CONFIDENCE; None where either rung has fewer than FEWEST processes."""
-    stdev: float | None = None
-    """What the deviations of both steps come to; None where one is not known."""
-    is_doubted: bool = False
-    """Whether a warning puts the time of either rung in doubt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """What the device did in one step of a profiled run."""
-
-    work: Work
-    launches: float
-    """Kernels; on a CPU operators."""
-    step_s: float
-    """Wall time by the host's clock, profiler and all."""
-    busy_s: float
-    """With a kernel or a copy at work."""
-    class_s: dict[KernelClass, float]
-    """Durations of kernels, added up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LadderRow:
-    """One rung, measured."""
-
-    rung: Rung
-    row: dict[str, Any]
-    """Columns of results.csv, over the rung's processes; those of a rung that has not run are empty."""
-    num_processes: int
-    """That ended well."""
-    gate: Gate
-    over_last: SpeedUp | None
-    """Over the last rung below that counts; None for the first that counts, and without times."""
-    over_first: SpeedUp | None
-    """Over the first rung that counts."""
-    last: str
-    """Name of the rung that `over_last`, and the reason, are over; empty for none."""
-    compilations: tuple[Compilation, ...]
-    """Of each process, in order of repeats."""
-    reason: Reason | None
-    """None without a profile."""
-    traffic: Traffic | None
-
-    @property
-    def is_credited(self) -> bool:
-        """It has times, and passed the gate: others are compared with it, and it may be the fastest."""
-        return self.num_processes > 0 and self.gate.passed is True
-
-    @property
-    def ended(self) -> str:
-        """How the rung ended, in words."""
-        status = self.row["status"]
-        return "not run" if status is None else STATUS_WORDS[Status(status)]
-
-    @property
-    def compile_s(self) -> float | None:
-        """The longest compilation of its processes: that of the one which found least in the compiler's cache."""
-        return max((compilation.seconds for compilation in self.compilations), default=None)
-
-    @property
-    def busy_share(self) -> float | None:
-        """GPU busy in one profiled step over the time of one without a profiler, which slows the host, not the kernels;
-        at most 1. None on a CPU, and where either is missing."""
-        mean_ms: float | None = self.row["step_mean_ms"]
-        if self.reason is None or self.reason.work is Work.OPERATORS or not mean_ms:
-            return None
-        return min(1.0, self.reason.busy_s * 1e3 / mean_ms)
-
-    @property
-    def slowdown(self) -> float | None:
-        """How much longer the profiled step took than the plain one, as a share of that; None where either is missing.
-
-        Below 0 where it was faster.
-        """
-        mean_ms: float | None = self.row["step_mean_ms"]
-        return None if self.reason is None or not mean_ms else self.reason.step_s * 1e3 / mean_ms - 1
-
-    @property
-    def is_slowed(self) -> bool:
-        """The profiled step was another one than the plain step, whose time its class times do not explain."""
-        return self.slowdown is not None and self.slowdown > MAX_SLOWDOWN
+"""Largest profiler slowdown at which class times still explain the plain step."""
+VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
+FIELDS = ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
+          *(name for name, setting in SETTINGS.items() if setting.is_shortcut), "learning_rate", "seed")  # fmt: skip
+"""Of a configuration."""
+TIMES = ("step_mean_ms", "step_std_ms", "step_ci95_low_ms", "step_ci95_high_ms", "tokens_per_s", "model_tflops_per_s",
+         "mfu", "ceiling_share")  # fmt: skip
+MEASURED = ("device_name", "status", "error", *TIMES, "peak_allocated_gib", "peak_reserved_gib", "warnings")
+"""Of the frame of results, over the rung's processes; None for a rung that has not run."""
+COMPILED = ("graphs", "graph_breaks", "recompiles")
+LEAST = ("weights", "casts", "optimizer", "activations", "state")
 
 
 def ladder_rows(
@@ -119,81 +39,106 @@ def ladder_rows(
     records: Sequence[RunRecord],
     profiles: Sequence[Profiled],
     ceilings: Ceilings = NO_CEILINGS,
-) -> tuple[LadderRow, ...]:
+) -> list[Values]:
     """One row for each rung, in order, by the records of its configuration among `records`.
 
-    A rung that fails its gate, or has no verdict, is nobody's measure: later ones are compared with the last before it
-    that passed.
+    A rung that fails its gate, or has no verdict, is not credited: later rungs are compared with the last before them
+    that is, whose name is `last`, and with the first.
     """
     references = _reference_losses(ladder[0], records)
-    rows: list[LadderRow] = []
-    times: dict[str, list[float]] = {}
-    columns: dict[str, dict[str, Any]] = {}
-    credited: list[str] = []
+    rows: list[Values] = []
+    means_s: dict[str, list[float]] = {}
     for rung in ladder:
         own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
-        times[rung.name] = process_means(own, Phase.STEP)
-        columns[rung.name] = _frame_row(rung.config, own, ceilings)
-        last, first = (credited[-1], credited[0]) if credited else ("", "")
-        row = LadderRow(
-            rung=rung,
-            row=columns[rung.name],
-            num_processes=len(done),
-            gate=judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8),
-            over_last=_over(times, columns, last, rung.name),
-            over_first=_over(times, columns, first, rung.name),
-            last=last,
-            compilations=tuple(record.compilation for record in done if record.compilation is not None),
-            reason=_reason(rung, profiles),
-            traffic=traffic(rung.config),
-        )
+        frame = rows_of(to_frame(own, ceilings))[0] if own else dict.fromkeys(COLUMNS)
+        gate = judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8)
+        means_s[rung.name] = process_means(own)
+        credited = [row for row in rows if row["is_credited"]]
+        row = {
+            **_settings(rung),
+            **{name: frame[name] for name in MEASURED},
+            "ended": "not run" if frame["status"] is None else STATUS_WORDS[Status(frame["status"])],
+            "cv": frame["step_cv"],
+            "is_doubted": in_doubt(codes_of(frame)),
+            "processes": len(done),
+            "is_credited": bool(done) and gate.passed is True,
+            "last": credited[-1]["rung"] if credited else "",
+            **_gate(gate, bool(done)),
+            **_compiled(done),
+            **_profiled(rung, profiles, frame["step_mean_ms"]),
+            **_least(rung.config),
+        }
+        row |= _over("speed_up_over_last", credited[-1:], row, means_s)
+        row |= _over("speed_up_over_first", credited[:1], row, means_s)
         rows.append(row)
-        credited += [rung.name] if row.is_credited else []
-    return tuple(rows)
+    return rows
 
 
-def speed_ups(row: LadderRow) -> dict[str, Any]:
-    """Both speed-ups by the columns that show them; None for what is not known."""
-    parts = {"": "ratio", "_ci95_low": "low", "_ci95_high": "high", "_std": "stdev", "_is_doubted": "is_doubted"}
-    found = {"over_last": row.over_last, "over_first": row.over_first}
-    return {
-        f"speed_up_{name}{ending}": getattr(gain, part, None)
-        for name, gain in found.items()
-        for ending, part in parts.items()
-    }
-
-
-def fastest_row(rows: Sequence[LadderRow]) -> LadderRow | None:
+def fastest_row(rows: Sequence[Values]) -> Values | None:
     """The credited rung with the shortest step; None where there is none."""
-    return min((row for row in rows if row.is_credited), key=lambda row: float(row.row["step_mean_ms"]), default=None)
+    return min((row for row in rows if row["is_credited"]), key=lambda row: float(row["step_mean_ms"]), default=None)
 
 
-def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp | None:
-    """Over process means in seconds; None where a side has none. The interval is that of `cs336 compare`, inverted."""
+def speed_up(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float | None, float | None] | None:
+    """How many times faster, by process means in seconds, and the ends of the interval; None where a side has no means.
+
+    The ratio of the geometric means, with the interval of `cs336 compare` inverted where both sides have enough means.
+    """
     if not slow or not fast or not all((*slow, *fast)):
         return None
     if min(len(slow), len(fast)) < 2:
-        return SpeedUp(ratio=(sum(slow) / len(slow)) / (sum(fast) / len(fast)), low=None, high=None)
+        return (sum(slow) / len(slow)) / (sum(fast) / len(fast)), None, None
     found = compare(slow, fast, confidence=CONFIDENCE)
     if found.low is None or found.high is None:
-        return SpeedUp(ratio=1 / found.ratio, low=None, high=None)
-    return SpeedUp(ratio=1 / found.ratio, low=1 / found.high, high=1 / found.low)
+        return 1 / found.ratio, None, None
+    return 1 / found.ratio, 1 / found.high, 1 / found.low
 
 
-def _over(
-    times: Mapping[str, Sequence[float]], columns: Mapping[str, dict[str, Any]], slow: str, fast: str
-) -> SpeedUp | None:
-    """The speed-up of one rung over another, by their names, with what puts it in doubt; None where there is none."""
-    found = speed_up(times[slow], times[fast]) if slow else None
-    if found is None:
-        return None
-    rows = columns[slow], columns[fast]
-    return replace(
-        found,
-        stdev=quotient_stdev(found.ratio, *(row["step_cv"] for row in rows)),
-        is_doubted=any(in_doubt(codes_of(row)) for row in rows),
-    )
+def _settings(rung: Rung) -> Values:
+    config = rung.config
+    return {
+        "rung": rung.name,
+        "change": rung.change,
+        "config": config,
+        "size": size_text(config),
+        **{name: getattr(config, name) for name in FIELDS},
+        "context_length": config.model.context_length,
+        "vocab_size": config.model.vocab_size,
+        "attention": None if config.model_factory else f"{config.model.attention}-{config.model.sdpa_backend}",
+    }
+
+
+def _gate(gate: Gate, has_run: bool) -> Values:
+    """Distances and the bound are shares of the fall of the reference's loss."""
+    return {
+        "gate": VERDICTS[gate.passed] if has_run else "",
+        "no_verdict": gate.missing,
+        f"loss_{GATE_STEPS}": gate.loss,
+        "distance_last": gate.last,
+        "distance_largest": gate.largest,
+        "bound": gate.bound,
+    }
+
+
+def _compiled(done: Sequence[RunRecord]) -> Values:
+    """The longest compilation, that of the process which found least in the compiler's cache; the largest counts."""
+    found = [record.compilation for record in done if record.compilation is not None]
+    counts = {name: max((int(getattr(each, name)) for each in found), default=None) for name in COMPILED}
+    return {"compile_s": max((each.seconds for each in found), default=None), **counts}
+
+
+def _least(config: RunConfig) -> Values:
+    """The least bytes that a step must move; None where they are not known."""
+    found = traffic(config)
+    return {f"least_{name}_bytes": getattr(found, name, None) for name in LEAST}
+
+
+def _over(key: str, slower: Sequence[Values], row: Values, means_s: Mapping[str, Sequence[float]]) -> Values:
+    """The speed-up over the other rung, if there is one, with its interval and what puts it in doubt."""
+    found = speed_up(means_s[slower[0]["rung"]], means_s[row["rung"]]) if slower else None
+    times, low, high = found or (None, None, None)
+    return {**derived(key, times, *slower, row), f"{key}_ci95_low": low, f"{key}_ci95_high": high}
 
 
 def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunRecord]:
@@ -202,7 +147,7 @@ def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunReco
 
 
 def _reference_losses(first: Rung, records: Sequence[RunRecord]) -> list[tuple[float | None, ...]]:
-    """Those of the first rung; where it has none, of the same step with its activations computed again."""
+    """Losses of the first rung; where it has none, of the same step with its activations computed again."""
     candidates = [first.config]
     if first.config.model_factory is None:
         candidates.append(reference(first))
@@ -212,26 +157,40 @@ def _reference_losses(first: Rung, records: Sequence[RunRecord]) -> list[tuple[f
     return []
 
 
-def _frame_row(config: RunConfig, records: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
-    """The first of its rows: with repeats on several devices there would be more, which nothing here mixes."""
-    return rows_of(to_frame(records, ceilings))[0] if records else dict.fromkeys(COLUMNS) | {"config": config}
+def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -> Values:
+    """Counts of the rung's last profile, beside the mean step without a profiler; None for what is not known.
 
-
-def _reason(rung: Rung, profiles: Sequence[Profiled]) -> Reason | None:
+    `busy_share` is over the plain step: a profiler slows the host, not the kernels. It is at most 1, and unknown on a
+    CPU. `slowdown` is by how much longer the profiled step took, as a share of the plain one.
+    """
     found = [entry.profile for entry in profiles if entry.config == reason_run(rung)]
-    return reason_of(found[-1]) if found and found[-1].num_steps else None
+    if not found or not found[-1].num_steps:
+        return dict.fromkeys(("work", "launches_per_step", "busy_ms", "class_s", "busy_share", "slowdown"))
+    row = counts_of(found[-1])
+    share, slowed = ratio(row["busy_ms"], step_ms), ratio(row.pop("profiled_step_ms"), step_ms)
+    on_device = share is not None and row["work"] is not Work.OPERATORS
+    return {
+        **row,
+        "busy_share": min(1.0, share) if on_device and share is not None else None,
+        "slowdown": None if slowed is None else slowed - 1,
+    }
 
 
-def reason_of(profile: StepProfile) -> Reason:
-    """Sums over the profile, per step."""
+def counts_of(profile: StepProfile) -> Values:
+    """Sums over the profile, per step: kernels (on a CPU operators), busy time, and durations of kernels by class."""
     steps = profile.num_steps
     class_s: dict[KernelClass, float] = {}
     for times in profile.classes:
         class_s[times.kind] = class_s.get(times.kind, 0.0) + times.total_s / steps
-    return Reason(
-        work=profile.work,
-        launches=sum(sum(phase.launches) for phase in profile.phases) / steps,
-        step_s=sum(profile.step_s) / steps,
-        busy_s=sum(sum(phase.busy_s) for phase in profile.phases) / steps,
-        class_s=class_s,
-    )
+    return {
+        "work": profile.work,
+        "launches_per_step": sum(sum(phase.launches) for phase in profile.phases) / steps,
+        "busy_ms": sum(sum(phase.busy_s) for phase in profile.phases) / steps * 1e3,
+        "profiled_step_ms": sum(profile.step_s) / steps * 1e3,
+        "class_s": class_s,
+    }
+
+
+def is_slowed(row: Values | None) -> bool:
+    """Whether the profiled step was so slow that its class times do not explain the plain one."""
+    return row is not None and row["slowdown"] is not None and row["slowdown"] > MAX_SLOWDOWN

@@ -133,7 +133,7 @@ def test_slowed_profiles_are_named_with_how_much(ladder):
     """The plain steps take 100 and 50 ms, the profiled ones 109 and 57."""
     entries = [make_entry(ladder[2], step_s=seconds(108, 110)), make_entry(ladder[3], step_s=seconds(56, 58))]
     rows = ladder_rows(ladder, make_records(ladder), entries)
-    assert [row.slowdown for row in rows] == [None, None, pytest.approx(0.09), pytest.approx(0.14)]
+    assert [row["slowdown"] for row in rows] == [None, None, pytest.approx(0.09), pytest.approx(0.14)]
     assert starting(reason_notes(rows), "Where the profiled step") == [
         "Where the profiled step took over 10% longer than the plain one, class times are left out, of the rung's "
         "reason and of that of the rung compared with it: fused (14.0%)."

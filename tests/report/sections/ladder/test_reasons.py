@@ -119,7 +119,7 @@ def test_compiling_is_no_reason():
     """All else alike, one compiles in 20 s and the other in 2."""
     rung = make_ladder(names=("compile",))[1]
     rows = [ladder_rows([rung], [make_process(rung, 0.1, compiled=time_s)], [])[0] for time_s in (20.0, 2.0)]
-    assert [row.compile_s for row in rows] == [20, 2]
+    assert [row["compile_s"] for row in rows] == [20, 2]
     assert reasons(rows[1], rows[0]) == "no change that is counted here"
 
 
