@@ -175,30 +175,32 @@ def test_each_cell_is_announced_and_its_rows_are_handed_over_at_once() -> None:
     assert [row.number for row in rows] == [0, 1, 2]
 
 
-def script(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    path = tmp_path / "study.py"
-    path.write_text(text)
-    return subprocess.run(
-        [sys.executable, str(path), *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-
-
-def test_the_parent_needs_no_torch_and_an_interrupted_study_leaves_no_process(tmp_path: Path) -> None:
-    text = """
-import sys
+INTERRUPTED = """
+import multiprocessing, sys
+from pathlib import Path
 import psutil
-from cs336_systems.studies.attention_records import *
-from cs336_systems.studies.runner import run_study
 from cs336_systems.config import Device
+from cs336_systems.studies.attention_records import AttentionGrid, Implementation
+from cs336_systems.studies.runner import run_study
+
+KEPT = []
+
+class KeepingGrid(AttentionGrid):
+    MEASURE = "study:measure"
+
+def measure(grid, rows):
+    from cs336_systems.studies.attention_cell import measure_rows
+    KEPT.append(multiprocessing.get_context("spawn").Semaphore())
+    print(KEPT[0]._semlock.name, file=Path("semaphore").open("w"), flush=True)
+    return measure_rows(grid, rows)
 
 def interrupt(study):
     if len(study.results) == 2:
         raise KeyboardInterrupt
 
 if __name__ == "__main__":
-    grid = AttentionGrid(device=Device.CPU, batch_size=1, d_heads=(4,), context_lengths=(8, 16, 32),
-                         implementations=(Implementation.NAIVE,), passes=1, warmup_passes=1)
+    grid = KeepingGrid(device=Device.CPU, batch_size=1, d_heads=(4,), context_lengths=(8, 16, 32),
+                       implementations=(Implementation.NAIVE,), passes=1, warmup_passes=1)
     assert [r.status for r in run_study(grid).results] == ["ok"] * 3
     try:
         run_study(grid, on_progress=interrupt)
@@ -208,31 +210,17 @@ if __name__ == "__main__":
     server, = [p for p in psutil.Process().children() if p.children() or "forkserver" in " ".join(p.cmdline())]
     assert not server.children()
 """
-    done = script(tmp_path, text)
-    assert done.returncode == 0, done.stderr
 
 
-def test_what_a_killed_worker_leaves_is_removed_without_a_warning(tmp_path: Path) -> None:
-    """Such as the semaphores of the compiler. One is a file on Linux, whose end can be seen."""
-    text = """
-import multiprocessing, sys
-from pathlib import Path
-from cs336_systems.studies.runner import run_study
-from tests.studies.test_runner import ProcessGrid
-
-KEPT = []
-
-def measure(grid, rows):
-    KEPT.append(multiprocessing.get_context("spawn").Semaphore())
-    print(KEPT[0]._semlock.name, file=Path(sys.argv[1]).open("w"), flush=True)
-    return rows
-
-if __name__ == "__main__":
-    run_study(ProcessGrid("study:measure", ((1,),)))
-"""
-    done = script(tmp_path, text, str(tmp_path / "name"))
+def test_the_parent_needs_no_torch_and_an_interrupted_study_leaves_nothing(tmp_path: Path) -> None:
+    """No process, and no semaphore such as those of the compiler. On Linux one is a file, whose end can be seen."""
+    (tmp_path / "study.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, "study.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    name = (tmp_path / "name").read_text().strip()
+    name = (tmp_path / "semaphore").read_text().strip()
     assert not Path(f"/dev/shm/sem.{name.removeprefix('/')}").exists()
 
 
