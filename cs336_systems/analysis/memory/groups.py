@@ -1,4 +1,4 @@
-"""Like allocations put together: those of one requested size, category, name, phase and line of code."""
+"""Groups of like allocations: those with the same requested size, category, name, phase and line of code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from cs336_systems.analysis.memory.profile import Category, LikeAllocations, Pla
 from cs336_systems.config import Phase
 
 _ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
-"""Backward makes both."""
+"""What a phase allocates; backward allocates both."""
 _BACKWARD, _OPTIMIZER_FILES = "backward", ("/optim/", "/optimizer.py")
 
 
@@ -37,7 +37,7 @@ class Known:
 
 
 class Groups:
-    """The allocations of a snapshot, in groups of like ones."""
+    """The allocations of a snapshot in groups of like ones."""
 
     def __init__(self, known: Known) -> None:
         self._known = known
@@ -48,48 +48,50 @@ class Groups:
         self._names = [short_name(sighting) for sighting in known.sightings]
         self._phase_names = ("", *known.phases.names)
         self._phase_of_row = np.where(rows.start == BEFORE, 0, known.phases.at(rows.start) + 1)
-        columns = (
+        saved = {element_bytes(sighting.dtype) for sighting in known.sightings if sighting.kind is Kind.SAVED}
+        self._may_have_half = not saved or HALF_BYTES in saved
+        columns = np.stack([
             rows.requested_bytes,
             known.contents.category,
             _numbered([like_name(name) for name in self._names], sighting),
             _numbered(self._phase_names, self._phase_of_row),
             _numbered([places[:1] for places in self._places], self._stack_of_row),
-        )
-        saved = {element_bytes(sighting.dtype) for sighting in known.sightings if sighting.kind is Kind.SAVED}
-        self._may_have_half = not saved or HALF_BYTES in saved
-        self._group, self._first = _combined(columns)
-        self._num_groups = len(self._first)
-        self._order = np.argsort(self._group, kind="stable")
-        self._begin = np.searchsorted(self._group[self._order], np.arange(self._num_groups + 1))
+        ])  # fmt: skip
+        order = np.lexsort(columns[::-1])
+        is_new = np.append(True, (np.diff(columns[:, order]) != 0).any(axis=0))[: len(rows)]
+        self._first = order[is_new]
+        """The first allocation of each group."""
+        self._group = np.empty(len(rows), dtype=np.int64)
+        self._group[order] = np.cumsum(is_new) - 1
+        self._members = np.split(order, np.flatnonzero(is_new)[1:])
 
     def largest(self, chosen: Mask, live: Mask, limit: int) -> tuple[LikeAllocations, ...]:
-        """The groups of the chosen allocations with the largest of them; counted at the peak are those that `live`.
+        """The groups of the chosen allocations, the largest allocations first; `live` are the allocations at the peak.
 
-        At least `limit`, if there are so many: all groups of the last size are among them.
+        At least `limit` groups, if there are so many, and all groups of the last size among them.
         """
-        counts = np.bincount(self._group[chosen], minlength=self._num_groups)
+        counts = np.bincount(self._group[chosen], minlength=len(self._first))
         sizes = self._known.replay.allocations.requested_bytes[self._first]
         order = np.lexsort((-counts, -sizes))
         order = order[counts[order] > 0]
-        return self._rows(order[np.isin(sizes[order], sizes[order[:limit]])], live)
+        return tuple(self._row(group, live) for group in order[np.isin(sizes[order], sizes[order[:limit]])].tolist())
 
     def at_peak(self, live: Mask) -> tuple[LikeAllocations, ...]:
-        """The groups of which some `live`, those that take most first."""
-        num_bytes = np.zeros(self._num_groups, dtype=np.int64)
+        """The groups that have live allocations, those first that take most memory."""
+        num_bytes = np.zeros(len(self._first), dtype=np.int64)
         np.add.at(num_bytes, self._group[live], self._known.replay.allocations.num_bytes[live])
         order = np.argsort(-num_bytes, kind="stable")
-        return self._rows(order[num_bytes[order] > 0], live)
-
-    def _rows(self, groups: Ints, live: Mask) -> tuple[LikeAllocations, ...]:
-        return tuple(self._row(group, live) for group in groups.tolist())
+        return tuple(self._row(group, live) for group in order[num_bytes[order] > 0].tolist())
 
     def _row(self, group: int, live: Mask) -> LikeAllocations:
-        known, first = self._known, int(self._first[group])
-        rows, members = known.replay.allocations, self._order[self._begin[group] : self._begin[group + 1]]
-        at_peak = members[live[members]]
-        sightings = self._sightings(members)
+        known, first, members = self._known, int(self._first[group]), self._members[group]
+        rows, at_peak = known.replay.allocations, members[live[members]]
+        indices = [index for index in known.contents.sighting[members].tolist() if index != NOT_SIGHTED]
+        sightings = list({(s.shape, s.dtype): s for s in map(known.sightings.__getitem__, reversed(indices))}.values())
+        sightings.reverse()  # the first of each shape and data type
         shapes, dtypes = {one.shape for one in sightings}, {one.dtype for one in sightings}
-        name = self._name(members)
+        names = {self._names[index] for index in indices}
+        name = like_name(names.pop()) if len(names) > 1 else "".join(names)
         return LikeAllocations(
             num_bytes=int(rows.num_bytes[members].max()),
             requested_bytes=int(rows.requested_bytes[first]),
@@ -105,25 +107,14 @@ class Groups:
             places=_common([self._places[stack] for stack in np.unique(self._stack_of_row[members]).tolist()]),
         )
 
-    def _sightings(self, members: Ints) -> Sequence[Sighting]:
-        """One of each shape and data type; none where the group was not sighted."""
-        indices = self._known.contents.sighting[members].tolist()
-        sightings = [self._known.sightings[index] for index in indices if index != NOT_SIGHTED]
-        return list({(one.shape, one.dtype): one for one in reversed(sightings)}.values())[::-1]
-
-    def _name(self, members: Ints) -> str:
-        indices = self._known.contents.sighting[members].tolist()
-        names = {self._names[index] for index in indices if index != NOT_SIGHTED}
-        return names.pop() if len(names) == 1 else like_name(names.pop()) if names else ""
-
     def _explanation(self, members: Ints, sightings: Sequence[Sighting], name: str) -> str:
-        """Each formula once that any of the members has."""
+        """The formulas of all members, each once."""
         formulas = self._known.formulas
         said = [explain_sighting(formulas, sighting, name) for sighting in sightings] or self._unsighted(members)
         return OR.join(dict.fromkeys(part for text in said for part in text.split(OR) if part))
 
     def _unsighted(self, members: Ints) -> list[str]:
-        """What allocations that nobody sighted may be, for each role that one of them may have."""
+        """What allocations without a sighting may be, for each role that one of them may have."""
         known, first = self._known, int(members[0])
         rows, places = known.replay.allocations, self._places[self._stack_of_row[first]]
         requested, function = int(rows.requested_bytes[first]), places[0].function if places else ""
@@ -132,7 +123,7 @@ class Groups:
         return [known.formulas.unsighted(requested, role, function, self._may_have_half) for role in roles]
 
     def _role(self, row: int) -> Role | None:
-        """What an allocation that was not sighted may be; None where nothing tells."""
+        """What an allocation without a sighting may be; None if nothing tells."""
         rows, contents = self._known.replay.allocations, self._known.contents
         phase = self._phase_names[self._phase_of_row[row]]
         if phase:
@@ -143,7 +134,7 @@ class Groups:
 
 
 def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
-    """The formula of a sighted storage, with `name` as it is shown."""
+    """The formula of a sighted storage; `name` is the sighting's name as tables show it."""
     is_saved = sighting.kind is Kind.SAVED
     role = Role.ACTIVATION if is_saved else Role.WEIGHT
     return formulas.sighted(
@@ -152,7 +143,7 @@ def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
 
 
 def _role_of_code(stack: Stack) -> Role | None:
-    """What code without phases allocates: weights' gradients come without a stack, or from a call of backward."""
+    """What code allocates outside of known phases; None for backward, which allocates both and may leave no stack."""
     if not stack or any(frame.name == _BACKWARD for frame in stack):
         return None
     if any(word in frame.filename for frame in stack for word in _OPTIMIZER_FILES):
@@ -161,22 +152,13 @@ def _role_of_code(stack: Stack) -> Role | None:
 
 
 def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
-    """Of several stacks, the places from the innermost on that all share."""
+    """The places that several stacks share, from the innermost place on."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*places, strict=False))
     return tuple(column[0] for column in alike)
 
 
 def _numbered(values: Sequence[str | tuple[Place, ...]], index: Ints) -> Ints:
-    """For each index a number, equal where the values are; -1 for -1."""
+    """For each index a number, equal if the values are equal; -1 for the index -1."""
     number_of: dict[str | tuple[Place, ...], int] = {}
     numbers = [number_of.setdefault(value, len(number_of)) for value in values]
     return np.array([*numbers, -1], dtype=np.int64)[index]
-
-
-def _combined(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """A number for each row, equal where all columns are, and for each number its first row."""
-    group = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        _, dense = np.unique(column, return_inverse=True)
-        _, first, group = np.unique(group * (dense.max(initial=0) + 1) + dense, return_index=True, return_inverse=True)
-    return group, first
