@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from cs336_systems.commands import ceilings, compare, ladder
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, load_ceilings_or_warn
-from cs336_systems.commands.sweep import Results
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import load_records
 from cs336_systems.studies.attention_records import AttentionStudy
@@ -72,11 +71,13 @@ def _sweep(directory: Path, status: "StatusLine") -> None:
     records, problems = load_records(directory / RUNS)
     if problems or not records:
         raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
+    from cs336_systems.report.results import Results
+
     results = Results.load(records, directory)
     if results.lost:
         kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
         print(inert_line(kept), file=sys.stderr)
-        results = Results(records=records, kernels=(), memory=())
+        results = Results(records=records)
     results.write(directory, load_ceilings_or_warn(ceilings_beside(directory)), status)
     if (directory / compare.COMPARISON_FILE).is_file():
         compare.rebuild(directory)

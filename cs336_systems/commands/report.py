@@ -12,7 +12,7 @@ import tyro
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, json_alone
-from cs336_systems.commands.sweep import report
+from cs336_systems.commands.results import show_results
 from cs336_systems.record import RecordError, load_records
 from cs336_systems.text import counted
 
@@ -59,7 +59,7 @@ def run(arguments: ReportArguments) -> int:
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
         is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
-        report(found, output, status, keep=True, print_json=print_json)
+        show_results(found, output, status, keep=True, print_json=print_json)
     return OK if all(is_explained) and not any(problems.values()) else FAILED
 
 

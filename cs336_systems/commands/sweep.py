@@ -4,9 +4,9 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
@@ -38,27 +38,19 @@ from cs336_systems.commands.outcome import (
     UsageError,
     checked,
     json_alone,
-    load_ceilings_or_warn,
-    print_profile_paths,
     status_of,
 )
 from cs336_systems.commands.outputs import print_last
+from cs336_systems.commands.results import show_results
 from cs336_systems.config import Device, Precision, Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import usable_gpu_bytes
 from cs336_systems.model.fast.choose import describe_fast
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.plan import Plan, make_plan
-from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path
+from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 from cs336_systems.text import counted, inert_line
-
-if TYPE_CHECKING:
-    from cs336_systems.report.sections.kernels.entries import Profiled
-    from cs336_systems.report.sections.memory.entries import MemoryEntry
-    from cs336_systems.report.status_line import StatusLine
 
 
 @with_flags(*AXES, many=True)
@@ -278,7 +270,7 @@ def measure_all(
     with TerminalListener() as listener:
         outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
     with StatusLine() as status:
-        report({directory: outcome.records}, directory, status, print_json=print_json)
+        show_results({directory: outcome.records}, directory, status, print_json=print_json)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
         print(
             f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
@@ -301,132 +293,3 @@ def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
             "choose with CUDA_VISIBLE_DEVICES",
             file=sys.stderr,
         )
-
-
-def report(
-    found: Mapping[Path, Sequence[RunRecord]],
-    output: Path,
-    status: "StatusLine",
-    *,
-    keep: bool = False,
-    print_json: PrintJson | None = None,
-) -> None:
-    """Write and print what the records, by the sweep's directory, support together; with `print_json` as JSON.
-
-    The times of profiled runs are in the tables of profiles alone. Where a profile that is missing would be lost from
-    those tables in `output`: with `keep`, raises UsageError before anything is written; else, if the raw profile is
-    missing too, leaves those tables as they are.
-    """
-    status("reading records and profiles")
-    from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
-    from cs336_systems.report.sections.memory.files import memory_tables
-    from cs336_systems.report.sections.steps import results_section
-    from cs336_systems.report.terminal import print_sweep, print_table, say
-
-    results = [Results.load(own, directory) for directory, own in found.items()]
-    is_lost = False
-    for one, directory in zip(results, found, strict=True):
-        if keep:
-            _refuse_to_lose(one, directory, output)
-        elif not all(raw_profile_path(config, directory / "runs").is_file() for config in one.without_profile):
-            is_lost = True
-            said = "raw profiles too; the tables of profiles stay as they were, and --fresh measures these runs again"
-            print(inert_line(f"warning: {directory}: {one.lost}, {said}"), file=sys.stderr)
-    together = Results(
-        records=[record for one in results for record in one.records],
-        kernels=[entry for one in results for entry in one.kernels],
-        memory=[entry for one in results for entry in one.memory],
-    )
-    ceilings = load_ceilings_or_warn(ceilings_beside(output))
-    (replace(together, kernels=(), memory=()) if is_lost else together).write(output, ceilings, status)
-    status.end()
-    if print_json is not None:
-        explained = {
-            name: [{"key": entry.config.key, "profile": entry.profile} for entry in entries]
-            for name, entries in (("kernels", together.kernels), ("memory", together.memory))
-        }
-        rows = results_section(together.published, ceilings).json
-        print_json(encode_json({"directory": str(output), "results": rows, **explained}))
-        say(f"results: {output}")
-    else:
-        print_sweep(together.records, output, ceilings)
-        for table in (*kernel_tables(together.kernels), *memory_tables(together.memory)):
-            print_table(table, output)
-    for directory, own in found.items():
-        print_profile_paths([record.config for record in own], directory / "runs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """The records of sweeps, and those of them whose profiles are there, explained."""
-
-    records: Sequence[RunRecord]
-    kernels: Sequence["Profiled"]
-    memory: Sequence["MemoryEntry"]
-
-    @classmethod
-    def load(cls, records: Sequence[RunRecord], directory: Path) -> "Results":
-        """The records of the directory with the profiles beside; each profile that is missing is said."""
-        from cs336_systems.report.sections.kernels.entries import load_profiled
-        from cs336_systems.report.sections.memory.entries import load_memory
-
-        return cls(records=records, kernels=load_profiled(records, directory), memory=load_memory(records, directory))
-
-    @property
-    def published(self) -> list[RunRecord]:
-        """Runs without a profiler, whose times count."""
-        return [record for record in self.records if record.config.profiler is Profiler.NONE]
-
-    @property
-    def _profiled(self) -> list[RunConfig]:
-        """Runs that ended well under a profiler; one that ran out of memory need not have a profile."""
-        return [r.config for r in self.records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
-
-    @property
-    def without_profile(self) -> list[RunConfig]:
-        """Runs that ended well under a profiler, and whose explained profile is missing."""
-        loaded = {entry.config for entry in self.kernels} | {entry.config for entry in self.memory}
-        return [config for config in self._profiled if config not in loaded]
-
-    @property
-    def lost(self) -> str:
-        """How many runs ended well and lost their profile, in words; nothing where none did."""
-        num_missing = len(self.without_profile)
-        words = f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are missing"
-        return words if num_missing else ""
-
-    def write(self, output: Path, ceilings: Ceilings, status: "StatusLine") -> None:
-        """Write the tables and plots that the records and profiles support together."""
-        from cs336_systems.report.entries import labels
-        from cs336_systems.report.identity import file_names
-        from cs336_systems.report.plots.steps import write_plots
-        from cs336_systems.report.sections.kernels.files import write_kernels
-        from cs336_systems.report.sections.kernels.plots import write_pictures
-        from cs336_systems.report.sections.memory.files import write_memory
-        from cs336_systems.report.sections.steps import write_tables
-
-        if self.published:
-            status("writing tables and plots")
-            write_tables(self.published, output, ceilings)
-            write_plots(self.published, output)
-        if self.kernels:
-            status("writing tables of kernels")
-            write_kernels(self.kernels, output)
-            names = labels(self.kernels)
-            for done, (name, stem, entry) in enumerate(zip(names, file_names(names), self.kernels, strict=True)):
-                status(f"drawing {name}", done, len(self.kernels))
-                write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
-        if self.memory:
-            status("writing tables and plots of memory")
-            write_memory(self.memory, output)
-
-
-def _refuse_to_lose(results: Results, directory: Path, output: Path) -> None:
-    """Say how many runs lost their profile; raise UsageError where the output would write over tables with them."""
-    if not results.lost:
-        return
-    if output.resolve() == directory.resolve():
-        raise UsageError(
-            f"{directory}: {results.lost}, and the tables there would lose these runs: write elsewhere with --output"
-        )
-    print(inert_line(f"warning: {directory}: {results.lost}, and the tables are without these runs"), file=sys.stderr)

@@ -3,13 +3,12 @@
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from cs336_systems.config import Profiler
 from cs336_systems.record import RunRecord
 from cs336_systems.report.failures import own_place, own_traceback
 from cs336_systems.report.formats import to_rich
@@ -73,12 +72,9 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
     say(f"record: {path}")
 
 
-def print_sweep(records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
-    """The tables of a sweep, and where its files are."""
-    from cs336_systems.report.sections.steps import results_section
-
-    published = [record for record in records if record.config.profiler is Profiler.NONE]
-    for table in results_section(published, ceilings).tables if published else ():
+def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory: Path) -> None:
+    """The tables of a sweep, which of its runs failed, and where its files are."""
+    for table in tables:
         print_table(table, directory)
     console = _console(_width())
     for record in records:

@@ -208,9 +208,9 @@ def draw_lines(
         for line, colour, marker in zip(lines, colours, cycle(MARKERS), strict=False)
         if line.known
     }
-    failures = failure_rows(lines)
-    leave_room(panel, failure_band(len(failures)))
-    draw_failures(panel, failures, positions)
+    if failures := failure_rows(lines):
+        leave_room(panel, failure_band(len(failures)))
+        draw_failures(panel, failures, positions)
     legend_beside(panel, handles)
 
 

@@ -1,0 +1,69 @@
+"""Results of sweeps written and printed, after the sweep and by `cs336 report`."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_or_warn, print_profile_paths
+from cs336_systems.files import encode_json
+from cs336_systems.record import RunRecord
+from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.sweep.store import raw_profile_path
+from cs336_systems.text import inert_line
+
+if TYPE_CHECKING:
+    from cs336_systems.report.results import Results
+    from cs336_systems.report.status_line import StatusLine
+
+
+def show_results(
+    found: Mapping[Path, Sequence[RunRecord]],
+    output: Path,
+    status: "StatusLine",
+    *,
+    keep: bool = False,
+    print_json: PrintJson | None = None,
+) -> None:
+    """Write and print what the records, by the sweep's directory, support together; with `print_json` as JSON.
+
+    The times of profiled runs are in the tables of profiles alone. Where a profile that is missing would be lost from
+    those tables in `output`: with `keep`, raises UsageError before anything is written; else, if the raw profile is
+    missing too, leaves those tables as they are.
+    """
+    status("reading records and profiles")
+    from cs336_systems.report.results import Results
+    from cs336_systems.report.terminal import print_sweep, say
+
+    several = {directory: Results.load(own, directory) for directory, own in found.items()}
+    is_lost = False
+    for directory, results in several.items():
+        if keep:
+            _refuse_to_lose(results, directory, output)
+        elif not all(raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile):
+            is_lost = True
+            what = "raw profiles too; the tables of profiles stay as they were, and --fresh measures these runs again"
+            print(inert_line(f"warning: {directory}: {results.lost}, {what}"), file=sys.stderr)
+    together = Results.together(several.values())
+    ceilings = load_ceilings_or_warn(ceilings_beside(output))
+    (replace(together, kernels=(), memory=()) if is_lost else together).write(output, ceilings, status)
+    status.end()
+    if print_json is None:
+        print_sweep(together.tables(ceilings), together.records, output)
+    else:
+        print_json(encode_json({"directory": str(output), **together.json(ceilings)}))
+        say(f"results: {output}")
+    for directory, own in found.items():
+        print_profile_paths([record.config for record in own], directory / "runs")
+
+
+def _refuse_to_lose(results: "Results", directory: Path, output: Path) -> None:
+    """Say how many runs lost their profile; raise UsageError where the output would write over tables with them."""
+    if not results.lost:
+        return
+    if output.resolve() == directory.resolve():
+        raise UsageError(
+            f"{directory}: {results.lost}, and the tables there would lose these runs: write elsewhere with --output"
+        )
+    print(inert_line(f"warning: {directory}: {results.lost}, and the tables are without these runs"), file=sys.stderr)

@@ -1,0 +1,98 @@
+"""The results of sweeps: records and explained profiles, and how they become files, tables and JSON."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.entries import labels
+from cs336_systems.report.identity import file_names
+from cs336_systems.report.plots.steps import write_plots
+from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
+from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
+from cs336_systems.report.sections.kernels.files import write_kernels
+from cs336_systems.report.sections.kernels.plots import write_pictures
+from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
+from cs336_systems.report.sections.memory.files import memory_tables, write_memory
+from cs336_systems.report.sections.steps import results_section, write_tables
+from cs336_systems.report.status_line import StatusLine
+from cs336_systems.report.table import Table
+from cs336_systems.studies.ceilings_files import Ceilings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The records of sweeps, and those of them whose explained profiles are there."""
+
+    records: Sequence[RunRecord]
+    kernels: Sequence[Profiled] = ()
+    memory: Sequence[MemoryEntry] = ()
+
+    @classmethod
+    def load(cls, records: Sequence[RunRecord], directory: Path) -> "Results":
+        """The records of the directory with the profiles beside; a warning for each profile that is missing."""
+        return cls(records=records, kernels=load_profiled(records, directory), memory=load_memory(records, directory))
+
+    @classmethod
+    def together(cls, several: Iterable["Results"]) -> "Results":
+        """The results of several sweeps as those of one."""
+        found = list(several)
+        return cls(
+            records=[record for results in found for record in results.records],
+            kernels=[entry for results in found for entry in results.kernels],
+            memory=[entry for results in found for entry in results.memory],
+        )
+
+    @property
+    def published(self) -> list[RunRecord]:
+        """Runs without a profiler, whose times count."""
+        return [record for record in self.records if record.config.profiler is Profiler.NONE]
+
+    @property
+    def _profiled(self) -> list[RunConfig]:
+        """Runs that ended well under a profiler; one that ran out of memory need not have a profile."""
+        return [r.config for r in self.records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
+
+    @property
+    def without_profile(self) -> list[RunConfig]:
+        """Runs that ended well under a profiler, and whose explained profile is missing."""
+        loaded = {entry.config for entry in self.kernels} | {entry.config for entry in self.memory}
+        return [config for config in self._profiled if config not in loaded]
+
+    @property
+    def lost(self) -> str:
+        """How many runs ended well and lost their profile, in words; empty if none did."""
+        num_missing = len(self.without_profile)
+        words = f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are missing"
+        return words if num_missing else ""
+
+    def tables(self, ceilings: Ceilings) -> list[Table]:
+        """The tables for a terminal."""
+        steps = results_section(self.published, ceilings).tables if self.published else ()
+        return [*steps, *kernel_tables(self.kernels), *memory_tables(self.memory)]
+
+    def json(self, ceilings: Ceilings) -> dict[str, object]:
+        """The rows of results.csv in SI units, and the explained profiles by the keys of their runs."""
+        return {
+            "results": results_section(self.published, ceilings).json,
+            "kernels": [{"key": entry.config.key, "profile": entry.profile} for entry in self.kernels],
+            "memory": [{"key": entry.config.key, "profile": entry.profile} for entry in self.memory if entry.config],
+        }
+
+    def write(self, output: Path, ceilings: Ceilings, status: StatusLine) -> None:
+        """Write the tables and plots that the records and profiles support together."""
+        if self.published:
+            status("writing tables and plots")
+            write_tables(self.published, output, ceilings)
+            write_plots(self.published, output)
+        if self.kernels:
+            status("writing tables of kernels")
+            write_kernels(self.kernels, output)
+            names = labels(self.kernels)
+            for done, (name, stem, entry) in enumerate(zip(names, file_names(names), self.kernels, strict=True)):
+                status(f"drawing {name}", done, len(self.kernels))
+                write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
+        if self.memory:
+            status("writing tables and plots of memory")
+            write_memory(self.memory, output)
