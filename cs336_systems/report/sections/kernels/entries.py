@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
@@ -25,9 +24,6 @@ class Explained:
     profiled: RunRecord | None = None
     plain: RunRecord | None = None
     """Run without a profiler; None if there is none that finished."""
-
-    is_out_of_memory: ClassVar[bool] = False
-    """A run that ran out of memory leaves no kernel profile."""
 
     @property
     def device_name(self) -> str | None:

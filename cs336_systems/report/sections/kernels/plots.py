@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -13,7 +12,7 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.files import write_atomically
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots import bars, drawing
 from cs336_systems.report.sections.kernels.series import (
     TimeBar,
     describe_devices,
@@ -34,10 +33,8 @@ STYLES: dict[str, dict[str, Any]] = {
 """What a bar may consist of, in the order of drawing."""
 BAR_INCHES = 4.1
 """About what the longest bar takes of the picture's width."""
-CHARACTER_INCHES = 0.075
 OVERLAP = 0.01
 """Of the step's wall time: where kernels ran side by side for longer, the picture says so."""
-LONGEST_LABEL = 34
 
 
 def write_pictures(profile: StepProfile, directory: Path, prefix: str = "", name: str = "") -> list[Path]:
@@ -57,21 +54,21 @@ def write_pictures(profile: StepProfile, directory: Path, prefix: str = "", name
 
 def draw_classes(profile: StepProfile, name: str = "") -> Figure:
     """A bar for each phase: its kernels by class, then the time in which the device was idle, up to the wall time."""
-    bars, step = phase_bars(profile), step_bar(profile, "step")
+    phases, step = phase_bars(profile), step_bar(profile, "step")
     device = "GPU" if profile.work is Work.KERNELS else "CPU"
     title = f"{device} time by phase and class of {profile.work.removesuffix('s')}"
     settings = ", ".join(
         [*([name] if name else []), *describe_source(profile), describe_steps(profile), *_overlap(step)]
     )
     sums = dict(_parts(step))
-    figure = _new_figure(title, settings, 0.5 * max(len(bars), 1), -(-len(sums) // 3))
+    figure = _new_figure(title, settings, 0.5 * max(len(phases), 1), -(-len(sums) // 3))
     panel = figure.subplots()
-    longest = max([bar.length_ms for bar in bars], default=0.0) or 1.0
-    for y, bar in enumerate(bars):
-        _draw_bar(panel, y, bar, 1.0, longest)
+    longest = max([bar.length_ms for bar in phases], default=0.0) or 1.0
+    for y, bar in enumerate(phases):
+        bars.draw_bar(panel, y, _styled(bar, 1.0), BAR_INCHES / longest, digits=3)
         busy = "" if bar.busy_ms is None or not bar.wall_ms else f"\n{100 * bar.busy_ms / bar.wall_ms:.0f} % busy"
-        _write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms wall{busy}")
-    _finish(panel, [f"{bar.name}\n{_count(bar.launches)} {profile.work}" for bar in bars], longest)
+        bars.write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms wall{busy}")
+    bars.finish(panel, [f"{bar.name}\n{_count(bar.launches)} {profile.work}" for bar in phases], longest)
     panel.set_xlabel("time (ms)" if profile.is_whole_trace else "time per step (ms)", fontsize=9)
     _legend(figure, {name: f"{name}, {rounded(time_ms, step.length_ms)} ms" for name, time_ms in sums.items()}, 3)
     return figure
@@ -84,17 +81,17 @@ def draw_configurations(profiles: Sequence[tuple[str, StepProfile]]) -> Figure:
     """
     if not profiles:
         raise ValueError("a picture of configurations needs at least one profile, got none")
-    bars = [step_bar(profile, label) for label, profile in profiles]
-    names = [name for name in STYLES if any(name in dict(_parts(bar)) for bar in bars)]
+    steps = [step_bar(profile, label) for label, profile in profiles]
+    names = [name for name in STYLES if any(name in dict(_parts(bar)) for bar in steps)]
     devices = ", ".join(describe_devices([profile for _, profile in profiles]))
     title = "Where the time of a step goes, by configuration"
-    labels = [drawing.wrapped(bar.name, LONGEST_LABEL) for bar in bars]
-    figure = _new_figure(title, devices, drawing.bar_inches(labels) * len(bars), -(-len(names) // 4))
+    labels = [drawing.wrapped(bar.name, bars.LONGEST_LABEL) for bar in steps]
+    figure = _new_figure(title, devices, drawing.bar_inches(labels) * len(steps), -(-len(names) // 4))
     panel = figure.subplots()
-    for y, bar in enumerate(bars):
-        _draw_bar(panel, y, bar, 100 / (bar.length_ms or 1.0), 100.0)
-        _write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms")
-    _finish(panel, labels, 100.0)
+    for y, bar in enumerate(steps):
+        bars.draw_bar(panel, y, _styled(bar, 100 / (bar.length_ms or 1.0)), BAR_INCHES / 100)
+        bars.write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms")
+    bars.finish(panel, labels, 100.0)
     panel.set_xlabel("share of the step (%); its time is on the right", fontsize=9)
     _legend(figure, {name: name for name in names}, 4)
     return figure
@@ -107,34 +104,9 @@ def _parts(bar: TimeBar) -> Iterator[tuple[str, float]]:
             yield name, time_ms
 
 
-def _draw_bar(panel: Axes, y: int, bar: TimeBar, scale: float, longest: float) -> None:
-    """One bar, its milliseconds times `scale`, each part with its value where that fits."""
-    left = 0.0
-    for name, time_ms in _parts(bar):
-        width = time_ms * scale
-        style = STYLES[name]
-        panel.barh(y, width, 0.72, left, linewidth=0.5, **{"edgecolor": "white", **style})
-        words = significant(width, 3 if scale == 1.0 else 2)
-        if (len(words) + 1.5) * CHARACTER_INCHES < BAR_INCHES * width / longest:
-            shade = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if "hatch" in style else None
-            colour = drawing.ink(style["facecolor"])
-            panel.text(left + width / 2, y, words, ha="center", va="center", fontsize=8, color=colour, bbox=shade)
-        left += width
-
-
-def _write_right(panel: Axes, y: int, words: str) -> None:
-    panel.text(1.015, y, words, transform=panel.get_yaxis_transform(), va="center", fontsize=8, linespacing=1.3)
-
-
-def _finish(panel: Axes, names: Sequence[str], longest: float) -> None:
-    """Names on the left, the first on top, and a grid of the values."""
-    drawing.style(panel)
-    panel.grid(visible=False, axis="y")
-    panel.grid(axis="x", color="#E5E5E5", linewidth=0.8)
-    panel.set_yticks(range(len(names)), names, linespacing=1.3)
-    panel.tick_params(axis="y", length=0)
-    panel.set_ylim(len(names) - 0.45, -0.55)
-    panel.set_xlim(0, longest)
+def _styled(bar: TimeBar, scale: float) -> list[bars.Part]:
+    """The parts of the bar, their milliseconds times `scale`."""
+    return [(time_ms * scale, STYLES[name]) for name, time_ms in _parts(bar)]
 
 
 def _new_figure(title: str, settings: str, bars_inches: float, legend_rows: int) -> Figure:

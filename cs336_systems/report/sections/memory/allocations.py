@@ -8,7 +8,7 @@ from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import label, percent, share
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.memory.entries import Explained
+from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.facts import typical
 from cs336_systems.report.sections.memory.words import MIB, MIB_CELL, in_unit, innermost, shape_text, size, unit_for
 from cs336_systems.report.table import Table, make_table
@@ -45,10 +45,10 @@ def _like(row: LikeAllocations) -> Values:
     }
 
 
-def largest(entries: Sequence[Explained], top: int = NUM_LARGEST) -> Section:
+def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
     """The `top` largest allocations of each with the code that they come from; as CSV all of a single snapshot."""
 
-    def ranked(entry: Explained) -> Iterator[Values]:
+    def ranked(entry: Snapshot) -> Iterator[Values]:
         found = entry.profile.largest
         for rank, row in enumerate(found if entry.config is None else found[:top]):
             yield _like(row) | {"rank": rank}

@@ -9,7 +9,7 @@ from cs336_systems.config import Mode, Precision
 from cs336_systems.report.entries import labels
 from cs336_systems.report.numbers import label, significant
 from cs336_systems.report.sections.memory.allocations import NUM_CONTRIBUTORS
-from cs336_systems.report.sections.memory.entries import Explained, MemoryEntry, recorded_runs, twins
+from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs, twins
 from cs336_systems.report.sections.memory.facts import by_category, peaks_by, typical
 from cs336_systems.report.sections.memory.largest import largest_words
 from cs336_systems.report.sections.memory.words import MIB, parts_of, peak_words, shape_text, size, when
@@ -39,7 +39,7 @@ class Question(Enum):
     )
 
 
-def answers(entries: Sequence[Explained]) -> str:
+def answers(entries: Sequence[Snapshot]) -> str:
     """Markdown: each question as a heading, what several runs have in common, then the answer of each.
 
     Runs with the same answer share it. Of more than MAX_EACH runs, only some are answered for one by one.

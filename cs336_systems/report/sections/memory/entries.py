@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.profile import MemoryProfile, read_memory_profile
@@ -19,59 +18,46 @@ from cs336_systems.text import inert_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A memory profile by itself: of any program, without a record of a run."""
+    """Where the memory of one snapshot went, with the run that was recorded and the same run unrecorded, if known."""
 
     profile: MemoryProfile
-    config: None = None
-    device_name: None = None
-    plain_peak_bytes: None = None
-    predicted_peak_bytes: None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEntry:
-    """A run of a sweep whose memory was recorded, where it went, and the same run without a recording."""
-
-    config: RunConfig
-    """Of the recorded run."""
-    profile: MemoryProfile
-    plain: RunRecord | None
-    """None where there is no such run."""
+    config: RunConfig | None = None
+    plain: RunRecord | None = None
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether the peak is only what the run had before memory ran out."""
+        """Whether the peak is only what the program had before memory ran out."""
         return self.profile.work.out_of_memory > 0
 
     @property
-    def is_first_step(self) -> bool:
-        """Whether nothing but the first step of all was recorded, which ends before others need the most."""
-        return self.config.warmup_steps == 0 and self.config.measured_steps == 1
-
-    @property
     def plain_peak_bytes(self) -> int | None:
-        """The allocator's own peak without a recording; None where it is not known, or is that of later steps."""
-        memory = None if self.plain is None else self.plain.memory
-        is_of_others = self.plain is not None and self.is_first_step and self.plain.config.warmup_steps > 0
-        return None if memory is None or is_of_others else memory.peak_allocated_bytes
+        """The allocator's own peak without a recording; None if it is not known, or is that of later steps."""
+        if self.config is None or self.plain is None or self.plain.memory is None:
+            return None
+        is_first_step = self.config.warmup_steps == 0 and self.config.measured_steps == 1  # later steps need more
+        return None if is_first_step and self.plain.config.warmup_steps else self.plain.memory.peak_allocated_bytes
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """Of the recorded steps; None where that is not predicted."""
-        return predicted_peak_bytes(self.config)
+        """Of the recorded steps; None if it is not predicted."""
+        return None if self.config is None else predicted_peak_bytes(self.config)
 
     @property
     def device_name(self) -> str | None:
-        """By the same run without a recording; None where there is none."""
+        """That of the run without a recording; None if there is none."""
         environment = None if self.plain is None else self.plain.environment
         return None if environment is None else environment.identity.device_name
 
 
-Explained: TypeAlias = MemoryEntry | Snapshot
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEntry(Snapshot):
+    """A run of a sweep whose memory was recorded."""
+
+    config: RunConfig
 
 
-def recorded_runs(entries: Sequence[Explained]) -> list[MemoryEntry]:
-    """The entries that have a record; none of a single snapshot."""
+def recorded_runs(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
+    """The entries that are runs of a sweep; none if there is only a snapshot."""
     return [entry for entry in entries if isinstance(entry, MemoryEntry)]
 
 

@@ -13,7 +13,7 @@ from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.memory.allocations import at_peak, blocks, largest, saved
 from cs336_systems.report.sections.memory.answers import answers
-from cs336_systems.report.sections.memory.entries import Explained, MemoryEntry, recorded_runs
+from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.peak_bars import draw_peaks
 from cs336_systems.report.sections.memory.peaks import allocator, categories, peaks
@@ -30,7 +30,7 @@ TOP = 10
 """Allocations of a single snapshot to list."""
 
 
-def sections(entries: Sequence[Explained], top: int = TOP) -> list[Section]:
+def sections(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
     """All that is known of the entries, in the order to read it; of a single snapshot with single allocations."""
     found = [peaks(entries), categories(entries), boundaries(entries), phases(entries)]
     if recorded_runs(entries):
@@ -40,7 +40,7 @@ def sections(entries: Sequence[Explained], top: int = TOP) -> list[Section]:
     return [*found, *details]
 
 
-def memory_tables(entries: Sequence[Explained], top: int = TOP) -> list[Table]:
+def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
     """For a terminal: of several runs the peaks and what they consist of; of a single snapshot findings, then all."""
     if runs := _in_order(entries):
         return [table for make in (peaks, categories) for table in make(runs).tables]
@@ -48,7 +48,7 @@ def memory_tables(entries: Sequence[Explained], top: int = TOP) -> list[Table]:
     return [*(_findings(entry.profile) for entry in entries), *details]
 
 
-def write_memory(entries: Sequence[Explained], directory: Path, top: int = TOP) -> list[Path]:
+def write_memory(entries: Sequence[Snapshot], directory: Path, top: int = TOP) -> list[Path]:
     """Write each subject as CSV, Markdown, LaTeX and Typst, answers.md and plots/ into the directory; return the paths.
 
     Of a single snapshot memory.json and findings.md too, and plots/timeline.png; of runs, plots/peaks.png has a bar for
@@ -68,7 +68,7 @@ def write_memory(entries: Sequence[Explained], directory: Path, top: int = TOP) 
     return write_files(files | (_pictures(runs) if runs else _picture(entries[0])), directory)
 
 
-def _in_order(entries: Sequence[Explained]) -> list[MemoryEntry]:
+def _in_order(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
     """The runs as tables list them; none of a single snapshot."""
     return sorted(recorded_runs(entries), key=lambda entry: order(entry.config))
 
@@ -78,7 +78,7 @@ def _findings(profile: MemoryProfile) -> Table:
     return with_note(findings_table(findings(profile)), about(profile))
 
 
-def _picture(entry: Explained) -> dict[str, str | bytes]:
+def _picture(entry: Snapshot) -> dict[str, str | bytes]:
     return {"plots/timeline.png": drawing.to_png(draw_memory(entry.profile))}
 
 

@@ -10,7 +10,7 @@ from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import share
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.memory.entries import Explained, MemoryEntry, recorded_runs, twins
+from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs, twins
 from cs336_systems.report.sections.memory.facts import bytes_of, fragmentation_bytes, typical
 from cs336_systems.report.sections.memory.phases import (
     category_columns,
@@ -43,7 +43,7 @@ _FULL_NAMES = {"peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": 
 """Of columns whose headings are short."""
 
 
-def _peak(entry: Explained) -> Iterator[Values]:
+def _peak(entry: Snapshot) -> Iterator[Values]:
     """What is known of the peak of a profile, apart from its categories."""
     profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
     yield {
@@ -69,7 +69,7 @@ def _peak(entry: Explained) -> Iterator[Values]:
     }
 
 
-def peaks(entries: Sequence[Explained]) -> Section:
+def peaks(entries: Sequence[Snapshot]) -> Section:
     """Every peak with what else is known of it, below a table by mode; of a single snapshot a line for each value."""
     rows, runs = rows_of(entries, _peak), recorded_runs(entries)
     if not runs:
@@ -190,7 +190,7 @@ def _above_or_at(entry: MemoryEntry) -> str:
     return f"{'above ' if entry.is_out_of_memory else ''}{GIB_CELL.cell(entry.profile.peak.allocated_bytes)}"
 
 
-def categories(entries: Sequence[Explained]) -> Section:
+def categories(entries: Sequence[Snapshot]) -> Section:
     """What every peak consists of, by category; of a single snapshot a line for each."""
     rows, runs = rows_of(entries, _categories), recorded_runs(entries)
     if not runs:
@@ -205,7 +205,7 @@ def categories(entries: Sequence[Explained]) -> Section:
     return over_configurations("categories", "What the peaks consist of", rows, columns, keys, notes)
 
 
-def _categories(entry: Explained) -> Iterator[Values]:
+def _categories(entry: Snapshot) -> Iterator[Values]:
     (peak,) = _peak(entry)
     yield {key: peak[key] for key in ("status", "peak_phase", "peak_allocated_bytes")} | category_values(
         entry.profile.peak

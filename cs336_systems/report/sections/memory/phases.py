@@ -10,7 +10,7 @@ from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import label, share
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.memory.entries import Explained, recorded_runs
+from cs336_systems.report.sections.memory.entries import Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.facts import START, difference_bytes
 from cs336_systems.report.sections.memory.words import (
     GIB_CELL,
@@ -69,7 +69,7 @@ def category_columns(rows: Sequence[Values], unit: Unit, whole: str, quantity: s
     ]
 
 
-def boundaries(entries: Sequence[Explained]) -> Section:
+def boundaries(entries: Sequence[Snapshot]) -> Section:
     """What there was whenever a phase ended, beside the allocator's own count; of runs in the last step of each.
 
     Of a single snapshot with the peak, and with what was asked for in a second table where that differs enough to show.
@@ -104,7 +104,7 @@ def boundaries(entries: Sequence[Explained]) -> Section:
     return replace(found, tables=(*found.tables, *asked_for.tables))
 
 
-def _moments(entry: Explained) -> Iterable[Values]:
+def _moments(entry: Snapshot) -> Iterable[Values]:
     """Every boundary of a phase; of a single snapshot the peak among them, in time."""
     profile = entry.profile
     if entry.config is not None:
@@ -168,7 +168,7 @@ def _check_requested(moments: Sequence[Moment]) -> Iterator[str]:
         yield f"Check: at {all_boundaries(known)} it adds up to what PyTorch's allocator counted, to the byte."
 
 
-def phases(entries: Sequence[Explained]) -> Section:
+def phases(entries: Sequence[Snapshot]) -> Section:
     """Each phase of each step with its own peak; of several runs those of the last step of each."""
     rows = rows_of(entries, lambda entry: _phases(entry.profile, is_every=entry.config is None))
     most = max((row["peak_bytes"] for row in rows), default=0)
