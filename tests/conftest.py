@@ -49,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest-xdist sets COLUMNS, which would fold what is printed.
     """
     os.environ.pop("COLUMNS", None)
+    # which pays for a program of hundreds of compiled kernels, and not for the few of a test
+    os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     if not config.option.markexpr.startswith("gpu"):
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
 
