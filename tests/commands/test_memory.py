@@ -165,14 +165,10 @@ class Trap:
 
 HOSTILE = {
     "empty": (b"", "empty"),
-    "text": (b"neither", "needed a memory snapshot"),
-    "gzip": (b"\x1f\x8b" + bytes(20), "gzip"),
     "code": (pickle.dumps(Trap()), "would run code of others"),
-    "memo bomb": (bytes.fromhex("80044e72ffffff072e"), "MiB of memory"),
-    "truncated": (pickle.dumps({"segments": [], "device_traces": [[]]})[:-9], "truncated"),
-    "another pickle": (pickle.dumps([1, 2]), "the top level needs a dict"),
     "nothing in it": (pickle.dumps({"segments": [], "device_traces": []}), "no device has any memory"),
 }
+"""One for each layer that refuses; tests/analysis/memory has the others."""
 
 
 def check_refused(said: str, path: Path, words: str) -> None:
@@ -226,36 +222,17 @@ def test_a_file_for_another_command_is_called_what_it_is(
 
 @pytest.mark.parametrize("name", ["s.pickle", "s.json"])
 def test_what_is_no_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / name
-    assert memory(path) == 2
-    check_refused(capsys.readouterr().err, path, "No such file")
-    path.mkdir()
-    assert memory(path) == 2
-    check_refused(capsys.readouterr().err, path, "a directory")
-    path.rmdir()
-    os.mkfifo(path)
-    assert memory(path) == 2, "nobody will ever write into it"
-    check_refused(capsys.readouterr().err, path, "no regular file")
+    os.mkfifo(tmp_path / name)
+    assert memory(tmp_path / name) == 2, "nobody will ever write into it"
+    check_refused(capsys.readouterr().err, tmp_path / name, "no regular file")
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"{", "not a memory profile"),
-        (b'{"source": "x"}', "format_version"),
-        (b"[" * 100_000, "not a memory profile"),
-        (b'{"format_version": 1}', "explain the snapshot again"),
-        (b'{"format_version": 99}', "newer"),
-    ],
-    ids=["damaged", "no version", "deep", "old", "new"],
-)
-def test_a_profile_that_is_none_is_refused(
-    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
-    path.write_bytes(content)
-    assert memory(path) == 2
-    check_refused(capsys.readouterr().err, path, words)
+    for content, words in ((b"{", "not a memory profile"), (b'{"format_version": 1}', "explain the snapshot again")):
+        path.write_bytes(content)
+        assert memory(path) == 2
+        check_refused(capsys.readouterr().err, path, words)
 
 
 @pytest.mark.parametrize(
