@@ -28,9 +28,13 @@ class RecordError(FileError):
 
 
 class Status(StrEnum):
-    """How a run ended. Only `ok` has times. `ok` and `oom` are results; runs with another status are tried again."""
+    """How a run, or a cell of a study, ended. Only `ok` has times.
+
+    `unavailable` is for cells only: the data type or the device has no such kernel.
+    """
 
     OK = "ok"
+    UNAVAILABLE = "unavailable"
     OOM = "oom"
     TIMEOUT = "timeout"
     CRASHED = "crashed"
@@ -40,8 +44,8 @@ class Status(StrEnum):
 
     @property
     def is_result(self) -> bool:
-        """Whether running the same configuration again would be expected to end the same way."""
-        return self in (Status.OK, Status.OOM)
+        """Whether the same run or cell would be expected to end the same way again; if not, a run is tried again."""
+        return self in (Status.OK, Status.UNAVAILABLE, Status.OOM)
 
 
 class WarningCode(StrEnum):

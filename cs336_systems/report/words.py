@@ -5,6 +5,7 @@ from cs336_systems.record import Status
 
 STATUS_WORDS = {
     Status.OK: "ok",
+    Status.UNAVAILABLE: "no kernel",
     Status.OOM: "out of memory",
     Status.TIMEOUT: "timed out",
     Status.CRASHED: "crashed",

@@ -19,7 +19,7 @@ from cs336_systems.config import Device, Phase
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.transformer import naive_attention
-from cs336_systems.record import Failure, Measurement
+from cs336_systems.record import Failure, Measurement, Status
 from cs336_systems.studies.attention_records import (
     AttentionCell,
     AttentionGrid,
@@ -28,7 +28,6 @@ from cs336_systems.studies.attention_records import (
     Implementation,
 )
 from cs336_systems.studies.cell import Passes, make_generator, make_inputs
-from cs336_systems.studies.records import CellStatus
 
 Rows = Float[Tensor, "batch seq d_head"]
 AttentionFunction = Callable[[Rows, Rows, Rows], Rows]
@@ -93,14 +92,14 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
     run = partial(_timed, passes, EventClock() if grid.device is Device.CUDA else HostClock())
     started = perf_counter()
     if reason := _why_unavailable(run):
-        return CellResult(cell=cell, status=CellStatus.UNAVAILABLE, failure=Failure(message=reason))
+        return CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
     first_pass_s = perf_counter() - started
     for _ in range(grid.warmup_passes - 1):
         run()
     times = [run() for _ in range(grid.passes)]
     return CellResult(
         cell=cell,
-        status=CellStatus.OK,
+        status=Status.OK,
         measurements=tuple(
             Measurement(phase, tuple(time[phase] for time in times)) for phase in (Phase.FORWARD, Phase.BACKWARD)
         ),

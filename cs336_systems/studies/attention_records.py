@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
-from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
+from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning, Status
 from cs336_systems.settings import ByDevice, Setting, check
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, CellStatus, Grid, Row
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
 
 
 class Implementation(StrEnum):
@@ -122,7 +122,7 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
         cell = AttentionCell(
             implementation=implementation, precision=precision, d_head=d_head, context_length=context_length
         )
-        return Cell(label=cell.label, rows=(CellResult(cell=cell, status=CellStatus.OK),))
+        return Cell(label=cell.label, rows=(CellResult(cell=cell, status=Status.OK),))
 
     def study(self, rows: tuple["CellResult", ...], environment: Environment) -> "AttentionStudy":
         """The study with these results."""
@@ -149,7 +149,7 @@ class CellResult(Row):
     """Raw times and memory of one cell, or its failure."""
 
     cell: AttentionCell
-    status: CellStatus
+    status: Status
     failure: Failure | None = None
     measurements: tuple[Measurement, ...] = ()
     """Times of forward and of backward; empty unless status is ok."""
@@ -193,7 +193,7 @@ class AttentionStudy:
     def available(self, precision: Precision) -> list[Implementation]:
         """Implementations with a kernel for at least one cell at this precision, in the order of the grid."""
         results = [result for result in self.results if result.cell.precision is precision]
-        found = {result.cell.implementation for result in results if result.status is not CellStatus.UNAVAILABLE}
+        found = {result.cell.implementation for result in results if result.status is not Status.UNAVAILABLE}
         return [name for name in dict.fromkeys(self.grid.implementations) if name in found]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from cs336_systems.config import FP8_MULTIPLE, Device, Precision
 from cs336_systems.measure.precision import apply_math_mode
-from cs336_systems.record import Failure
+from cs336_systems.record import Failure, Status
 from cs336_systems.studies import cell
 from cs336_systems.studies.ceilings_ranks import measure_reductions
 from cs336_systems.studies.ceilings_records import (
@@ -25,7 +25,6 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
 )
 from cs336_systems.studies.loops import Loops
-from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.timing import Run, host_timer, launch_timer, measure, replayed, timed_loops
 
 DTYPES = cell.DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
@@ -60,7 +59,7 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[Ceilin
 def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
     """Time one matmul of random matrices; zeros would take less power and be faster."""
     if reason := why_unavailable(grid.device, row.precision, row.shape):
-        return row.failed(CellStatus.UNAVAILABLE, Failure(message=reason))
+        return row.failed(Status.UNAVAILABLE, Failure(message=reason))
     apply_math_mode(Precision.TF32 if row.precision is ProductPrecision.TF32 else Precision.FP32)
     return row.with_loops(measure(make_product(grid, row.precision, row.shape), grid))
 

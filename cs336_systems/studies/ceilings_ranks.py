@@ -18,7 +18,6 @@ from cs336_systems.measure.failure import classify
 from cs336_systems.record import Failure
 from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, ReduceCell
 from cs336_systems.studies.loops import Loops
-from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.timing import PROBES, device_timer, host_timer
 from cs336_systems.sweep.process import die_with_forker
 
@@ -37,7 +36,7 @@ def measure_reductions(grid: CeilingsGrid, rows: Sequence[ReduceCell]) -> list[R
             spawn(_serve, args=(grid, [row.num_bytes for row in rows], scratch), nprocs=grid.world_size)
         except ProcessException as error:
             failure = Failure(message=str(error).strip().splitlines()[-1], traceback=str(error))
-            return [row.failed(CellStatus(classify(error)), failure) for row in rows]
+            return [row.failed(classify(error), failure) for row in rows]
         found = msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=list[Loops])
     return [row.with_loops(loops) for row, loops in zip(rows, found, strict=True)]
 

@@ -13,10 +13,10 @@ import msgspec
 
 from cs336_systems.config import Device
 from cs336_systems.files import CEILINGS
-from cs336_systems.record import Count, Environment
+from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check
 from cs336_systems.studies.loops import TimedRow, Timing
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, CellStatus, Grid, Row
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
 
 MAX_SIDE = 2**20
 MAX_BYTES = 2**42
@@ -155,7 +155,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
 
     def cells(self) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
         """Matmuls, passes over memory, launches, and all-reduces if there are several processes."""
-        timing = Timing(status=CellStatus.OK)
+        timing = Timing(status=Status.OK)
         for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
             row = ProductCell(precision=precision, shape=shape, timing=timing)
             yield Cell(label=f"{precision} product {shape.label}", rows=(row,))

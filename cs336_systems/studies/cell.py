@@ -17,7 +17,7 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.studies.records import Cell, CellStatus, Grid, RowT, StudyT
+from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
 
 Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
 """Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises what running raises."""
@@ -116,4 +116,4 @@ def attempt(grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]) 
         return tuple(measure(grid, cell.rows)) if cell.rows else (), True
     except Exception as error:
         status = classify(error)
-        return cell.failed(CellStatus(status), describe(error, status, cell.label, grid.device)), False
+        return cell.failed(status, describe(error, status, cell.label, grid.device)), False

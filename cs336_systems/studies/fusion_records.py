@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
-from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning
+from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning, Status
 from cs336_systems.settings import ByDevice, Setting, check
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, CellStatus, Grid, Row
+from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
@@ -96,7 +96,7 @@ class FusionRow(Row):
     precision: Precision
     version: Version
     phase: Phase
-    status: CellStatus
+    status: Status
     failure: Failure | None = None
     measurement: Measurement | None = None
     """Raw times; None unless status is ok."""
@@ -153,7 +153,7 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
             precision=precision,
             version=version,
             phase=phase,
-            status=CellStatus.OK,
+            status=Status.OK,
             must_move_bytes=ELEMENT_BYTES[precision] * must_move_elements(grid, op, phase),
             matmul_flops=matmul_flops(grid, op, phase),
         )

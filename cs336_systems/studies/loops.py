@@ -7,8 +7,8 @@ from typing import Annotated, Self
 import msgspec
 
 from cs336_systems.analysis.warnings import LOOPS, timing_warnings
-from cs336_systems.record import MAX_TIME_S, Failure, RunWarning
-from cs336_systems.studies.records import CellStatus, Row
+from cs336_systems.record import MAX_TIME_S, Failure, RunWarning, Status
+from cs336_systems.studies.records import Row
 
 MIN_TIME_S = 1e-9
 
@@ -49,7 +49,7 @@ class Loops:
 class Timing:
     """Loops of one cell, or its failure."""
 
-    status: CellStatus
+    status: Status
     failure: Failure | None = None
     loops: Loops | None = None
 
@@ -78,10 +78,10 @@ class TimedRow(Row):
 
     __slots__ = ()
 
-    def failed(self, status: CellStatus, failure: Failure) -> Self:
+    def failed(self, status: Status, failure: Failure) -> Self:
         """The row with the failure in place of a measurement."""
         return replace(self, timing=Timing(status=status, failure=failure))  # type: ignore[type-var]
 
     def with_loops(self, loops: Loops) -> Self:
         """The row with the times of these loops."""
-        return replace(self, timing=Timing(status=CellStatus.OK, loops=loops))  # type: ignore[type-var]
+        return replace(self, timing=Timing(status=Status.OK, loops=loops))  # type: ignore[type-var]

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.files import read_json
-from cs336_systems.record import Environment, Failure, RecordError
+from cs336_systems.record import Environment, Failure, RecordError, Status
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
@@ -16,30 +15,12 @@ ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precis
 PRECISIONS_HELP = "Of inputs and products, without autocast: fp32, tf32, bf16, fp16."
 
 
-class CellStatus(StrEnum):
-    """How a cell ended: `unavailable` is no failure, but says that the type or the device has no such kernel."""
-
-    OK = "ok"
-    UNAVAILABLE = "unavailable"
-    OOM = "oom"
-    TIMEOUT = "timeout"
-    CRASHED = "crashed"
-    KILLED = "killed"
-    CUDA_ERROR = "cuda_error"
-    INVALID = "invalid"
-
-    @property
-    def is_result(self) -> bool:
-        """Whether the cell would be expected to end the same way again."""
-        return self in (CellStatus.OK, CellStatus.UNAVAILABLE, CellStatus.OOM)
-
-
 class Row:
     """One row of a record, a data class: parameters, and what was measured with them or why that failed."""
 
     __slots__ = ()
 
-    def failed(self, status: CellStatus, failure: Failure) -> Self:
+    def failed(self, status: Status, failure: Failure) -> Self:
         """The row with the failure in place of a measurement."""
         return replace(self, status=status, failure=failure)  # type: ignore[type-var]
 
@@ -55,7 +36,7 @@ class Cell(Generic[RowT]):
     """A few words for people."""
     rows: tuple[RowT, ...]
 
-    def failed(self, status: CellStatus, failure: Failure) -> tuple[RowT, ...]:
+    def failed(self, status: Status, failure: Failure) -> tuple[RowT, ...]:
         """The rows with the failure in place of a measurement."""
         return tuple(row.failed(status, failure) for row in self.rows)
 

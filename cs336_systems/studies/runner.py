@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias
 from cs336_systems.config import Device
 from cs336_systems.measure.nvml import Gpu, visible_gpus
 from cs336_systems.record import Environment
-from cs336_systems.studies.records import Cell, CellStatus, Grid, RowT, StudyT
+from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
 from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, begin_worker
@@ -88,7 +88,7 @@ class _CellWorker(Generic[RowT, StudyT]):
             process.kill()
         status, failure = process.failure(process.reap(), None if is_in_time else self._grid.timeout_s)
         self.end()
-        return cell.failed(CellStatus(status), replace(failure, where=cell.label)), None
+        return cell.failed(status, replace(failure, where=cell.label)), None
 
     def _start(self) -> WorkerProcess:
         self._connection, theirs = fork_server().Pipe()

@@ -19,7 +19,7 @@ from cs336_systems.record import RecordError, RunRecord, Status, write_record
 from cs336_systems.studies import runner
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Shape, Stream
-from cs336_systems.studies.records import CellStatus, read_study
+from cs336_systems.studies.records import read_study
 from tests.report.ceilings import lost, make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.sections.kernels.profiles import make_profile
 
@@ -114,7 +114,7 @@ def test_json_is_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for status, expected in ((CellStatus.OOM, OK), (CellStatus.CRASHED, FAILED)):
+    for status, expected in ((Status.OOM, OK), (Status.CRASHED, FAILED)):
         cell = ProductCell(precision=ProductPrecision.FP32, shape=square(16), timing=lost(status, "it broke"))
         study = make_ceilings([cell], [stream_at(2)])
         monkeypatch.setattr(runner, "run_study", lambda *_, study=study: study)

@@ -15,9 +15,8 @@ import cs336_systems.sweep.run
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
-from cs336_systems.record import Failure, write_record
+from cs336_systems.record import Failure, Status, write_record
 from cs336_systems.report import status_line
-from cs336_systems.studies.records import CellStatus
 from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from tests.report.ladders import make_ladder, make_records
@@ -79,7 +78,7 @@ def fake_study(grid, announce, on_progress=do_not):
     announce("importing PyTorch", 0, 0)
     for done, cell in enumerate(cells):
         announce(cell.label, done, len(cells))
-    rows = tuple(row for cell in cells for row in cell.failed(CellStatus.OOM, Failure(message="fake")))
+    rows = tuple(row for cell in cells for row in cell.failed(Status.OOM, Failure(message="fake")))
     study = grid.study(rows, make_environment("a CPU"))
     on_progress(study)
     return study

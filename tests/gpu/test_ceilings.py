@@ -7,6 +7,7 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.record import Status
 from cs336_systems.report.sections.ceilings.tables import promised_flops
 from cs336_systems.studies.ceilings_cell import make_product, measure_launch, measure_rows, why_unavailable
 from cs336_systems.studies.ceilings_ranks import measure_reductions
@@ -20,7 +21,6 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
 )
 from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.runner import run_study
 from cs336_systems.studies.timing import measure, replayed
 
@@ -44,9 +44,9 @@ def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
 def measured(precision: ProductPrecision, shape: Shape) -> float:
     """TFLOP/s."""
     cell = product_of(precision, shape)
-    if cell.timing.status is CellStatus.UNAVAILABLE:
+    if cell.timing.status is Status.UNAVAILABLE:
         pytest.skip(cell.timing.failure.message)
-    assert cell.timing.status is CellStatus.OK, cell.timing.failure
+    assert cell.timing.status is Status.OK, cell.timing.failure
     print(f"{precision} {shape.label}: {cell.flops_per_s / 1e12:.1f} TFLOP/s, {cell.timing}")
     return cell.flops_per_s / 1e12
 
@@ -145,14 +145,14 @@ def test_a_graph_saves_most_of_a_launch() -> None:
 def test_what_does_not_fit_is_a_row_and_the_next_is_measured() -> None:
     huge = Shape(rows=2**20, inner=2**20, columns=16)
     cell = product_of(ProductPrecision.FP32, huge)
-    assert cell.timing.status is CellStatus.OOM
+    assert cell.timing.status is Status.OOM
     assert cell.timing.failure.requested_bytes == 2**42
-    assert product_of(ProductPrecision.FP32, SMALL).timing.status is CellStatus.OK
+    assert product_of(ProductPrecision.FP32, SMALL).timing.status is Status.OK
 
 
 def test_a_whole_study() -> None:
     study = run_study(replace(GRID, shapes=(SMALL,), stream_bytes=(MIB,)))
-    assert {timing.status for timing in study.timings} <= {CellStatus.OK, CellStatus.UNAVAILABLE}
+    assert {timing.status for timing in study.timings} <= {Status.OK, Status.UNAVAILABLE}
     assert study.cache_bytes == torch.cuda.get_device_properties().L2_cache_size
     assert study.device_name in torch.cuda.get_device_name() or torch.cuda.get_device_name() in study.device_name
 
@@ -164,6 +164,6 @@ def test_gpus_reduce_together() -> None:
     *_, last = grid.cells()
     small, large = measure_reductions(grid, last.rows)
     for cell in (small, large):
-        assert cell.timing.status is CellStatus.OK, cell.timing.failure
+        assert cell.timing.status is Status.OK, cell.timing.failure
         print(f"all-reduce of {cell.num_bytes // MIB} MiB: {cell.bus_bytes_per_s / 1e9:.1f} GB/s on the bus")
     assert large.bus_bytes_per_s > small.bus_bytes_per_s

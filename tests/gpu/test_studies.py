@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.record import Status
 from cs336_systems.studies import fusion_cell
 from cs336_systems.studies.attention_cell import measure_cell, measure_rows
 from cs336_systems.studies.attention_records import (
@@ -24,7 +25,7 @@ from cs336_systems.studies.attention_records import (
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.fusion_ops import OPS, Watcher
 from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Op, Version, version_rows
-from cs336_systems.studies.records import Cell, CellStatus
+from cs336_systems.studies.records import Cell
 from cs336_systems.studies.runner import run_study
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -63,14 +64,12 @@ class DeviceAssertGrid(AttentionGrid):
     MEASURE = f"{__name__}:device_assert_at_512"
 
 
-@pytest.mark.parametrize(
-    ("kind", "status"), [(OutOfMemoryGrid, CellStatus.OOM), (DeviceAssertGrid, CellStatus.CUDA_ERROR)]
-)
-def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status: CellStatus) -> None:
+@pytest.mark.parametrize(("kind", "status"), [(OutOfMemoryGrid, Status.OOM), (DeviceAssertGrid, Status.CUDA_ERROR)])
+def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status: Status) -> None:
     grid = kind(**{each.name: getattr(GRID, each.name) for each in fields(GRID)})
     before, failed, after = run_study(grid).results
-    assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK), failed.failure
-    if status is CellStatus.OOM:
+    assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK), failed.failure
+    if status is Status.OOM:
         assert failed.failure.requested_bytes == 2**44
         assert failed.failure.free_bytes > 0
     assert after.memory.saved_bytes == naive_saved_bytes(GRID, after.cell)
@@ -87,14 +86,14 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
         passes=1, warmup_passes=1, implementations=(Implementation.NAIVE, Implementation.FLASH),
     )  # fmt: skip
     naive, flash = run_study(grid).results
-    assert naive.status is CellStatus.OOM
+    assert naive.status is Status.OOM
     assert naive.failure.requested_bytes == pytest.approx(weights_bytes(grid, naive.cell), rel=0.01)
-    assert flash.status is CellStatus.OK, flash.failure
+    assert flash.status is Status.OK, flash.failure
 
 
 def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
     """The result of a cell with nothing in the allocator's cache."""
-    blank = CellResult(cell=cell, status=CellStatus.OK)
+    blank = CellResult(cell=cell, status=Status.OK)
     (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_rows)
     assert is_fit, row.failure
     return row
@@ -118,7 +117,7 @@ def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) 
 
 def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
     (result,) = run_study(replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))).results
-    assert result.status is CellStatus.UNAVAILABLE
+    assert result.status is Status.UNAVAILABLE
     assert "dtype" in result.failure.message, result.failure.message
 
 
@@ -126,7 +125,7 @@ def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
 def test_attention_is_compiled_for_every_shape(causal: bool) -> None:
     grid = replace(GRID, causal=causal, implementations=(Implementation.COMPILED,), precisions=(Precision.BF16,))
     for result in run_study(grid).results:
-        assert result.status is CellStatus.OK, result.failure
+        assert result.status is Status.OK, result.failure
         assert result.compile_s > 10 * result.measurement(Phase.FORWARD).mean_s
 
 
@@ -134,7 +133,7 @@ def test_attention_is_compiled_for_every_shape(causal: bool) -> None:
 def forward() -> dict[tuple[Op, Version], FusionRow]:
     study = run_study(FUSION)
     for row in study.rows:
-        assert row.status is CellStatus.OK, (row.op, row.version, row.failure)
+        assert row.status is Status.OK, (row.op, row.version, row.failure)
         print(row.op, row.version, row.phase, row.measurement.median_s, row.max_error, row.kernels)
     return {(row.op, row.version): row for row in study.rows if row.phase is Phase.FORWARD}
 

@@ -1,7 +1,7 @@
 """Hand-made studies of ceilings, small enough to work out by hand."""
 
 from cs336_systems.config import Device
-from cs336_systems.record import Failure
+from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
@@ -15,7 +15,6 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
 )
 from cs336_systems.studies.loops import Loops, Timing
-from cs336_systems.studies.records import CellStatus
 from tests.report.making import H200, make_environment
 
 MIB = 2**20
@@ -29,10 +28,10 @@ def square(side):
 def lasting(time_s, count=1, spread=0.0):
     """Three loops whose median is `time_s` for each repetition; the slowest takes `spread` longer than the fastest."""
     shares = (1, 1 / (1 + spread / 2), (1 + spread) / (1 + spread / 2))
-    return Timing(status=CellStatus.OK, loops=Loops(count=count, times_s=tuple(count * time_s * x for x in shares)))
+    return Timing(status=Status.OK, loops=Loops(count=count, times_s=tuple(count * time_s * x for x in shares)))
 
 
-def lost(status=CellStatus.OOM, message="no memory"):
+def lost(status=Status.OOM, message="no memory"):
     return Timing(status=status, failure=Failure(message=message))
 
 
@@ -71,8 +70,8 @@ def make_whole():
             product_at(Shape(rows=2048, inner=768, columns=50257, name="gpt2 head"), 400),
             product_at(Shape(rows=2048, inner=768, columns=50304, name="gpt2 head, padded"), 600),
             product_at(square(1024), 50, FP32),
-            ProductCell(precision=FP8, shape=square(1024), timing=lost(CellStatus.UNAVAILABLE, "too old.")),
-            ProductCell(precision=FP8, shape=square(4096), timing=lost(CellStatus.UNAVAILABLE, "too old.")),
+            ProductCell(precision=FP8, shape=square(1024), timing=lost(Status.UNAVAILABLE, "too old.")),
+            ProductCell(precision=FP8, shape=square(4096), timing=lost(Status.UNAVAILABLE, "too old.")),
         ),
         streams=(
             stream_at(9000, MIB),

@@ -1,7 +1,7 @@
 """Hand-made studies of attention and fusion, small enough to work out by hand."""
 
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.record import Failure, Measurement
+from cs336_systems.record import Failure, Measurement, Status
 from cs336_systems.studies.attention_records import (
     AttentionCell,
     AttentionGrid,
@@ -11,7 +11,6 @@ from cs336_systems.studies.attention_records import (
     Implementation,
 )
 from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, FusionStudy, Op, Version
-from cs336_systems.studies.records import CellStatus
 from tests.report.making import H200, make_environment
 
 MIB = 2**20
@@ -38,14 +37,14 @@ def make_result(
     )  # fmt: skip
     return CellResult(
         cell=cell,
-        status=CellStatus.OK,
+        status=Status.OK,
         measurements=(Measurement(Phase.FORWARD, forward_s), Measurement(Phase.BACKWARD, backward_s)),
         first_pass_s=1.5,
         memory=memory,
     )
 
 
-def make_failed(cell, status=CellStatus.OOM, message="CUDA out of memory", requested_bytes=None):
+def make_failed(cell, status=Status.OOM, message="CUDA out of memory", requested_bytes=None):
     return CellResult(
         cell=cell, status=status, failure=Failure(message=message, requested_bytes=requested_bytes)
     )  # fmt: skip
@@ -61,14 +60,14 @@ def make_study(*results, device_name=H200, **fields):
 
 def make_row(op=Op.GELU, version=Version.EAGER, phase=Phase.FORWARD, times_s=(0.002,), **fields):
     return FusionRow(**{
-        "op": op, "precision": Precision.FP32, "version": version, "phase": phase, "status": CellStatus.OK,
+        "op": op, "precision": Precision.FP32, "version": version, "phase": phase, "status": Status.OK,
         "measurement": None if times_s is None else Measurement(phase, times_s), "kernels": ("a", "b"),
         "must_move_bytes": 2 * MIB, "moved_bytes": 18 * MIB, "max_error": 1.5e-7, **fields,
     })  # fmt: skip
 
 
 def make_lost_row(**fields):
-    return make_row(times_s=None, status=CellStatus.OOM, failure=Failure(message="no memory"), kernels=(),
+    return make_row(times_s=None, status=Status.OOM, failure=Failure(message="no memory"), kernels=(),
                     moved_bytes=None, max_error=None, **fields)  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 from cs336_systems.analysis.compare import compare
 from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Phase, Precision
-from cs336_systems.record import WarningCode
+from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
@@ -34,7 +34,7 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.fusion_records import FusionStudy, Version
 from cs336_systems.studies.loops import Loops, Timing
-from cs336_systems.studies.records import CellStatus, read_study
+from cs336_systems.studies.records import read_study
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process
 from tests.report.making import make_config, make_record
@@ -80,7 +80,7 @@ def fusion(fault):
 
 def ceilings(fault):
     """One cell of each kind, in loops of 100 repetitions."""
-    timing = Timing(status=CellStatus.OK, loops=Loops(count=100, times_s=times(0.06, fault)))
+    timing = Timing(status=Status.OK, loops=Loops(count=100, times_s=times(0.06, fault)))
     return make_ceilings(
         [ProductCell(precision=ProductPrecision.FP32, shape=square(1024), timing=timing)],
         [StreamCell(stream=stream, moved_bytes=64 * MIB, timing=timing) for stream in Stream],
@@ -205,7 +205,7 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
         ProductCell(
             precision=ProductPrecision.FP32,
             shape=square(side),
-            timing=Timing(status=CellStatus.OK, loops=Loops(count=1, times_s=times(0.01, fault))),
+            timing=Timing(status=Status.OK, loops=Loops(count=1, times_s=times(0.01, fault))),
         )
         for side, fault in ((1024, WarningCode.UNSTABLE), (512, None))
     )
@@ -235,7 +235,7 @@ def test_advice_names_the_flags_of_the_study():
     assert "--passes" in warning.message
     (warning,) = make_row(times_s=times(0.01, WarningCode.DRIFT)).warnings
     assert "--warmup-passes" in warning.message
-    (warning,) = Timing(status=CellStatus.OK, loops=Loops(count=1, times_s=times(0.01, WarningCode.UNSTABLE))).warnings
+    (warning,) = Timing(status=Status.OK, loops=Loops(count=1, times_s=times(0.01, WarningCode.UNSTABLE))).warnings
     assert "--loops" in warning.message
     for found in (make_row(times_s=(0.0, 0.1)), make_row(times_s=None)):
         assert found.warnings == ()

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.record import Status
 from cs336_systems.studies.attention_cell import full_attention, make_attention, measure_cell
 from cs336_systems.studies.attention_records import (
     AttentionCell,
@@ -22,7 +23,6 @@ from cs336_systems.studies.attention_records import (
     matmul_flops,
     naive_saved_bytes,
 )
-from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.runner import run_study
 
 SMALL = AttentionGrid(
@@ -46,7 +46,7 @@ def inputs_of(grid: AttentionGrid, cell: AttentionCell) -> list[torch.Tensor]:
 def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
     grid = replace(SMALL, implementations=(Implementation.EFFICIENT, Implementation.FLASH), context_lengths=(8, 16))
     study = run_study(grid)
-    assert [result.status for result in study.results] == [CellStatus.UNAVAILABLE] * 2 + [CellStatus.OK] * 2
+    assert [result.status for result in study.results] == [Status.UNAVAILABLE] * 2 + [Status.OK] * 2
     assert "viable backend" in study.results[0].failure.message
     assert study.available(Precision.FP32) == [Implementation.FLASH]
     assert all(result.status.is_result for result in study.results)
@@ -84,7 +84,7 @@ def test_compiling_starts_afresh_for_every_shape() -> None:
     """torch.compile gives up on a function after some shapes, here after the first, and then raises."""
     for context_length in (8, 16):
         result = measure_cell(SMALL, cell_of(Implementation.COMPILED, context_length=context_length))
-        assert result.status is CellStatus.OK
+        assert result.status is Status.OK
         assert result.compile_s == result.first_pass_s > 0
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.config import Device
+from cs336_systems.record import Status
 from cs336_systems.studies import ceilings_cell
 from cs336_systems.studies.ceilings_cell import make_product, make_stream, measure_rows, why_unavailable
 from cs336_systems.studies.ceilings_ranks import measure_reductions
@@ -25,7 +26,6 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
 )
 from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.records import CellStatus
 from cs336_systems.studies.runner import run_study
 from cs336_systems.studies.timing import MAX_GROWTH, host_timer, next_count, timed_loops
 
@@ -159,7 +159,7 @@ def test_the_search_ends_soon_and_not_far_above(time_s: float, wanted_s: float) 
 @pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])
 def test_a_matmul_that_a_cpu_lacks_is_unavailable(precision: ProductPrecision) -> None:
     cell = row_of(precision)
-    assert cell.timing.status is CellStatus.UNAVAILABLE
+    assert cell.timing.status is Status.UNAVAILABLE
     assert str(precision) in cell.timing.failure.message
     assert (cell.flops_per_s, cell.timing.time_s) == (None, None)
 
@@ -198,7 +198,7 @@ def test_fp32_is_true_fp32_and_tf32_is_not(monkeypatch: pytest.MonkeyPatch, prec
     monkeypatch.setattr(ceilings_cell, "measure", measured)
     monkeypatch.setattr(ceilings_cell, "why_unavailable", lambda *_: None)
     try:
-        assert row_of(precision).timing.status is CellStatus.OK
+        assert row_of(precision).timing.status is Status.OK
     finally:
         torch.set_float32_matmul_precision("highest")
     assert seen == [mode]
@@ -212,7 +212,7 @@ def test_a_failure_is_a_row_and_the_next_cell_is_measured(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ceilings_cell, "measure", measured)
     failed = row_of(ProductPrecision.FP32)
-    assert failed.timing.status is CellStatus.OOM
+    assert failed.timing.status is Status.OOM
     assert failed.timing.failure.requested_bytes == 2**31
     assert failed.timing.failure.where == "fp32 product 5 x 7 x 3"
     assert row_of(ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
@@ -232,16 +232,14 @@ def test_a_whole_study_on_a_cpu() -> None:
     assert [(cell.precision, cell.shape.rows) for cell in study.products] == [
         (ProductPrecision.FP32, 5), (ProductPrecision.FP32, 9), (ProductPrecision.FP8, 5), (ProductPrecision.FP8, 9),
     ]  # fmt: skip
-    assert [cell.timing.status for cell in study.products] == [CellStatus.OK] * 2 + [CellStatus.UNAVAILABLE] * 2
+    assert [cell.timing.status for cell in study.products] == [Status.OK] * 2 + [Status.UNAVAILABLE] * 2
     assert [(cell.stream, cell.moved_bytes) for cell in study.streams] == [(stream, 2800) for stream in Stream]
     assert [cell.launch for cell in study.launches] == [Launch.EAGER]
     assert 1e-8 < study.launch_s(Launch.EAGER) < 1e-2
     assert study.product_ceiling(ProductPrecision.FP32) == max(cell.flops_per_s for cell in study.products[:2])
     assert (study.reductions, study.cache_bytes) == ((), None)
     for timing in study.timings:
-        assert timing.status is CellStatus.UNAVAILABLE or (
-            len(timing.loops.times_s) == 3 and min(timing.loops.times_s) > 0
-        )
+        assert timing.status is Status.UNAVAILABLE or (len(timing.loops.times_s) == 3 and min(timing.loops.times_s) > 0)
 
 
 def reductions(grid: CeilingsGrid) -> list[ReduceCell]:
@@ -255,7 +253,7 @@ def test_processes_reduce_together() -> None:
     small, large = run_study(grid).reductions
     assert (small.num_bytes, large.num_bytes) == (4096, 1 << 14)
     for cell in (small, large):
-        assert cell.timing.status is CellStatus.OK, cell.timing.failure
+        assert cell.timing.status is Status.OK, cell.timing.failure
         assert cell.world_size == 2
         assert len(cell.timing.loops.times_s) == 3
         assert cell.bus_bytes_per_s == pytest.approx(cell.algorithm_bytes_per_s)  # 2 (2 - 1) / 2 is 1
@@ -267,6 +265,6 @@ def test_a_process_that_fails_is_a_row_for_every_size() -> None:
     cells = reductions(replace(GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(4096, 8192)))
     assert [cell.num_bytes for cell in cells] == [4096, 8192]
     for cell in cells:
-        assert cell.timing.status in (CellStatus.CRASHED, CellStatus.CUDA_ERROR)
+        assert cell.timing.status in (Status.CRASHED, Status.CUDA_ERROR)
         assert cell.timing.failure.message
         assert "set_device" in cell.timing.failure.traceback

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.fusion import FusionArguments
 from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.record import Status
 from cs336_systems.studies import fusion_cell
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.fusion_cell import measure_rows
@@ -28,7 +29,7 @@ from cs336_systems.studies.fusion_records import (
     matmul_flops,
     version_rows,
 )
-from cs336_systems.studies.records import Cell, CellStatus
+from cs336_systems.studies.records import Cell
 from cs336_systems.studies.runner import run_study
 
 GRID = FusionGrid(
@@ -196,7 +197,7 @@ def test_an_injected_error_is_measured() -> None:
     assert rows[Phase.BACKWARD].max_error > 0.1
     rows = measure_fused(lambda x: F.gelu(x, approximate="tanh") * math.nan)
     assert [row.max_error for row in rows.values()] == [None, None]
-    assert rows[Phase.FORWARD].status is CellStatus.OK
+    assert rows[Phase.FORWARD].status is Status.OK
 
 
 def test_one_wrong_gradient_among_good_ones_is_seen() -> None:
@@ -214,11 +215,11 @@ def test_a_failure_is_two_rows_and_the_next_version_is_measured() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0")
 
     for row in measure_fused(fail).values():
-        assert row.status is CellStatus.OOM
+        assert row.status is Status.OOM
         assert row.failure.requested_bytes == 2 * 2**20
         assert row.failure.where == "a label"
         assert (row.measurement, row.kernels, row.must_move_bytes_per_s) == (None, (), None)
-    assert measure_fused(lambda x: F.gelu(x, approximate="tanh"))[Phase.FORWARD].status is CellStatus.OK
+    assert measure_fused(lambda x: F.gelu(x, approximate="tanh"))[Phase.FORWARD].status is Status.OK
 
 
 def test_small_inputs_take_turns_until_they_fill_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

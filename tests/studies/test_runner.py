@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.record import Failure, RecordError
+from cs336_systems.record import Failure, RecordError, Status
 from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.fusion_records import FusionStudy
-from cs336_systems.studies.records import Cell, CellStatus, Grid, Row, read_study
+from cs336_systems.studies.records import Cell, Grid, Row, read_study
 from cs336_systems.studies.runner import run_study
 from cs336_systems.sweep import isolation
 
@@ -34,7 +34,7 @@ class ProcessRow(Row):
 
     number: int
     pid: int | None = None
-    status: CellStatus = CellStatus.OK
+    status: Status = Status.OK
     failure: Failure | None = None
 
 
@@ -120,12 +120,12 @@ def wait_until_it_hangs(objects: list[object], timeout: float) -> list[object]:
 
 
 FAULTS = {
-    run_out_of_memory: (CellStatus.OOM, "out of memory"),
-    exit_at_once: (CellStatus.CRASHED, "ended with status 3"),
-    fault: (CellStatus.CRASHED, "died of SIGSEGV"),
-    be_killed: (CellStatus.KILLED, "SIGKILL"),
-    hang: (CellStatus.TIMEOUT, "raise --timeout-s"),
-    fail_on_the_device: (CellStatus.CUDA_ERROR, "illegal memory access"),
+    run_out_of_memory: (Status.OOM, "out of memory"),
+    exit_at_once: (Status.CRASHED, "ended with status 3"),
+    fault: (Status.CRASHED, "died of SIGSEGV"),
+    be_killed: (Status.KILLED, "SIGKILL"),
+    hang: (Status.TIMEOUT, "raise --timeout-s"),
+    fail_on_the_device: (Status.CUDA_ERROR, "illegal memory access"),
 }
 
 
@@ -137,7 +137,7 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
         monkeypatch.setattr(isolation, "wait", wait_until_it_hangs)
     (before, failed, after), _ = run_study(grid_of(function, timeout_s=60.0))
     status, words = FAULTS[function]
-    assert (before.status, failed.status, after.status) == (CellStatus.OK, status, CellStatus.OK)
+    assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK)
     assert words in failed.failure.message
     assert failed.failure.where == "cell 1"
     assert failed.failure.requested_bytes == (8 * 2**30 if function is run_out_of_memory else None)
@@ -149,7 +149,7 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
 
 def test_a_study_whose_cells_all_crash_still_has_an_environment() -> None:
     rows, environment = run_study(grid_of(exit_at_once, numbers=((FAILING,),)))
-    assert [row.status for row in rows] == [CellStatus.CRASHED]
+    assert [row.status for row in rows] == [Status.CRASHED]
     assert environment.identity.torch == torch.__version__
 
 
@@ -160,7 +160,7 @@ def test_healthy_cells_of_a_group_share_a_process() -> None:
 
 def test_a_worker_that_prints_more_than_a_pipe_holds_is_not_held_up() -> None:
     rows, _ = run_study(grid_of(print_much, timeout_s=60.0))
-    assert [row.status for row in rows] == [CellStatus.OK] * CELLS
+    assert [row.status for row in rows] == [Status.OK] * CELLS
 
 
 def test_each_cell_is_announced_and_its_rows_are_handed_over_at_once() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Phase
 from cs336_systems.files import encode_json, write_atomically
+from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, column, three_digits
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, significant
@@ -35,7 +36,6 @@ from cs336_systems.studies.attention_records import (
     weights_bytes,
 )
 from cs336_systems.studies.fusion_records import PHASES
-from cs336_systems.studies.records import CellStatus
 
 CSV_COLUMNS = (
     "implementation", "precision", "d_head", "context_length", "batch_size", "causal", "device_name", "passes",
@@ -177,7 +177,7 @@ def _memory_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     yield "In MiB; in brackets what forward left for backward, its output included."
     naive = _of(rows, Implementation.NAIVE)
     largest = [row for row in naive if row["saved_mib"] is not None][-1:]
-    failed = [row for row in naive if row["status"] is CellStatus.OOM][:1]
+    failed = [row for row in naive if row["status"] is Status.OOM][:1]
     yield from map(_out_of_memory, failed)
     for row in largest:
         if not failed:

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from cs336_systems.config import Phase
+from cs336_systems.record import Status
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.series import Line, Point
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.fusion_records import PHASES
-from cs336_systems.studies.records import CellStatus
 
 COLOURS = {
     Implementation.NAIVE: "#333333",
@@ -63,7 +63,7 @@ def attention_lines(rows: Rows, d_head: int, key: str, std: str = "") -> list[Li
     """The values by this key against context length, one line for each implementation that has kernels."""
     points: dict[str, list[Point]] = {}
     for row in sorted(rows, key=lambda row: row["context_length"]):
-        if row["d_head"] == d_head and row["status"] is not CellStatus.UNAVAILABLE:
+        if row["d_head"] == d_head and row["status"] is not Status.UNAVAILABLE:
             error = row[std] if std else None
             point = Point(x=row["context_length"], value=row[key], error=error, failure=row["ended"] or None)
             points.setdefault(row["implementation"], []).append(point)

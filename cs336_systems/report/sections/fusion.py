@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.record import Status
 from cs336_systems.report.columns import column, three_digits
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
@@ -18,7 +19,6 @@ from cs336_systems.report.section import Section
 from cs336_systems.report.sections.study import derived, doubt_notes, end_of, promised_bandwidth, times_ms, write_study
 from cs336_systems.report.table import known, make_table
 from cs336_systems.studies.fusion_records import PHASES, FusionRow, FusionStudy, Version
-from cs336_systems.studies.records import CellStatus
 from cs336_systems.text import counted
 
 COLOURS = {Version.EAGER: "#333333", Version.COMPILED: "#E69F00", Version.FUSED: "#0072B2"}
@@ -42,7 +42,7 @@ def fusion_section(study: FusionStudy) -> Section:
             known(COLUMNS, rows),
             rows,
             _notes(study, rows),
-            lambda row: row["status"] is not CellStatus.OK,
+            lambda row: row["status"] is not Status.OK,
         )
         for rows in _by_direction(study)
     ]
@@ -74,7 +74,7 @@ def fusion_rows(study: FusionStudy) -> list[Values]:
 
 def _values(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Values:
     device_name = study.environment.identity.device_name
-    rate, is_ok = row.must_move_bytes_per_s, row.status is CellStatus.OK
+    rate, is_ok = row.must_move_bytes_per_s, row.status is Status.OK
     own, slow = times_ms(row.measurement, row.warnings), times_ms(eager.measurement, eager.warnings)
     pair = () if row is eager else (slow, own)
     return {
@@ -110,7 +110,7 @@ def _notes(study: FusionStudy, rows: Sequence[Values]) -> Iterator[str]:
 def _savings(versions: Mapping[Version, Values]) -> Iterator[str]:
     """What fusing one operation saves."""
     eager = versions[Version.EAGER]
-    if eager["status"] is not CellStatus.OK or eager["moved_mib"] is None:
+    if eager["status"] is not Status.OK or eager["moved_mib"] is None:
         return
     excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
     texts = [f"written out {counted(eager['kernels'], 'kernel')} that move {excess} times what must move"]

@@ -16,16 +16,14 @@ from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, ratio
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.studies.records import CellStatus
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def end_of(status: CellStatus, failure: Failure | None) -> Values:
+def end_of(status: Status, failure: Failure | None) -> Values:
     """How a cell ended; in words where it has no time."""
-    words = {CellStatus.OK: "", CellStatus.UNAVAILABLE: "no kernel"}
-    ended = words[status] if status in words else STATUS_WORDS[Status(status)]
+    ended = "" if status is Status.OK else STATUS_WORDS[status]
     return {"status": status, "error": failure.message if failure else None, "ended": ended}
 
 

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from cs336_systems.config import Phase, Precision
+from cs336_systems.record import Status
 from cs336_systems.report.sections.attention import CSV_COLUMNS, attention_rows, attention_section, write_attention
 from cs336_systems.report.sections.attention_plots import (
     COLOURS,
@@ -18,7 +19,7 @@ from cs336_systems.report.sections.attention_plots import (
     draw_times,
 )
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
-from cs336_systems.studies.records import CellStatus, read_study
+from cs336_systems.studies.records import read_study
 from tests.report.making import HOSTILE
 from tests.report.studies import MIB, make_cell, make_failed, make_result, make_study
 
@@ -98,7 +99,7 @@ def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
 
 
 def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
-    cells = [make_failed(make_cell(FLASH, 64, c), CellStatus.UNAVAILABLE, "needs fp16") for c in (512, 1024)]
+    cells = [make_failed(make_cell(FLASH, 64, c), Status.UNAVAILABLE, "needs fp16") for c in (512, 1024)]
     forward, *_ = attention_section(make_study(make_result(make_cell()), *cells)).tables
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive"]
     assert "No flash in fp32: needs fp16" in forward.notes
@@ -178,13 +179,13 @@ def test_everything_is_written_and_read_back(study, tmp_path):
 
 
 def test_a_study_without_any_time_has_no_picture():
-    study = make_study(make_failed(make_cell(), CellStatus.CRASHED))
+    study = make_study(make_failed(make_cell(), Status.CRASHED))
     assert list(attention_pictures(study, attention_rows(study))) == []
     assert [row[2] for row in attention_section(study).tables[0].rows] == ["crashed"]
 
 
 def test_texts_of_failures_and_devices_are_inert(tmp_path):
-    failed = make_failed(make_cell(FLASH), CellStatus.UNAVAILABLE, HOSTILE)
+    failed = make_failed(make_cell(FLASH), Status.UNAVAILABLE, HOSTILE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         write_attention(make_study(make_result(make_cell()), failed, device_name=HOSTILE), tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
+from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import GIGA, MIB, TERA, ratio, significant
@@ -14,7 +15,6 @@ from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of,
 from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductCell, ProductPrecision
 from cs336_systems.studies.loops import Timing
-from cs336_systems.studies.records import CellStatus
 
 PRODUCTS = (
     "precision", "name", "rows", "inner", "columns", "device_name", "status", "error", "median_ms", "loop_spread",
@@ -73,7 +73,7 @@ def _table(
             yield f"{labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''}: {reason}."
 
     title = f"{title}, {study.device_name}"
-    return make_table(title, known(columns, rows), rows, all_notes(), lambda row: row["status"] is not CellStatus.OK)
+    return make_table(title, known(columns, rows), rows, all_notes(), lambda row: row["status"] is not Status.OK)
 
 
 def products_section(study: CeilingsStudy) -> Section:

@@ -8,12 +8,13 @@ import pytest
 from PIL import Image
 
 from cs336_systems.config import Device
+from cs336_systems.record import Status
 from cs336_systems.report.sections.ceilings.plots import draw_bandwidth, draw_products, draw_reductions
 from cs336_systems.report.sections.ceilings.roofline_plot import draw_roofline
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables, summary_section, write_ceilings
 from cs336_systems.report.sections.ceilings.tables import products_section, reductions_section, streams_section
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Shape, Stream
-from cs336_systems.studies.records import CellStatus, read_study
+from cs336_systems.studies.records import read_study
 from tests.report.ceilings import (
     BF16,
     FP8,
@@ -278,7 +279,7 @@ def test_everything_is_written_and_read_back(study, tmp_path):
 
 
 def test_names_and_messages_are_inert(study, tmp_path):
-    cell = ProductCell(precision=FP8, shape=replace(square(8), name=HOSTILE), timing=lost(CellStatus.CRASHED, HOSTILE))
+    cell = ProductCell(precision=FP8, shape=replace(square(8), name=HOSTILE), timing=lost(Status.CRASHED, HOSTILE))
     named = make_ceilings([*study.products, cell], study.streams, device_name=HOSTILE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
