@@ -229,7 +229,11 @@ def test_what_is_no_file_is_refused(name: str, tmp_path: Path, capsys: pytest.Ca
 
 def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
-    for content, words in ((b"{", "not a memory profile"), (b'{"format_version": 1}', "explain the snapshot again")):
+    for content, words in (
+        (b"{", "not a memory profile"),
+        (b"[" * 100_000, "not a memory profile"),
+        (b'{"format_version": 1}', "explain the snapshot again"),
+    ):
         path.write_bytes(content)
         assert memory(path) == 2
         check_refused(capsys.readouterr().err, path, words)
