@@ -126,7 +126,7 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.files import encode_json
     from cs336_systems.report.section import texts_of, write_files
     from cs336_systems.report.sections.account import account_json, account_section
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_line, print_table
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
     ceilings = load_ceilings_or_warn(arguments.ceilings or CEILINGS)
@@ -141,7 +141,7 @@ def run(arguments: AccountArguments) -> int:
         else:
             for table in section.tables:
                 print_table(table, arguments.output)
-                say("")
+                print_line("")
         if arguments.output is not None:
-            say(f"results: {arguments.output}")
+            print_line(f"results: {arguments.output}")
     return OK

@@ -105,19 +105,19 @@ def run(arguments: BenchmarkArguments) -> int:
             print(inert_line(f"note: the earlier run of this configuration is kept in {kept}"), file=sys.stderr)
         are_others = stack.enter_context(at_work(cpu_lock_path() if config.device is Device.CPU else None))
         is_disturbed = are_others()
-        with StatusLine() as say:
-            say("importing PyTorch")
+        with StatusLine() as status:
+            status("importing PyTorch")
             from cs336_systems.measure.run import measure
 
             here = Path.cwd()
             # nsys writes where its own command line says
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
-            record = measure(config, profile=profile, say=say)
+            record = measure(config, profile=profile, say=status)
             os.chdir(here)  # the user's own model may have changed it
             if (is_disturbed or are_others()) and record.status is Status.OK:
                 record = replace(record, warnings=(*record.warnings, CPU_SHARED))
             write_record(record, runs)
-            is_explained = profile is None or explain_or_warn([record], runs, say, "explaining what was recorded")
+            is_explained = profile is None or explain_or_warn([record], runs, status, "explaining what was recorded")
         if print_json is not None:
             print_json(encode_record(record))
             print(inert_line(f"record: {runs / record.key}.json"))
@@ -155,9 +155,9 @@ def _print_kernels(record: RunRecord, runs: Path) -> None:
     """Where the time went."""
     from cs336_systems.report.sections.kernels.entries import load_profiled
     from cs336_systems.report.sections.kernels.files import tables_of_one
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_line, print_table
 
     for entry in load_profiled([record], runs.parent):
         for table in tables_of_one(entry, TOP):
             print_table(table)
-            say("")
+            print_line("")

@@ -51,7 +51,7 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
 
 
 def unset(metavar: str | None, default: object, text: str | None = None) -> object:
-    """How the help shows a flag whose default is not a value but a rule; `text` where a docstring cannot say it."""
+    """How the help shows a flag whose default is not a value but a rule; `text` where there is no docstring."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
 
 
@@ -66,7 +66,7 @@ def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorS
         members = tuple(map(kind, words))
         return members if many else members[0]
 
-    def said(value: Any) -> list[str]:  # noqa: ANN401 (one member, several, or None)
+    def written(value: Any) -> list[str]:  # noqa: ANN401 (one member, several, or None)
         return [] if value is None else [str(member) for member in (value if many else (value,))]
 
     return PrimitiveConstructorSpec(
@@ -74,7 +74,7 @@ def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorS
         metavar=f"{{{','.join(values)}}}",
         instance_from_str=parsed,
         is_instance=lambda value: value is None or isinstance(value, tuple if many else kind),
-        str_from_instance=said,
+        str_from_instance=written,
         choices=values,
     )
 
@@ -182,7 +182,7 @@ def _made(
 
 
 def _rule(setting: Setting, many: bool) -> str:
-    """How the help says a default that is not one value."""
+    """A default that is not one value, in the words of the help."""
     if (found := setting.by_device) is None:
         return setting.default
     if many:

@@ -95,7 +95,7 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
     from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_line, print_table
 
     with StatusLine() as status:
         status.reading(arguments.file)
@@ -121,9 +121,9 @@ def run(arguments: KernelsArguments) -> int:
 
             for table in tables_of_one(entry, arguments.top):
                 print_table(table, arguments.output)
-                say("")
+                print_line("")
         if arguments.output is not None:
-            say(f"results: {arguments.output}")
+            print_line(f"results: {arguments.output}")
     return OK
 
 

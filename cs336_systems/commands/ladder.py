@@ -281,7 +281,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write and print what the records of the directory give."""
     from cs336_systems.report.sections.ladder.tables import ladder_section
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_line, print_table
 
     with StatusLine() as status:
         rows = rebuild(directory, status)
@@ -291,7 +291,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
         for table in ladder_section(rows).tables:
             print_table(table, directory)
             print()
-    say(f"results: {directory}")
+    print_line(f"results: {directory}")
 
 
 def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[RunRecord]:

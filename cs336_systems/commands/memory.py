@@ -67,7 +67,7 @@ def run(arguments: MemoryArguments) -> int:
     configs = [arguments.config_of(file) for file in arguments.files]
     found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_line, print_table
 
     profiles = []
     with StatusLine() as status:
@@ -92,9 +92,9 @@ def run(arguments: MemoryArguments) -> int:
         else:
             for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(alone, arguments.top):
                 print_table(table, arguments.output)
-                say("")
+                print_line("")
         if arguments.output is not None:
-            say(f"results: {arguments.output}")
+            print_line(f"results: {arguments.output}")
     return OK
 
 

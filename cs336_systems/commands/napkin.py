@@ -88,7 +88,7 @@ def run(arguments: NapkinArguments) -> int:
     """Print the days of training, the largest model, or both."""
     checked(arguments.check)
     from cs336_systems.report.sections.napkin import days_table, largest_table
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_line, print_table
 
     tables = []
     answers: dict[str, object] = {}
@@ -117,5 +117,5 @@ def run(arguments: NapkinArguments) -> int:
         else:
             for table in tables:
                 print_table(table)
-                say("")
+                print_line("")
     return OK

@@ -49,7 +49,7 @@ def status_of(records: Sequence[RunRecord], unexplained: Container[RunConfig] = 
 
 
 def load_records_or_warn(runs: Path) -> list[RunRecord]:
-    """The records in `runs`; each that cannot be read is said on standard error and left out."""
+    """The records in `runs`; one that cannot be read is left out, with a warning on standard error."""
     records, problems = load_records(runs)
     for problem in problems:
         print(f"warning: {problem}", file=sys.stderr)
@@ -98,7 +98,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
     """Print where the raw profiles of these runs are, and which viewer opens them."""
-    from cs336_systems.report.terminal import say
+    from cs336_systems.report.terminal import print_line
 
     profiled = [config for config in configs if config.profiler is not Profiler.NONE]
     for profiler in dict.fromkeys(config.profiler for config in profiled):
@@ -108,6 +108,6 @@ def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
             continue
         folder, viewer = found[0].parent, VIEWERS[profiler]
         if len(found) == 1:
-            say(f"{folder.name.removesuffix('s')}: {found[0]} (open it with {viewer})")
+            print_line(f"{folder.name.removesuffix('s')}: {found[0]} (open it with {viewer})")
         else:
-            say(f"{folder.name}: {folder} (open one with {viewer})")
+            print_line(f"{folder.name}: {folder} (open one with {viewer})")

@@ -35,7 +35,7 @@ def results_below(root: Path) -> list[Path]:
 
 def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) -> int:
     """Rebuild every results directory below `root`, and say what was done with each; one that fails stops no other."""
-    from cs336_systems.report.terminal import say
+    from cs336_systems.report.terminal import print_line
 
     if not root.is_dir() or not (directories := results_below(root)):
         raise UsageError(f"{root}: no results in or below it; needed a sweep's directory, or one that holds several")
@@ -50,8 +50,8 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
             print(inert_line(f"error: {directory} is left as it was: {error}"), file=sys.stderr)
         else:
             status.end()
-            say(f"{directory}: written from {source}")
-    say(f"rebuilt: {len(directories) - len(problems)} of {len(directories)} directories")
+            print_line(f"{directory}: written from {source}")
+    print_line(f"rebuilt: {len(directories) - len(problems)} of {len(directories)} directories")
     if print_json is not None:
         rebuilt = [str(directory) for directory in directories if directory not in problems]
         print_json(encode_json({"rebuilt": rebuilt, "failed": {str(path): text for path, text in problems.items()}}))

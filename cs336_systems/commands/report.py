@@ -51,8 +51,8 @@ def run(arguments: ReportArguments) -> int:
             raise UsageError(f"{directory}: no records in {directory / 'runs'}; needed the directory of a sweep")
     identities = {record.environment.identity for own in found.values() for record in own if record.environment}
     if len(identities) > len({identity.device_name for identity in identities}):
-        said = "the records come from different drivers, torch or code, to which differences may be due"
-        print(f"warning: {said}", file=sys.stderr)
+        what = "the records come from different drivers, torch or code, to which differences may be due"
+        print(f"warning: {what}", file=sys.stderr)
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
     from cs336_systems.report.status_line import StatusLine

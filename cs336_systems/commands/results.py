@@ -34,7 +34,7 @@ def show_results(
     """
     status("reading records and profiles")
     from cs336_systems.report.results import Results
-    from cs336_systems.report.terminal import print_sweep, say
+    from cs336_systems.report.terminal import print_line, print_sweep
 
     several = {directory: Results.load(own, directory) for directory, own in found.items()}
     is_lost = False
@@ -53,7 +53,7 @@ def show_results(
         print_sweep(together.tables(ceilings), together.records, output)
     else:
         print_json(encode_json({"directory": str(output), **together.json(ceilings)}))
-        say(f"results: {output}")
+        print_line(f"results: {output}")
     for directory, own in found.items():
         print_profile_paths([record.config for record in own], directory / "runs")
 

@@ -94,7 +94,7 @@ def show_study(
 ) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_table, say
+    from cs336_systems.report.terminal import print_line, print_table
 
     with json_alone(as_json) as print_json:
         with StatusLine() as status:
@@ -110,5 +110,5 @@ def show_study(
             for table in tables(study):
                 print_table(table, directory)
         if directory is not None:
-            say(f"results: {directory}")
+            print_line(f"results: {directory}")
     return study

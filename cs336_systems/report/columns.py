@@ -1,4 +1,4 @@
-"""Columns of tables: what stands above each, and how a value below it is said."""
+"""Columns of tables: what stands above each, and how a value below it is written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class Column(Generic[Row]):
     std: str = ""
     """Key of the standard deviation, in the unit of the value, where the cell has it too."""
     doubt: str = ""
-    """Key of whether the value is in doubt, which a mark behind it then says."""
+    """Key of whether the value is in doubt, which a mark behind it shows."""
     derived: bool = False
     """Computed from times: the standard deviation is written only where these are in doubt."""
     instead: str = ""

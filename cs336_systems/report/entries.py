@@ -39,7 +39,7 @@ E = TypeVar("E", bound=Entry)
 
 
 def identities_of(entries: Sequence[Entry]) -> list[Identity]:
-    """Which configuration each entry is; nothing is said of a file that has none."""
+    """Which configuration each entry is; empty for a file of which none is known."""
     known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
     found = iter(identities(known))
     return [{} if entry.config is None else next(found) for entry in entries]

@@ -139,7 +139,7 @@ def describe(frame: pd.DataFrame, also: Collection[str] = ()) -> str:
 
 
 def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
-    """All that says what `config` is, `names` and the repeat left out: equal for runs that differ in nothing else."""
+    """All settings but `names` and the repeat: equal for runs that differ in nothing else."""
     return tuple(value for name, value in settings_of(config).items() if name not in ("repeat", *names))
 
 

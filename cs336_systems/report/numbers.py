@@ -1,4 +1,4 @@
-"""How a number is said in a cell or a sentence."""
+"""How a number is written in a cell or a sentence."""
 
 import math
 

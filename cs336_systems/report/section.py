@@ -1,5 +1,6 @@
 """One subject of a report: tables to read and all of its values, and how both become files."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,10 @@ from cs336_systems.report.table import Table, with_note
 
 Row = TypeVar("Row")
 
-_SI: tuple[tuple[str, str, Callable[[float], float]], ...] = (
-    ("_ms", "_s", lambda time_ms: time_ms / 1e3),
-    ("_gib", "_bytes", lambda size_gib: round(size_gib * 2**30)),
-    ("_tflops_per_s", "_flops_per_s", lambda rate_tflops: rate_tflops * 1e12),
-)
-"""Endings of columns with a scaled unit, that of the SI unit, and how to get to it."""
+_SI = {"ms": ("s", 1e-3), "us": ("s", 1e-6), "mib": ("bytes", 2**20), "gib": ("bytes", 2**30), "gb": ("bytes", 1e9),
+       "tflops": ("flops", 1e12)}  # fmt: skip
+"""Scaled units in names of columns, the SI unit in its place, and what a value is multiplied by."""
+_UNIT = re.compile(rf"(?<![a-z])({'|'.join(_SI)})(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class Section:
 
 
 def texts_of(section: Section, note: str = "") -> dict[str, str]:
-    """The text of each file of the section, empty where it has nothing to say; `note` comes before a table's own."""
+    """The text of each file of the section, empty for a file that has no content; `note` comes before a table's own."""
     tables = [with_note(table, note) if note else table for table in section.tables]
     readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     return {f"{section.name}.{ending}": text for ending, text in {"csv": section.csv, **readable}.items()}
@@ -60,7 +59,7 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
 def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:
     """Write each file into the directory, which is made; return the paths.
 
-    Nothing is written of what is empty: a file of that name, of an earlier profile, is removed.
+    An empty file is not written, and an earlier one of its name is removed.
     """
     for name, content in files.items():
         path = directory / name
@@ -73,7 +72,7 @@ def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]
 
 
 def values_of(columns: Mapping[str, Callable[[Row], object]], rows: Iterable[Row]) -> list[dict[str, object]]:
-    """The rows by the name of each column, which says how to get its value from a row."""
+    """The rows by the names of the columns; each column has a function that takes its value from a row."""
     return [{name: value(row) for name, value in columns.items()} for row in rows]
 
 
@@ -83,7 +82,9 @@ def in_si(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def _in_si(name: str, value: object) -> tuple[str, object]:
-    for ending, unit, convert in _SI:
-        if name.endswith(ending):
-            return name.removesuffix(ending) + unit, convert(value) if isinstance(value, int | float) else value
-    return name, value
+    if (found := _UNIT.search(name)) is None:
+        return name, value
+    unit, factor = _SI[found[0]]
+    name = _UNIT.sub(unit, name)
+    scaled = value * factor if isinstance(value, int | float) else value
+    return name, round(scaled) if name.endswith("bytes") and isinstance(scaled, float) else scaled

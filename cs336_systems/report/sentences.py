@@ -1,4 +1,4 @@
-"""Answers in prose, beside the tables: how they say a share, and how they become Markdown."""
+"""Answers in prose, beside the tables: how they give a share, and how they become Markdown."""
 
 from collections.abc import Iterable, Sequence
 

@@ -17,7 +17,7 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line, shortened
 
 UNLIMITED = 1_000_000
-"""Characters of a line that rich is told of where nothing limits it."""
+"""Characters of a line that rich may write where nothing limits it."""
 LONGEST_TRACEBACK = 20_000
 HEIGHT = 25
 """Lines of the terminal. Nothing printed here depends on it, but without it rich looks for the width by itself."""
@@ -45,7 +45,7 @@ def _console(width: int | None) -> Console:
     return Console(highlight=False, emoji=False, width=width or UNLIMITED, height=HEIGHT)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """One line, however long."""
     _console(None).print(_inert(text), soft_wrap=True)
 
@@ -69,7 +69,7 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
             console.print(_inert(line), soft_wrap=True)
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {_inert(warning.message)}")
-    say(f"record: {path}")
+    print_line(f"record: {path}")
 
 
 def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory: Path) -> None:
@@ -81,4 +81,4 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
         if record.failure is not None:
             place = f" ({place})" if (place := own_place(record)) else ""
             console.print(f"[red]{_inert(record.config.label)}[/]: {_inert(record.failure.message + place)}")
-    say(f"results: {directory}")
+    print_line(f"results: {directory}")

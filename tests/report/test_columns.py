@@ -4,6 +4,7 @@ import pytest
 
 from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.frame import to_frame
+from cs336_systems.report.section import in_si
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import tables_of_one
 from cs336_systems.report.sections.steps import results_table
@@ -51,3 +52,12 @@ def test_the_frames_of_a_kernel_profile_have_its_sums() -> None:
     tables = {table.title: table for table in tables_of_one(Explained(profile=make_profile()), 3)}
     assert list(tables["Phases of a step"].frame["kernel_mean_ms"]) == pytest.approx([5, 10, 5, 20])
     assert all(len(table.frame) == len(table.rows) for title, table in tables.items() if title != "Findings")
+
+
+def test_scaled_units_of_columns_become_si() -> None:
+    row = {"step_mean_ms": 2.0, "std_us": 3.0, "total_ms_per_step": None, "peak_gib": 0.5, "moved_mib": 3, "forms": 1,
+           "gb_per_s": 2.5, "roof_tflops_per_s": 4.0}  # fmt: skip
+    assert in_si(row) == pytest.approx(
+        {"step_mean_s": 0.002, "std_s": 3e-6, "total_s_per_step": None, "peak_bytes": 2**29, "moved_bytes": 3 * 2**20,
+         "forms": 1, "bytes_per_s": 2.5e9, "roof_flops_per_s": 4e12}
+    )  # fmt: skip

@@ -233,7 +233,7 @@ def draw_line(
 
 
 def failure_rows(lines: Sequence[Line]) -> dict[str, list[str | int]]:
-    """Where runs failed, by what there is to say of them."""
+    """Where runs failed, by the line and how they ended."""
     rows: dict[str, list[str | int]] = {}
     for line in lines:
         for point in line.failed:

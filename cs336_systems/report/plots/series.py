@@ -18,7 +18,7 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One value with its standard deviation; None is unknown, and `failure` then says why."""
+    """One value with its standard deviation; None is unknown, and `failure` may be the reason."""
 
     x: str | int
     value: float | None

@@ -110,8 +110,8 @@ def _panels(rows: Sequence[Row], setting: str) -> dict[str, list[Line]]:
 
 
 def _named(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, str, Sequence[str]]]:
-    """The parts of `split`, with what tells each from the others: for the name of a file that begins with mode and
-    precision, empty if these do, and as settings to say."""
+    """The parts of `split`, with what tells each from the others: as the end of a file's name that begins with mode and
+    precision, and as names of settings for the text below the title."""
     parts = list(split(frame, *across))
     runs = [(part.index[0], next(iter(part["device_name"].dropna()), None)) for part in parts]
     rows = apart_from(identities(runs), (*AXES, *across))
