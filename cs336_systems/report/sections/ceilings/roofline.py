@@ -6,7 +6,6 @@ roof. A part whose data is still in a cache can be above it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
@@ -97,22 +96,30 @@ def step_parts(profile: StepProfile, config: RunConfig) -> StepParts:
     """
     if profile.num_steps < 1:
         raise ValueError(f"{profile.source} holds no steps")
-    timed = [row for row in (*_products(profile), *_modules(profile)) if row.total_s > 0]
-    roofs = [(row, _precision(config, row.components)) for row in timed]
-    found = [_product_part(config, row, precision) for row, precision in roofs if precision is not None]
-    found += [*_softmax(profile, config), *_norms(profile, config), *_optimizer(profile, config)]
-    per_step = (replace(part, time_s=part.time_s / profile.num_steps) for part in found if part.time_s > 0)
-    mixed = dict.fromkeys(row.name for row, precision in roofs if precision is None)
-    return StepParts(label=config.unprofiled.label, parts=tuple(per_step), mixed=tuple(mixed))
+    parts, mixed = [], []
+    for name, phase, components, total_s in (*_products(profile), *_modules(profile)):
+        precision = _precision(config, components)
+        if precision is not None:
+            flops, causal, moved = (
+                _of_phase(found, phase, components)
+                for found in (component_flops(config), component_flops(config, causal=True), component_bytes(config))
+            )
+            part = _part(name, phase, precision, flops, moved, total_s)
+            parts.append(replace(part, causal_flops=causal) if name == FUSED else part)
+        elif total_s > 0:
+            mixed.append(name)
+    parts += _elementwise(profile, config)
+    per_step = (replace(part, time_s=part.time_s / profile.num_steps) for part in parts if part.time_s > 0)
+    return StepParts(label=config.unprofiled.label, parts=tuple(per_step), mixed=tuple(dict.fromkeys(mixed)))
 
 
-class _Sum(NamedTuple):
-    """Kernels that compute some parts of the model in one phase, over all steps."""
-
-    name: str
-    components: tuple[Component, ...]
-    phase: LaunchPhase
-    total_s: float
+def _part(
+    name: str, phase: LaunchPhase, precision: ProductPrecision, flops: float, moved_bytes: float, total_s: float
+) -> StepPart:
+    """The part with its time over all steps."""
+    return StepPart(
+        name=name, phase=phase, precision=precision, flops=flops, moved_bytes=moved_bytes, time_s=total_s
+    )  # fmt: skip
 
 
 def _precision(config: RunConfig, components: Sequence[Component]) -> ProductPrecision | None:
@@ -123,30 +130,34 @@ def _precision(config: RunConfig, components: Sequence[Component]) -> ProductPre
     return ProductPrecision.FP8 if True in in_fp8 else ProductPrecision(config.precision)
 
 
-def _products(profile: StepProfile) -> Iterator[_Sum]:
+Kernels = tuple[str, LaunchPhase, Sequence[Component], float]
+"""Kernels that compute some parts of the model in one phase: their name, and their time over all steps (seconds)."""
+
+
+def _products(profile: StepProfile) -> Iterator[Kernels]:
     """Matrix products alone, without the kernels around them; all together where they cannot be told apart."""
     for row in profile.products:
         if row.phase in PASSES and row.unknown:
             total_s = row.linear_s + row.attention_s + row.unknown_s
-            yield _Sum("all products", (*LINEAR, *SCORES_AND_VALUES), row.phase, total_s)
+            yield "all products", row.phase, (*LINEAR, *SCORES_AND_VALUES), total_s
         elif row.phase in PASSES:
-            yield _Sum("linear layers, products alone", LINEAR, row.phase, row.linear_s)
+            yield "linear layers, products alone", row.phase, LINEAR, row.linear_s
     for times in profile.attention:
         if times.part is not AttentionPart.SOFTMAX:
-            yield _Sum(f"{times.part}, products alone", (Component(times.part),), times.phase, times.product_s)
+            yield f"{times.part}, products alone", times.phase, (Component(times.part),), times.product_s
     for kind in profile.classes:
         if kind.kind is KernelClass.ATTENTION and kind.phase in PASSES:
-            yield _Sum(FUSED, SCORES_AND_VALUES, kind.phase, kind.total_s)
+            yield FUSED, kind.phase, SCORES_AND_VALUES, kind.total_s
 
 
-def _modules(profile: StepProfile) -> Iterator[_Sum]:
+def _modules(profile: StepProfile) -> Iterator[Kernels]:
     """Linear layers with all kernels of their module: casts, activation, RoPE."""
     for phase in PASSES:
-        yield _Sum(f"feed-forward, {ALL_KERNELS}", (Component.FFN,), phase, _module_s(profile, Range.FFN, phase))
-        yield _Sum(f"head, {ALL_KERNELS}", (Component.HEAD,), phase, _module_s(profile, Range.LM_HEAD, phase))
+        yield f"feed-forward, {ALL_KERNELS}", phase, (Component.FFN,), _module_s(profile, Range.FFN, phase)
+        yield f"head, {ALL_KERNELS}", phase, (Component.HEAD,), _module_s(profile, Range.LM_HEAD, phase)
     if profile.attention:  # its parts have ranges of their own in forward: what is left are the projections
         total_s = _module_s(profile, Range.ATTENTION, LaunchPhase.FORWARD)
-        yield _Sum(f"projections, {ALL_KERNELS}", (Component.QKV, Component.OUTPUT), LaunchPhase.FORWARD, total_s)
+        yield f"projections, {ALL_KERNELS}", LaunchPhase.FORWARD, (Component.QKV, Component.OUTPUT), total_s
 
 
 def _module_s(profile: StepProfile, last: Range, phase: LaunchPhase) -> float:
@@ -154,75 +165,41 @@ def _module_s(profile: StepProfile, last: Range, phase: LaunchPhase) -> float:
     return sum(row.total_s for row in profile.modules if row.phase is phase and row.path and row.path[-1] == last)
 
 
-def _product_part(config: RunConfig, row: _Sum, precision: ProductPrecision) -> StepPart:
-    flops, causal = component_flops(config), component_flops(config, causal=True)
-    return StepPart(
-        name=row.name,
-        phase=row.phase,
-        precision=precision,
-        flops=_of_phase(flops, row),
-        moved_bytes=_of_phase(component_bytes(config), row),
-        time_s=row.total_s,
-        causal_flops=_of_phase(causal, row) if row.name == FUSED else None,
-    )
+def _of_phase(
+    parts: Iterable[ComponentFlops | ComponentBytes], phase: LaunchPhase, components: Sequence[Component]
+) -> int:
+    """FLOPs or bytes of the components in the phase; backward's with those of what it computes again."""
+    found = [part for part in parts if part.component in components]
+    return sum(part.forward if phase is LaunchPhase.FORWARD else part.backward + part.recomputed for part in found)
 
 
-def _of_phase(parts: Iterable[ComponentFlops | ComponentBytes], row: _Sum) -> int:
-    """FLOPs or bytes of the row's components in its phase; backward's with those of what it computes again."""
-    found = [part for part in parts if part.component in row.components]
-    return sum(part.forward if row.phase is LaunchPhase.FORWARD else part.backward + part.recomputed for part in found)
+def _elementwise(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
+    """Softmax, norms and AdamW, in fp32.
 
-
-def _softmax(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
-    """Attention's softmax; in the type of the products, which is what a kernel of its own could read and write."""
-    model = config.model
+    Softmax is in the type of the products, which is what a kernel of its own could read and write. Norms are counted as
+    RMSNorm, in backward with the blocks' two that it computes again between checkpoints. AdamW is one pass over
+    everything.
+    """
+    model, fp32 = config.model, ProductPrecision.FP32
     weights = model.num_layers * config.batch_size * model.num_heads * model.context_length**2
+    size = FACTOR_BYTES[ProductPrecision(config.precision)]
     for row in profile.attention:
         if row.part is AttentionPart.SOFTMAX and row.phase in PASSES:
-            yield StepPart(
-                name="softmax",
-                phase=row.phase,
-                precision=ProductPrecision.FP32,
-                flops=SOFTMAX_FLOPS[row.phase] * weights,
-                moved_bytes=SOFTMAX_TENSORS[row.phase] * FACTOR_BYTES[ProductPrecision(config.precision)] * weights,
-                time_s=row.total_s,
-            )
-
-
-def _norms(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
-    """All norms, counted as RMSNorm; in backward with the blocks' two that it computes again between checkpoints."""
-    model = config.model
-    elements = config.batch_size * model.context_length * model.d_model
-    in_blocks = 2 * model.num_layers
+            flops, moved = SOFTMAX_FLOPS[row.phase] * weights, SOFTMAX_TENSORS[row.phase] * size * weights
+            yield _part("softmax", row.phase, fp32, flops, moved, row.total_s)
+    elements, in_blocks = config.batch_size * model.context_length * model.d_model, 2 * model.num_layers
     for phase in PASSES:
         again = in_blocks if phase is LaunchPhase.BACKWARD and config.checkpoint_blocks else 0
         flops, tensors = (
             (in_blocks + 1) * counts[phase] + again * counts[LaunchPhase.FORWARD]
             for counts in (NORM_FLOPS, NORM_TENSORS)
         )
-        yield StepPart(
-            name="norms",
-            phase=phase,
-            precision=ProductPrecision.FP32,
-            flops=flops * elements,
-            moved_bytes=tensors * FP32_BYTES * elements,
-            time_s=_module_s(profile, Range.NORM, phase),
-        )
-
-
-def _optimizer(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
-    """AdamW, whose least bytes are those of one pass over everything."""
-    work = optimizer_work(config.model)
-    for row in profile.phases:
-        if row.phase is LaunchPhase.OPTIMIZER:
-            yield StepPart(
-                name="optimizer",
-                phase=row.phase,
-                precision=ProductPrecision.FP32,
-                flops=work.flops,
-                moved_bytes=work.moved_bytes,
-                time_s=sum(row.kernel_s),
-            )
+        moved, total_s = tensors * FP32_BYTES * elements, _module_s(profile, Range.NORM, phase)
+        yield _part("norms", phase, fp32, flops * elements, moved, total_s)
+    update = optimizer_work(model)
+    for times in profile.phases:
+        if times.phase is LaunchPhase.OPTIMIZER:
+            yield _part("optimizer", times.phase, fp32, update.flops, update.moved_bytes, sum(times.kernel_s))
 
 
 def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:

@@ -11,16 +11,23 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.numbers import TERA
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, name_slow_layers, show_decades
+from cs336_systems.report.sections.ceilings.plots import (
+    COLOURS,
+    data_sheet_handle,
+    name_slow_layers,
+    plot_rows,
+    show_decades,
+    timed,
+)
 from cs336_systems.report.sections.ceilings.roofline import StepPart, StepParts
-from cs336_systems.report.sections.ceilings.tables import promised_flops
+from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops
 from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 
 PHASE_COLOURS = {LaunchPhase(phase): colour for phase, colour in drawing.PHASE_COLOURS.items()}
 MARKERS = "osD^vPX<>*hpd8"
 SLOPE_COLOUR = "#777777"
-FILLED = {"markersize": 8, "markeredgewidth": 0.8}
+FILLED = {"markersize": 8, "markeredgewidth": 0.8, "markeredgecolor": "white"}
 HOLLOW = {"markersize": 10, "markeredgewidth": 1.6, "markerfacecolor": "none"}
 """A mark in backward is a ring, in which that of forward can be seen where both stand at the same place."""
 STEPS = 2.0
@@ -42,12 +49,17 @@ def draw_roofline(study: CeilingsStudy, parts: StepParts | None = None) -> Figur
     drawing.style(panel)
     panel.set_xscale("log")
     panel.set_yscale("log")
-    span = _span(study, [ceiling / bandwidth for ceiling in ceilings.values()], shown)
+    products = timed(product_rows(study))
+    places = [row["flops_per_byte"] for row in products] + [part.intensity for part in shown]
+    places += [ceiling / bandwidth for ceiling in ceilings.values()]
+    span = min(places) / STEPS, max(places) * STEPS
     handles = _draw_roofs(panel, span, bandwidth, ceilings)
     handles += _draw_promises(panel, span, study)
     for precision in ceilings:
-        _draw_products(panel, study, precision)
-    name_slow_layers(panel, study, lambda cell: cell.shape.flops / cell.shape.moved_bytes(cell.precision))
+        own = [row for row in products if row["precision"] is precision]
+        plot_rows(panel, own, "flops_per_byte", "tflops_per_s", color=COLOURS[precision], linestyle="none", marker=".",
+                  alpha=0.45, zorder=2.5)  # fmt: skip
+    name_slow_layers(panel, products, "flops_per_byte")
     handles.append(Line2D([], [], color="#777777", linestyle="none", marker=".", label="products measured"))
     handles += _draw_parts(panel, shown)
     panel.set_xlim(span)
@@ -57,14 +69,6 @@ def draw_roofline(study: CeilingsStudy, parts: StepParts | None = None) -> Figur
         show_decades(axis)
     drawing.legend_below(figure, handles, 3 if shown else 4)
     return figure
-
-
-def _span(study: CeilingsStudy, ridges: Sequence[float], parts: Sequence[StepPart]) -> tuple[float, float]:
-    """From the least to the highest intensity that is shown."""
-    cells = [cell for cell in study.products if cell.flops_per_s is not None]
-    places = [cell.shape.flops / cell.shape.moved_bytes(cell.precision) for cell in cells]
-    places += [*ridges, *(part.intensity for part in parts)]
-    return min(places) / STEPS, max(places) * STEPS
 
 
 def _draw_roofs(
@@ -94,14 +98,7 @@ def _draw_promises(panel: Axes, span: tuple[float, float], study: CeilingsStudy)
     if bandwidth is None or not promised:
         return []
     _draw_roofs(panel, span, bandwidth, promised, linewidth=1.2, linestyle=":", alpha=0.6, zorder=1.5)
-    return [Line2D([], [], color="#777777", linestyle=":", linewidth=1.2, label=DATA_SHEET)]
-
-
-def _draw_products(panel: Axes, study: CeilingsStudy, precision: ProductPrecision) -> None:
-    cells = [cell for cell in study.products_of(precision) if cell.flops_per_s is not None]
-    x = [cell.shape.flops / cell.shape.moved_bytes(precision) for cell in cells]
-    y = [(cell.flops_per_s or 0.0) / TERA for cell in cells]
-    panel.plot(x, y, linestyle="none", marker=".", markersize=5, color=COLOURS[precision], alpha=0.45, zorder=2.5)
+    return [data_sheet_handle()]
 
 
 def _draw_parts(panel: Axes, parts: Sequence[StepPart]) -> list[Line2D]:
@@ -120,9 +117,5 @@ def _draw_parts(panel: Axes, parts: Sequence[StepPart]) -> list[Line2D]:
 
 def _look(phase: LaunchPhase) -> dict[str, Any]:
     colour = PHASE_COLOURS[phase]
-    edge = (
-        {**HOLLOW, "markeredgecolor": colour}
-        if phase is LaunchPhase.BACKWARD
-        else {**FILLED, "markeredgecolor": "white"}
-    )
+    edge = {**HOLLOW, "markeredgecolor": colour} if phase is LaunchPhase.BACKWARD else FILLED
     return {"linestyle": "none", "color": colour, **edge}

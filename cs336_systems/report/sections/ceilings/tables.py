@@ -78,7 +78,7 @@ def _table(
 
 def products_section(study: CeilingsStudy) -> Section:
     """One table for each precision."""
-    rows = [_product(study, cell) for cell in study.products]
+    rows = product_rows(study)
     columns = (column("name", name="product", about="The layer whose product it is."), column("shape"),
                column("flops_per_byte"), column("median_ms"), column("tflops_per_s"),
                column("data_sheet_share", drop_order=2), column("best_share"))  # fmt: skip
@@ -98,6 +98,11 @@ def products_section(study: CeilingsStudy) -> Section:
     return Section(name="products", tables=tuple(tables), rows=rows, keys=PRODUCTS)
 
 
+def product_rows(study: CeilingsStudy) -> list[Values]:
+    """A row for each matrix product."""
+    return [_product(study, cell) for cell in study.products]
+
+
 def _product(study: CeilingsStudy, cell: ProductCell) -> Values:
     """The share of the best is in doubt where either time is; that of the best itself is 100 %, whatever its time."""
     shape, best, own = cell.shape, study.best_product(cell.precision), timing_values(cell.timing)
@@ -105,6 +110,7 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Values:
     pair = () if best is None or best is cell else (own, timing_values(best.timing))
     return {
         "precision": cell.precision, "name": shape.name, "label": shape.label, "shape": shape.label,
+        "cube_side": shape.cube_side, "is_square": shape.is_square,
         "rows": shape.rows, "inner": shape.inner, "columns": shape.columns, "device_name": study.device_name, **own,
         "flops": shape.flops, "moved_mib": shape.moved_bytes(cell.precision) / MIB,
         "flops_per_byte": shape.flops / shape.moved_bytes(cell.precision),
@@ -116,6 +122,19 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Values:
 
 def streams_section(study: CeilingsStudy) -> Section:
     """One table for copies, sums and AdamW."""
+    rows = stream_rows(study)
+    columns = [column(key) for key in ("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")]
+    table = _table(
+        study, "Passes over memory", columns, rows,
+        "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: PyTorch's fused AdamW on "
+        "one flat tensor, 28 bytes for each parameter.",
+        *([f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."] if study.cache_bytes else ()),
+    )  # fmt: skip
+    return Section(name="bandwidth", tables=(table,), rows=rows, keys=STREAMS)
+
+
+def stream_rows(study: CeilingsStudy) -> list[Values]:
+    """A row for each pass over memory."""
     promised, rows = promised_bandwidth(study.device_name), []
     for cell in study.streams:
         own = timing_values(cell.timing)
@@ -125,14 +144,7 @@ def streams_section(study: CeilingsStudy) -> Section:
             **derived("gb_per_s", ratio(cell.bytes_per_s, GIGA), own),
             **derived("data_sheet_share", ratio(cell.bytes_per_s, promised), own),
         })  # fmt: skip
-    columns = [column(key) for key in ("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")]
-    table = _table(
-        study, "Passes over memory", columns, rows,
-        "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: PyTorch's fused AdamW on "
-        "one flat tensor, 28 bytes for each parameter.",
-        *([f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."] if study.cache_bytes else ()),
-    )  # fmt: skip
-    return Section(name="bandwidth", tables=(table,), rows=rows, keys=STREAMS)
+    return rows
 
 
 def launches_section(study: CeilingsStudy) -> Section:
@@ -149,6 +161,18 @@ def launches_section(study: CeilingsStudy) -> Section:
 
 def reductions_section(study: CeilingsStudy) -> Section:
     """All-reduces; empty where there was one process."""
+    rows = reduction_rows(study)
+    columns = [column(key) for key in ("tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")]
+    table = _table(
+        study, f"All-reduce among {study.grid.world_size} processes", columns, rows,
+        f"In fp32, by {'NCCL' if study.grid.device is Device.CUDA else 'gloo'}. algorithm: bytes of the tensor over "
+        "the time; bus: 2 (n - 1) / n times that, what each process has to send.",
+    )  # fmt: skip
+    return Section(name="all_reduce", tables=(table,) if rows else (), rows=rows, keys=REDUCTIONS)
+
+
+def reduction_rows(study: CeilingsStudy) -> list[Values]:
+    """A row for each all-reduce."""
     rows = []
     for cell in study.reductions:
         own = timing_values(cell.timing)
@@ -158,10 +182,4 @@ def reductions_section(study: CeilingsStudy) -> Section:
             **derived("algorithm_gb_per_s", ratio(cell.algorithm_bytes_per_s, GIGA), own),
             **derived("bus_gb_per_s", ratio(cell.bus_bytes_per_s, GIGA), own),
         })  # fmt: skip
-    columns = [column(key) for key in ("tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")]
-    table = _table(
-        study, f"All-reduce among {study.grid.world_size} processes", columns, rows,
-        f"In fp32, by {'NCCL' if study.grid.device is Device.CUDA else 'gloo'}. algorithm: bytes of the tensor over "
-        "the time; bus: 2 (n - 1) / n times that, what each process has to send.",
-    )  # fmt: skip
-    return Section(name="all_reduce", tables=(table,) if rows else (), rows=rows, keys=REDUCTIONS)
+    return rows
