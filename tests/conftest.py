@@ -12,8 +12,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 CHECKED = (
-    "model.transformer", "model.optimizer", "model.batches", "model.fast.blocks", "model.fast.lookup", "measure.step",
-    "studies.fusion_ops", "studies.precision",
+    "model.transformer", "model.rope", "model.optimizer", "model.batches", "model.fast.blocks", "model.fast.lookup",
+    "measure.step", "studies.fusion_ops", "studies.precision",
 )  # fmt: skip
 
 

@@ -6,14 +6,17 @@ import sys
 from types import ModuleType
 from unittest.mock import patch
 
-from cs336_systems.model import transformer
+from cs336_systems.model import rope, transformer
 from cs336_systems.model.fast import blocks
 
 
 @functools.cache
 def plain_model() -> ModuleType:
-    """The reference's module loaded once more."""
-    return _loaded(transformer)
+    """The reference's module loaded once more, with the functions of a `rope` loaded once more."""
+    with patch.dict(sys.modules, {rope.__name__: _loaded(rope)}):
+        found = _loaded(transformer)
+    sys.modules[found.__name__] = found  # where the compiler looks for a function's globals
+    return found
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu
 from cs336_systems.model.fast.lookup import lookup
 from cs336_systems.model.fast.packed import cut_heads, rope_heads, swiglu
 from cs336_systems.model.fast.weights import Copies, CopyMaker
+from cs336_systems.model.rope import Rotations
 from cs336_systems.model.transformer import (
     Block,
     Embedding,
@@ -26,7 +27,6 @@ from cs336_systems.model.transformer import (
     LMHead,
     Mask,
     RMSNorm,
-    Rotations,
     SelfAttention,
     SwiGLU,
 )

@@ -21,8 +21,9 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
 )
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
+from cs336_systems.model.rope import Rotations
 from cs336_systems.model.sdpa import attention_backend
-from cs336_systems.model.transformer import Block, Mask, Rotations, TransformerLM
+from cs336_systems.model.transformer import Block, Mask, TransformerLM
 from cs336_systems.ranges import Range, block_range
 
 COPY_DTYPE = torch.bfloat16

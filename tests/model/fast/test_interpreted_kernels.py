@@ -90,7 +90,7 @@ print(json.dumps(refused))
 
 PACKED = """
 import json, torch
-from cs336_systems.model.transformer import rope_rotations
+from cs336_systems.model.rope import rope_rotations
 from cs336_systems.model.fast import packed, packed_kernel as kernel
 
 torch.manual_seed(0)
