@@ -20,14 +20,13 @@ from cs336_systems.report.sections.kernels.facts import (
     BACKWARD,
     FORWARD,
     FORWARD_AND_BACKWARD,
-    SoftmaxCost,
     class_shares,
     forward_wall_s,
     idle,
     kernel_s,
-    softmax_cost,
     top_kernel,
 )
+from cs336_systems.report.sections.kernels.shares import attention_rows
 from cs336_systems.report.sections.kernels.words import launches, ms, terms
 from cs336_systems.report.sentences import answers_markdown, percent_of
 
@@ -107,10 +106,6 @@ def _range(values: Mapping[str, float], text: Callable[[float], str]) -> str:
 
 def _shares(values: Mapping[str, float]) -> str:
     return _range(values, lambda share: percent_of(share, 1))
-
-
-def _ratios(values: Mapping[str, float]) -> str:
-    return _range(values, lambda ratio: significant(ratio, 3))
 
 
 def _in(part: Mapping[str, object], whole: Mapping[str, object], sentence: str) -> str:
@@ -264,29 +259,38 @@ def _product_share(named: Named) -> str:
 
 
 def _softmax(named: Named) -> str:
-    costs = {name: cost for name, entry in named.items() if (cost := softmax_cost(entry.profile))}
-    if not costs:
+    rows = {name: row for name, entry in named.items() for row in attention_rows(entry)
+            if row["phase"] in FORWARD and row["time_ratio"]}  # fmt: skip
+    if not rows:
         return _no_softmax(_first(named))
 
-    def per_step(seconds: Callable[[SoftmaxCost], float]) -> dict[str, float]:
-        return {name: seconds(cost) / named[name].profile.num_steps for name, cost in costs.items()}
+    def over(key: str) -> dict[str, float]:
+        return {name: row[key] for name, row in rows.items() if row[key]}
 
+    softmax, products, whole = (over(f"{part}_ms_per_step") for part in ("softmax", "products", "whole"))
     text = (
-        f"In a forward pass the softmax takes {_range(per_step(lambda cost: cost.softmax_s), ms)} and the matrix "
-        f"products {_range(per_step(lambda cost: cost.products_s), ms)}: "
-        f"{_ratios({name: cost.time_ratio for name, cost in costs.items()})} of their time."
+        f"In a forward pass the softmax takes {_range(softmax, _ms)} and the matrix products {_range(products, _ms)}: "
+        f"{_range(over('time_ratio'), _digits)} of their time."
     )
-    flops = {name: cost.flops_ratio for name, cost in costs.items() if cost.flops_ratio}
-    per_flop = {name: cost.time_per_flop_ratio for name, cost in costs.items() if cost.time_per_flop_ratio}
-    if flops and per_flop:
+    if over("flops_ratio"):
         text += (
-            f" It does {_ratios(flops)} of their FLOPs, so for each FLOP it takes {_ratios(per_flop)} times as long: "
-            "it moves the scores through memory and computes little on them."
+            f" It does {_range(over('flops_ratio'), _digits)} of their FLOPs, so for each FLOP it takes "
+            f"{_range(over('time_per_flop_ratio'), _digits)} times as long: it moves the scores through memory and "
+            "computes little on them."
         )
     else:
         text += " Its FLOPs are not known without the record of the run (cs336 kernels FILE --record JSON)."
-    rest_s = {name: time_s for name, time_s in per_step(lambda cost: cost.rest_s).items() if time_s > 0}
-    return f"{text} Scaling, masking and copies take another {_range(rest_s, ms)}." if rest_s else text
+    rest = {name: whole[name] - softmax[name] - products[name] for name in whole}
+    some = {name: time_ms for name, time_ms in rest.items() if time_ms > 0}
+    return f"{text} Scaling, masking and copies take another {_range(some, _ms)}." if some else text
+
+
+def _ms(time_ms: float) -> str:
+    return ms(time_ms / 1e3)
+
+
+def _digits(value: float) -> str:
+    return significant(value, 3)
 
 
 def _no_softmax(profile: StepProfile) -> str:

@@ -3,15 +3,18 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import (
-    AttentionPart,
     AttentionTimes,
+    ClassTimes,
+    HostCalls,
     IdleCause,
+    IdleTimes,
     KernelTimes,
+    ModuleTimes,
     PhaseTimes,
     StepProfile,
 )
@@ -26,18 +29,6 @@ MIN_LATE_SHARE = 0.2
 a percent or two, at its start; one that the CPU limits half and more."""
 
 
-class Timed(Protocol):
-    """Some calls, with the time that they took together."""
-
-    @property
-    def count(self) -> int:
-        """How many there were."""
-
-    @property
-    def total_s(self) -> float:
-        """Their time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sum:
     """Calls added up."""
@@ -46,6 +37,8 @@ class Sum:
     total_s: float = 0.0
 
 
+Timed: TypeAlias = KernelTimes | ClassTimes | AttentionTimes | ModuleTimes | IdleTimes | HostCalls | Sum
+"""Some calls, with the time that they took together."""
 R = TypeVar("R", bound=Timed)
 K = TypeVar("K", bound=Hashable)
 
@@ -63,33 +56,6 @@ def grouped(rows: Iterable[R], key: Callable[[R], K]) -> dict[K, Sum]:
         groups[key(row)].append(row)
     sums = {name: added(group) for name, group in groups.items()}
     return dict(sorted(sums.items(), key=lambda item: -item[1].total_s))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxCost:
-    """Attention's softmax against its matrix products, in one phase; times over all steps."""
-
-    softmax_s: float
-    products_s: float
-    rest_s: float
-    """Scaling, masking and copies."""
-    softmax_flops: int | None
-    products_flops: int | None
-
-    @property
-    def time_ratio(self) -> float:
-        """Softmax over products."""
-        return self.softmax_s / self.products_s
-
-    @property
-    def flops_ratio(self) -> float | None:
-        """Softmax over products; None where the FLOPs are not known."""
-        return self.softmax_flops / self.products_flops if self.softmax_flops and self.products_flops else None
-
-    @property
-    def time_per_flop_ratio(self) -> float | None:
-        """How many times longer the softmax takes for a FLOP; None where the FLOPs are not known."""
-        return None if self.flops_ratio is None else self.time_ratio / self.flops_ratio
 
 
 def wall_s(profile: StepProfile) -> float:
@@ -142,22 +108,3 @@ def class_shares(
     sums = grouped((row for row in profile.classes if row.phase in chosen), lambda row: row.kind)
     whole_s = sum(part.total_s for part in sums.values())
     return {kind: part.total_s / whole_s for kind, part in sums.items()} if whole_s else {}
-
-
-def softmax_cost(profile: StepProfile, phase: LaunchPhase = LaunchPhase.FORWARD) -> SoftmaxCost | None:
-    """What the softmax costs beside the products; None unless the profile tells both apart."""
-    rows = [row for row in profile.attention if row.phase is phase]
-    softmax = [row for row in rows if row.part is AttentionPart.SOFTMAX]
-    products = [row for row in rows if row.part is not AttentionPart.SOFTMAX]
-    products_s, softmax_s = sum(row.product_s for row in products), added(softmax).total_s
-    if not products_s or not softmax_s:
-        return None
-    return SoftmaxCost(
-        softmax_s=softmax_s, products_s=products_s, rest_s=added(rows).total_s - softmax_s - products_s,
-        softmax_flops=_flops(softmax), products_flops=_flops(products),
-    )  # fmt: skip
-
-
-def _flops(rows: Iterable[AttentionTimes]) -> int | None:
-    flops = [row.flops for row in rows]
-    return None if None in flops else sum(number or 0 for number in flops)

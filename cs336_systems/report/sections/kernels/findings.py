@@ -83,6 +83,11 @@ def _texts(found: Iterable[_Finding]) -> Iterator[str]:
     return (finding.text for finding in sorted(found, key=lambda finding: -finding.cost_s))
 
 
+def _from(least_s: float, cost_s: float, text: str) -> Sequence[_Finding]:
+    """The finding, if it costs at least so much; none that costs nothing."""
+    return (_Finding(cost_s, text),) if cost_s and cost_s >= least_s else ()
+
+
 class _Findings:
     """All findings of one profile; times are over all steps, and per step in the sentences."""
 
@@ -225,114 +230,111 @@ class _Findings:
                 "compiled or computed on the CPU.",
             )
 
-    def between(self) -> Iterator[_Finding]:
+    def between(self) -> Sequence[_Finding]:
         """The time that the device takes from one kernel to the next."""
         advice = remedies(self.config, Remedy.COMPILE, Remedy.OPTIMIZER)
         lost = idle(self.profile, IdleCause.BETWEEN_KERNELS)
-        if lost.total_s and lost.total_s >= MIN_BETWEEN_SHARE * self.wall_s:
-            yield _Finding(
-                lost.total_s,
-                f"Between kernels that were launched in time the GPU idles {self.ms(lost.total_s)}, "
-                f"{self.of_wall(lost.total_s)} of the step: {us(lost.total_s / lost.count)} each, "
-                f"{self.times(lost.count)}. Fewer and longer kernels have less of it{advice and f' ({advice})'}.",
-            )
-
-    def unknown(self) -> Iterator[_Finding]:
-        """Kernels of unknown class, if they matter, with the longest by name."""
-        rows = sorted((row for row in self.kernels if row.kind is KernelClass.OTHER), key=lambda row: -row.total_s)
-        total_s = added(rows).total_s
-        if not total_s or total_s < MIN_UNKNOWN_SHARE * self.kernel_s:
-            return
-        longest, *others = rows
-        more = f"; {len(others)} more such have {self.ms(added(others).total_s)}" if others else ""
-        yield _Finding(
-            total_s,
-            f"The {self.words.item} {label(longest.short_name)}, of a kind that no rule knows, takes "
-            f"{percent_of(longest.total_s, self.kernel_s)} of the {self.words.time}: {self.calls(longest)}{more}.",
+        each = us(lost.total_s / max(lost.count, 1))
+        return _from(
+            MIN_BETWEEN_SHARE * self.wall_s,
+            lost.total_s,
+            f"Between kernels that were launched in time the GPU idles {self.ms(lost.total_s)}, "
+            f"{self.of_wall(lost.total_s)} of the step: {each} each, {self.times(lost.count)}. Fewer and longer "
+            f"kernels have less of it{advice and f' ({advice})'}.",
         )
 
-    def unattributed(self) -> Iterator[_Finding]:
-        """Kernels in a step and in no phase."""
-        for phase in self.profile.phases:
-            lost_s = sum(phase.kernel_s)
-            if phase.phase is LaunchPhase.UNATTRIBUTED and lost_s >= MIN_LEFT_SHARE * self.kernel_s > 0:
-                yield _Finding(
-                    lost_s,
-                    f"{self.of_work(lost_s)}, {self.ms(lost_s)} in {self.items(num_launches(phase))}, was launched in "
-                    "no phase: put it inside a range, or say which ranges are the phases (--forward, --backward, "
-                    "--optimizer).",
-                )
+    def unknown(self) -> Sequence[_Finding]:
+        """Kernels of unknown class, if they matter, with the longest by name."""
+        rows = sorted((row for row in self.kernels if row.kind is KernelClass.OTHER), key=lambda row: -row.total_s)
+        if not rows:
+            return ()
+        longest, *others = rows
+        more = f"; {len(others)} more such have {self.ms(added(others).total_s)}" if others else ""
+        return _from(
+            MIN_UNKNOWN_SHARE * self.kernel_s,
+            added(rows).total_s,
+            f"The {self.words.item} {label(longest.short_name)}, of a kind that no rule knows, takes "
+            f"{self.of_work(longest.total_s)}: {self.calls(longest)}{more}.",
+        )
 
-    def recomputed(self) -> Iterator[_Finding]:
+    def unattributed(self) -> Sequence[_Finding]:
+        """Kernels in a step and in no phase."""
+        phases = [phase for phase in self.profile.phases if phase.phase is LaunchPhase.UNATTRIBUTED]
+        lost_s = kernel_s(self.profile, [LaunchPhase.UNATTRIBUTED])
+        return _from(
+            MIN_LEFT_SHARE * self.kernel_s,
+            lost_s,
+            f"{self.of_work(lost_s)}, {self.ms(lost_s)} in {self.items(num_launches(*phases))}, was launched in no "
+            "phase: put it inside a range, or say which ranges are the phases (--forward, --backward, --optimizer).",
+        )
+
+    def recomputed(self) -> Sequence[_Finding]:
         """What backward does of forward again."""
         again_s = sum(sum(phase.recomputed_s) for phase in self.profile.phases)
-        if again_s and again_s >= MIN_LEFT_SHARE * self.kernel_s:
-            yield _Finding(
-                again_s,
-                f"Backward does {self.ms(again_s)} of forward's work again (checkpointing), "
-                f"{percent_of(again_s, self.kernel_s)} of the step's {self.words.time}.",
-            )
+        return _from(
+            MIN_LEFT_SHARE * self.kernel_s,
+            again_s,
+            f"Backward does {self.ms(again_s)} of forward's work again (checkpointing), "
+            f"{percent_of(again_s, self.kernel_s)} of the step's {self.words.time}.",
+        )
 
-    def communication(self) -> Iterator[_Finding]:
+    def communication(self) -> Sequence[_Finding]:
         """Kernels that send and receive."""
         sent_s = added(row for row in self.profile.classes if row.kind is KernelClass.COMMUNICATION).total_s
-        if sent_s and sent_s >= MIN_LEFT_SHARE * self.kernel_s:
-            yield _Finding(
-                sent_s,
-                f"Communication takes {self.ms(sent_s)}, {self.of_work(sent_s)}; it may run beside other kernels.",
-            )
+        return _from(
+            MIN_LEFT_SHARE * self.kernel_s,
+            sent_s,
+            f"Communication takes {self.ms(sent_s)}, {self.of_work(sent_s)}; it may run beside other kernels.",
+        )
 
-    def full_precision(self) -> Iterator[_Finding]:
+    def full_precision(self) -> Sequence[_Finding]:
         """Products in true fp32 on a device with tensor cores that take them in TF32 or in half precision."""
         if not self.on_device or (self.config is not None and self.config.precision is not Precision.FP32):
-            return
+            return ()
         rows = [row for row in self.kernels if _is_full_precision(row)]
         full_s = added(rows).total_s
-        if not full_s or full_s < MIN_FULL_PRECISION_SHARE * self.kernel_s:
-            return
         device = next(filter(None, map(find_device, self.profile.device_names)), None)
         if device is not None:
             faster = faster_precisions(device)
         else:
             faster = (Precision.TF32, Precision.BF16) if any(_HAS_TF32.search(row.name) for row in rows) else ()
-        if faster:
-            ways = " or ".join(use_of(precision, self.config) for precision in faster)
-            yield _Finding(
-                full_s,
-                f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, and leave the tensor "
-                f"cores idle: {ways} would use them{'' if device is None else _promised(device, faster)}.",
-            )
+        ways = " or ".join(use_of(precision, self.config) for precision in faster)
+        return _from(
+            MIN_FULL_PRECISION_SHARE * self.kernel_s,
+            full_s if faster else 0,
+            f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, and leave the tensor cores "
+            f"idle: {ways} would use them{'' if device is None else _promised(device, faster)}.",
+        )
 
-    def optimizer(self) -> Iterator[_Finding]:
+    def optimizer(self) -> Sequence[_Finding]:
         """A large optimizer; what to do depends on whether it is fused already, as its kernels and the run say."""
-        for phase in (phase for phase in self.profile.phases if phase.phase is LaunchPhase.OPTIMIZER):
-            whole_s = sum(phase.wall_s)
-            if not whole_s or whole_s < MIN_OPTIMIZER_SHARE * self.wall_s:
-                continue
-            fused_s = added(row for row in self.profile.classes
-                            if row.phase is phase.phase and row.kind is KernelClass.OPTIMIZER).total_s  # fmt: skip
-            is_written_out = fused_s < sum(phase.kernel_s) / 2 and Remedy.OPTIMIZER.is_open_to(self.config)
-            remedy = f"; {Remedy.OPTIMIZER.named_for(self.config)} does the same in few" if is_written_out else ""
-            yield _Finding(
-                whole_s,
-                f"The optimizer takes {self.ms(whole_s)}, {self.of_wall(whole_s)} of the step, in "
-                f"{self.items(num_launches(phase))}{remedy}.",
-            )
+        phases = [phase for phase in self.profile.phases if phase.phase is LaunchPhase.OPTIMIZER]
+        whole_s = sum(sum(phase.wall_s) for phase in phases)
+        own = [row for row in self.profile.classes if row.phase is LaunchPhase.OPTIMIZER]
+        fused_s = added(row for row in own if row.kind is KernelClass.OPTIMIZER).total_s
+        is_written_out = fused_s < added(own).total_s / 2 and Remedy.OPTIMIZER.is_open_to(self.config)
+        remedy = f"; {Remedy.OPTIMIZER.named_for(self.config)} does the same in few" if is_written_out else ""
+        return _from(
+            MIN_OPTIMIZER_SHARE * self.wall_s,
+            whole_s,
+            f"The optimizer takes {self.ms(whole_s)}, {self.of_wall(whole_s)} of the step, in "
+            f"{self.items(num_launches(*phases))}{remedy}.",
+        )
 
-    def moving(self) -> Iterator[_Finding]:
+    def moving(self) -> Sequence[_Finding]:
         """Work that a compiler fuses."""
         is_open = Remedy.COMPILE.is_open_to(self.config)
         fuses = f": {Remedy.COMPILE.named_for(self.config)} fuses them" if is_open else ""
         fuses += f", {NOT_IN_USE}" if self.config is None else ""
         rows = [row for row in self.profile.classes if row.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)]
         moving_s, whole_s = added(row for row in rows if row.kind in _MOVING).total_s, added(rows).total_s
-        if moving_s and moving_s >= MIN_MOVING_SHARE * whole_s:
-            yield _Finding(
-                moving_s,
-                f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.words.time}, "
-                f"{self.ms(moving_s)}, goes to element-wise work, norms, sums and copies, which move values more than "
-                f"they compute{fuses}.",
-            )
+        return _from(
+            MIN_MOVING_SHARE * whole_s,
+            moving_s,
+            f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.words.time}, {self.ms(moving_s)}, "
+            "goes to element-wise work, norms, sums and copies, which move values more than they compute"
+            f"{fuses}.",
+        )
 
 
 def _median_s(kernels: Iterable[KernelTimes]) -> float:

@@ -1,7 +1,7 @@
 """Pictures of kernel traces: the time of each phase by class of kernel, one step in time, several configurations."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,16 @@ from cs336_systems.files import write_atomically
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import bars, drawing
 from cs336_systems.report.sections.kernels.series import (
+    COPIES,
+    IDLE,
     TimeBar,
     describe_devices,
     describe_source,
     describe_steps,
-    phase_bars,
-    step_bar,
+    time_bars,
 )
 from cs336_systems.report.sections.kernels.timeline import draw_timeline
 
-COPIES = "copy by the driver"
-IDLE = "idle"
 STYLES: dict[str, dict[str, Any]] = {
     **{kind: {"facecolor": colour} for kind, colour in drawing.CLASS_COLOURS.items()},
     COPIES: {"facecolor": "white", "edgecolor": drawing.CLASS_COLOURS[KernelClass.COPY_AND_FILL], "hatch": "xxxx"},
@@ -54,21 +53,22 @@ def write_pictures(profile: StepProfile, directory: Path, prefix: str = "", name
 
 def draw_classes(profile: StepProfile, name: str = "") -> Figure:
     """A bar for each phase: its kernels by class, then the time in which the device was idle, up to the wall time."""
-    phases, step = phase_bars(profile), step_bar(profile, "step")
+    *phases, step = time_bars(profile)
     device = "GPU" if profile.work is Work.KERNELS else "CPU"
     title = f"{device} time by phase and class of {profile.work.removesuffix('s')}"
-    settings = ", ".join(
-        [*([name] if name else []), *describe_source(profile), describe_steps(profile), *_overlap(step)]
-    )
-    sums = dict(_parts(step))
-    figure = _new_figure(title, settings, 0.5 * max(len(phases), 1), -(-len(sums) // 3))
+    words = [*([name] if name else []), *describe_source(profile), describe_steps(profile)]
+    if step.overlap_ms > OVERLAP * step.row["wall_mean_ms"]:
+        words.append(f"{significant(step.overlap_ms, 3)} ms of kernels ran beside others")
+    sums = step.parts_ms
+    figure = _new_figure(title, ", ".join(words), 0.5 * max(len(phases), 1), -(-len(sums) // 3))
     panel = figure.subplots()
     longest = max([bar.length_ms for bar in phases], default=0.0) or 1.0
     for y, bar in enumerate(phases):
         bars.draw_bar(panel, y, _styled(bar, 1.0), BAR_INCHES / longest, digits=3)
-        busy = "" if bar.busy_ms is None or not bar.wall_ms else f"\n{100 * bar.busy_ms / bar.wall_ms:.0f} % busy"
-        bars.write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms wall{busy}")
-    bars.finish(panel, [f"{bar.name}\n{_count(bar.launches)} {profile.work}" for bar in phases], longest)
+        busy = "" if bar.row["busy_share"] is None else f"\n{100 * bar.row['busy_share']:.0f} % busy"
+        bars.write_right(panel, y, f"{significant(bar.row['wall_mean_ms'], 3)} ms wall{busy}")
+    names = [f"{bar.row['phase']}\n{_count(bar.row['kernels_per_step'])} {profile.work}" for bar in phases]
+    bars.finish(panel, names, longest)
     panel.set_xlabel("time (ms)" if profile.is_whole_trace else "time per step (ms)", fontsize=9)
     _legend(figure, {name: f"{name}, {rounded(time_ms, step.length_ms)} ms" for name, time_ms in sums.items()}, 3)
     return figure
@@ -81,32 +81,25 @@ def draw_configurations(profiles: Sequence[tuple[str, StepProfile]]) -> Figure:
     """
     if not profiles:
         raise ValueError("a picture of configurations needs at least one profile, got none")
-    steps = [step_bar(profile, label) for label, profile in profiles]
-    names = [name for name in STYLES if any(name in dict(_parts(bar)) for bar in steps)]
+    steps = [time_bars(profile)[-1] for _, profile in profiles]
+    names = [name for name in STYLES if any(name in bar.parts_ms for bar in steps)]
     devices = ", ".join(describe_devices([profile for _, profile in profiles]))
     title = "Where the time of a step goes, by configuration"
-    labels = [drawing.wrapped(bar.name, bars.LONGEST_LABEL) for bar in steps]
+    labels = [drawing.wrapped(label, bars.LONGEST_LABEL) for label, _ in profiles]
     figure = _new_figure(title, devices, drawing.bar_inches(labels) * len(steps), -(-len(names) // 4))
     panel = figure.subplots()
     for y, bar in enumerate(steps):
         bars.draw_bar(panel, y, _styled(bar, 100 / (bar.length_ms or 1.0)), BAR_INCHES / 100)
-        bars.write_right(panel, y, f"{significant(bar.wall_ms, 3)} ms")
+        bars.write_right(panel, y, f"{significant(bar.row['wall_mean_ms'], 3)} ms")
     bars.finish(panel, labels, 100.0)
     panel.set_xlabel("share of the step (%); its time is on the right", fontsize=9)
     _legend(figure, {name: name for name in names}, 4)
     return figure
 
 
-def _parts(bar: TimeBar) -> Iterator[tuple[str, float]]:
-    """What the bar consists of, with the milliseconds of each, as far as there are any."""
-    for name, time_ms in (*bar.classes_ms.items(), (COPIES, bar.copies_ms), (IDLE, bar.idle_ms)):
-        if time_ms > 0:
-            yield name, time_ms
-
-
 def _styled(bar: TimeBar, scale: float) -> list[bars.Part]:
     """The parts of the bar, their milliseconds times `scale`."""
-    return [(time_ms * scale, STYLES[name]) for name, time_ms in _parts(bar)]
+    return [(time_ms * scale, STYLES[name]) for name, time_ms in bar.parts_ms.items()]
 
 
 def _new_figure(title: str, settings: str, bars_inches: float, legend_rows: int) -> Figure:
@@ -117,13 +110,6 @@ def _legend(figure: Figure, labels: Mapping[str, str], num_columns: int) -> None
     """Below the picture, in the order of drawing, row by row."""
     handles = [Patch(linewidth=0.5, label=label, **STYLES[name]) for name, label in labels.items()]
     drawing.legend_below(figure, handles, num_columns)
-
-
-def _overlap(step: TimeBar) -> list[str]:
-    """How long kernels ran side by side, on several streams or devices, where it is worth saying."""
-    overlap_ms = 0.0 if step.busy_ms is None else step.ran_ms - step.busy_ms
-    worth_saying = overlap_ms > OVERLAP * step.wall_ms
-    return [f"{significant(overlap_ms, 3)} ms of kernels ran beside others"] if worth_saying else []
 
 
 def rounded(value: float, whole: float) -> str:

@@ -7,74 +7,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.step_profile import PhaseTimes, Piece, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import Piece, StepProfile
+from cs336_systems.report.entries import Values
 from cs336_systems.report.plots.drawing import CLASS_COLOURS, LONGEST_SOURCE, shorten
-from cs336_systems.report.sections.kernels.facts import NOTICEABLE
+from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.shares import CLASS_KEYS, class_rows
+from cs336_systems.report.sections.kernels.tables import is_shown, phase_rows
 from cs336_systems.text import inert_line
 
 Times = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+COPIES = "copy by the driver"
+IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
 class TimeBar:
-    """What one bar consists of, in milliseconds per step; longer than the wall time where kernels ran side by side."""
+    """One bar: a row of the table of phases, and what it consists of in milliseconds per step, in the order of drawing.
 
-    name: str
-    launches: float
-    classes_ms: Mapping[KernelClass, float]
-    """In the order of drawing, without those that took no time."""
-    copies_ms: float
-    """Copies and fills by the driver, which are no kernels."""
-    wall_ms: float
-    busy_ms: float | None
-    """When at least one kernel or copy ran; None for operators, where idle time has no meaning."""
+    It is longer than the wall time where kernels ran side by side.
+    """
 
-    @property
-    def idle_ms(self) -> float:
-        """The rest of the wall time; 0 where it has no meaning."""
-        return 0.0 if self.busy_ms is None else max(self.wall_ms - self.busy_ms, 0.0)
-
-    @property
-    def ran_ms(self) -> float:
-        """Kernels and copies, added up over streams and devices."""
-        return sum(self.classes_ms.values()) + self.copies_ms
+    row: Values
+    parts_ms: Mapping[str, float]
+    """Classes of kernels, copies by the driver and the idle rest of the wall time, as far as there are any."""
 
     @property
     def length_ms(self) -> float:
         """All that the bar shows."""
-        return self.ran_ms + self.idle_ms
+        return sum(self.parts_ms.values())
+
+    @property
+    def overlap_ms(self) -> float:
+        """How long kernels and copies ran beside others, on several streams or devices; 0 for operators."""
+        busy_ms = self.row["busy_mean_ms"]
+        return 0.0 if busy_ms is None else self.length_ms - self.parts_ms.get(IDLE, 0.0) - busy_ms
 
 
-def phase_bars(profile: StepProfile) -> list[TimeBar]:
-    """A bar for each phase in which something ran, or which took a noticeable part of the step."""
-    step_s = sum(sum(phase.wall_s) for phase in profile.phases)
-    return [
-        _time_bar(profile, (phase,), phase.phase)
-        for phase in profile.phases
-        if any(phase.launches) or any(phase.copies) or sum(phase.wall_s) > NOTICEABLE * step_s
-    ]
+def time_bars(profile: StepProfile) -> list[TimeBar]:
+    """A bar for each phase in which something ran, or which took a noticeable part of the step; last the whole step."""
+    entry = Explained(profile=profile)
+    classes = {row["phase"]: row for row in class_rows(entry)}
+    return [_time_bar(row, classes.get(row["phase"], {})) for row in phase_rows(entry) if is_shown(row)]
 
 
-def step_bar(profile: StepProfile, name: str) -> TimeBar:
-    """One bar for all phases together."""
-    return _time_bar(profile, profile.phases, name)
-
-
-def _time_bar(profile: StepProfile, phases: Sequence[PhaseTimes], name: str) -> TimeBar:
-    ms = 1e3 / profile.num_steps
-    names = {phase.phase for phase in phases}
-    sums = {
-        kind: ms * sum(row.total_s for row in profile.classes if row.kind is kind and row.phase in names)
-        for kind in CLASS_COLOURS
-    }
-    return TimeBar(
-        name=name,
-        launches=sum(sum(phase.launches) for phase in phases) / profile.num_steps,
-        classes_ms={kind: time_ms for kind, time_ms in sums.items() if time_ms},
-        copies_ms=ms * sum(sum(phase.copy_s) for phase in phases),
-        wall_ms=ms * sum(sum(phase.wall_s) for phase in phases),
-        busy_ms=ms * sum(sum(phase.busy_s) for phase in phases) if profile.work is Work.KERNELS else None,
-    )
+def _time_bar(row: Values, classes: Values) -> TimeBar:
+    parts_ms = {str(kind): classes.get(f"{CLASS_KEYS[kind]}_ms_per_step", 0.0) for kind in CLASS_COLOURS}
+    idle_ms = 0.0 if row["busy_mean_ms"] is None else row["wall_mean_ms"] - row["busy_mean_ms"]
+    parts_ms |= {COPIES: row["copy_mean_ms"], IDLE: idle_ms}
+    return TimeBar(row, {name: time_ms for name, time_ms in parts_ms.items() if time_ms > 0})
 
 
 def utilisation(pieces: Sequence[Piece], edges: Times) -> dict[KernelClass, Times]:

@@ -8,17 +8,17 @@ from cs336_systems.analysis.kernels.step_profile import AttentionPart, StepProfi
 from cs336_systems.config import Arch, CompileMode, RunConfig
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
-from cs336_systems.report.numbers import in_percent, label, rounded, share
+from cs336_systems.report.numbers import in_percent, label, ratio, rounded, share
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, kernel_s, softmax_cost
+from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, kernel_s
 from cs336_systems.report.sections.kernels.words import WHOLE_STEP, terms
 
 MAX_OTHERS = 10
 """Kernels of class `other` to name below the table of classes."""
 PRODUCTS = ("linear", "attention", "unknown")
 """What a matrix product belongs to."""
-_CLASS_KEYS = {kind: kind.lower().replace(" ", "_").replace("-", "_") for kind in KernelClass}
+CLASS_KEYS = {kind: kind.lower().replace(" ", "_").replace("-", "_") for kind in KernelClass}
 _CLASS_VALUES = ("share", "ms_per_step", "per_step")
 _PART_VALUES = ("per_step", "ms_per_step", "products_ms_per_step", "flops_per_step", "flops_per_s")
 
@@ -30,23 +30,24 @@ def classes(entries: Sequence[Explained]) -> Section:
         column("phase"),
         *(
             Column(kind, "%", key=f"{key}_share", drop_order=rank, write=lambda part: in_percent(part) if part else "")
-            for rank, (kind, key) in enumerate(_CLASS_KEYS.items())
+            for rank, (kind, key) in enumerate(CLASS_KEYS.items())
         ),
     ]
-    keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in _CLASS_KEYS.values())]
+    keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in CLASS_KEYS.values())]
     notes = [f"Shares of the {words.time}.", *(_others(entries[0].profile) if len(entries) == 1 else ())]
     title = f"Classes of {words.items}"
-    return over_configurations("classes", title, rows_of(entries, _classes), columns, keys, notes)
+    return over_configurations("classes", title, rows_of(entries, class_rows), columns, keys, notes)
 
 
-def _classes(entry: Explained) -> Iterator[Values]:
+def class_rows(entry: Explained) -> Iterator[Values]:
+    """A row for each phase with kernels, then one for the whole step."""
     profile = entry.profile
     chosen = {phase.phase: (phase.phase,) for phase in profile.phases} | {WHOLE_STEP: tuple(LaunchPhase)}
     for name, of in chosen.items():
         sums = grouped((row for row in profile.classes if row.phase in of), lambda row: row.kind)
         whole_s = sum(part.total_s for part in sums.values())
         row: Values = {"phase": name}
-        for kind, key in _CLASS_KEYS.items():
+        for kind, key in CLASS_KEYS.items():
             part = sums.get(kind, Sum())
             row[f"{key}_share"] = share(part.total_s, whole_s)
             row[f"{key}_ms_per_step"] = part.total_s / profile.num_steps * 1e3
@@ -122,7 +123,7 @@ def _products(entry: Explained) -> Iterator[Values]:
 
 def attention(entries: Sequence[Explained]) -> Section:
     """Scores, softmax and values, and the softmax against the matrix products; as CSV with counts and FLOPs of each."""
-    rows = rows_of(entries, _attention)
+    rows = rows_of(entries, attention_rows)
     keys = ("phase", "softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "share_of_phase")
     ratios = ("time_ratio", "flops_ratio", "time_per_flop_ratio")
     shown = ("phase", "scores_ms_per_step", "softmax_ms_per_step", "values_ms_per_step", *keys[2:], *ratios)
@@ -135,21 +136,30 @@ def attention(entries: Sequence[Explained]) -> Section:
     return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], every, notes)
 
 
-def _attention(entry: Explained) -> Iterator[Values]:
+def attention_rows(entry: Explained) -> Iterator[Values]:
+    """A row for each phase that the profile tells the parts of attention in; ratios are of softmax over products."""
     profile, steps = entry.profile, entry.profile.num_steps
     for phase in dict.fromkeys(row.phase for row in profile.attention):
-        rows, cost = [row for row in profile.attention if row.phase is phase], softmax_cost(profile, phase)
-        found: Values = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
-        for row in rows:
-            times_ms = (row.total_s / steps * 1e3, row.product_s / steps * 1e3)
-            flops = (None, None) if row.flops is None else (row.flops / steps, share(row.flops, row.total_s))
-            values = (row.count / steps, *times_ms, *flops)
-            found |= {f"{row.part}_{name}": value for name, value in zip(_PART_VALUES, values, strict=True)}
-        yield found | {
+        rows = [row for row in profile.attention if row.phase is phase]
+        row: Values = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
+        for part in rows:
+            times_ms = (part.total_s / steps * 1e3, part.product_s / steps * 1e3)
+            flops = (None, None) if part.flops is None else (part.flops / steps, share(part.flops, part.total_s))
+            values = (part.count / steps, *times_ms, *flops)
+            row |= {f"{part.part}_{name}": value for name, value in zip(_PART_VALUES, values, strict=True)}
+        products = [part for part in rows if part.part is not AttentionPart.SOFTMAX]
+        products_ms = sum(part.product_s for part in products) / steps * 1e3
+        flops_known = all(part.flops is not None for part in rows)
+        products_flops = sum(part.flops or 0 for part in products) / steps if flops_known else None
+        time_ratio = ratio(row["softmax_ms_per_step"] or None, products_ms)
+        flops_ratio = ratio(row["softmax_flops_per_step"] or None, products_flops)
+        whole_s = added(rows).total_s
+        yield row | {
             "phase": phase,
-            "products_ms_per_step": sum(row.product_s for row in rows) / steps * 1e3,
-            "whole_ms_per_step": added(rows).total_s / steps * 1e3,
-            "share_of_phase": share(added(rows).total_s, kernel_s(profile, [phase])),
-            **{ratio: None if cost is None else getattr(cost, ratio)
-               for ratio in ("time_ratio", "flops_ratio", "time_per_flop_ratio")},
-        }  # fmt: skip
+            "products_ms_per_step": products_ms,
+            "whole_ms_per_step": whole_s / steps * 1e3,
+            "share_of_phase": share(whole_s, kernel_s(profile, [phase])),
+            "time_ratio": time_ratio,
+            "flops_ratio": flops_ratio,
+            "time_per_flop_ratio": ratio(time_ratio, flops_ratio),
+        }

@@ -26,7 +26,7 @@ _PHASE_CSV = (
 
 def phases(entries: Sequence[Explained]) -> Section:
     """Kernels and times of each phase, beside the clock of the run without a profiler."""
-    rows, words, is_single = rows_of(entries, _phases), terms(entries[0].profile), len(entries) == 1
+    rows, words, is_single = rows_of(entries, phase_rows), terms(entries[0].profile), len(entries) == 1
     columns = [
         column("phase"),
         column("kernels_per_step", name=words.items, drop_order=6),
@@ -43,16 +43,22 @@ def phases(entries: Sequence[Explained]) -> Section:
     notes = [_meanings(entries, rows), *(_of_one_trace(entries[0].profile) if is_single else ())]
     return over_configurations(
         "phases", "Phases of a step", rows, columns, _PHASE_CSV, notes,
-        shown=lambda row: row["kernels_per_step"] or row["wall_mean_ms"] >= NOTICEABLE * row["step_ms"],
+        shown=is_shown,
     )  # fmt: skip
 
 
-def _phases(entry: Explained) -> Iterator[Values]:
+def phase_rows(entry: Explained) -> Iterator[Values]:
     """A row for each phase in order, then their sum, named WHOLE_STEP."""
     profile = entry.profile
     for phase in profile.phases:
         yield _phase(entry, [phase], phase.phase)
     yield _phase(entry, profile.phases, WHOLE_STEP)
+
+
+def is_shown(row: Values) -> bool:
+    """Whether anything ran in the phase, or it took a noticeable part of the step."""
+    ran = row["kernels_per_step"] or row["copies_per_step"]
+    return bool(ran or row["wall_mean_ms"] >= NOTICEABLE * row["step_ms"])
 
 
 def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Values:

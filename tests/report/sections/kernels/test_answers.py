@@ -8,7 +8,7 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.report.sections.kernels.answers import Question, answer, answers
 from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, softmax_cost, top_kernel
+from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, top_kernel
 from tests.report.making import HOSTILE, make_config, make_record
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
@@ -144,13 +144,6 @@ def test_softmax_against_products_in_time_and_flops() -> None:
     assert "the softmax takes 0.500 ms and the matrix products 1.50 ms: 0.333 of their time" in text
     assert "does 0.0250 of their FLOPs, so for each FLOP it takes 13.3 times as long" in text
     assert text.endswith("copies take another 0.500 ms.")
-
-
-def test_softmax_of_backward() -> None:
-    """2 against 8 ms, 0.12 against 12 GFLOP."""
-    cost = softmax_cost(make_profile(), BACKWARD)
-    assert cost.time_ratio == pytest.approx(0.25)
-    assert cost.time_per_flop_ratio == pytest.approx(25)
 
 
 def test_without_flops_only_the_times_are_compared() -> None:

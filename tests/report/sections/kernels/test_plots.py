@@ -14,15 +14,13 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PicturedStep
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.sections.kernels.plots import (
-    COPIES,
-    IDLE,
     STYLES,
     draw_classes,
     draw_configurations,
     rounded,
     write_pictures,
 )
-from cs336_systems.report.sections.kernels.series import phase_bars, step_bar
+from cs336_systems.report.sections.kernels.series import COPIES, IDLE, time_bars
 from cs336_systems.report.sections.kernels.timeline import (
     draw_timeline,
 )
@@ -67,28 +65,23 @@ def legend(figure: Figure) -> dict[str, str]:
     return {label: to_hex(patch.get_facecolor()) for label, patch in by_row if label}
 
 
-def test_a_bar_holds_its_phase_up_to_the_wall_time() -> None:
-    forward, backward, optimizer = phase_bars(make_profile())
-    assert (forward.name, forward.launches, backward.name, optimizer.name) == ("forward", 7, "backward", "optimizer")
-    assert forward.classes_ms == pytest.approx({PRODUCT: 3, SOFTMAX: 0.5, ELEMENT_WISE: 1.5})
-    assert (forward.copies_ms, forward.wall_ms, forward.busy_ms) == (0, pytest.approx(8), pytest.approx(5))
-    assert (backward.copies_ms, backward.idle_ms) == pytest.approx((0.1, 1.9))
-    for bar in (forward, backward, optimizer):
-        assert bar.length_ms == pytest.approx(bar.wall_ms)
-
-
-def test_the_step_is_the_sum_of_its_phases() -> None:
-    step = step_bar(make_profile(), "all")
-    assert step.classes_ms == pytest.approx({PRODUCT: 11, SOFTMAX: 1.5, ELEMENT_WISE: 5.5, COPY: 1, OTHER: 1})
-    assert list(step.classes_ms) == [kind for kind in drawing.CLASS_COLOURS if kind in step.classes_ms]
-    assert (step.launches, step.wall_ms, step.idle_ms) == (25, pytest.approx(26), pytest.approx(5.9))
-    assert step.idle_ms == pytest.approx(sum(row.total_s for row in make_profile().idle) * 1e3 / 2)
+def test_bars_hold_their_phases_up_to_the_wall_time() -> None:
+    forward, backward, optimizer, step = time_bars(make_profile())
+    assert [bar.row["phase"] for bar in (forward, backward, optimizer)] == ["forward", "backward", "optimizer"]
+    assert forward.parts_ms == pytest.approx({PRODUCT: 3, SOFTMAX: 0.5, ELEMENT_WISE: 1.5, IDLE: 3})
+    assert backward.parts_ms == pytest.approx({PRODUCT: 8, SOFTMAX: 1, COPY: 1, COPIES: 0.1, IDLE: 1.9})
+    assert [bar.length_ms for bar in (forward, backward, optimizer, step)] == pytest.approx([8, 12, 6, 26])
+    assert step.parts_ms == pytest.approx(
+        {PRODUCT: 11, SOFTMAX: 1.5, ELEMENT_WISE: 5.5, COPY: 1, OTHER: 1, COPIES: 0.1, IDLE: 5.9}
+    )
+    assert list(step.parts_ms) == [name for name in STYLES if name in step.parts_ms]
+    assert step.parts_ms[IDLE] == pytest.approx(sum(row.total_s for row in make_profile().idle) * 1e3 / 2)
 
 
 def test_operators_are_never_idle() -> None:
-    bars = phase_bars(make_cpu_profile())
-    assert [bar.busy_ms for bar in bars] == [None] * 3
-    assert [bar.length_ms for bar in bars] == pytest.approx([10, 16, 4])
+    bars = time_bars(make_cpu_profile())
+    assert [bar.length_ms for bar in bars] == pytest.approx([10, 16, 4, 30])
+    assert not any(IDLE in bar.parts_ms for bar in bars)
     assert IDLE not in [name for row in segments(draw_classes(make_cpu_profile()).axes[0]) for name, *_ in row]
 
 
@@ -96,10 +89,10 @@ def test_operators_are_never_idle() -> None:
 def test_a_phase_that_ran_nothing_has_a_bar_if_it_took_long(wall_ms: float, shown: bool) -> None:
     whole = make_profile()  # 26 ms, of which 0.5 % is 0.13
     data = make_phase(DATA, (0, 0), (0, 0), (wall_ms, wall_ms), (wall_ms, wall_ms))
-    names = [bar.name for bar in phase_bars(replace(whole, phases=(data, *whole.phases)))]
+    names = [bar.row["phase"] for bar in time_bars(replace(whole, phases=(data, *whole.phases)))]
     assert ("data" in names) is shown
     copying = replace(data, copies=(1, 1))
-    assert phase_bars(replace(whole, phases=(copying, *whole.phases)))[0].name == "data"
+    assert time_bars(replace(whole, phases=(copying, *whole.phases)))[0].row["phase"] == "data"
 
 
 def test_what_is_drawn_of_the_classes() -> None:
@@ -167,7 +160,7 @@ def test_configurations_share_a_scale_of_100() -> None:
     assert {name: width for name, _, width in cpu}[PRODUCT] == pytest.approx(100 * 18 / 30)
     assert [label.get_text() for label in panel.get_yticklabels()] == ["small, 128", "on a CPU"]
     assert {"26.0 ms", "32.0 ms", "42"} <= set(texts(figure))
-    assert set(legend(figure)) == {*step_bar(make_profile(), "").classes_ms, COPIES, IDLE}
+    assert set(legend(figure)) == {*time_bars(make_profile())[-1].parts_ms}
     with pytest.raises(ValueError, match="at least one profile"):
         draw_configurations([])
 
