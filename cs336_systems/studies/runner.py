@@ -13,12 +13,13 @@ from typing import Generic, TypeAlias
 
 from cs336_systems.config import Device
 from cs336_systems.measure.nvml import Gpu, visible_gpus
-from cs336_systems.record import Environment
+from cs336_systems.record import Environment, Failure, Status
 from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
 from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, begin_worker
 from cs336_systems.sweep.store import SweepError
+from cs336_systems.text import inert_line
 
 Announce: TypeAlias = Callable[[str, int, int], object]
 """Called before each cell with its label, how many cells are done, and how many there are."""
@@ -45,18 +46,24 @@ def run_study(
         for gpu in gpus:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         announce("importing PyTorch", 0, 0)
-        worker = stack.enter_context(_CellWorker(grid, gpus))
-        _, environment = worker.measure(Cell(label="environment", rows=()))
-        if environment is None:
-            raise SweepError("no worker could start: see what it printed, and run the same command again")
+        worker = stack.enter_context(contextlib.closing(_CellWorker(grid, gpus)))
+        environment = worker.environment()
         for cells in groups:
             for cell in cells:
                 announce(cell.label, done, total)
                 measured, seen = worker.measure(cell)
                 rows, environment, done = (*rows, *measured), seen or environment, done + 1
                 on_progress(grid.study(rows, environment))
-            worker.end()
+            worker.close()
     return grid.study(rows, environment)
+
+
+class _WorkerFailedError(Exception):
+    """The process ended or was killed before it answered."""
+
+    def __init__(self, status: Status, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.status, self.failure = status, failure
 
 
 class _CellWorker(Generic[RowT, StudyT]):
@@ -66,29 +73,41 @@ class _CellWorker(Generic[RowT, StudyT]):
         self._grid, self._gpu_uuids = grid, [gpu.uuid for gpu in gpus]
         self._process: WorkerProcess | None = None
 
-    def __enter__(self) -> "_CellWorker[RowT, StudyT]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
+    def environment(self) -> Environment:
+        """Where cells are measured. Raises SweepError if no worker can say so."""
+        try:
+            _, _, environment = self._ask(Cell(label="environment", rows=()))
+        except _WorkerFailedError as error:
+            last_line = (error.failure.log_tail or "").splitlines()[-1:]
+            reason = ": ".join(["no worker could start", error.failure.message, *last_line])
+            raise SweepError(inert_line(reason)) from None
+        return environment
 
     def measure(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], Environment | None]:
         """The rows of the cell, and where they were measured; rows of its failure if the process ends or hangs."""
+        try:
+            rows, is_fit, environment = self._ask(cell)
+        except _WorkerFailedError as error:
+            return cell.failed(error.status, replace(error.failure, where=cell.label)), None
+        if not is_fit:
+            self.close()
+        return rows, environment
+
+    def _ask(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], bool, Environment]:
+        """Send the cell to the process, and return its answer."""
         process = self._process or self._start()
         with contextlib.suppress(ConnectionError):  # the process has died already, which receiving finds out
             self._connection.send(cell)
         is_in_time = self._wait(process)
         if is_in_time:
             with contextlib.suppress(EOFError, ConnectionError):
-                rows, is_fit, environment = self._connection.recv()
-                if not is_fit:
-                    self.end()
-                return rows, environment
+                answer: tuple[tuple[RowT, ...], bool, Environment] = self._connection.recv()
+                return answer
         else:
             process.kill()
         status, failure = process.failure(process.reap(), None if is_in_time else self._grid.timeout_s)
-        self.end()
-        return cell.failed(status, replace(failure, where=cell.label)), None
+        self.close()
+        raise _WorkerFailedError(status, failure)
 
     def _start(self) -> WorkerProcess:
         self._connection, theirs = fork_server().Pipe()
@@ -105,7 +124,7 @@ class _CellWorker(Generic[RowT, StudyT]):
             if not ready or self._connection in ready or process.process.sentinel in ready:
                 return bool(ready)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the process and all that descends from it; the rows are here, so nothing in it is needed any more."""
         if self._process is not None:
             self._process.kill()

@@ -21,6 +21,7 @@ from cs336_systems.studies.fusion_records import FusionStudy
 from cs336_systems.studies.records import Cell, Grid, Row, read_study
 from cs336_systems.studies.runner import run_study
 from cs336_systems.sweep import isolation
+from cs336_systems.sweep.store import SweepError
 
 ROOT = Path(__file__).parents[2]
 CELLS = 3
@@ -151,6 +152,13 @@ def test_a_study_whose_cells_all_crash_still_has_an_environment() -> None:
     rows, environment = run_study(grid_of(exit_at_once, numbers=((FAILING,),)))
     assert [row.status for row in rows] == [Status.CRASHED]
     assert environment.identity.torch == torch.__version__
+
+
+def test_a_study_whose_workers_cannot_start_is_refused_with_the_reason() -> None:
+    with pytest.raises(SweepError, match=r"ended with status 1.*No module named 'nowhere'"):
+        run_study(ProcessGrid("nowhere:measure"))
+    with pytest.raises(SweepError, match="raise --timeout-s"):
+        run_study(grid_of(measure, timeout_s=1e-9))
 
 
 def test_healthy_cells_of_a_group_share_a_process() -> None:
