@@ -139,12 +139,13 @@ def draw_fusion(study: FusionStudy, precision: Precision) -> Figure:
     title = f"Time of one operation, {precision}: written out, compiled, fused"
     figure = drawing.new_figure(max(5.0, 2.6 * len(ops) + 0.6), 6.6, title, settings(study))
     panels = figure.subplots(len(PHASES), len(ops), squeeze=False)
+    bandwidth = promised_bandwidth(study.environment.identity.device_name)
     handles: dict[str, Any] = {}
     for line, phase in zip(panels, PHASES, strict=True):
         line[0].set_ylabel(f"{phase}, median time (ms)", fontsize=9)
         for panel, op in zip(line, ops, strict=True):
             found = [row for row in rows if (row["op"], row["phase"]) == (op, phase)]
-            handles |= _draw_panel(panel, found, promised_bandwidth(found[0]["device_name"]))
+            handles |= _draw_panel(panel, found, bandwidth)
     for panel, op in zip(panels[0], ops, strict=True):
         panel.set_title(op, fontsize=10)
     if handles:
