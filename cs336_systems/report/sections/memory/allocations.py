@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile
+from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import label, percent, share
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot
-from cs336_systems.report.sections.memory.facts import typical
+from cs336_systems.report.sections.memory.facts import fields_of, typical
 from cs336_systems.report.sections.memory.words import MIB, MIB_CELL, in_unit, innermost, shape_text, size, unit_for
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
@@ -25,21 +25,18 @@ _LIKE_KEYS = (
 _SAVED_KEYS = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
 
 
-def _like(row: LikeAllocations) -> Values:
-    return {
+def _tensor(row: LikeAllocations | SavedTensor) -> Values:
+    return fields_of(row) | {
         "bytes": row.num_bytes,
-        "mib": row.num_bytes / MIB,
-        "requested_bytes": row.requested_bytes,
-        "count": row.count,
-        "count_at_peak": row.count_at_peak,
-        "bytes_at_peak": row.bytes_at_peak,
-        "category": row.category,
-        "phase": row.phase,
-        "name": row.name,
         "shape": " x ".join(map(str, row.shape)),
         "shape_and_type": shape_text(row.shape, row.dtype),
-        "dtype": row.dtype,
-        "explanation": row.explanation,
+    }
+
+
+def _like(row: LikeAllocations) -> Values:
+    return {
+        **_tensor(row),
+        "mib": row.num_bytes / MIB,
         "place": innermost(row.places),
         "places": " < ".join(f"{place.file}:{place.line} {place.function}" for place in row.places),
     }
@@ -148,7 +145,7 @@ def _contributors(found: Sequence[BlockMemory]) -> Table:
         column("shape_and_type", drop_order=3),
         column("explanation", drop_order=2),
     ]
-    alike = sum(_tensors(other) == _tensors(block) for other in found)
+    alike = sum(other.saved == block.saved for other in found)
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, the same in {alike} of "
         f"{counted(len(found), 'block')}. Each tensor of each block is in saved.csv."
@@ -156,22 +153,12 @@ def _contributors(found: Sequence[BlockMemory]) -> Table:
     return make_table(f"Largest tensors that {label(block.name)} saves for backward", columns, rows, notes)
 
 
-def _tensors(block: BlockMemory) -> list[tuple[str, tuple[int, ...], str, int]]:
-    """What the block saves, without that which names the block."""
-    return [(tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes) for tensor in block.saved]
-
-
 def _saved(block: BlockMemory) -> Iterator[Values]:
     for tensor in block.saved:
         yield {
+            **_tensor(tensor),
             "block": block.name,
-            "name": tensor.name,
-            "shape": " x ".join(map(str, tensor.shape)),
-            "shape_and_type": shape_text(tensor.shape, tensor.dtype),
-            "dtype": tensor.dtype,
-            "bytes": tensor.num_bytes,
             "share": share(tensor.num_bytes, block.saved_bytes),
-            "explanation": tensor.explanation,
             "recomputed": tensor.is_recomputed,
         }
 

@@ -1,14 +1,28 @@
 """Numbers that tables, sentences and pictures of a `MemoryProfile` share."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from dataclasses import fields
+from typing import Any, TypeVar
 
-from cs336_systems.analysis.memory.profile import BlockMemory, Category, MemoryProfile, Moment, PhaseMemory
+from cs336_systems.analysis.memory.profile import (
+    BlockMemory,
+    Category,
+    LikeAllocations,
+    MemoryProfile,
+    Moment,
+    PhaseMemory,
+    SavedTensor,
+)
 
 Key = TypeVar("Key")
 
 START = "start"
 """Phase of the moment at which a step begins."""
+
+
+def fields_of(part: PhaseMemory | Moment | LikeAllocations | SavedTensor) -> dict[str, Any]:
+    """The fields of a part of a profile by name: most are columns of tables."""
+    return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 def by_category(moment: Moment, *, requested: bool = False) -> dict[Category, int]:
@@ -29,8 +43,11 @@ def fragmentation_bytes(profile: MemoryProfile) -> int:
     return profile.peak.reserved_bytes - profile.peak.allocated_bytes
 
 
-def difference_bytes(moment: Moment) -> int | None:
-    """By how much the blocks of the snapshot are more than what the allocator counted; None where it did not count."""
+def difference_bytes(moment: Moment, *, requested: bool = False) -> int | None:
+    """What the snapshot has more than the allocator counted, in blocks or as `requested`; None if it did not count."""
+    if requested:
+        counted = moment.counted_requested_bytes
+        return None if counted is None else moment.requested_bytes - counted
     return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes
 
 

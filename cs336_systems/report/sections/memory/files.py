@@ -1,6 +1,6 @@
 """Memory profiles as tables for a terminal, and as files of a directory: of one snapshot, or of the runs of a sweep."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -96,19 +96,15 @@ def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, str | bytes]:
     return pictures
 
 
-def _pages(bars: Sequence[Bar]) -> Iterator[list[Bar]]:
+def _pages(bars: Sequence[Bar]) -> list[list[Bar]]:
     """As many sizes on a page as there is room for; one that needs more than a page begins a new one."""
-    page: list[Bar] = []
-    for _, group in groupby(bars, _size):
-        own = list(group)
-        if page and len(page) + len(own) > MAX_BARS:
-            yield page
-            page = []
-        page += own
-        while len(page) > MAX_BARS:
-            yield page[:MAX_BARS]
-            page = page[MAX_BARS:]
-    yield page
+    pages: list[list[Bar]] = [[]]
+    for own in (list(group) for _, group in groupby(bars, _size)):
+        for part in (own[start : start + MAX_BARS] for start in range(0, len(own), MAX_BARS)):
+            if len(pages[-1]) + len(part) > MAX_BARS:
+                pages.append([])
+            pages[-1] += part
+    return pages
 
 
 def _size(bar: Bar) -> str:

@@ -43,8 +43,9 @@ MIN_OUTSIDE_BYTES = 2 * GIB
 
 def findings(profile: MemoryProfile) -> tuple[str, ...]:
     """Running out of memory first, then the peak, then the first step, what is lost, and the largest allocations."""
-    finders = (_out_of_memory, _peak, _first_step, _growth, _lost, _later, _unknown, _largest)
-    return tuple(text for find in finders for text in find(profile))
+    wrong = [text for find in (_first_step, _growth, _lost, _later, _unknown) for text in find(profile)]
+    largest = [f"The largest allocations: {largest_words(profile.largest, NUM_LARGEST)}."] if profile.largest else []
+    return (*_out_of_memory(profile), peak_words(profile), *wrong, *largest)
 
 
 def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
@@ -64,10 +65,6 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may make room."
         )
     yield text
-
-
-def _peak(profile: MemoryProfile) -> Iterator[str]:
-    yield peak_words(profile)
 
 
 def _first_step(profile: MemoryProfile) -> Iterator[str]:
@@ -167,8 +164,3 @@ def _later(profile: MemoryProfile) -> Iterator[str]:
         f"were allocated{f': {most}' if most else ''}. So autograd holds activations, until backward has used them: "
         "torch.no_grad() holds none, checkpointing fewer."
     )
-
-
-def _largest(profile: MemoryProfile) -> Iterator[str]:
-    if profile.largest:
-        yield f"The largest allocations: {largest_words(profile.largest, NUM_LARGEST)}."

@@ -11,7 +11,7 @@ from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import share
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs, twins
-from cs336_systems.report.sections.memory.facts import bytes_of, fragmentation_bytes, typical
+from cs336_systems.report.sections.memory.facts import fragmentation_bytes, typical
 from cs336_systems.report.sections.memory.phases import (
     category_columns,
     category_key,
@@ -74,7 +74,7 @@ def peaks(entries: Sequence[Snapshot]) -> Section:
     rows, runs = rows_of(entries, _peak), recorded_runs(entries)
     if not runs:
         profile = entries[0].profile
-        notes = [f"The peak is {when(profile.peak)}.", *_several_counts(profile), *profile.notes]
+        notes = [f"The peak is {when(profile.peak)}.", *profile.notes]
         return _lines("peak", "Peak", {key: rows[0][key] for key in _ALONE}, notes)
     columns = [
         in_unit("peak_allocated_bytes", GIB_CELL),
@@ -140,31 +140,13 @@ def _lines(name: str, title: str, values: Values, notes: Iterable[str]) -> Secti
     return Section(name=name, tables=(table,), rows=rows, keys=("quantity", "value", "unit"))
 
 
-def _several_counts(profile: MemoryProfile) -> Iterator[str]:
-    """Why one peak has several sizes, where it has."""
-    counts = (profile.peak.allocated_bytes, profile.peak_requested_bytes, profile.peak_recorded_bytes)
-    allocated, requested, recorded = map(size, counts)
-    if allocated != requested:
-        mixed = f"; {recorded} if the requests of the recorded events are added to the blocks held throughout"
-        yield (
-            f"One peak, counted in several ways: {allocated} in blocks, as torch.cuda.max_memory_allocated() does; "
-            f"{requested} as asked for, as PyTorch's viewer does{mixed if recorded != requested else ''}. A block is "
-            "larger than what was asked for: rounded up to 512 bytes, and a rest of up to 1 MiB is not split off."
-        )
-
-
 def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
     """What the rows of runs that ran out of memory are, and are not."""
-    failed = [entry for entry in entries if entry.is_out_of_memory]
-    if failed:
-        yield "Out of memory: what there was before it, which is less than the run needs."
-    if any(entry.config.mode is Mode.TRAIN and _is_before_state(entry.profile) for entry in failed):
-        yield "Where memory ran out in the first forward pass, gradients and the optimizer's state were still to come."
-
-
-def _is_before_state(profile: MemoryProfile) -> bool:
-    moments, kept = (profile.peak, *profile.boundaries), (Category.GRADIENTS, Category.OPTIMIZER_STATE)
-    return not any(bytes_of(moment, category) for moment in moments for category in kept)
+    if any(entry.is_out_of_memory for entry in entries):
+        yield (
+            "Out of memory: what there was before it, which is less than the run needs; after a first forward pass of "
+            "training, gradients and the optimizer's state would have been added."
+        )
 
 
 def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:

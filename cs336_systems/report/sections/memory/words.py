@@ -1,7 +1,7 @@
 """How tables, sentences and pictures of a `MemoryProfile` say bytes, moments and places."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,24 +93,20 @@ def peak_words(profile: MemoryProfile) -> str:
     return f"The peak is {size(peak.allocated_bytes)}, {when(peak)}; it consists of {of}."
 
 
-def check_words(moments: Iterable[Moment]) -> str:
+def check_words(moments: Iterable[Moment], *, requested: bool = False) -> str:
     """Whether categories, which add up to what is allocated, agree with the allocator's own count, as a sentence."""
-    differences = [found for moment in moments if (found := difference_bytes(moment)) is not None]
+    found = [difference_bytes(moment, requested=requested) for moment in moments]
+    differences = [difference for difference in found if difference is not None]
     if not differences:
         return "Check: categories add up to what is allocated; no count of the allocator is known beside it."
     if not any(differences):
-        where = all_boundaries(differences)
+        where = "the one boundary" if len(differences) == 1 else f"all {len(differences):,} boundaries"
         return f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
     wrong = [difference for difference in differences if difference]
     return (
         f"Check failed: at {len(wrong):,} of {len(differences):,} boundaries the blocks of the snapshot differ from "
         f"what PyTorch's allocator counted, by {max(wrong, key=abs):+,} bytes at most."
     )
-
-
-def all_boundaries(boundaries: Sequence[object]) -> str:
-    """All of the boundaries, for a sentence."""
-    return "the one boundary" if len(boundaries) == 1 else f"all {len(boundaries):,} boundaries"
 
 
 def parts_of(parts: Mapping[Any, int], whole_bytes: int) -> str:
