@@ -1,4 +1,4 @@
-"""Token files: one check of them for the command line, which refuses early, and for the run, which reads them."""
+"""Opens token files; the command line does so too, to refuse a wrong file before the run."""
 
 from pathlib import Path
 
@@ -9,8 +9,7 @@ from numpy.lib import format as npy
 def open_tokens(path: Path, context_length: int) -> np.ndarray:
     """Map a token file, reading its header alone: .npy, one axis, integers of any type, longer than `context_length`.
 
-    Raises ValueError naming the file, what was needed, what it holds, and the line of Python that makes the one of the
-    other.
+    Raises ValueError, which names the file, what was needed, what it holds, and a line of Python that converts it.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; --tokens needs a .npy file of integers")
@@ -19,7 +18,7 @@ def open_tokens(path: Path, context_length: int) -> np.ndarray:
     if head != npy.MAGIC_PREFIX:
         found = f"begins with {head!r}" if head else "is empty"
         line = f"numpy.save({f'{path}.npy'!r}, numpy.fromfile({str(path)!r}, 'uint16'))"
-        raise ValueError(f"{path}: not a .npy file, it {found}; of raw 16-bit tokens one is made by {line}")
+        raise ValueError(f"{path}: not a .npy file, it {found}; raw 16-bit tokens are converted by {line}")
     try:
         tokens = npy.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header makes numpy's parser and mmap raise nearly anything

@@ -212,7 +212,7 @@ def test_raw_tokens_come_with_the_line_that_converts_them(tmp_path: Path) -> Non
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(ValueError, match=r"not a \.npy file") as caught:
         open_tokens(tmp_path / "train.bin", context_length=4)
-    exec(str(caught.value).partition("made by ")[2], {"numpy": np})
+    exec(str(caught.value).partition("converted by ")[2], {"numpy": np})
     assert open_tokens(tmp_path / "train.bin.npy", context_length=4).tolist() == list(range(100))
 
 

@@ -35,8 +35,8 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
     step = tl.load(steps)
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
-    # a mask makes every thread read element by element: a tensor's last chunk alone has one, and goes in small pieces,
-    # or its registers would be too many for all
+    # a mask makes every thread read element by element, so only a tensor's last chunk has one; it is updated in small
+    # pieces, since its registers would otherwise be too many for all programs
     if start + CHUNK <= size:
         _update(
             row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
@@ -85,8 +85,8 @@ def _update(  # type: ignore[no-untyped-def]
 class ChunkedAdamW:
     """The update of tensors of one kind: all with or all without a copy, gradients of one type.
 
-    Where a tensor and its chunks are is worked out once; only the gradients may move between steps. In a CUDA graph
-    they do not: call `upload` once after its capture.
+    Addresses of tensors and chunks are computed once; only gradients may move between steps. Those of a CUDA graph stay
+    where they are: call `upload` once after its capture.
     """
 
     def __init__(
@@ -128,7 +128,9 @@ class ChunkedAdamW:
         """Update the gradients' addresses if they have changed."""
         found = torch.stack([_addresses(column) for column in zip(*gradients, strict=True)], dim=1)
         if (found % ALIGNMENT).any():
-            raise RuntimeError(f"the kernel reads {ALIGNMENT} bytes at a time, and a gradient does not start at such")
+            raise RuntimeError(
+                f"the kernel needs gradients that start at a multiple of {ALIGNMENT} bytes, and one does not"
+            )
         if not torch.equal(self._pointers[:, 3 : 3 + found.shape[1]], found):
             self._pointers[:, 3 : 3 + found.shape[1]] = found
             if not torch.cuda.is_current_stream_capturing():

@@ -25,9 +25,9 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
     """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
-    With `write_gradients` the logits become the gradient of the mean of these: softmax less one at the target, over the
-    number of rows, and 0 where padded. Logits are taken to lie within 1e38; a target that is none of the vocabulary's
-    makes its row's loss nan, and its gradient that of a row without a target.
+    With `write_gradients` the logits become the gradient of the mean loss: softmax, less 1 at the target, over the
+    number of rows, and 0 in the padding. Logits must lie within 1e38. For a target outside of the vocabulary, the loss
+    is nan, and the gradient is that of a row without a target.
     """
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
@@ -97,7 +97,7 @@ def _cross_entropy_row(  # type: ignore[no-untyped-def]
             x = tl.load(at + start + columns, mask=inside, other=0.0).to(tl.float32)
             gradient = tl.where(start + columns < vocab_size, tl.exp2(x * LOG2_E - shift), 0.0)
             tl.store(at + start + columns, gradient.to(at.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # the target's is another thread's to write, and the last word
+        tl.debug_barrier()  # another thread has written the target's element, which is overwritten here
         wanted = (tl.exp2((own - log_sum) * LOG2_E) - 1) * share
         tl.store(at + target, wanted.to(at.dtype.element_ty), mask=is_known)
 

@@ -1,7 +1,7 @@
 """The operations between a block's matmuls, written in Triton: residual addition with norm, and bias with GELU.
 
-All is read once and written once. Gradients of gains and biases, sums over all rows, are gathered on the way
-(sums_kernel.py).
+Everything is read once and written once. Gradients of gains and biases are sums over all rows, which the same kernels
+make (sums_kernel.py).
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -17,9 +17,9 @@ GELU_BLOCK = 1024
 """Columns of one program of GELU."""
 NUM_WARPS = 4
 MAX_STAGED = 4096
-"""Elements of the widest row for which that many stages fit into a program's shared memory."""
+"""Widest row of which STAGES fit into a program's shared memory; wider ones are not loaded ahead."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
-"""2 sqrt(2 / pi), of GELU."""
+"""Factor 2 sqrt(2 / pi) in GELU's tanh approximation."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
 
 

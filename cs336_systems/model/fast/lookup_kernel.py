@@ -12,7 +12,7 @@ NUM_WARPS = 4
 
 
 def add_rows(result: Tensor, tokens: Tensor, gradient: Tensor) -> None:
-    """Add the gradient of each token, in no fixed order, to the row of `result` that it names."""
+    """Add the gradient of each token, in no fixed order, to the row of `result` that the token names."""
     gradient, tokens = gradient.contiguous(), tokens.contiguous()
     width = gradient.shape[-1]
     grid = (tokens.numel(), triton.cdiv(width, BLOCK))

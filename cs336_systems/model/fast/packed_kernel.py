@@ -1,7 +1,8 @@
 """The operations after a block's packed matmuls, written in Triton: a program handles a stretch of one token's row.
 
-All is read once and written once: 5 and 3 times the bytes of SwiGLU's result, twice those of q, k and v. Where q, k and
-v have biases, a program has a stretch of many rows, and gathers the gradients of these (sums_kernel.py).
+Everything is read once and written once: 3 times the bytes of SwiGLU's result in forward and 5 times in backward, twice
+the bytes of q, k and v. If these have biases, a program handles a stretch of many rows, and sums the gradients of the
+biases (sums_kernel.py).
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -17,7 +18,7 @@ BLOCK = 1024
 """Elements of a part in one program; each thread has 8, which are 16 bytes."""
 NUM_WARPS = 4
 BIASED_BLOCK = 256
-"""The same if the gradients of biases are summed too."""
+"""Elements of a part in one program that also sums the gradients of biases."""
 
 
 def swiglu(packed: Tensor) -> Tensor:

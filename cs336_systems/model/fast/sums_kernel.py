@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 STAGES = 3
-"""Rows that a program loads ahead: a fourth less time than without."""
+"""Rows that a program loads ahead, which takes a fourth less time than loading none ahead."""
 COLUMNS, ROWS = 16, 256
 """Columns and rows of partial sums in one program of the last kernel."""
 NUM_WARPS = 8
@@ -25,10 +25,10 @@ def num_programs(rows: int, block: int, device: torch.device) -> int:
 
 
 def summed(partial: Tensor, last_type: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """`partial`, (sums, programs, width), over the programs: rows in fp32, and the last apart in a type of its own.
+    """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
 
-    Without that type all are rows, and the last is empty. Each row begins at 16 bytes, which AdamW's kernel reads at a
-    time.
+    If `last_type` is None, the last sum is a row too, and the second result is empty. Rows begin at multiples of 16
+    bytes, as AdamW's kernel needs.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1

@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("d_model", [6, 50])
 def test_gradients_begin_where_adamw_s_kernel_can_read(d_model: int) -> None:
-    """16 bytes at a time."""
+    """At multiples of 16 bytes."""
     model = replace(MODEL, arch=Arch.GPT2, d_model=d_model, num_heads=2)
     step, _, _ = first_gradients(replace(BASE, model=model, fused_blocks=True))
     norms = [module for module in step.model.modules() if isinstance(module, AddNorm)]
