@@ -1,4 +1,4 @@
-"""`cs336 memory`: where the memory of recorded steps went, from a snapshot of PyTorch's."""
+"""`cs336 memory`: explains where the memory of recorded steps went, from a memory snapshot of PyTorch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryArguments:
-    """Say where the memory of recorded steps went: by category, phase, block of the model and line of code.
+    """Explain where the memory of recorded steps went: by category, phase, block of the model and line of code.
 
-    FILE is a snapshot of torch.cuda.memory._dump_snapshot, of anybody's, or what this command or a sweep has kept of
-    one (profile.json, memory/*.json). Snapshots of this project have notes beside them, which say what each block
-    held. A second FILE is compared with the first: what grew.
+    FILE is a snapshot that any program wrote with torch.cuda.memory._dump_snapshot, or the profile that this command or
+    a sweep has kept of one (profile.json, memory/*.json). Snapshots of this project have notes beside them, which say
+    what each block of memory held. A second FILE is compared with the first.
     """
 
     files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE [FILE]")]
     """One snapshot, or two to compare."""
     top: int = 10
-    """Allocations to list."""
+    """Number of allocations to list."""
     record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
-    """Record of the run; the model's shape explains the sizes."""
+    """Record of the run, whose model explains the sizes."""
     size: Annotated[str | None, unset("NAME", "that of the record")] = None
-    """Preset that gives the model's shape, where there is no record."""
+    """Preset of the model, if there is no record."""
     context_length: Annotated[int | None, unset("INT", "the preset's")] = None
     """Tokens in a sequence, with --size."""
     batch_size: int = 4
@@ -43,7 +43,7 @@ class MemoryArguments:
     """Print JSON instead of tables."""
 
     def config_of(self, file: Path) -> RunConfig | None:
-        """What ran, as far as anything tells; raise UsageError for an unknown size, RecordError for a bad record."""
+        """The configuration of the run, if known; raise UsageError for an unknown size, RecordError for bad records."""
         if self.size is not None:
             return checked(self._preset)
         beside = file.parent.parent / "runs" / f"{file.stem}.json"

@@ -1,1 +1,1 @@
-"""Memory of a step: what every block of a snapshot was for, and when it was held."""
+"""Explains memory snapshots: what each block of memory held, and from when to when."""

@@ -31,11 +31,11 @@ class Replay:
 
     memory: DeviceMemory
     allocations: Allocations
-    """First those of which events tell, by address, then those that were held throughout the recording."""
+    """First those that events allocated or freed, by address, then those held throughout the recording."""
     reserved_bytes: Ints
     """Bytes that the allocator had from CUDA, at each moment."""
     notes: tuple[str, ...]
-    """What the events and the segments contradict each other in, in sentences."""
+    """Sentences about events and segments that do not fit together."""
 
     @cached_property
     def allocated_bytes(self) -> Ints:
@@ -81,7 +81,7 @@ class Replay:
 
 
 def replay(memory: DeviceMemory, settings: Mapping[str, Setting]) -> Replay:
-    """What the events and the segments of a device tell together; `settings` are those of the snapshot."""
+    """Combine the events and the segments of a device; `settings` are those of the snapshot."""
     reader = LifetimeReader(memory.events, Action.ALLOC, Action.FREE_COMPLETED, Action.FREE_REQUESTED)
     recorded = reader.lifetimes()
     held, notes_on_held = _held_throughout(memory, recorded)
@@ -123,7 +123,7 @@ def _segments(memory: DeviceMemory) -> Lifetimes:
 
 
 def _held_throughout(memory: DeviceMemory, recorded: Lifetimes) -> tuple[Lifetimes, list[str]]:
-    """The blocks in use at the end of which no event tells; and where events and segments contradict each other."""
+    """The blocks that no event allocated or freed, and sentences about events and segments that do not fit."""
     blocks, never, notes = memory.blocks, len(memory.events), []
     is_left, is_used = recorded.end == never, blocks.state != BlockState.INACTIVE
     is_gone = is_left & ~np.isin(recorded.address, blocks.address[is_used])
@@ -132,14 +132,14 @@ def _held_throughout(memory: DeviceMemory, recorded: Lifetimes) -> tuple[Lifetim
             f"Gone without a free: {counted(num, 'allocation')} of "
             f"{counted(int(recorded.num_bytes[is_gone].sum()), 'byte')}; recording ended before the snapshot."
         )
-    is_untold = is_used & ~np.isin(blocks.address, recorded.address[is_left])
-    is_late = is_untold & _overlap(blocks.address, blocks.num_bytes, recorded)
+    is_unrecorded = is_used & ~np.isin(blocks.address, recorded.address[is_left])
+    is_late = is_unrecorded & _overlap(blocks.address, blocks.num_bytes, recorded)
     if num := int(np.count_nonzero(is_late)):
         num_bytes = int(blocks.requested_bytes[is_late].sum())
         notes.append(
             f"Left out: {counted(num, 'block')} of {counted(num_bytes, 'byte')} that came after the last event."
         )
-    rows = np.flatnonzero(is_untold & ~is_late)
+    rows = np.flatnonzero(is_unrecorded & ~is_late)
     stream = memory.segments.stream[blocks.segment[rows]]
     held = always(blocks.address[rows], blocks.requested_bytes[rows], stream, never)
     requested = np.where(blocks.state[rows] == BlockState.ACTIVE_PENDING_FREE, BEFORE, never)
@@ -170,12 +170,12 @@ def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Set
     if num := int(np.count_nonzero(is_guessed)):
         yield (
             f"Made before the recording and freed in it: {counted(num, 'large allocation')}. Each block may be up to "
-            "1 MiB larger than shown; what was asked for is exact."
+            "1 MiB larger than shown; requested bytes are exact."
         )
     if rounds_to_powers(settings):
         yield (
             "The allocator rounds to powers of two (roundup_power2_divisions): blocks that were freed in the "
-            "recording are larger than shown; what was asked for is exact."
+            "recording are larger than shown; requested bytes are exact."
         )
 
 
@@ -183,5 +183,5 @@ def _notes_on_reserved(reserved_bytes: Ints) -> Iterator[str]:
     if reserved_bytes.min() < 0:
         yield (
             f"More segments were given back than there were ({-reserved_bytes.min():,} bytes too many): "
-            "what was reserved is not known."
+            "the reserved bytes are not known."
         )

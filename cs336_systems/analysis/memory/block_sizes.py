@@ -20,12 +20,12 @@ NOWHERE = np.iinfo(np.int64).max
 
 
 def rounded(requested_bytes: Ints) -> Ints:
-    """Requests as the allocator rounds them, unless it is told to round to powers of two."""
+    """Requests rounded up as the allocator does by default."""
     return np.maximum(-(-requested_bytes // ROUNDING_BYTES), 1) * ROUNDING_BYTES
 
 
 def rounds_to_powers(settings: Mapping[str, Setting]) -> bool:
-    """Whether the allocator was told to round to powers of two, which is not followed here."""
+    """Whether the allocator is set to round to powers of two, which this module does not imitate."""
     return any(name.startswith("roundup_power2_divisions.") and value not in (0, 1) for name, value in settings.items())
 
 

@@ -1,4 +1,4 @@
-"""What each block of memory holds: sighted by the live process, or concluded from when it was there."""
+"""What each block of memory holds: seen by the live process, or concluded from when the block was in use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _PRECEDENCE = {kind: rank for rank, kind in enumerate(
 
 
 class MemoryAttributionError(AssertionError):
-    """The categories do not add up to what is allocated: a bug of ours, never of the file."""
+    """The categories do not add up to what the allocator counted, which is a defect of this analysis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,11 @@ class Contents(Columns):
     category: Ints
     """Index into CATEGORIES."""
     sighting: Ints
-    """Index of the sighting that tells so, or NOT_SIGHTED."""
+    """Index of the sighting that decided the category, or NOT_SIGHTED."""
 
 
 def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: Ints) -> Ints:
-    """The row of the allocation that each sighting saw at its moment, NOT_SIGHTED for none.
-
-    It is the one in use that begins at the address, or else the last before it, if that reaches so far.
-    """
+    """For each sighting the row of the allocation that its address lay in at its moment, or NOT_SIGHTED."""
     wanted = np.array([sighting.address for sighting in sightings], dtype=np.int64)
     found = nearest(
         allocations.address, allocations.start, allocations.free_requested, wanted, np.zeros_like(wanted), moments
@@ -48,16 +45,16 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
 
 
 def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, has_notes: bool = True) -> Contents:
-    """The contents of all allocations; of several sightings of one, the kind decides, and then the first.
+    """The contents of all allocations. Among several sightings of one, the kind decides, and then the first of a kind.
 
-    Without notes nothing is sighted, and how long each stayed is all that tells.
+    Without notes there are no sightings, and the category follows from how long each allocation stayed.
     """
     rows = replay.allocations
     passing = np.where(_is_for_later(replay) & (not has_notes), CODES[Category.LATER], CODES[Category.TEMPORARY])
     category = np.where(replay.is_held_throughout, CODES[Category.HELD], passing)
     sighted = np.full(len(rows), NOT_SIGHTED, dtype=np.int64)
     rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
-    for index in np.lexsort((np.arange(len(rank)), rank))[::-1].tolist():  # the one that decides is written last
+    for index in np.lexsort((np.arange(len(rank)), rank))[::-1].tolist():  # the deciding one is written last
         if row_of[index] != NOT_SIGHTED:
             sighted[row_of[index]] = index
     known = np.flatnonzero(sighted != NOT_SIGHTED)
@@ -66,7 +63,7 @@ def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, h
 
 
 def _is_for_later(replay: Replay) -> Mask:
-    """Of each allocation, whether MIN_LATER or more others were made before the program gave it back."""
+    """For each allocation, whether MIN_LATER or more others were made before the program freed it."""
     rows = replay.allocations
     made = np.append(0, np.cumsum(replay.memory.events.action == Action.ALLOC))
     is_later: Mask = made[np.maximum(rows.free_requested, 0)] - made[rows.start + 1] >= MIN_LATER
@@ -75,7 +72,7 @@ def _is_for_later(replay: Replay) -> Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSums:
-    """What was allocated, by category, at some moments: a row for each of CATEGORIES, a column for each moment."""
+    """Sums over the allocated blocks: a row for each of CATEGORIES, a column for each moment."""
 
     moments: Ints
     num_bytes: Ints
@@ -83,7 +80,7 @@ class LiveSums:
     counts: Ints
 
     def at(self, moment: int) -> tuple[CategoryBytes, ...]:
-        """At one of the moments, the categories of which there is something."""
+        """The categories that have blocks at one of the moments."""
         column = int(np.searchsorted(self.moments, moment))
         sums = (self.num_bytes, self.requested_bytes, self.counts)
         cells = zip(CATEGORIES, *(table[:, column].tolist() for table in sums), strict=True)
@@ -95,7 +92,7 @@ class LiveSums:
 
 
 def live_sums(replay: Replay, contents: Contents, moments: Ints) -> LiveSums:
-    """The sums at the sorted `moments`; raise MemoryAttributionError unless they add up to what was allocated."""
+    """The sums at the sorted `moments`; raise MemoryAttributionError unless they add up to the allocated bytes."""
     rows = replay.allocations
     first = np.searchsorted(moments, rows.start, side="right")
     behind = np.searchsorted(moments, rows.free_requested, side="right")
@@ -115,7 +112,7 @@ def live_sums(replay: Replay, contents: Contents, moments: Ints) -> LiveSums:
 
 
 def _sums(code: Ints, values: Ints, first: Ints, behind: Ints, num_moments: int) -> Ints:
-    """By category, the values of what is there from moment number `first` to the one before number `behind`."""
+    """The sum of the values by category; each value counts from column `first` to the one before column `behind`."""
     change = np.zeros((len(CATEGORIES), num_moments + 1), dtype=np.int64)
     is_there = first < behind
     np.add.at(change, (code[is_there], first[is_there]), values[is_there])

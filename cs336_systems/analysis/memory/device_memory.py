@@ -1,4 +1,4 @@
-"""What PyTorch's allocator did on one device, and what it has, in columns."""
+"""What PyTorch's allocator did on one device, and which memory it has at the end, in columns."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cs336_systems.analysis.columns import Columns, Ints
 
 NO_STACK = 0
-"""Number of the empty stack: none was recorded."""
+"""Number of the empty stack, for events and blocks without a recorded stack."""
 
 
 class Frame(NamedTuple):
@@ -23,50 +23,50 @@ Stack = tuple[Frame, ...]
 
 
 class Action(IntEnum):
-    """What the allocator did. Sizes are what the program asked for, and of segments what CUDA gave."""
+    """What the allocator did. An event's size is what the program asked for; that of a segment is what CUDA gave."""
 
     ALLOC = 0
     FREE_REQUESTED = 1
     FREE_COMPLETED = 2
-    """The memory may be used again: at once, unless other streams used it too."""
+    """The memory may be used again; this follows the request at once, unless other streams use it too."""
     SEGMENT_ALLOC = 3
     SEGMENT_FREE = 4
     SEGMENT_MAP = 5
-    """Of an expandable segment, a part got memory."""
+    """A part of an expandable segment got memory."""
     SEGMENT_UNMAP = 6
     OOM = 7
     SNAPSHOT = 8
 
 
 class BlockState(IntEnum):
-    """What a block is used for when the snapshot is taken."""
+    """Whether a block was in use when the snapshot was taken."""
 
     ACTIVE_ALLOCATED = 0
     ACTIVE_PENDING_FREE = 1
-    """Freed, but perhaps still in use by another stream."""
+    """Freed by the program, but another stream may still use it."""
     INACTIVE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events(Columns):
-    """What one device's allocator did, one after the other."""
+    """What one device's allocator did, in order."""
 
     action: Ints
-    """Of `Action`."""
+    """A value of `Action`."""
     address: Ints
-    """For `OOM`, the bytes that were free on the device; for `SNAPSHOT` 0."""
+    """For `OOM` the free bytes of the device; for `SNAPSHOT` 0."""
     num_bytes: Ints
-    """For `OOM`, what was asked for, rounded up by the allocator; for `SNAPSHOT`, what was active, in whole blocks."""
+    """For `OOM` the request, rounded up by the allocator; for `SNAPSHOT` the size of all active blocks."""
     stream: Ints
     time_us: Ints
-    """Since 1970."""
+    """Microseconds since 1970."""
     stack: Ints
-    """Number of the call's stack, or NO_STACK. A free has the stack of the call that freed."""
+    """Number of the stack of the call that allocated or freed, or NO_STACK."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments(Columns):
-    """Memory that the allocator has from CUDA when the snapshot is taken."""
+    """Memory that the allocator had from CUDA when the snapshot was taken."""
 
     address: Ints
     num_bytes: Ints
@@ -75,15 +75,16 @@ class Segments(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Columns):
-    """The parts of the segments."""
+    """The parts of the segments when the snapshot was taken, in use or free."""
 
     segment: Ints
+    """Row of its segment."""
     address: Ints
     num_bytes: Ints
     requested_bytes: Ints
-    """What was asked for, last time."""
+    """The last request that the block served."""
     state: Ints
-    """Of `BlockState`."""
+    """A value of `BlockState`."""
     stack: Ints
 
 

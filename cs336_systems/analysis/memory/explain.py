@@ -1,7 +1,7 @@
-"""Explains a memory snapshot: what was allocated when, what it held, in which phase, and whose code asked for it.
+"""Explains a memory snapshot: what was allocated when, what it held, in which phase, and which code allocated it.
 
-The snapshot alone tells sizes, times and stacks. What a block held, and when phases ended, is told by the notes beside
-it (memory_notes.py), where there are any.
+The snapshot itself has sizes, times and stacks. What a block held and when phases ended is in the notes beside it
+(notes.py), if there are any.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ from cs336_systems.analysis.memory.positions import (
     NO_PHASES,
     NOWHERE,
     START,
-    Positions,
     find_phases,
+    moments_of,
     notes_on_positions,
     times_s,
 )
@@ -53,8 +53,9 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.text import counted, inert_line
 
 MAX_POINTS = 2000
-"""Of a timeline."""
+"""Points of a timeline."""
 MAX_LARGEST = 50
+"""Groups among the largest allocations, unless more have the last size."""
 FROM_BOTTOM = (
     Category.HELD,
     Category.PARAMETERS,
@@ -66,19 +67,19 @@ FROM_BOTTOM = (
     Category.LATER,
     Category.TEMPORARY,
 )
-"""Of a picture over time: what stays is below what comes and goes."""
+"""Order in a picture over time: what stays is below what comes and goes."""
 
 
 def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int | None = None) -> MemoryProfile:
-    """The snapshot at `path` explained, with the notes beside it, if any; raise ProfileError where there is none.
+    """Explain the snapshot at `path` with the notes beside it, if any; raise ProfileError if it is not a snapshot.
 
-    The model and the batch size, where known, give formulas for the bytes. Raises MemoryAttributionError if the
-    categories missed what the allocator counted.
+    The model and the batch size, if known, give formulas for the bytes. Raises MemoryAttributionError if the categories
+    do not add up to what the allocator counted.
     """
     beside = notes_path(path)
     notes = None
     if beside.exists():
-        read_head(beside, 0, "notes on a memory snapshot")  # a pipe would be read for ever
+        read_head(beside, 0, "notes on a memory snapshot")  # refuses a pipe, which might never end
         notes = read_notes(beside)
     snapshot = read_snapshot(path)
     memory = _choose_device(snapshot, notes)
@@ -88,7 +89,7 @@ def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int
 
 
 def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemory:
-    """That of the notes; without any, the one that did most."""
+    """The device of the notes; without notes, the one with the most events."""
     if not snapshot.devices:
         raise ProfileError(snapshot.path, f"no device has any memory in it; {HOW_TO_RECORD}")
     if notes is None:
@@ -103,7 +104,7 @@ def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemor
 
 
 class _Explanation:
-    """One device of a snapshot, and all that is concluded from it."""
+    """One device of a snapshot, and everything concluded from it."""
 
     def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None, formulas: Formulas) -> None:
         self._snapshot, self._memory, self._notes = snapshot, memory, notes
@@ -113,9 +114,8 @@ class _Explanation:
         sightings = () if notes is None else notes.sightings
         self._phases, self._sighted_at = NO_PHASES, np.zeros(0, dtype=np.int64)
         if notes is not None:
-            positions = Positions(memory.events, notes.end)
-            self._phases = find_phases(positions, notes, max(self._replay.failed_requests, default=NOWHERE))
-            self._sighted_at = positions.moments([sighting.position for sighting in sightings])
+            self._phases = find_phases(memory.events, notes, max(self._replay.failed_requests, default=NOWHERE))
+            self._sighted_at = moments_of([sighting.position for sighting in sightings], memory.events, notes.end)
         self._row_of = resolve(self._replay.allocations, sightings, self._sighted_at)
         self._known = Known(
             replay=self._replay,
@@ -127,7 +127,7 @@ class _Explanation:
         )
 
     def profile(self, residual_stream_bytes: int | None) -> MemoryProfile:
-        """All of it."""
+        """The whole profile."""
         allocations, notes = self._replay.allocations, self._notes
         points = self._points()
         sums = live_sums(self._replay, self._known.contents, np.union1d(points, [*self._phases.moments, self._peak]))
@@ -170,7 +170,7 @@ class _Explanation:
             yield self._moment(sums, moment, mark.step, mark.name, mark)
 
     def _phases_of_steps(self) -> Iterator[PhaseMemory]:
-        """From mark to mark within a step; behind the last, the phase that ran out of memory, up to where it did."""
+        """The phases from mark to mark, and behind the last mark the phase that ran out of memory, if one did."""
         phases, moments = self._phases, self._phases.moments.tolist()
         for index, mark in enumerate(phases.marks[1:], start=1):
             if mark.name != START and mark.step == phases.marks[index - 1].step:
@@ -206,7 +206,7 @@ class _Explanation:
         )
 
     def _points(self) -> Ints:
-        """Moments, evenly over the events, each the peak among those around it; all of them where they are few."""
+        """Moments of the timeline: all if they are few, else the peak of each of MAX_POINTS equal intervals."""
         num_moments = len(self._allocated)
         if num_moments <= MAX_POINTS:
             return np.arange(num_moments)
@@ -252,7 +252,7 @@ class _Explanation:
 
     @property
     def _is_guessed(self) -> bool:
-        """Whether the size of any block is a conclusion that may be wrong."""
+        """Whether the concluded size of any block may be wrong."""
         rows, settings = self._replay.allocations, self._snapshot.settings
         is_gone = (rows.start == BEFORE) & (rows.end < len(self._memory.events))
         return rounds_to_powers(settings) or bool((is_gone & may_be_larger(rows.requested_bytes, settings)).any())
@@ -262,21 +262,21 @@ class _Explanation:
         yield from self._replay.notes
         if len(self._snapshot.devices) > 1:
             others = [memory.device for memory in self._snapshot.devices if memory.device != self._memory.device]
-            yield f"Of device {self._memory.device}; {', '.join(map(str, others))} have memory too, left out here."
+            yield f"Only device {self._memory.device} is explained, not {', '.join(map(str, others))}."
         if not len(self._memory.events):
-            yield f"No event was recorded, so nothing is known but what was there at the end; {HOW_TO_RECORD}."
+            yield f"No event was recorded, so only the memory at the end is known; {HOW_TO_RECORD}."
         if self._notes is None:
-            # with notes it is known whether events were dropped
+            # with notes, the counts of allocations tell whether events were dropped
             if len(self._memory.events) and (num := self._replay.num_held_with_stack):
                 yield (
-                    f"A stack, though no event, has {counted(num, 'block')} of those held throughout: the oldest "
-                    "events were dropped (max_entries), or recording was begun anew."
+                    f"Held throughout with a stack but without an event: {counted(num, 'block')}. The oldest events "
+                    "were dropped (max_entries), or recording was begun anew."
                 )
-            yield "Nothing beside it tells what the blocks held and when phases ended: record with --memory."
+            yield "No notes beside the snapshot say what blocks held and when phases ended: record with --memory."
             return
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)
         if lost := int(np.count_nonzero(self._row_of == NOT_SIGHTED)):
-            yield f"Left out: {lost:,} of {len(self._row_of):,} sightings, which are of no block in use then."
+            yield f"Left out: {lost:,} of {len(self._row_of):,} sightings, whose addresses lay in no allocated block."
         missed = [
             abs(int(self._allocated[moment]) - mark.allocated_bytes)
             for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True)

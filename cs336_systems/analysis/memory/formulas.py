@@ -1,7 +1,7 @@
-"""Which tensor of the model has so many bytes: the product of sizes that gives them, such as `batch x T x d_model x 4`.
+"""Explains a number of bytes by the tensor of the model that has this size, such as `batch x T x d_model x 4`.
 
 Different tensors may be equally large: with d_ff = 4 d_model and a batch of 4, the logits of a context of 256 are as
-large as a weight. So what is known of an allocation narrows the choice, and what is left is listed, never guessed.
+large as a weight. So everything known of an allocation narrows the choice; if several tensors are left, all are listed.
 """
 
 import math
@@ -18,10 +18,10 @@ from cs336_systems.config import Arch, ModelConfig
 FLOAT_BYTES = (4, 2)
 BOOL_BYTES, HALF_BYTES, INTEGER_BYTES = 1, 2, 8
 CUBLAS_WORKSPACE_BYTES = (32 * 2**20, 2 * 4096 * 2**10 + 8 * 16 * 2**10)
-"""On Hopper, and on other devices (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+"""On Hopper and on other devices (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 _BITS = re.compile(r"\d+")
 OR = " or "
-"""Between formulas of which any may be the right one."""
+"""Stands between formulas if any of them may be the right one."""
 T = TypeVar("T")
 
 
@@ -35,37 +35,37 @@ class Role(Enum):
 
 
 Axes = tuple[tuple[str, int], ...]
-"""Names and sizes."""
+"""Name and size of each axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A tensor that the model has."""
+    """A kind of tensor that the model has."""
 
     axes: Axes
     role: Role
     what: str
     element_bytes: tuple[int, ...] = FLOAT_BYTES
-    """That it may have where its type was not seen."""
+    """Bytes of an element that are tried if the data type is not known."""
     functions: tuple[str, ...] = ()
-    """Parts of names of functions that make it and none of its like."""
+    """Parts of names of functions that make this tensor and no other of the same size."""
 
     @property
     def num_elements(self) -> int:
         return math.prod(size for _, size in self.axes)
 
     def formula(self, element_bytes: int) -> str:
-        """The product."""
+        """The product of the axes and the bytes of an element."""
         return " x ".join([*(name for name, _ in self.axes), str(element_bytes)])
 
     def has_shape(self, shape: Sequence[int], *, in_order: bool) -> bool:
-        """Whether the axes, some of them joined and without those of size 1, are those of the shape."""
+        """Whether joining neighbouring axes, those of size 1 left out, gives the shape."""
         sizes, wanted = [size for _, size in self.axes if size > 1], [size for size in shape if size > 1]
         return any(_joins(order, wanted) for order in ([sizes] if in_order else permutations(sizes)))
 
 
 def _joins(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether neighbours among `sizes` multiply to `wanted`."""
+    """Whether products of neighbouring `sizes` give `wanted`."""
     product, left = 1, list(wanted)
     for size in sizes:
         product *= size
@@ -76,7 +76,7 @@ def _joins(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def candidates(model: ModelConfig, batch_size: int) -> Iterator[Candidate]:
-    """The tensors that a step of the model is made of, forward and backward."""
+    """The tensors of a training step of the model."""
     batch, heads, context = ("batch", batch_size), ("heads", model.num_heads), ("T", model.context_length)
     d_model, d_ff, vocabulary = ("d_model", model.d_model), ("d_ff", model.d_ff), ("vocabulary", model.vocab_size)
     scores, one_per_token = (batch, heads, context, context), (batch, context)
@@ -106,7 +106,7 @@ def candidates(model: ModelConfig, batch_size: int) -> Iterator[Candidate]:
 
 
 def element_bytes(dtype: str) -> int | None:
-    """Bytes of one element of a type of PyTorch by its name, such as `bfloat16`; None for types that are not known."""
+    """Bytes of one element of a data type of PyTorch, such as `bfloat16`; None for unknown types."""
     if dtype == "bool":
         return 1
     bits = _BITS.search(dtype)
@@ -114,14 +114,14 @@ def element_bytes(dtype: str) -> int | None:
 
 
 class Formulas:
-    """Explains bytes by the tensors of one model, or by shapes alone where the model is not known."""
+    """Explains bytes by the tensors of one model, or by shapes alone if the model is not known."""
 
     def __init__(self, model: ModelConfig | None, batch_size: int | None) -> None:
         self._candidates = () if model is None or batch_size is None else tuple(candidates(model, batch_size))
         self.sighted, self.unsighted = cache(self._sighted), cache(self._unsighted)
 
     def _sighted(self, num_bytes: int, shape: tuple[int, ...], dtype: str, role: Role, what: str) -> str:
-        """For a storage of `num_bytes` of which a tensor of this shape and type was seen, and what it is, if known."""
+        """Explain a storage in which a tensor of this shape and type was seen; `what` says what it is, if known."""
         size = element_bytes(dtype)
         if size is None or math.prod(shape) < 2:
             return ""
@@ -134,9 +134,9 @@ class Formulas:
         return _explained(" x ".join(map(str, (*shape, size))), what) if math.prod(shape) * size == num_bytes else ""
 
     def _unsighted(self, requested_bytes: int, role: Role | None, function: str, has_half: bool) -> str:
-        """For an allocation of which only the size is known, and perhaps the role and the function that made it.
+        """Explain an allocation by its size, and by its role and the function that made it, if known.
 
-        Without `has_half`, nothing has elements of 2 bytes.
+        `has_half` tells whether any tensor may have elements of 2 bytes.
         """
         fitting = [
             (c, size)

@@ -123,7 +123,7 @@ class Groups:
         return [known.formulas.unsighted(requested, role, function, self._may_have_half) for role in roles]
 
     def _role(self, row: int) -> Role | None:
-        """What an allocation without a sighting may be; None if nothing tells."""
+        """What an allocation without a sighting may be; None if it is unknown."""
         rows, contents = self._known.replay.allocations, self._known.contents
         phase = self._phase_names[self._phase_of_row[row]]
         if phase:

@@ -24,7 +24,7 @@ MAX_ADDRESSES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes(Columns):
-    """Memory of which events tell, sorted by address and then by time."""
+    """Memory that events allocated or freed, sorted by address and then by time."""
 
     address: Ints
     num_bytes: Ints
@@ -108,7 +108,7 @@ class LifetimeReader:
         self._contradictions: Counter[str] = Counter()
 
     def lifetimes(self) -> Lifetimes:
-        """All memory of which an event tells."""
+        """All memory that an event allocated or freed."""
         events = self._events
         first = self._event[self._first]
         start = np.where(self._action[self._first] == self._allocate, first, BEFORE)

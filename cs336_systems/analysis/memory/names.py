@@ -1,4 +1,4 @@
-"""Names of tensors as tables show them: without what is around every operator, and with like blocks alike."""
+"""Names of tensors as tables show them: without the ranges around all operators, and alike for like blocks."""
 
 import re
 
@@ -12,19 +12,19 @@ _BLOCK = re.compile(r"^block\.(\d+|\*)$")
 
 
 def short_name(sighting: Sighting) -> str:
-    """The name without the ranges that are around the whole model."""
+    """The name without the ranges around the whole model."""
     if sighting.kind is not Kind.SAVED:
         return sighting.name
     return SEPARATOR.join(part for part in sighting.name.split(SEPARATOR) if part not in _AROUND)
 
 
 def like_name(name: str) -> str:
-    """The name with a star for the number of the block, the same for like tensors of all blocks."""
+    """The name with a star in place of block numbers, so that like tensors of all blocks have the same name."""
     return _NUMBER.sub("*", name)
 
 
 def block_of_ranges(name: str) -> int | None:
-    """The number of the block within whose range it is."""
+    """The number of the block whose range is among the ranges; None if there is none."""
     for part in name.split(SEPARATOR):
         if (found := _BLOCK.match(part)) and found.group(1) != "*":
             return int(found.group(1))
@@ -32,19 +32,19 @@ def block_of_ranges(name: str) -> int | None:
 
 
 def block_of_parameter(name: str) -> int | None:
-    """The number of the block whose parameter it is: the first number among the parts of its name."""
+    """The number of the block that a parameter belongs to, the first number in its name; None if it has none."""
     return int(found.group()) if (found := _NUMBER.search(name)) else None
 
 
 def within_block(name: str) -> str:
-    """The ranges within the block; empty where it is the block itself."""
+    """The ranges within the block, empty for the block itself; the whole name outside of blocks."""
     parts = name.split(SEPARATOR)
     inner = [index + 1 for index, part in enumerate(parts) if _BLOCK.match(part)]
     return SEPARATOR.join(parts[inner[0] :]) if inner else name
 
 
 def what_saved(name: str) -> str:
-    """What the innermost range is, and of which block: `softmax of block 17`."""
+    """The innermost range and its block, such as `softmax of block 17`."""
     parts = name.split(SEPARATOR)
     blocks = [found.group(1) for part in parts if (found := _BLOCK.match(part))]
     innermost = "" if _BLOCK.match(parts[-1]) else parts[-1].removeprefix(f"{Range.ATTENTION}.")

@@ -1,7 +1,7 @@
-"""What only the live process knows of its memory, and no snapshot holds: which address was what, and when phases were.
+"""Notes beside a snapshot: what only the live process knows, such as what an address held and when phases ended.
 
-Times would not do: blocks are reused within microseconds. So a moment is a `Position`, the number of allocations and
-frees that the allocator has counted, which finds one place between two events of the snapshot exactly.
+A time would not say exactly when: blocks are reused within microseconds. So a moment is a `Position`, the numbers of
+allocations and frees that the allocator has counted, which lies between two known events of the snapshot.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MAX_NOTES_BYTES = 256 * 2**20
 
 
 class Kind(StrEnum):
-    """What a sighted block of memory holds."""
+    """What a block of memory holds, as the live process saw it."""
 
     PARAMETER = "parameters"
     BUFFER = "buffers"
@@ -31,17 +31,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A moment in the life of one device's allocator."""
+    """A moment, by what one device's allocator has counted since the process began."""
 
     allocations: Count
-    """Made so far, since the process began."""
     frees: Count
-    """Asked for so far."""
+    """Requested frees; some may not be completed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A phase ended (the first mark of a step: the step began). Bytes are the allocator's own counts at that moment."""
+    """The end of a phase, or the start of a step. Bytes are the allocator's own counts at that moment."""
 
     step: Count
     name: str
@@ -49,22 +48,22 @@ class Mark:
     position: Position
     allocated_bytes: Count
     requested_bytes: Count
-    """What was asked for; the allocator rounds it up."""
+    """What the program asked for; the allocator rounds it up."""
     reserved_bytes: Count
     peak_allocated_bytes: Count
-    """Since the first measured step began."""
+    """The most since the first measured step began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """At this moment, this is what lay at this address."""
+    """What lay at an address at a moment."""
 
     kind: Kind
     name: str
-    """Of the parameter; of a saved activation, the ranges around the operator that saved it, joined by ` > `."""
+    """The parameter's name; for a saved activation the ranges around the operator that saved it, joined by ` > `."""
     address: Count
     num_bytes: Count
-    """Of the whole storage."""
+    """Size of the whole storage."""
     shape: tuple[int, ...]
     dtype: str
     position: Position
@@ -82,15 +81,15 @@ class MemoryNotes:
     marks: tuple[Mark, ...]
     sightings: tuple[Sighting, ...]
     reserved_bytes: Count
-    """By PyTorch, at the end."""
+    """What PyTorch had reserved at the end."""
     used_on_device_bytes: Count
-    """By everybody, at the end, as the driver counts: what is more than reserved is the CUDA context, libraries and
-    other processes."""
+    """What the driver counted as used at the end; more than was reserved, by the CUDA context, libraries and other
+    processes."""
     format_version: int = NOTES_FORMAT_VERSION
 
 
 def notes_path(snapshot: Path) -> Path:
-    """Where the notes of a snapshot are."""
+    """The file with the notes on a snapshot."""
     return snapshot.with_suffix(".notes.json")
 
 
@@ -100,7 +99,7 @@ def write_notes(notes: MemoryNotes, path: Path) -> None:
 
 
 def read_notes(path: Path) -> MemoryNotes:
-    """The notes at `path`; raise ProfileError where there are none."""
+    """The notes at `path`; raise ProfileError if the file has none."""
     try:
         if (size := path.stat().st_size) > MAX_NOTES_BYTES:
             raise ProfileError(path, f"{size} bytes are more than notes on a snapshot ever have ({MAX_NOTES_BYTES})")

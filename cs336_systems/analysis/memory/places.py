@@ -1,4 +1,4 @@
-"""Whose code asked for memory: of a call stack, the lines of the program itself."""
+"""The lines of the program itself in a call stack, without those of libraries."""
 
 import re
 
@@ -7,13 +7,13 @@ from cs336_systems.analysis.memory.profile import Place
 
 MAX_PLACES = 6
 NUM_PARTS = 2
-"""Of a file's path that are kept: the rest tells of one machine."""
+"""Parts of a file's path that are kept; the others say more about the machine than about the program."""
 _TORCH = re.compile(r"(?:^|[/\\](?:site|dist)-packages[/\\])torch[/\\]")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
 
 
 def places_of(stack: Stack) -> tuple[Place, ...]:
-    """The innermost lines of Python outside of PyTorch, and outside of all installed packages where there are such."""
+    """The innermost lines of Python outside of PyTorch, and outside of other installed packages if any are."""
     of_python = [frame for frame in stack if frame.filename.endswith(".py") and not _TORCH.search(frame.filename)]
     own = [frame for frame in of_python if not _INSTALLED.search(frame.filename)] or of_python
     return tuple(

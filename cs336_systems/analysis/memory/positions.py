@@ -1,4 +1,4 @@
-"""Where in the events of a snapshot lie the moments of which its notes tell."""
+"""Finds the moments that notes tell of, such as the ends of phases, among the events of a snapshot."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cs336_systems.config import Phase
 START = "start"
 UNKNOWN_STEP = -1
 NOWHERE = -1
-"""The moment of what came before the first event, or fits no place between two of them."""
+"""Moment of a position that lies before the first event or contradicts the events."""
 _NEXT_PHASE = {
     START: Phase.FORWARD,
     Phase.DATA: Phase.FORWARD,
@@ -23,30 +23,24 @@ _NEXT_PHASE = {
 }
 
 
-class Positions:
-    """Finds moments by counting allocations and frees backwards from the last event, for the first may be lost."""
+def moments_of(positions: Sequence[Position], events: Events, end: Position) -> Ints:
+    """For each position the first moment at which the allocator had counted so much; NOWHERE if none fits.
 
-    def __init__(self, events: Events, end: Position) -> None:
-        self._allocations, self._frees = (
-            np.append(0, np.cumsum(events.action == action)) for action in (Action.ALLOC, Action.FREE_REQUESTED)
-        )
-        self._before = Position(
-            allocations=max(end.allocations - int(self._allocations[-1]), 0),
-            frees=max(end.frees - int(self._frees[-1]), 0),
-        )
-
-    def moments(self, positions: Sequence[Position]) -> Ints:
-        """The first moment at which the allocator had counted so much, for each position; NOWHERE where none fits."""
-        allocations = np.array([p.allocations for p in positions], dtype=np.int64) - self._before.allocations
-        frees = np.array([p.frees for p in positions], dtype=np.int64) - self._before.frees
-        found = np.maximum(np.searchsorted(self._allocations, allocations), np.searchsorted(self._frees, frees))
-        inside = np.minimum(found, len(self._allocations) - 1)
-        fits = (self._allocations[inside] == allocations) & (self._frees[inside] == frees)
-        return np.where(fits, inside, NOWHERE)
+    The counts go backwards from `end`, the position of the last event, because the first events may be lost.
+    """
+    allocations, frees = (
+        np.append(0, np.cumsum(events.action == action)) for action in (Action.ALLOC, Action.FREE_REQUESTED)
+    )
+    allocations += max(end.allocations - int(allocations[-1]), 0)
+    frees += max(end.frees - int(frees[-1]), 0)
+    wanted = np.array([(p.allocations, p.frees) for p in positions], dtype=np.int64).reshape(-1, 2).T
+    found = np.maximum(np.searchsorted(allocations, wanted[0]), np.searchsorted(frees, wanted[1]))
+    inside = np.minimum(found, len(events))
+    return np.where((allocations[inside] == wanted[0]) & (frees[inside] == wanted[1]), inside, NOWHERE)
 
 
 def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
-    """Of the last event before each moment, since the first event."""
+    """Time of the last event before each moment, since the first event."""
     time_us = events.time_us
     if not len(time_us):
         return np.zeros(moments.shape)
@@ -56,16 +50,16 @@ def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """The stretches of events between one mark and the next, the first before all marks, the last behind them."""
+    """Stretches of events: one before all marks, one between each mark and the next, and one after the last mark."""
 
     marks: tuple[Mark, ...]
-    """Those that lie within the events."""
+    """The marks that lie within the events."""
     moments: Ints
-    """Of each mark."""
+    """The moment of each mark."""
     names: tuple[str, ...]
-    """Of the phase that each stretch is, one more than marks; empty outside of all steps."""
+    """The phase of each stretch; empty outside of all steps."""
     steps: tuple[int, ...]
-    """Of each stretch; UNKNOWN_STEP outside of all steps."""
+    """The step of each stretch; UNKNOWN_STEP outside of all steps."""
 
     def at(self, event: Ints) -> Ints:
         """The stretch in which each event happened."""
@@ -75,9 +69,9 @@ class Phases:
 NO_PHASES = Phases(marks=(), moments=np.zeros(0, dtype=np.int64), names=("",), steps=(UNKNOWN_STEP,))
 
 
-def find_phases(positions: Positions, notes: MemoryNotes, last_oom: int) -> Phases:
-    """The phases of the marks; a phase that ran out of memory, as event `last_oom` shows, goes on to the end."""
-    moments = positions.moments([mark.position for mark in notes.marks])
+def find_phases(events: Events, notes: MemoryNotes, last_oom: int) -> Phases:
+    """The phases between the marks; a phase in which event `last_oom` ran out of memory lasts until the end."""
+    moments = moments_of([mark.position for mark in notes.marks], events, notes.end)
     is_found = moments != NOWHERE
     marks = tuple(mark for mark, found in zip(notes.marks, is_found, strict=True) if found)
     moments = moments[is_found]
@@ -93,7 +87,7 @@ def find_phases(positions: Positions, notes: MemoryNotes, last_oom: int) -> Phas
 
 
 def notes_on_positions(phases: Phases, notes: MemoryNotes, events: Events) -> Iterator[str]:
-    """What of the notes has no place in the events, in sentences."""
+    """Sentences about notes that do not fit the events."""
     counted = notes.end.allocations - notes.start.allocations
     recorded = int(np.count_nonzero(events.action == Action.ALLOC))
     if recorded < counted:

@@ -1,8 +1,9 @@
-"""Where the memory of the recorded steps went: all that is kept of one snapshot, and all that its tables are made of.
+"""The memory profile: all that is kept of one explained snapshot, and all that its tables are made of.
 
-Bytes are those of the allocator's blocks, as `torch.cuda.memory_allocated` counts them, unless said otherwise. So the
-categories of any moment add up to what the allocator itself said then. Requested bytes are what the program asked for,
-the sizes of its tensors: a block is rounded up to 512 bytes, and may hold a rest of up to a MiB that is not split off.
+Bytes are those of the allocator's blocks, as `torch.cuda.memory_allocated` counts them, unless a field says otherwise.
+So the categories of any moment add up to what the allocator itself counted then. Requested bytes are what the program
+asked for, the sizes of its tensors: the allocator rounds a request up to 512 bytes, and up to 1 MiB more may be left in
+the block because the allocator does not split it off. Times are seconds since the first event of the recording.
 """
 
 from collections.abc import Iterator
@@ -16,13 +17,11 @@ from cs336_systems.record import Count
 
 MEMORY_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
-
-
 MIN_LATER = 32
-"""Allocations made while a tensor stays, if it is not for the next few operators alone.
+"""A tensor that stays while this many others are allocated is held for later, not for the next few operators.
 
-Of transformers written out, xl without a graph keeps nothing for more than 31, the residual stream around a block; 2.7B
-with a graph keeps 99 % of its activations for more.
+Measured on the reference model: xl without a graph holds nothing for more than 31 allocations (the residual stream
+around a block); 2.7B with a graph holds 99 % of its activations for more.
 """
 
 
@@ -35,25 +34,25 @@ class Category(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     AUTOCAST_COPIES = "autocast copies"
     SAVED = "saved activations"
-    """By autograd, for backward; what a checkpoint computes again in backward too."""
+    """What autograd saves for backward, and what a checkpoint computes again in backward."""
     TEMPORARY = "temporary"
-    """What came or went in the recording and is none of the others."""
+    """Blocks allocated or freed in the recording that belong to no other category."""
     HELD = "held throughout"
-    """There before the recording and after it, and not known to be any of the others."""
+    """Blocks that existed before the recording and after it, and are not known to belong to another category."""
     LATER = "held until later"
-    """Came or went in the recording, which has no notes beside it, and stayed while MIN_LATER or more others were
-    allocated: what a program keeps for later, as autograd keeps activations for backward."""
+    """Only without notes: blocks allocated or freed in the recording that stayed while MIN_LATER or more others were
+    allocated, as the activations do that autograd saves for backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryBytes:
-    """How much of one category there was."""
+    """How much memory one category had at a moment."""
 
     category: Category
     num_bytes: Count
     requested_bytes: Count
     count: Count
-    """Blocks."""
+    """Number of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,42 +60,40 @@ class Moment:
     """The memory at one moment; `categories` add up to `allocated_bytes`."""
 
     step: int
-    """From 0; -1 where the snapshot knows no steps."""
+    """Counted from 0; -1 if the snapshot has no notes on steps."""
     phase: str
-    """The phase that has just ended here, or in which it is; `start` at the start of a step, empty where unknown."""
+    """At a boundary the phase that ends there, or `start`; at a peak the phase it lies in. Empty if unknown."""
     time_s: float
-    """Since the first event."""
     allocated_bytes: Count
     reserved_bytes: int
     categories: tuple[CategoryBytes, ...]
     counted_bytes: Count | None
-    """What the allocator itself said it had allocated, at the boundary of a phase; None elsewhere."""
+    """At a boundary, the allocated bytes that the allocator itself counted; None elsewhere."""
     counted_requested_bytes: Count | None
-    """What it said it had been asked for, then; what another stream may still use is among it."""
+    """At a boundary, the requested bytes that it counted, freed blocks that another stream may still use included."""
 
     @property
     def requested_bytes(self) -> int:
-        """What was asked for of all that was allocated."""
+        """The requested bytes of all allocated blocks."""
         return sum(category.requested_bytes for category in self.categories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMemory:
-    """One phase of one step, from the boundary before it to its own; no point of it is left out."""
+    """One phase of one step, from the boundary before it to its own. Its peak is over all events."""
 
     step: int
     phase: str
     begin_s: float
-    """Since the first event, as all times."""
     end_s: float
     begin_bytes: Count
     peak_bytes: Count
-    """Allocated at most."""
+    """The most that was allocated at any moment of the phase."""
     peak_s: float
-    """The first time that so much was."""
+    """When that was for the first time."""
     end_bytes: Count
     is_finished: bool
-    """Whether the phase came to its end; else memory ran out in it, and its end is the request that failed."""
+    """False if memory ran out in the phase; its end is then the request that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,61 +101,61 @@ class Place:
     """A line of code on the stack of an allocation."""
 
     file: str
-    """The last two parts of its path: the others tell of one machine."""
+    """The last two parts of its path; the others say more about the machine than about the program."""
     line: int
     function: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikeAllocations:
-    """Allocations of one requested size, category, name and place, together."""
+    """Allocations with the same requested size, category, name, phase and place, counted together."""
 
     num_bytes: Count
-    """Of the largest of their blocks."""
+    """Size of the largest of their blocks."""
     requested_bytes: Count
-    """Of each."""
+    """Requested bytes of each allocation."""
     count: Count
     count_at_peak: Count
     bytes_at_peak: Count
-    """Of all blocks that were there at the peak."""
+    """Size of all their blocks that were allocated at the peak."""
     category: Category
     name: str
-    """Of the parameter, or the ranges around the operator that saved it; empty where unknown. Block numbers are as they
-    are where all are of one block, a star where they are of several."""
+    """The parameter's name, or the ranges around the operator that saved the tensor; empty if unknown. A star
+    stands for the number of the model's block if the allocations belong to several blocks."""
     shape: tuple[int, ...]
-    """Empty where unknown, or not the same of all; so is `dtype`."""
+    """Empty if unknown or not the same for all; `dtype` likewise."""
     dtype: str
     phase: str
-    """In which it was allocated; empty where unknown."""
+    """The phase in which they were allocated; empty if unknown."""
     explanation: str
-    """The formula that gives the bytes, such as `batch x heads x T x T x 4`, and what that is; each of several that it
-    may be; empty for none."""
+    """The formula that gives the bytes, such as `batch x heads x T x T x 4`, and what tensor that is. All formulas that
+    fit are listed; empty if none does."""
     places: tuple[Place, ...]
-    """The innermost first, as far out as all have the same, outside of PyTorch, and of all installed packages where
-    something is left then; empty where there is no stack, as in backward."""
+    """The calls that all stacks share, the innermost first. Calls in PyTorch are left out, and so are those in
+    installed packages unless nothing else is left. Empty if there is no stack, as in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """One contributor to what a block of the model saves for backward."""
+    """One of the tensors that a block of the model saves for backward."""
 
     name: str
-    """Ranges within the block around the operator that saved it."""
+    """The ranges within the block around the operator that saved it."""
     shape: tuple[int, ...]
     dtype: str
     num_bytes: Count
     explanation: str
     is_recomputed: bool
-    """Made in backward, by a checkpoint that computes the block again: it is not kept from forward on."""
+    """Whether a checkpoint allocated it in backward, when it computed the block again, instead of keeping it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMemory:
-    """One block of the model, in one step. Its bytes are requested ones: exactly those of the tensors."""
+    """One block of the model in one step. All bytes are requested bytes, the exact sizes of the tensors."""
 
     name: str
     saved_bytes: Count
-    """Saved for backward by what runs in the block, each storage once."""
+    """What operators in the block save for backward, each storage once."""
     saved: tuple[SavedTensor, ...]
     """The largest first."""
     parameter_bytes: Count
@@ -166,55 +163,53 @@ class BlockMemory:
 
     @property
     def recomputed_bytes(self) -> int:
-        """Of `saved_bytes`, what is there only while backward computes the block again."""
+        """The part of `saved_bytes` that exists only while backward computes the block again."""
         return sum(tensor.num_bytes for tensor in self.saved if tensor.is_recomputed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What was allocated by category over time, in at most some thousand points: each is the peak of its interval."""
+    """What was allocated by category over time; each of at most some thousand points is the peak of its interval."""
 
     time_s: tuple[float, ...]
     categories: tuple[Category, ...]
-    """From the bottom of the picture up: what stays first."""
+    """From the bottom of the picture to the top: what stays is at the bottom."""
     num_bytes: tuple[tuple[Count, ...], ...]
-    """One row per category."""
+    """One row for each category."""
     reserved_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRequest:
-    """Memory that the allocator could not give, and when that was."""
+    """A request that the allocator could not serve."""
 
     requested_bytes: Count
-    """As the allocator rounded it."""
+    """Rounded up by the allocator."""
     free_bytes: Count
-    """On the device."""
+    """Free on the device at that moment."""
     allocated_bytes: Count
     reserved_bytes: int
     step: int
-    """-1 where the snapshot knows no steps."""
+    """-1 if the snapshot has no notes on steps."""
     phase: str
-    """Empty where unknown."""
+    """Empty if unknown."""
     time_s: float
-    """Since the first event."""
     event: Count
-    """Events of the recording before it."""
+    """Number of events before it."""
     places: tuple[Place, ...]
-    """As those of an allocation."""
+    """The calls that made the request, chosen as those of `LikeAllocations`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorWork:
-    """What the allocator had to do with the device over the recording."""
+    """What the allocator did during the recording."""
 
     allocations: Count
     events: Count
-    """Of all kinds."""
     segments_allocated: Count
     segments_freed: Count
     out_of_memory: Count
-    """Requests that failed."""
+    """Number of requests that failed."""
     first_failure: FailedRequest | None
 
 
@@ -225,40 +220,39 @@ class MemoryProfile:
     source: str
     device: int
     num_steps: Count
-    """0 where the snapshot knows no steps."""
+    """0 if the snapshot has no notes on steps."""
     num_allocations: Count
-    """In use at some time of the recording, those held throughout not counted."""
+    """Allocations in use at some moment, without those held throughout the recording."""
     held_bytes: Count
-    """Throughout."""
+    """Blocks held throughout the recording."""
     peak: Moment
-    """`phase` is the one in which it is."""
     peak_requested_bytes: Count
-    """At most asked for at a time: what PyTorch's viewer draws, which knows blocks by what was asked for."""
+    """The most requested bytes in use at any moment. PyTorch's viewer draws this, because it knows only requests."""
     peak_recorded_bytes: Count
-    """At most, if what was held throughout counts with its blocks, and what was recorded with what was asked for: the
-    sizes of the events on top of what the allocator counted before them."""
+    """The most in use at any moment if blocks held throughout count in full and all others with their requested bytes:
+    the sizes of the events on top of what the allocator counted before them."""
     peak_reserved_bytes: int
     boundaries: tuple[Moment, ...]
     phases: tuple[PhaseMemory, ...]
-    """Between the boundaries, and one that ran out of memory behind the last."""
+    """The phases between the boundaries, and behind the last boundary the phase that ran out of memory, if any did."""
     largest: tuple[LikeAllocations, ...]
-    """By bytes of each: the first some dozens, of `num_allocations`, and all others of the last size among them."""
+    """The groups with the largest allocations, without those held throughout: some dozens, and all of the last size."""
     at_peak: tuple[LikeAllocations, ...]
-    """What the peak consists of, by bytes together."""
+    """All groups at the peak, those first that take most memory together."""
     blocks: tuple[BlockMemory, ...]
-    """Of the first step that saved anything; empty where nothing tells which block saved what."""
+    """In the first step that saved anything; empty if no notes say which block saved what."""
     timeline: Timeline
     work: AllocatorWork
     outside_bytes: int | None
-    """Used on the device at the end and not reserved by PyTorch: the CUDA context, libraries, other processes."""
+    """Used on the device at the end but not reserved by PyTorch: the CUDA context, libraries, other processes."""
     residual_stream_bytes: Count | None
-    """One tensor of batch x T x d_model in fp32; None where the model is not known."""
+    """One tensor of batch x T x d_model in fp32; None if the model is not known."""
     notes: tuple[str, ...]
     format_version: int = MEMORY_FORMAT_VERSION
 
     @property
     def rounding_bytes_at_peak(self) -> int:
-        """By which the blocks at the peak are larger than what was asked for; part of what was allocated then."""
+        """How much larger the blocks at the peak are than their requests."""
         return self.peak.allocated_bytes - self.peak.requested_bytes
 
 
@@ -273,7 +267,7 @@ def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
 
 
 def read_memory_profile(path: Path) -> MemoryProfile:
-    """The profile at `path`; raise ProfileError where there is none."""
+    """The profile at `path`; raise ProfileError if the file has none."""
     profile = read_json(
         path, MemoryProfile, MEMORY_PROFILE,
         version=MEMORY_FORMAT_VERSION,
@@ -287,7 +281,7 @@ def read_memory_profile(path: Path) -> MemoryProfile:
 
 
 def _contradictions(profile: MemoryProfile) -> Iterator[str]:
-    """What cannot be, of a file that was changed by hand."""
+    """Impossible contents, as in a file that was changed by hand."""
     for moment in (profile.peak, *profile.boundaries):
         if (total := sum(row.num_bytes for row in moment.categories)) != moment.allocated_bytes:
             yield (

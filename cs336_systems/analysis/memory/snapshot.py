@@ -1,7 +1,7 @@
 """Reads a memory snapshot of PyTorch, the pickle that `torch.cuda.memory._dump_snapshot` writes.
 
-A process of its own reads the pickle (unpickle.py), without torch and with bounded memory and time. Keys and actions
-that a newer PyTorch adds are passed over, and counted.
+A process of its own (unpickle.py) reads the pickle without torch and with bounded memory and time. Unknown keys and
+actions, as of a newer PyTorch, are ignored and counted.
 """
 
 import os
@@ -35,9 +35,9 @@ HOW_TO_RECORD = (
     "record with `torch.cuda.memory._record_memory_history()` and write with `torch.cuda.memory._dump_snapshot(FILE)`"
 )
 MAX_BYTES = 8 * 2**30
-"""Size of a file: some hundred million events."""
+"""Largest size of a file, some hundred million events."""
 MAX_TOTAL_BYTES = 2**62
-"""Sum of all sizes in a column, so that sums fit 64 bits."""
+"""Largest sum of the sizes in a column, so that sums fit 64 bits."""
 MAX_ADDRESS = 2**61
 BASE_MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 20
 """Address space that reading a file may take; a million events take 7 times the file."""
@@ -50,7 +50,7 @@ Table = TypeVar("Table", bound=Columns)
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One snapshot: what was allocated when it was taken, and how it came to that, as far back as was recorded."""
+    """One snapshot: the memory of each device when it was taken, and the events before, as far back as recorded."""
 
     path: Path
     devices: tuple[DeviceMemory, ...]
@@ -63,19 +63,19 @@ class Snapshot:
 
 
 class _Description(msgspec.Struct):
-    """What unpickle.py says of the columns that it hands over."""
+    """What unpickle.py writes about the columns that it hands over."""
 
     devices: list[tuple[int, int, int, int]]
-    """Number of the device, then the lengths of its events, segments and blocks."""
+    """For each device its number and the lengths of its tables: segments, blocks, events."""
     frames: list[Frame]
     stacks: list[list[int]]
-    """Frames of each stack."""
+    """The numbers of the frames of each stack."""
     settings: dict[str, Setting]
     notes: tuple[str, ...]
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """The snapshot at `path`; raise ProfileError where there is none."""
+    """The snapshot at `path`; raise ProfileError if the file is not a snapshot."""
     reply = memoryview(_converted(path))
     (num_bytes,) = reply[:8].cast("q")
     described = msgspec.json.decode(reply[8 + num_bytes :], type=_Description)
@@ -92,7 +92,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def _converted(path: Path) -> bytes:
-    """What unpickle.py makes of the file."""
+    """What unpickle.py writes about the file; raise ProfileError if it refuses the file or dies of it."""
     head = read_head(path, 2, NEEDED)
     if head[:1] != b"\x80":
         raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, head)}: {HOW_TO_RECORD}")
@@ -109,7 +109,7 @@ def _converted(path: Path) -> bytes:
             cpu_s = BASE_CPU_S + size // BYTES_PER_CPU_S
             limits = [str(limit) for limit in (BASE_MEMORY_BYTES + MEMORY_PER_BYTE * size, cpu_s)]
             done = subprocess.run(
-                # isolated: no module of another directory, such as the current one, can take the place of Python's own
+                # isolated: a module in another directory, such as the current one, cannot replace one of Python's own
                 [sys.executable, "-I", "-S", unpickle.__file__, str(os.getpid()), *limits, msgspec.json.encode(codes)],
                 stdin=file,
                 stdout=subprocess.PIPE,
@@ -132,7 +132,7 @@ def _converted(path: Path) -> bytes:
 
 
 def _devices(devices: Sequence[Sequence[int]], values: Ints) -> Iterator[DeviceMemory]:
-    """The memory of each device; the columns of all their tables lie one after the other in `values`."""
+    """The memory of each device, whose tables lie one after the other in `values`, column by column."""
     sizes = [
         length * len(fields(kind))
         for _, *lengths in devices

@@ -14,7 +14,7 @@ from cs336_systems.analysis.memory.allocations import replay
 from cs336_systems.analysis.memory.categories import NOT_SIGHTED, MemoryAttributionError, resolve
 from cs336_systems.analysis.memory.explain import MAX_LARGEST, MAX_POINTS, explain_memory
 from cs336_systems.analysis.memory.notes import Kind, MemoryNotes, Position, notes_path, write_notes
-from cs336_systems.analysis.memory.positions import NOWHERE, Positions
+from cs336_systems.analysis.memory.positions import NOWHERE, moments_of
 from cs336_systems.analysis.memory.profile import (
     MIN_LATER,
     Category,
@@ -372,7 +372,7 @@ def test_a_sighting_finds_the_block_in_use_then(tmp_path: Path, seed: int, kept:
     snapshot = read_snapshot(write(tmp_path / "random.pickle", snapshot_of(program)))
     (memory,) = snapshot.devices
     replayed = replay(memory, snapshot.settings)
-    moments = Positions(memory.events, program.position).moments([s.position for s in program.sightings])
+    moments = moments_of([s.position for s in program.sightings], memory.events, program.position)
     rows = resolve(replayed.allocations, program.sightings, moments).tolist()
     found = [
         None if row == NOT_SIGHTED else (int(replayed.allocations.address[row]), int(replayed.allocations.start[row]))
@@ -449,7 +449,7 @@ def test_the_device_of_the_notes_is_explained(tmp_path: Path) -> None:
     write_notes(replace(program.notes(), device=1), notes_path(path))
     profile = explain_memory(path)
     assert (profile.device, profile.peak.allocated_bytes) == (1, 1024)
-    assert any("0 have memory too" in note for note in profile.notes)
+    assert any("Only device 1 is explained, not 0" in note for note in profile.notes)
     write_notes(replace(program.notes(), device=5), notes_path(path))
     with pytest.raises(ProfileError, match=r"device 5, .* got 0, 1"):
         explain_memory(path)
@@ -484,7 +484,7 @@ def test_stacks_of_what_was_held_throughout_are_told_of_only_without_notes(tmp_p
         notes_path(path).unlink()
     told = [note for note in explain_memory(path).notes if "recording was begun anew" in note]
     assert len(told) == (not is_known)
-    assert is_known or told[0].startswith("A stack, though no event, has 1 block of those held throughout")
+    assert is_known or "1 block." in told[0]
 
 
 def test_what_backward_computes_again_belongs_to_its_block(tmp_path: Path) -> None:
