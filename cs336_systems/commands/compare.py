@@ -3,7 +3,7 @@
 import functools
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -12,7 +12,16 @@ import tyro
 from cs336_systems.analysis.compare import Comparison, compare, interleave, process_means
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.device import explain_cpu_fallback
-from cs336_systems.commands.flags import Switch, check_limits, checked_name, parse, unset, value_or
+from cs336_systems.commands.flags import (
+    Flat,
+    MeasuringArguments,
+    Switch,
+    check_repeats,
+    checked_name,
+    parse,
+    unset,
+    value_or,
+)
 from cs336_systems.commands.outcome import OK, PrintJson, UsageError, checked, json_alone, load_records_or_warn
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
@@ -44,17 +53,12 @@ class CompareArguments:
     """Name of the directory under OUTPUT/e2e_benchmark/ for the records."""
     output: Path = Path("data")
     """Directory for results."""
-    timeout_s: float = 600.0
-    """Longest time for one run (seconds)."""
-    fresh: Switch = False
-    """Measure everything again; earlier records are kept beside."""
-    allow_mixed: Switch = False
-    """Compare records from different hardware or software."""
+    measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     json: Switch = False
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
-        check_limits(self.timeout_s, self.repeats, least_repeats=2)  # one process tells nothing of the spread
+        check_repeats(self.repeats, least=2)  # one process tells nothing of the spread
 
 
 def run(arguments: CompareArguments) -> int:
@@ -71,7 +75,7 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     directory: Path | None = None
     if _both_on_disk(arguments.a, arguments.b):
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
-        _refuse_unlike(sides, arguments.allow_mixed)
+        _refuse_unlike(sides, arguments.measuring.allow_mixed)
     else:
         asked = [_flags_of(side) for side in (arguments.a, arguments.b)]
         pair = [checked(side.config) for side in asked]
@@ -82,9 +86,9 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
         configs = [replace(pair[side], repeat=repeat) for side, repeat in order]
         name = value_or(arguments.name, f"compare_{pair[0].size}_{pair[0].digest}_{pair[1].digest}")
         directory = arguments.output / "e2e_benchmark" / checked(functools.partial(checked_name, name))
-        if not arguments.fresh:
+        if not arguments.measuring.fresh:
             _refuse_another(pair, directory)
-        if (status := _measure(configs, directory, arguments)) != OK:
+        if (status := measure_all(configs, directory, arguments.measuring)) != OK:
             return status
         by_key = {record.key: record for record in load_records(directory / "runs")[0]}
         sides = [[by_key[c.key] for c in configs if c.repeat % 2 == side] for side in (0, 1)]
@@ -170,12 +174,6 @@ def _refuse_another(pair: Sequence[RunConfig], directory: Path) -> None:
                 f"{directory} holds another comparison ({record.config.label} is in it): both sides are measured "
                 "alternately, so none of its times can stand for one of them; choose another --name, or --fresh"
             )
-
-
-def _measure(configs: Sequence[RunConfig], directory: Path, arguments: CompareArguments) -> int:
-    return measure_all(
-        configs, directory, timeout_s=arguments.timeout_s, fresh=arguments.fresh, allow_mixed=arguments.allow_mixed
-    )
 
 
 def _refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> None:

@@ -203,12 +203,26 @@ class StepArguments(Flags):
     device: DeviceFlag = "auto"
 
 
-def check_limits(timeout_s: float, repeats: int, least_repeats: int) -> None:
-    """Raise ValueError for a time or a number of processes that nobody can mean."""
-    if not 0 < timeout_s < float("inf"):
-        raise ValueError(f"--timeout-s must be positive and finite, got {timeout_s}")
-    if not least_repeats <= repeats <= 1000:
-        raise ValueError(f"--repeats must be from {least_repeats} to 1000, got {repeats}")
+@dataclass(frozen=True, kw_only=True)
+class MeasuringArguments:
+    """How the runs of a sweep are measured, and when they are measured again."""
+
+    timeout_s: float = 600.0
+    """Longest time for one run (seconds)."""
+    fresh: Switch = False
+    """Measure everything again; earlier records are kept beside."""
+    allow_mixed: Switch = False
+    """Go on with records that come from another GPU, driver, torch, code, own model or token file."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"--timeout-s must be positive and finite, got {self.timeout_s}")
+
+
+def check_repeats(repeats: int, least: int = 1) -> None:
+    """Raise ValueError for an impossible number of processes, or fewer than `least`."""
+    if not least <= repeats <= 1000:
+        raise ValueError(f"--repeats must be from {least} to 1000, got {repeats}")
 
 
 def check_tokens(name: str, context_length: int) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +13,10 @@ from cs336_systems.commands.device import DeviceFlag, device_word, explain_cpu_f
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
     Flags,
+    Flat,
+    MeasuringArguments,
     Switch,
-    check_limits,
+    check_repeats,
     checked_name,
     make_config,
     unset,
@@ -100,19 +102,14 @@ class LadderArguments(Flags):
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    timeout_s: float = 600.0
-    """Longest time for one run (seconds)."""
-    fresh: Switch = False
-    """Measure everything again; earlier records are kept beside."""
-    allow_mixed: Switch = False
-    """Go on in a directory whose records come from another GPU, driver, torch, code, own model or token file."""
+    measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     dry_run: Switch = False
     """Print what would run, and stop."""
     json: Switch = False
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
-        check_limits(self.timeout_s, value_or(self.repeats, 1), least_repeats=1)
+        check_repeats(value_or(self.repeats, 1))
         if self.warmup_steps + self.measured_steps < GATE_STEPS:
             raise ValueError(
                 f"--warmup-steps and --measured-steps must come to at least {GATE_STEPS}, over which the losses are "
@@ -172,7 +169,7 @@ def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
-    _refuse_another(ladder[0], directory, fresh=arguments.fresh)
+    _refuse_another(ladder[0], directory, fresh=arguments.measuring.fresh)
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
     with _empty_compiler_cache():
@@ -224,11 +221,9 @@ def _measure(
     from cs336_systems.sweep.run import run_sweep
 
     note_unused_gpus(configs)
+    measuring = replace(arguments.measuring, fresh=value_or(fresh, arguments.measuring.fresh))
     with TerminalListener(_names(ladder)) as listener:
-        outcome = run_sweep(
-            configs, directory, listener,
-            timeout_s=arguments.timeout_s, fresh=value_or(fresh, arguments.fresh), allow_mixed=arguments.allow_mixed,
-        )  # fmt: skip
+        outcome = run_sweep(configs, directory, listener, **asdict(measuring))
     if outcome.interrupted:
         return INTERRUPTED
     wanted = {config.key for config in configs}

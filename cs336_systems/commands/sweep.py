@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +17,11 @@ from cs336_systems.commands.flags import (
     MAX_NAME_LENGTH,
     Flags,
     Flat,
+    MeasuringArguments,
     ModelArguments,
     StepArguments,
     Switch,
-    check_limits,
+    check_repeats,
     checked_name,
     faster,
     make_config,
@@ -85,12 +86,7 @@ class SweepArguments(Flags):
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    timeout_s: float = 600.0
-    """Longest time for one run (seconds)."""
-    fresh: Switch = False
-    """Measure everything again; earlier records are kept beside."""
-    allow_mixed: Switch = False
-    """Go on in a directory whose records come from another GPU, driver, torch, code, own model or token file."""
+    measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     dry_run: Switch = False
     """Print what would run, and stop."""
     json: Switch = False
@@ -100,7 +96,7 @@ class SweepArguments(Flags):
         for name in self.settings:
             if getattr(self, name) == ():
                 raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
-        check_limits(self.timeout_s, self.repeats, least_repeats=1)
+        check_repeats(self.repeats)
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:
@@ -213,14 +209,7 @@ def run(arguments: SweepArguments) -> int:
         print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
-        status = measure_all(
-            configs,
-            directory,
-            timeout_s=arguments.timeout_s,
-            fresh=arguments.fresh,
-            allow_mixed=arguments.allow_mixed,
-            print_json=print_json,
-        )
+        status = measure_all(configs, directory, arguments.measuring, print_json)
     return FAILED if missing is not None and status == OK else status
 
 
@@ -251,10 +240,7 @@ def _why_no_profile(arguments: SweepArguments) -> str | None:
 def measure_all(
     configs: Sequence[RunConfig],
     directory: Path,
-    *,
-    timeout_s: float,
-    fresh: bool,
-    allow_mixed: bool,
+    measuring: MeasuringArguments,
     print_json: PrintJson | None = None,
 ) -> int:
     """Run the configurations that have no result yet, write the tables and plots, print them or their JSON."""
@@ -268,7 +254,7 @@ def measure_all(
 
     note_unused_gpus(configs)
     with TerminalListener() as listener:
-        outcome = run_sweep(configs, directory, listener, timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed)
+        outcome = run_sweep(configs, directory, listener, **asdict(measuring))
     with StatusLine() as status:
         show_results({directory: outcome.records}, directory, status, print_json=print_json)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
