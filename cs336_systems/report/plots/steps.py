@@ -70,8 +70,9 @@ def _step_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
 
 def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     for part, name, also in _named(frame, "precision"):
+        rows = named_rows(part)
         for precision in (Precision.TF32, Precision.BF16, Precision.FP16):
-            found = speed_up_lines(named_rows(part), precision)
+            found = speed_up_lines(rows, precision)
             if sum(len(line.known) for line in found) > 1:
                 settings = describe(part[part["precision"].isin([Precision.FP32, precision])], also)
                 stem = f"speed_up_{precision}_{part['mode'].iloc[0]}{name}"
@@ -85,6 +86,8 @@ def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
         for part, name, also in _named(over.sort_values(setting, kind="stable"), setting, *across):
             stem = _stem("warmup", part) if setting == WARMUP else f"{setting}_{part['mode'].iloc[0]}"
             for context_length, own in part.groupby("context_length"):
+                if own[setting].nunique() < 2:
+                    continue
                 rows = named_rows(own)
                 sizes = {size: _panels([row for row in rows if row["name"] == size], setting) for size in _places(rows)}
                 upper = [line for panels in sizes.values() for line in next(iter(panels.values()))]
