@@ -73,11 +73,14 @@ class OperationObserver(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run the operation and observe it."""
-        output = func(*args, **(kwargs or {}))
-        self.observe(func, (*args, *(kwargs or {}).values()), output)
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        self.observe(func, args, kwargs, output)
         return output
 
-    def observe(self, func: OpOverload[..., object], args: Sequence[object], output: object) -> None:
+    def observe(
+        self, func: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object], output: object
+    ) -> None:
         """Take note of an operation, its operands and its result."""
         raise NotImplementedError
 

@@ -75,10 +75,12 @@ class Watcher(OperationObserver):
         super().__init__()
         self.moved = Moved()
 
-    def observe(self, func: OpOverload[..., object], args: Sequence[object], output: object) -> None:
+    def observe(
+        self, func: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object], output: object
+    ) -> None:
         """Add up what the operation reads and writes."""
         if not func.is_view and not str(func).startswith(_NO_NEW_VALUES):
-            tensors = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
             self.moved.operations.append(str(func))
             self.moved.num_bytes += sum(map(distinct_bytes, tensors))
 

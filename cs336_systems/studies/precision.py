@@ -165,7 +165,9 @@ class AttentionOps(OperationObserver):
         self._seen = seen
         self._last_matmul: torch.dtype | None = None
 
-    def observe(self, func: OpOverload[..., object], args: Sequence[object], output: object) -> None:
+    def observe(
+        self, func: OpOverload[..., object], args: Sequence[object], _kwargs: Mapping[str, object], output: object
+    ) -> None:
         """Note the operation's data type if it is one of attention's."""
         if str(func) in MATMULS and isinstance(output, Tensor):
             self._last_matmul = output.dtype
