@@ -600,7 +600,7 @@ def test_no_side_is_taken_from_an_earlier_comparison(
     """Its times are of another hour: alternately measured is what the verdict says and rests on."""
     directories: list[Path] = []
 
-    def measure_nothing(configs: Sequence[RunConfig], directory: Path, **_: object) -> int:
+    def measure_nothing(configs: Sequence[RunConfig], directory: Path, *_: object) -> int:
         (directory / "runs").mkdir(parents=True, exist_ok=True)
         for config in configs:
             write_record(replace(record(0.1 + 0.001 * config.repeat), config=config), directory / "runs")

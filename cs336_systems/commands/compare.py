@@ -3,7 +3,7 @@
 import functools
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -13,7 +13,6 @@ from cs336_systems.analysis.compare import Comparison, compare, interleave, proc
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.device import explain_cpu_fallback
 from cs336_systems.commands.flags import (
-    Flat,
     MeasuringArguments,
     Switch,
     check_repeats,
@@ -35,7 +34,7 @@ COMPARISON_FILE = "comparison.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareArguments:
+class CompareArguments(MeasuringArguments):
     """Say which of two configurations is faster, slower, or that one cannot tell.
 
     A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
@@ -53,11 +52,11 @@ class CompareArguments:
     """Name of the directory under OUTPUT/e2e_benchmark/ for the records."""
     output: Path = Path("data")
     """Directory for results."""
-    measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     json: Switch = False
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_repeats(self.repeats, least=2)  # one process tells nothing of the spread
 
 
@@ -75,7 +74,7 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     directory: Path | None = None
     if _both_on_disk(arguments.a, arguments.b):
         sides = [_records_at(Path(side)) for side in (arguments.a, arguments.b)]
-        _refuse_unlike(sides, arguments.measuring.allow_mixed)
+        _refuse_unlike(sides, arguments.allow_mixed)
     else:
         asked = [_flags_of(side) for side in (arguments.a, arguments.b)]
         pair = [checked(side.config) for side in asked]
@@ -86,9 +85,9 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
         configs = [replace(pair[side], repeat=repeat) for side, repeat in order]
         name = value_or(arguments.name, f"compare_{pair[0].size}_{pair[0].digest}_{pair[1].digest}")
         directory = arguments.output / "e2e_benchmark" / checked(functools.partial(checked_name, name))
-        if not arguments.measuring.fresh:
+        if not arguments.fresh:
             _refuse_another(pair, directory)
-        if (status := measure_all(configs, directory, arguments.measuring)) != OK:
+        if (status := measure_all(configs, directory, arguments)) != OK:
             return status
         by_key = {record.key: record for record in load_records(directory / "runs")[0]}
         sides = [[by_key[c.key] for c in configs if c.repeat % 2 == side] for side in (0, 1)]

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -254,7 +254,10 @@ def measure_all(
 
     note_unused_gpus(configs)
     with TerminalListener() as listener:
-        outcome = run_sweep(configs, directory, listener, **asdict(measuring))
+        outcome = run_sweep(
+            configs, directory, listener,
+            timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
+        )  # fmt: skip
     with StatusLine() as status:
         show_results({directory: outcome.records}, directory, status, print_json=print_json)
     if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
