@@ -116,12 +116,18 @@ def test_rope_is_exact_far_out() -> None:
     assert sin.tolist() == pytest.approx([math.sin(16_384), math.sin(163.84)], abs=1e-7)
 
 
-def test_naive_attention_is_torchs() -> None:
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_naive_attention_and_its_gradients_are_torchs(is_causal) -> None:
+    """With any mask, in which each query attends to itself at least; masked scores get no gradient."""
     q, k, v = torch.randn(3, 2, 7, 6), torch.randn(3, 2, 7, 6), torch.randn(3, 2, 7, 10)
-    before = q.clone(), k.clone(), v.clone()
-    mask = torch.ones(7, 7, dtype=torch.bool).tril()
-    torch.testing.assert_close(naive_attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
+    mask = torch.ones(7, 7, dtype=torch.bool).tril() if is_causal else (torch.rand(7, 7) < 0.4) | torch.eye(7).bool()
+    results = []
+    for attend in (naive_attention, F.scaled_dot_product_attention):
+        leaves = [part.clone().requires_grad_() for part in (q, k, v)]
+        values = attend(*leaves, mask)
+        results.append([values, *torch.autograd.grad(values.square().sum(), leaves)])
+        assert all(torch.equal(leaf, part) for leaf, part in zip(leaves, (q, k, v), strict=True))
+    torch.testing.assert_close(results[0], results[1])
 
 
 @pytest.mark.parametrize(("ours", "torchs"), [(RMSNorm, nn.RMSNorm), (LayerNorm, nn.LayerNorm)])
