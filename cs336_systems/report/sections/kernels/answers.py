@@ -6,37 +6,35 @@ have them. Matrix products include their helpers.
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from operator import itemgetter
-from typing import TypeAlias
+
+import pandas as pd
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile
+from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336_systems.config import Phase
-from cs336_systems.report.entries import labels
+from cs336_systems.report.entries import Values, labels
 from cs336_systems.report.numbers import label, significant
 from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.facts import (
-    BACKWARD,
-    FORWARD,
-    FORWARD_AND_BACKWARD,
-    class_shares,
-    forward_wall_s,
-    idle,
-    kernel_s,
-    top_kernel,
-)
+from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, idle, kernel_s, top_kernel
 from cs336_systems.report.sections.kernels.shares import attention_rows
 from cs336_systems.report.sections.kernels.words import launches, ms, terms
 from cs336_systems.report.sentences import answers_markdown, percent_of
 
+FORWARD, BACKWARD, BOTH, OPTIMIZER, STEP = "forward", "backward", "forward and backward", "optimizer", "step"
+PARTS: Mapping[str, Sequence[LaunchPhase]] = {
+    FORWARD: [LaunchPhase.FORWARD],
+    BACKWARD: [LaunchPhase.BACKWARD],
+    BOTH: [LaunchPhase.FORWARD, LaunchPhase.LOSS, LaunchPhase.BACKWARD],
+    OPTIMIZER: [LaunchPhase.OPTIMIZER],
+    STEP: [*LaunchPhase],
+}
+"""Parts of a step that the questions are about."""
 NUM_CLASSES = 4
 """Classes to name beside the matrix products."""
 SAME_TIME = 0.02
 """Difference between trace and clock that two runs of one program may have."""
 NO_BACKWARD = "There is no backward pass in this run: --mode train has one"
-Named: TypeAlias = Mapping[str, Explained]
-"""Traces by the names of their configurations."""
 
 
 class Question(Enum):
@@ -58,239 +56,195 @@ class Question(Enum):
 def answers(entries: Sequence[Explained]) -> str:
     """Markdown: each question as a heading, the answer over all configurations, then that of each."""
     is_known = all(entry.config for entry in entries)
-    named = dict(zip(labels(entries) if is_known else ["this file"], entries, strict=True))
-    sections = [
-        (
-            question.value,
-            [*([("", answer(question, named))] if len(named) > 1 else []),
-             *((name, answer(question, {name: entry})) for name, entry in named.items())],
-        )
-        for question in Question
-    ]  # fmt: skip
+    names = labels(entries) if is_known else ["this file"]
+    facts, sections = facts_of(dict(zip(names, entries, strict=True))), []
+    for question in Question:
+        own = [(name, answer(question, facts.iloc[[i]], entries[i].profile)) for i, name in enumerate(names)]
+        together = [("", answer(question, facts, entries[0].profile))] if len(own) > 1 else []
+        sections.append((question.value, [*together, *own]))
     return answers_markdown("Where the time goes: the questions of CS336", sections)
 
 
-def answer(question: Question, named: Named) -> str:
-    """The answer over those traces that have a forward pass."""
-    found = _with_time(named, FORWARD)
-    if found:
-        return _ANSWERS[question](found)
+def answer(question: Question, facts: pd.DataFrame, profile: StepProfile) -> str:
+    """The answer over those traces that have a forward pass; the `profile` is one of theirs."""
+    found = facts[facts[f"{FORWARD} time"] > 0]
+    if not found.empty:
+        return _ANSWERS[question](found, profile)
     return (
-        f"The file {label(_first(named).source)} does not tell: nothing in it was launched in a phase called forward. "
+        f"The file {label(profile.source)} does not tell: nothing in it was launched in a phase called forward. "
         "Name the range around it (cs336 kernels FILE --forward RANGE), or record with --nsys or --profile."
     )
 
 
-def _first(named: Named) -> StepProfile:
-    return next(iter(named.values())).profile
+def facts_of(named: Mapping[str, Explained]) -> pd.DataFrame:
+    """A row for each trace, named as its configuration."""
+    return pd.DataFrame([_facts(entry) for entry in named.values()], index=list(named))
 
 
-def _with_time(named: Named, chosen: Sequence[LaunchPhase]) -> Named:
-    """The traces in which a kernel ran in one of the phases."""
-    return {name: entry for name, entry in named.items() if kernel_s(entry.profile, chosen) > 0}
+def _facts(entry: Explained) -> Values:
+    """What the answers say of one trace: times in seconds and launches per step; shares are of the part's time."""
+    profile, steps = entry.profile, entry.profile.num_steps
+    found: Values = {
+        "wall": forward_wall_s(profile),
+        "in kernels": kernel_s(profile, (LaunchPhase.FORWARD, LaunchPhase.LOSS)) / steps,
+        "clock": entry.clock_s(Phase.FORWARD) or None,
+        "late": idle(profile, IdleCause.LATE_LAUNCH, LaunchPhase.FORWARD).total_s / steps,
+    }
+    for part, chosen in PARTS.items():
+        time_s, shares, top = kernel_s(profile, chosen), class_shares(profile, chosen), top_kernel(profile, chosen)
+        if time_s > 0 and top is None and part == FORWARD:
+            raise ValueError(f"{profile.source}: {part} has time and no kernels. Explain the trace again.")
+        found[f"{part} time"] = time_s
+        found |= {f"{part} {kind}": shares.get(kind, 0.0) for kind in KernelClass}
+        if top is not None and time_s > 0:
+            found |= {f"{part} top": top.name, f"{part} top name": label(top.short_name), f"{part} top class": top.kind,
+                      f"{part} top time": top.total_s / steps, f"{part} top share": top.total_s / time_s,
+                      f"{part} top launches": top.count / steps}  # fmt: skip
+    own = sorted((row for row in profile.kernels if row.phase == FORWARD), key=lambda row: row.total_s)
+    found |= {f"longest {kind}": None for kind in KernelClass} | {f"longest {row.kind}": row.short_name for row in own}
+    rows = [row for row in attention_rows(entry) if row["phase"] == FORWARD and row["time_ratio"]]
+    for name in ("softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "time_ratio", "flops_ratio",
+                 "time_per_flop_ratio"):  # fmt: skip
+        found[name] = rows[0][name] if rows else None
+    return found
 
 
-def _each(named: Named, value: Callable[[Explained], float | None]) -> dict[str, float]:
-    """The value of each trace that has one."""
-    found = {name: value(entry) for name, entry in named.items()}
-    return {name: value for name, value in found.items() if value is not None}
+def _range(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
+    """The least and the largest with their names; one value where they read the same, nothing without any."""
+    known = values.dropna().astype(float)
+    if known.empty:
+        return ""
+    low, high = text(known.min()), text(known.max())
+    return low if low == high else f"{low} ({known.idxmin()}) to {high} ({known.idxmax()})"
 
 
-def _range(values: Mapping[str, float], text: Callable[[float], str]) -> str:
-    """The least and the largest with their names; one value where they read the same."""
-    low, high = min(values.items(), key=itemgetter(1)), max(values.items(), key=itemgetter(1))
-    if text(low[1]) == text(high[1]):
-        return text(low[1])
-    return f"{text(low[1])} ({low[0]}) to {text(high[1])} ({high[0]})"
-
-
-def _shares(values: Mapping[str, float]) -> str:
+def _shares(values: "pd.Series[float]") -> str:
     return _range(values, lambda share: percent_of(share, 1))
 
 
-def _in(part: Mapping[str, object], whole: Mapping[str, object], sentence: str) -> str:
+def _ratios(values: "pd.Series[float]") -> str:
+    return _range(values, lambda ratio: significant(ratio, 3))
+
+
+def _in(part: "pd.Series[bool]", sentence: str) -> str:
     """The sentence, with the number of traces that it is about where that is not all of them; nothing for none."""
-    if not part:
+    if not part.any():
         return ""
-    return (
-        f" {sentence[0].upper()}{sentence[1:]}"
-        if len(part) == len(whole)
-        else f" In {len(part)} of {len(whole)} {sentence}"
-    )
+    return f" {sentence[0].upper()}{sentence[1:]}" if part.all() else f" In {part.sum()} of {len(part)} {sentence}"
 
 
-def _forward_time(named: Named) -> str:
-    words = terms(_first(named))
-    kernels_s = _each(named, lambda e: kernel_s(e.profile, (*FORWARD, LaunchPhase.LOSS)) / e.profile.num_steps)
+def _forward_time(facts: pd.DataFrame, profile: StepProfile) -> str:
+    words = terms(profile)
     text = (
-        f"By the trace, forward takes {_range(_each(named, lambda e: forward_wall_s(e.profile)), ms)}, "
-        f"{_range(kernels_s, ms)} of it {words.time} in {words.items}."
+        f"By the trace, forward takes {_range(facts['wall'], ms)}, {_range(facts['in kernels'], ms)} of it "
+        f"{words.time} in {words.items}."
     )
-    differences = _each(named, _longer_than_clock)
-    if not differences:
+    known = facts[facts["clock"].notna()]
+    if known.empty:
         return (
             f"{text} What the clock says without a profiler is not known here: run the same without --nsys, --profile."
         )
-    clocks_s = _each(named, lambda e: e.clock_s(Phase.FORWARD) or None)
-    text += f" Without a profiler, the clock says {_range(clocks_s, ms)}: the trace is {_range(differences, _longer)}."
-    late_s = _each(named, lambda e: idle(e.profile, IdleCause.LATE_LAUNCH, *FORWARD).total_s / e.profile.num_steps)
-    agree = {name: value for name, value in differences.items() if abs(value) <= SAME_TIME}
-    late = {name: late_s[name] for name, value in differences.items()
-            if name not in agree and late_s[name] >= value * clocks_s[name] > 0}  # fmt: skip
-    rest = {name: value for name, value in differences.items() if name not in agree and name not in late}
-    text += _in(agree, differences, f"they agree within {SAME_TIME * 100:g} %.")
-    idle_for = _range(late, ms) if late else ""
-    text += _in(
-        late,
-        differences,
-        f"a profiler makes each launch slower, and for {idle_for} of forward the GPU was idle because the next kernel "
-        "was not launched yet.",
-    )
-    return text + _in(
-        rest, differences, f"they differ by more than {SAME_TIME * 100:g} %: see the warnings of both runs."
-    )
-
-
-def _longer_than_clock(entry: Explained) -> float | None:
-    clock_s = entry.clock_s(Phase.FORWARD)
-    return (forward_wall_s(entry.profile) or 0.0) / clock_s - 1 if clock_s else None
+    longer = known["wall"] / known["clock"] - 1
+    agree = longer.abs() <= SAME_TIME
+    late = ~agree & (longer > 0) & (known["late"] >= longer * known["clock"])
+    return (
+        f"{text} Without a profiler, the clock says {_range(known['clock'], ms)}: the trace is "
+        f"{_range(longer, _longer)}."
+        + _in(agree, f"they agree within {SAME_TIME * 100:g} %.")
+        + _in(late, f"a profiler makes each launch slower, and for {_range(known['late'][late], ms)} of forward the "
+                    "GPU was idle because the next kernel was not launched yet.")
+        + _in(~agree & ~late, f"they differ by more than {SAME_TIME * 100:g} %: see the warnings of both runs.")
+    )  # fmt: skip
 
 
 def _longer(fraction: float) -> str:
     return f"{significant(abs(fraction) * 100, 3)} % {'longer' if fraction >= 0 else 'shorter'}"
 
 
-def _top_kernel(named: Named) -> str:
-    text = f"In a forward pass, {_kernel_words(named, FORWARD)}."
-    trained = _with_time(named, BACKWARD)
-    if not trained:
+def _top_kernel(facts: pd.DataFrame, profile: StepProfile) -> str:
+    text = f"In a forward pass, {_kernel_words(facts, FORWARD, profile)}."
+    trained = facts[facts[f"{BACKWARD} time"] > 0]
+    if trained.empty:
         return f"{text} {NO_BACKWARD}."
-    same = {name: entry for name, entry in trained.items() if _has_one_top(entry.profile)}
-    others = {name: entry for name, entry in trained.items() if name not in same}
-    for own, said in ((same, "it is the same one for forward and backward together"),
-                      (others, "for forward and backward together it is another one")):  # fmt: skip
-        text += _in(own, trained, f"{said}: {_kernel_words(own, FORWARD_AND_BACKWARD)}.") if own else ""
+    same = trained[f"{FORWARD} top"] == trained[f"{BOTH} top"]
+    for chosen, said in ((same, "it is the same one for forward and backward together"),
+                         (~same, "for forward and backward together it is another one")):  # fmt: skip
+        text += _in(chosen, f"{said}: {_kernel_words(trained[chosen], BOTH, profile)}.") if chosen.any() else ""
     return text
 
 
-def _has_one_top(profile: StepProfile) -> bool:
-    """Whether the longest kernel of forward is that of forward and backward together."""
-    return _top(profile, FORWARD).name == _top(profile, FORWARD_AND_BACKWARD).name
+def _kernel_words(facts: pd.DataFrame, part: str, profile: StepProfile) -> str:
+    """The longest kernel of the part, with its share; where it is one in all traces with time and launches."""
+    names, shares = facts[f"{part} top name"].unique(), _shares(facts[f"{part} top share"])
+    classes = " or ".join(sorted(facts[f"{part} top class"].unique()))
+    if len(names) > 1:
+        return f"one of {len(names)} kernels ({classes}) with {shares}"
+    often = _range(facts[f"{part} top launches"], lambda count: launches(count, profile))
+    return f"{names[0]} ({classes}) with {_range(facts[f'{part} top time'], ms)}, {shares}, in {often}"
 
 
-def _top(profile: StepProfile, chosen: Sequence[LaunchPhase]) -> KernelTimes:
-    if kernel := top_kernel(profile, chosen):
-        return kernel
-    raise ValueError(f"{profile.source}: a phase has time and no kernels. Explain the trace again.")
-
-
-def _kernel_words(named: Named, chosen: Sequence[LaunchPhase]) -> str:
-    """The longest kernel of the phases, with its share; where it is one in all traces with time and launches."""
-    tops = {name: (entry.profile.num_steps, _top(entry.profile, chosen)) for name, entry in named.items()}
-    shares = _shares({name: top.total_s / kernel_s(named[name].profile, chosen) for name, (_, top) in tops.items()})
-    kernels, kinds = ({getattr(top, name) for _, top in tops.values()} for name in ("short_name", "kind"))
-    classes = " or ".join(sorted(kinds))
-    if len(kernels) > 1:
-        return f"one of {len(kernels)} kernels ({classes}) with {shares}"
-    times = _range({name: top.total_s / steps for name, (steps, top) in tops.items()}, ms)
-    counts = {name: top.count / steps for name, (steps, top) in tops.items()}
-    often = _range(counts, lambda count: launches(count, _first(named)))
-    return f"{label(kernels.pop())} ({classes}) with {times}, {shares}, in {often}"
-
-
-def _product_shares(named: Named, chosen: Sequence[LaunchPhase]) -> dict[str, float]:
-    return _class_shares(named, KernelClass.MATMUL, chosen)
-
-
-def _class_shares(named: Named, kind: KernelClass, chosen: Sequence[LaunchPhase]) -> dict[str, float]:
-    return _each(named, lambda e: class_shares(e.profile, chosen).get(kind, 0.0))
-
-
-def _other_classes(named: Named, chosen: Sequence[LaunchPhase]) -> list[KernelClass]:
-    """Classes besides matrix products that ran in the phases, the one with the largest share first."""
-    largest = {kind: max(_class_shares(named, kind, chosen).values()) for kind in KernelClass}
-    found = [kind for kind in KernelClass if largest[kind] and kind is not KernelClass.MATMUL]
+def _other_classes(facts: pd.DataFrame, part: str) -> list[KernelClass]:
+    """Classes besides matrix products that ran in forward or in the part, the largest share in the part first."""
+    largest = {kind: float(facts[f"{part} {kind}"].max()) for kind in KernelClass}
+    largest.pop(KernelClass.MATMUL)
+    found = [kind for kind, share in largest.items() if share or facts[f"{FORWARD} {kind}"].any()]
     return sorted(found, key=lambda kind: -largest[kind])
 
 
-def _other_kernels(named: Named) -> str:
-    words, kinds = terms(_first(named)), _other_classes(named, FORWARD)
+def _other_kernels(facts: pd.DataFrame, profile: StepProfile) -> str:
+    words, kinds = terms(profile), _other_classes(facts, FORWARD)
     if not kinds:
         return f"None: all {words.items} of forward are matrix products."
-    shares = {name: 1 - share for name, share in _product_shares(named, FORWARD).items()}
-    told = [f"{_class_words(named, kind)} {_shares(_class_shares(named, kind, FORWARD))}" for kind in kinds]
+    longest = {kind: facts[f"longest {kind}"].dropna().unique() for kind in kinds}
+    names = {kind: f" ({label(found[0])})" if len(found) == 1 else "" for kind, found in longest.items()}
+    told = [f"{kind}{names[kind]} {_shares(facts[f'{FORWARD} {kind}'])}" for kind in kinds]
     rest = len(told) - NUM_CLASSES
     more = f" and {rest} more class{'es' if rest > 1 else ''}" if rest > 0 else ""
     return (
-        f"Besides matrix products, {_shares(shares)} of forward's {words.time}: {'; '.join(told[:NUM_CLASSES])}{more}."
+        f"Besides matrix products, {_shares(1 - facts[f'{FORWARD} {KernelClass.MATMUL}'])} of forward's {words.time}: "
+        f"{'; '.join(told[:NUM_CLASSES])}{more}."
     )
 
 
-def _class_words(named: Named, kind: KernelClass) -> str:
-    """The class, with the kernel of it that takes longest in forward, if that is one in all traces."""
-    longest = set()
-    for entry in named.values():
-        rows = [row for row in entry.profile.kernels if row.phase in FORWARD and row.kind is kind]
-        longest |= {label(max(rows, key=lambda row: row.total_s).short_name)} if rows else set()
-    return f"{kind} ({longest.pop()})" if len(longest) == 1 else str(kind)
+def _product_share(facts: pd.DataFrame, _: StepProfile) -> str:
+    def share(of: pd.DataFrame, part: str) -> str:
+        return f"{_shares(of[f'{part} {KernelClass.MATMUL}'])} of "
 
-
-def _product_share(named: Named) -> str:
-    step = tuple(LaunchPhase)
-    trained, whole = _with_time(named, BACKWARD), _with_time(named, (LaunchPhase.OPTIMIZER,))
-    chosen: list[tuple[str, Named, Sequence[LaunchPhase]]]
-    chosen = [("of a forward pass", named, FORWARD), ("of a backward pass", trained, BACKWARD)]
-    chosen += [("of the whole training step", whole, step)] if whole else [("of both", trained, FORWARD_AND_BACKWARD)]
-    parts = [f"{_shares(_product_shares(own, phases))} {what}" for what, own, phases in chosen if own]
-    text = f"Matrix products take {' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))}."
-    if not trained:
-        return f"{text} {NO_BACKWARD}, and an optimizer."
-    if not whole:
-        return f"{text} There is no optimizer in this run: --mode train has one."
-    kinds = sorted(
-        {*_other_classes(whole, FORWARD), *_other_classes(whole, step)},
-        key=lambda kind: -max(_class_shares(whole, kind, step).values()),
-    )
+    trained, whole = (facts[facts[f"{part} time"] > 0] for part in (BACKWARD, OPTIMIZER))
+    text = f"Matrix products take {share(facts, FORWARD)}a forward pass"
+    if trained.empty:
+        return f"{text}. {NO_BACKWARD}, and an optimizer."
+    text += f", {share(trained, BACKWARD)}a backward pass"
+    if whole.empty:
+        return f"{text} and {share(trained, BOTH)}both. There is no optimizer in this run: --mode train has one."
     changes = [
-        f"{kind} {_shares(_class_shares(whole, kind, FORWARD))} and {_shares(_class_shares(whole, kind, step))}"
-        for kind in kinds[:NUM_CLASSES]
+        f"{kind} {_shares(whole[f'{FORWARD} {kind}'])} and {_shares(whole[f'{STEP} {kind}'])}"
+        for kind in _other_classes(whole, STEP)[:NUM_CLASSES]
     ]
+    text += f" and {share(whole, STEP)}the whole training step."
     return f"{text} The others, of forward and of the step: {'; '.join(changes)}." if changes else text
 
 
-def _softmax(named: Named) -> str:
-    rows = {name: row for name, entry in named.items() for row in attention_rows(entry)
-            if row["phase"] in FORWARD and row["time_ratio"]}  # fmt: skip
-    if not rows:
-        return _no_softmax(_first(named))
-
-    def over(key: str) -> dict[str, float]:
-        return {name: row[key] for name, row in rows.items() if row[key]}
-
-    softmax, products, whole = (over(f"{part}_ms_per_step") for part in ("softmax", "products", "whole"))
-    text = (
-        f"In a forward pass the softmax takes {_range(softmax, _ms)} and the matrix products {_range(products, _ms)}: "
-        f"{_range(over('time_ratio'), _digits)} of their time."
+def _softmax(facts: pd.DataFrame, profile: StepProfile) -> str:
+    softmax, products, whole = (
+        facts[f"{part}_ms_per_step"].dropna().astype(float) / 1e3 for part in ("softmax", "products", "whole")
     )
-    if over("flops_ratio"):
+    if softmax.empty:
+        return _no_softmax(profile)
+    text = (
+        f"In a forward pass the softmax takes {_range(softmax, ms)} and the matrix products {_range(products, ms)}: "
+        f"{_ratios(facts['time_ratio'])} of their time."
+    )
+    if facts["flops_ratio"].any():
         text += (
-            f" It does {_range(over('flops_ratio'), _digits)} of their FLOPs, so for each FLOP it takes "
-            f"{_range(over('time_per_flop_ratio'), _digits)} times as long: it moves the scores through memory and "
-            "computes little on them."
+            f" It does {_ratios(facts['flops_ratio'])} of their FLOPs, so for each FLOP it takes "
+            f"{_ratios(facts['time_per_flop_ratio'])} times as long: it moves the scores through memory and computes "
+            "little on them."
         )
     else:
         text += " Its FLOPs are not known without the record of the run (cs336 kernels FILE --record JSON)."
-    rest = {name: whole[name] - softmax[name] - products[name] for name in whole}
-    some = {name: time_ms for name, time_ms in rest.items() if time_ms > 0}
-    return f"{text} Scaling, masking and copies take another {_range(some, _ms)}." if some else text
-
-
-def _ms(time_ms: float) -> str:
-    return ms(time_ms / 1e3)
-
-
-def _digits(value: float) -> str:
-    return significant(value, 3)
+    rest = whole - softmax - products
+    return f"{text} Scaling, masking and copies take another {_range(rest[rest > 0], ms)}." if rest.max() > 0 else text
 
 
 def _no_softmax(profile: StepProfile) -> str:
@@ -305,7 +259,7 @@ def _no_softmax(profile: StepProfile) -> str:
     )
 
 
-_ANSWERS: Mapping[Question, Callable[[Named], str]] = {
+_ANSWERS: Mapping[Question, Callable[[pd.DataFrame, StepProfile], str]] = {
     Question.FORWARD_TIME: _forward_time,
     Question.TOP_KERNEL: _top_kernel,
     Question.OTHER_KERNELS: _other_kernels,

@@ -19,8 +19,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     StepProfile,
 )
 
-FORWARD, BACKWARD = (LaunchPhase.FORWARD,), (LaunchPhase.BACKWARD,)
-FORWARD_AND_BACKWARD = (LaunchPhase.FORWARD, LaunchPhase.LOSS, LaunchPhase.BACKWARD)
 NOTICEABLE = 0.005
 """Share of the step's wall time: a phase that launched nothing and is shorter is not shown, such as taking a batch that
 is ready."""

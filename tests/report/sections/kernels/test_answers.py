@@ -6,7 +6,7 @@ import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
-from cs336_systems.report.sections.kernels.answers import Question, answer, answers
+from cs336_systems.report.sections.kernels.answers import Question, answer, answers, facts_of
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, top_kernel
 from tests.report.making import HOSTILE, make_config, make_record
@@ -34,7 +34,7 @@ def of(profile, clock_s=None):
 
 
 def said(question, profile, clock_s=None):
-    return answer(question, {"this": of(profile, clock_s)})
+    return answer(question, facts_of({"this": of(profile, clock_s)}), profile)
 
 
 def without(profile, phase):
@@ -190,13 +190,15 @@ def test_several_traces_have_the_least_and_the_largest() -> None:
     """Forward takes 8 ms by each trace, 6.25 and 7.9 ms by the clock; 6 and 9 of 10 ms are products."""
     names = {FORWARD: ((GEMM_A, 2, 9), (UNKNOWN, 2, 1))}
     other = make_inference(kernels=make_kernels(names), classes=make_classes(names))
-    named = {"one": of(make_profile(), 0.00625), "two": of(other, 0.0079)}
-    time = answer(Question.FORWARD_TIME, named)
+    facts = facts_of({"one": of(make_profile(), 0.00625), "two": of(other, 0.0079)})
+    time = answer(Question.FORWARD_TIME, facts, other)
     assert "forward takes 8.00 ms, 5.00 ms of it" in time
     assert "the clock says 6.25 ms (one) to 7.90 ms (two): the trace is 1.27 % longer (two) to 28.0 % longer" in time
     assert "In 1 of 2 they agree within 2 %. In 1 of 2 a profiler makes each launch slower, and for 2.50 ms of" in time
-    assert "take 60.0 % (one) to 90.0 % (two) of a forward pass, 80.0 % of" in answer(Question.PRODUCT_SHARE, named)
-    others = answer(Question.OTHER_KERNELS, named)
+    assert "take 60.0 % (one) to 90.0 % (two) of a forward pass, 80.0 % of" in answer(
+        Question.PRODUCT_SHARE, facts, other
+    )
+    others = answer(Question.OTHER_KERNELS, facts, other)
     assert "Besides matrix products, 10.0 % (two) to 40.0 % (one) of forward's GPU time" in others
     assert "other (mystery_of_mine) 0 % (one) to 10.0 % (two)" in others
     text = answers([make_entry(), make_entry(other, context_length=512)])
