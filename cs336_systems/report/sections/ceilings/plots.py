@@ -15,7 +15,13 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import GIGA, MIB, TERA
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, reduction_rows, stream_rows
+from cs336_systems.report.sections.ceilings.tables import (
+    product_rows,
+    promised_flops,
+    reduction_rows,
+    stream_rows,
+    timed,
+)
 from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, ProductPrecision, Stream
 
@@ -32,11 +38,6 @@ FAR_BELOW = 0.5
 def ceilings_pictures(study: CeilingsStudy) -> dict[str, Figure | None]:
     """The pictures by name; None where there is no time to draw."""
     return {"products": draw_products(study), "bandwidth": draw_bandwidth(study), "all_reduce": draw_reductions(study)}
-
-
-def timed(rows: Sequence[Values]) -> list[Values]:
-    """The rows that have a time."""
-    return [row for row in rows if row["median_ms"] is not None]
 
 
 def draw_products(study: CeilingsStudy) -> Figure | None:

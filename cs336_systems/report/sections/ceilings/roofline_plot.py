@@ -17,10 +17,9 @@ from cs336_systems.report.sections.ceilings.plots import (
     name_slow_layers,
     plot_rows,
     show_decades,
-    timed,
 )
 from cs336_systems.report.sections.ceilings.roofline import StepPart, StepParts
-from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops
+from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, timed
 from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 

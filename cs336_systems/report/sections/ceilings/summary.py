@@ -5,87 +5,72 @@ from pathlib import Path
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device
-from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
+from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.ceilings.plots import ceilings_pictures
 from cs336_systems.report.sections.ceilings.roofline import StepParts, parts_section
 from cs336_systems.report.sections.ceilings.roofline_plot import draw_roofline
 from cs336_systems.report.sections.ceilings.tables import (
-    launch_words,
+    launch_rows,
     launches_section,
+    product_rows,
     products_section,
-    promised_flops,
+    reduction_rows,
     reductions_section,
+    stream_rows,
     streams_section,
-    timing_values,
+    timed,
 )
-from cs336_systems.report.sections.study import derived, promised_bandwidth, write_study
+from cs336_systems.report.sections.study import derived, write_study
 from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.studies.ceilings_files import FILE_NAME
-from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision, Stream
-from cs336_systems.studies.loops import Timing
+from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, Launch, ProductPrecision, Stream
 
 COLUMNS = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 CSV_COLUMNS = ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
                "measured_std", "warnings")  # fmt: skip
-UNITS = {"TFLOP/s": TERA, "GB/s": GIGA, "µs": 1e-6}
-"""What one of them is in SI units."""
 BUSY = 1.5
 """Load for each CPU above which others must have been at work too."""
 
 
 def ceilings_of(study: CeilingsStudy) -> list[Values]:
-    """The best of each kind, those without a time left out."""
-    return [*_product_ceilings(study), *_memory_ceilings(study), *_launch_ceilings(study), *_reduce_ceilings(study)]
+    """The best of each kind, those without a time left out: of passes over memory the largest, surest to be in none of
+    the caches."""
+    products, streams = timed(product_rows(study)), timed(stream_rows(study))
+    by_precision = [[row for row in products if row["precision"] is name] for name in study.product_ceilings]
+    by_stream = [[row for row in streams if row["stream"] is stream] for stream in Stream]
+    best = [max(rows, key=lambda row: row["tflops_per_s"]) for rows in by_precision]
+    largest = [max(rows, key=lambda row: row["moved_mib"]) for rows in by_stream if rows]
+    reductions = sorted(timed(reduction_rows(study)), key=lambda row: -row["bus_gb_per_s"])[:1]
+    return [
+        *(_ceiling(row, f"{row['precision']} product", "tflops_per_s", "TFLOP/s", row["shape"]) for row in best),
+        *(_ceiling(row, f"{row['stream']} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"])) for row in largest),
+        *(_ceiling(row, f"kernel, {row['launched']}", "median_us", "µs") for row in timed(launch_rows(study))),
+        *(
+            _ceiling(
+                row, f"all-reduce among {row['world_size']} (bus)", "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"])
+            )
+            for row in reductions
+        ),
+    ]
 
 
-def _ceiling(
-    study: CeilingsStudy, name: str, timing: Timing, value: float, unit: str, promised: float | None, reached_at: str
-) -> Values:
-    """One row of the summary: the value and the data sheet's are in SI units; the timing is of the cell that set it."""
-    own, measured = timing_values(timing), value / UNITS[unit]
-    return {
-        "ceiling": name, "device_name": study.device_name, **own, "unit": unit, "measured": measured,
-        "measured_std": None if timing.cv is None else measured * timing.cv,
-        "data_sheet": ratio(promised, UNITS[unit]), **derived("data_sheet_share", ratio(value, promised), own),
-        "reached_at": reached_at,
-    }  # fmt: skip
+def _ceiling(row: Values, name: str, key: str, unit: str, reached_at: str = "") -> Values:
+    """The row of the cell that sets a ceiling, by the columns of the summary; `key` is that of the ceiling."""
+    std = None if row["cv"] is None else row[key] * row["cv"]
+    unknown = dict.fromkeys(("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted"))
+    measured = {"measured": row[key], "measured_std": std, "unit": unit}
+    return unknown | row | measured | {"ceiling": name, "reached_at": reached_at}
 
 
-def _product_ceilings(study: CeilingsStudy) -> Iterator[Values]:
-    spec = find_device(study.device_name)
-    for precision in dict.fromkeys(study.grid.precisions):
-        best = study.best_product(precision)
-        if best is not None and best.flops_per_s is not None:
-            name, promised = f"{precision} product", promised_flops(spec, precision)
-            yield _ceiling(study, name, best.timing, best.flops_per_s, "TFLOP/s", promised, best.shape.label)
+def _all_reduce(row: Values) -> str:
+    return f"all-reduce among {row['world_size']} (bus)"
 
 
-def _memory_ceilings(study: CeilingsStudy) -> Iterator[Values]:
-    for stream in Stream:
-        cell = study.largest_stream(stream)
-        if cell is not None and cell.bytes_per_s is not None:
-            promised, size = promised_bandwidth(study.device_name), f"{significant(cell.moved_bytes / MIB)} MiB"
-            yield _ceiling(study, f"{stream} (memory)", cell.timing, cell.bytes_per_s, "GB/s", promised, size)
-
-
-def _launch_ceilings(study: CeilingsStudy) -> Iterator[Values]:
-    for launch in Launch:
-        cell = next((cell for cell in study.launches if cell.launch is launch), None)
-        if cell is not None and cell.timing.time_s is not None:
-            name = f"kernel, {launch_words(study, launch)}"
-            yield _ceiling(study, name, cell.timing, cell.timing.time_s, "µs", None, "")
-
-
-def _reduce_ceilings(study: CeilingsStudy) -> Iterator[Values]:
-    timed = [(rate, cell) for cell in study.reductions if (rate := cell.bus_bytes_per_s) is not None]
-    if timed:
-        rate, best = max(timed, key=lambda pair: pair[0])
-        name, size = f"all-reduce among {best.world_size} (bus)", f"{significant(best.num_bytes / MIB)} MiB"
-        yield _ceiling(study, name, best.timing, rate, "GB/s", None, size)
+def _mib(size_mib: float) -> str:
+    return f"{significant(size_mib)} MiB"
 
 
 def ceilings_tables(study: CeilingsStudy, parts: StepParts | None = None) -> list[Table]:
@@ -148,16 +133,16 @@ def _half_rate_side(study: CeilingsStudy, precision: ProductPrecision, ceiling: 
 
 def _padding(study: CeilingsStudy) -> Iterator[str]:
     """What padding gains, for pairs of products of which one is called as the other with `, padded`."""
-    by_name = {(cell.shape.name, cell.precision): cell for cell in study.products}
+    by_name = {(row["name"], row["precision"]): row for row in timed(product_rows(study))}
     for name in dict.fromkeys(shape.name for shape in study.grid.shapes):
-        gains = {}
+        gains = []
         for precision in dict.fromkeys(study.grid.precisions):
-            pair = by_name.get((name, precision)), by_name.get((f"{name}, padded", precision))
-            slow, fast = (timing_values(cell.timing) if cell is not None else {"median_ms": None} for cell in pair)
-            if (gain := ratio(slow["median_ms"], fast["median_ms"])) is not None:
-                gains[precision] = column("speed_up").cell(derived("speed_up", gain, slow, fast))
+            slow, fast = by_name.get((name, precision)), by_name.get((f"{name}{PADDED}", precision))
+            if slow is not None and fast is not None:
+                gain = derived("speed_up", slow["median_ms"] / fast["median_ms"], slow, fast)
+                gains.append(f"{precision} {column('speed_up').cell(gain)}")
         if gains:
-            yield f"{name}, times as fast with padded columns: {', '.join(f'{n} {gain}' for n, gain in gains.items())}."
+            yield f"{name}, times as fast with padded columns: {', '.join(gains)}."
 
 
 def _cached_adamw(study: CeilingsStudy) -> Iterator[str]:

@@ -57,6 +57,11 @@ def timing_values(timing: Timing, unit: str = "ms", per_s: float = 1e3) -> Value
     }
 
 
+def timed(rows: Sequence[Values]) -> list[Values]:
+    """The rows that have a time."""
+    return [row for row in rows if row["loop_spread"] is not None]
+
+
 def _table(
     study: CeilingsStudy, title: str, columns: Sequence[Column[Any]], rows: Sequence[Values], *notes: str
 ) -> Table:
@@ -64,7 +69,7 @@ def _table(
 
     def all_notes() -> Iterator[str]:
         yield from notes
-        yield from doubt_notes([row["warnings"] for row in rows if row["loop_spread"] is not None], "rows", LOOPS)
+        yield from doubt_notes([row["warnings"] for row in timed(rows)], "rows", LOOPS)
         reasons: dict[str, list[str]] = {}
         for row in rows:
             if row["error"] is not None:
@@ -115,7 +120,7 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Values:
         "flops": shape.flops, "moved_mib": shape.moved_bytes(cell.precision) / MIB,
         "flops_per_byte": shape.flops / shape.moved_bytes(cell.precision),
         **derived("tflops_per_s", ratio(cell.flops_per_s, TERA), own),
-        **derived("data_sheet_share", ratio(cell.flops_per_s, promised), own),
+        "data_sheet": ratio(promised, TERA), **derived("data_sheet_share", ratio(cell.flops_per_s, promised), own),
         **derived("best_share", ratio(cell.flops_per_s, study.product_ceiling(cell.precision)), *pair),
     }  # fmt: skip
 
@@ -142,6 +147,7 @@ def stream_rows(study: CeilingsStudy) -> list[Values]:
             "stream": cell.stream, "label": f"{cell.stream} of {cell.moved_bytes} bytes",
             "moved_mib": cell.moved_bytes / MIB, "device_name": study.device_name, **own,
             **derived("gb_per_s", ratio(cell.bytes_per_s, GIGA), own),
+            "data_sheet": ratio(promised, GIGA),
             **derived("data_sheet_share", ratio(cell.bytes_per_s, promised), own),
         })  # fmt: skip
     return rows
@@ -149,14 +155,19 @@ def stream_rows(study: CeilingsStudy) -> list[Values]:
 
 def launches_section(study: CeilingsStudy) -> Section:
     """What a kernel costs that does next to nothing."""
-    rows = [
+    rows = launch_rows(study)
+    columns = column("launched"), column("median_us")
+    table = _table(study, "Launches", columns, rows, "By the host's clock, over many in a row.")
+    return Section(name="launches", tables=(table,), rows=rows, keys=LAUNCHES)
+
+
+def launch_rows(study: CeilingsStudy) -> list[Values]:
+    """A row for each way to launch a kernel."""
+    return [
         {"launch": cell.launch, "label": cell.launch, "launched": launch_words(study, cell.launch),
          "device_name": study.device_name, **timing_values(cell.timing, "us", 1e6)}
         for cell in study.launches
     ]  # fmt: skip
-    columns = column("launched"), column("median_us")
-    table = _table(study, "Launches", columns, rows, "By the host's clock, over many in a row.")
-    return Section(name="launches", tables=(table,), rows=rows, keys=LAUNCHES)
 
 
 def reductions_section(study: CeilingsStudy) -> Section:
