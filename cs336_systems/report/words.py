@@ -1,4 +1,7 @@
-"""How tables and pictures name the end of a run, and its mode."""
+"""How tables and pictures name the end of a run, its mode, and its warnings."""
+
+from collections import Counter
+from collections.abc import Sequence
 
 from cs336_systems.config import Mode
 from cs336_systems.record import Status
@@ -24,3 +27,12 @@ STEP_WORDS = {
 def status_text(status: str) -> str:
     """How a run, or a cell of a study, ended: `out of memory`."""
     return STATUS_WORDS[Status(status)]
+
+
+def warning_counts(codes: Sequence[str | None], rows: str) -> str:
+    """`drift in 2 of 4 rows, unstable in 1 of 4 rows`; empty without warnings.
+
+    `codes` of each row are joined by semicolons, as in CSV files; `rows` is what the rows are called.
+    """
+    counts = Counter(code for found in codes if found for code in found.split(";"))
+    return ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())

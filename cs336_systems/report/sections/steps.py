@@ -1,6 +1,6 @@
 """What of the results people read: one selection for every format, and the files of a results directory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from cs336_systems.report.identity import UNLISTED, identity_columns, trailing
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.words import warning_counts
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import text_of
 
@@ -43,7 +44,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *interval_notes(frame["processes"]),
         *mfu_notes(frame),
         *([CEILING] if frame["ceiling_share"].notna().any() else []),
-        *(warning_notes(frame) if has_csv else []),
+        *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
         *([DOUBTED] if frame["speed_up_is_doubted"].any() else []),
     ]
     return _table("Time of a step", frame, _known(frame, "step_ci95_low_ms", *PHASES, *DERIVED), notes)
@@ -114,9 +115,7 @@ def mfu_notes(frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def warning_notes(frame: pd.DataFrame, rows: str = "rows") -> list[str]:
+def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:
     """How many rows, or what they are called here, carry each warning."""
-    rows = rows.removesuffix("s") if len(frame) == 1 else rows
-    counts = frame["warnings"].dropna().str.split(";").explode().value_counts()
-    counted = ", ".join(f"{code} in {count} of {len(frame)} {rows}" for code, count in counts.items())
+    counted = warning_counts(codes, rows.removesuffix("s") if len(codes) == 1 else rows)
     return [f"Warnings, named by row in the CSV: {counted}."] if counted else []

@@ -1,6 +1,5 @@
 """What the studies share: values of a row, what puts its times in doubt, pivoted tables, and the writer of files."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from cs336_systems.report.columns import Column
 from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, ratio
 from cs336_systems.report.section import Section, texts_of, write_files
-from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.report.words import STATUS_WORDS, warning_counts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,13 +50,8 @@ def derived(key: str, value: float | None, *times: Values, prefix: str = "") -> 
 
 
 def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> Iterator[str]:
-    """How many of the rows, or what they are called here, carry each warning, and what to do; nothing without any.
-
-    `codes` of each row are joined by semicolons, as in CSV files.
-    """
-    counts = Counter(code for found in codes if found for code in found.split(";"))
-    if counts:
-        said = ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())
+    """How many of the rows, or what they are called here, carry each warning, and what to do; nothing without any."""
+    if said := warning_counts(codes, rows):
         yield (
             f"{DOUBT} marks a time in doubt, and what is computed from it, with its deviation: {said}. "
             f"Close other programs, or use {repeated.more}."

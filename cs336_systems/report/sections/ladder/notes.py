@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import pandas as pd
-
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import OptimizerKind
 from cs336_systems.costs.traffic import OPTIMIZER_BYTES
@@ -30,7 +28,7 @@ def speed_notes(rows: Rows) -> Iterator[str]:
     failed = [row for row in rows if row["processes"] and not row["is_credited"]]
     if failed:
         yield f"Not credited, so no measure for others: {_names(failed)}."
-    yield from warning_notes(pd.DataFrame({"warnings": [row["warnings"] for row in rows]}), "rungs")
+    yield from warning_notes([row["warnings"] for row in rows], "rungs")
     if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
         yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
     for row in rows:
@@ -60,7 +58,10 @@ def count_notes(rows: Rows) -> Iterator[str]:
         yield "Counts are those of a run of its own under torch.profiler."
     if any(row["busy_share"] is not None for row in rows):
         yield "Busy is over the step's time without a profiler."
-    yield from _unprofiled(rows)
+    ran = [row for row in rows if row["processes"]]
+    if missing := [row for row in ran if row["launches_per_step"] is None]:
+        which = "any rung" if len(missing) == len(ran) else _names(missing)
+        yield f"There is no profile of {which}: no counts, no busy time, no class times."
     if any(row["least_state_bytes"] for row in rows):
         yield from _bytes(rows)
 
@@ -76,7 +77,6 @@ def reason_notes(rows: Rows) -> Iterator[str]:
             f"Where the profiled step took over {MAX_SLOWDOWN:.0%} longer than the plain one, class times are left "
             f"out, of the rung's reason and of that of the rung compared with it: {named}."
         )
-    yield from _unprofiled(rows)
 
 
 def _intervals(rows: Rows) -> Iterator[str]:
@@ -115,20 +115,11 @@ def _fastest(rows: Rows, first: Values) -> Iterator[str]:
         yield f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}{doubt}."
 
 
-def _unprofiled(rows: Rows) -> Iterator[str]:
-    ran = [row for row in rows if row["processes"]]
-    if missing := [row for row in ran if row["launches_per_step"] is None]:
-        which = "any rung" if len(missing) == len(ran) else _names(missing)
-        yield f"There is no profile of {which}: no counts, no busy time, no class times."
-
-
 def _bytes(rows: Rows) -> Iterator[str]:
     """What the columns of bytes hold."""
     has_foreach = any(row["least_state_bytes"] and row["optimizer"] is OptimizerKind.FOREACH for row in rows)
-    parameter_bytes = OPTIMIZER_BYTES[OptimizerKind.FOREACH]
-    foreach = (
-        f" (foreach: {parameter_bytes} bytes a parameter, the passes of that implementation)" if has_foreach else ""
-    )
+    each = OPTIMIZER_BYTES[OptimizerKind.FOREACH]
+    foreach = f" (foreach: {each} bytes a parameter, the passes of that implementation)" if has_foreach else ""
     yield (
         "Least bytes are read and written. Weights: by the products, in forward and backward, with the gradients that "
         "they write and the embedding's; casts: by autocast, of weights and of their gradients; AdamW: of parameters, "
