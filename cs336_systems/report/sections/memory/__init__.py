@@ -1,1 +1,1 @@
-"""Tables, sentences and pictures of what the memory of a step held."""
+"""Tables, sentences and pictures of where the memory of training steps went."""

@@ -15,9 +15,9 @@ from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
 
 NUM_CONTRIBUTORS = 5
-"""Of what a block saves, as many as the course asks for."""
+"""Largest tensors of a block to list; the course asks for five."""
 NUM_LARGEST = 3
-"""Allocations of each of several configurations to list."""
+"""Largest allocations to list for each of several runs."""
 _LIKE_KEYS = (
     "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
     "dtype", "explanation", "place", "places",
@@ -43,7 +43,7 @@ def _like(row: LikeAllocations) -> Values:
 
 
 def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
-    """The `top` largest allocations of each with the code that they come from; as CSV all of a single snapshot."""
+    """The `top` largest allocations of each entry, with the code that made them; the CSV of one snapshot has all."""
 
     def ranked(entry: Snapshot) -> Iterator[Values]:
         found = entry.profile.largest
@@ -52,11 +52,11 @@ def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
 
     rows = rows_of(entries, ranked)
     columns = [
-        column("requested_bytes", unit="bytes", write=_whole, drop_order=4),
+        column("requested_bytes", unit="bytes", write=_exact, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
         in_unit("bytes", MIB_CELL, "block", drop_order=8),
         column("count"),
-        *_what_columns(),
+        *_origin_columns(),
     ]
     num_shown = sum(row["rank"] < top for row in rows)
     notes = ["Those of one size, category, name and place are one row."]
@@ -67,7 +67,7 @@ def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
 
 
 def at_peak(profile: MemoryProfile, top: int) -> Section:
-    """The `top` groups of like allocations that the peak consists of, by bytes together; as CSV all that are kept."""
+    """The `top` groups of like allocations at the peak, by the bytes of each group; the CSV has all that are kept."""
     whole_bytes = profile.peak.allocated_bytes
     rows = [_like(row) | {"share_of_peak": share(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak]
     columns = [
@@ -75,7 +75,7 @@ def at_peak(profile: MemoryProfile, top: int) -> Section:
         column("share_of_peak"),
         column("count_at_peak"),
         in_unit("requested_bytes", MIB_CELL, "each", drop_order=4),
-        *_what_columns(),
+        *_origin_columns(),
     ]
     notes = [
         "Together: in blocks; each: what was asked for.",
@@ -85,11 +85,11 @@ def at_peak(profile: MemoryProfile, top: int) -> Section:
     return Section(name="at_peak", tables=tables, rows=rows, keys=(*_LIKE_KEYS, "share_of_peak"))
 
 
-def _whole(value: int) -> str:
+def _exact(value: int) -> str:
     return f"{value:,}"
 
 
-def _what_columns() -> list[Column[Values]]:
+def _origin_columns() -> list[Column[Values]]:
     return [
         column("category"),
         column("phase", write=label, drop_order=9),
@@ -101,7 +101,7 @@ def _what_columns() -> list[Column[Values]]:
 
 
 def blocks(profile: MemoryProfile) -> Section:
-    """What each block saves and holds; to read, the range over the blocks, and what a typical one saves."""
+    """What each block saves for backward and holds: its range over the blocks, and the tensors of a typical block."""
     if not profile.blocks:
         return Section(name="blocks")
     rows: list[Values] = [
@@ -164,5 +164,5 @@ def _saved(block: BlockMemory) -> Iterator[Values]:
 
 
 def saved(profile: MemoryProfile) -> Section:
-    """Every tensor that a block saves, as CSV; the largest of a typical block stand below the blocks."""
+    """Every tensor that any block saves for backward, as CSV alone."""
     return Section(name="saved", rows=[row for block in profile.blocks for row in _saved(block)], keys=_SAVED_KEYS)

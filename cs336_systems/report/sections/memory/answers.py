@@ -1,68 +1,66 @@
-"""The questions that CS336 (assignment 2, memory profiling) asks of snapshots, answered for one or for several."""
+"""Answers to the questions of CS336 (assignment 2, memory profiling) about one snapshot or the runs of a sweep."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
 from cs336_systems.config import Mode, Precision
 from cs336_systems.report.entries import labels
 from cs336_systems.report.numbers import label, significant
 from cs336_systems.report.sections.memory.allocations import NUM_CONTRIBUTORS
-from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs, twins
+from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.facts import by_category, peaks_by, typical
 from cs336_systems.report.sections.memory.largest import largest_words
 from cs336_systems.report.sections.memory.words import MIB, parts_of, peak_words, shape_text, size, when
 from cs336_systems.report.sentences import answers_markdown, percent_of
 
 NUM_LARGEST = 5
-"""Sizes of allocations to name in an answer."""
+"""How many of the largest sizes of allocations an answer names."""
 MIXED = (Precision.BF16, Precision.FP16)
 MAX_EACH = 8
-"""Runs that are answered for one by one; of more, some stand for the others."""
+"""Up to this number of runs, each has answers of its own; of more runs, only some have."""
 MIN_CHANGE = 0.01
-"""Of a peak: what precision changes in a category by less is left out."""
+"""Smallest change of a category that is worth naming, as a part of the peak."""
 TITLE = "Where the memory goes: the questions of CS336"
 
 
-class Question(Enum):
-    """The course's questions, in its order."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question of the course, and the functions that answer it."""
 
-    TIMELINE = "How does the active memory run over the pass, and which phase is which?"
-    PEAK = "What is the peak memory, of the forward pass alone and of a whole training step?"
-    PRECISION = "What does mixed precision change?"
-    RESIDUAL = "How large is one tensor of the residual stream in single precision?"
-    LARGEST = "How large are the largest allocations, and which code do they come from?"
-    BLOCK = (
-        "How many bytes does one block save for backward, which are the five largest contributors, and how large are "
-        "its gradients?"
-    )
+    text: str
+    alone: Callable[[MemoryProfile], str]
+    """Answers it from one profile, or says that the profile does not tell."""
+    together: Callable[[Sequence[MemoryEntry]], Iterable[str]]
+    """Makes sentences about several runs together."""
 
 
 def answers(entries: Sequence[Snapshot]) -> str:
-    """Markdown: each question as a heading, what several runs have in common, then the answer of each.
+    """Markdown with each question as a heading: sentences about all runs together, then the answer of each run.
 
-    Runs with the same answer share it. Of more than MAX_EACH runs, only some are answered for one by one.
+    Runs with the same answer share it. Of more than MAX_EACH runs, only some have answers of their own.
     """
     runs = recorded_runs(entries)
     names = labels(runs) if runs else [""] * len(entries)
     chosen = {id(entry) for entry in _chosen(runs) or entries}
     sections = []
-    for question in Question:
+    for question in QUESTIONS:
         names_of: dict[str, list[str]] = {}
         for name, entry in zip(names, entries, strict=True):
             if id(entry) in chosen:
-                names_of.setdefault(ANSWERS[question](entry.profile), []).append(name)
-        together = _TOGETHER[question](runs) if len(runs) > 1 else ()
+                names_of.setdefault(question.alone(entry.profile), []).append(name)
+        together = question.together(runs) if len(runs) > 1 else ()
         own = [(", ".join(named), text) for text, named in names_of.items()]
-        sections.append((question.value, [*(("", text) for text in together), *own]))
+        sections.append((question.text, [*(("", text) for text in together), *own]))
     return answers_markdown(TITLE, sections)
 
 
 def _chosen(entries: Sequence[MemoryEntry]) -> Sequence[MemoryEntry]:
-    """All, or of many the least and the most of the modes, at the longest context that most of these finished at.
+    """The runs with answers of their own: all, or at most MAX_EACH of many.
 
-    The largest sizes where that is still too many.
+    Of many, those of the first and the last mode at the context that most of them finished at, the longest of several;
+    the largest sizes among them if these are still too many.
     """
     if len(entries) <= MAX_EACH:
         return entries
@@ -79,7 +77,7 @@ def _context(entry: MemoryEntry) -> int:
 
 
 def _timeline(profile: MemoryProfile) -> str:
-    """The last step, which is as steady as the recording goes."""
+    """The phases of the last step, which is the steadiest of the recording."""
     found = [phase for phase in profile.phases if phase.step == profile.phases[-1].step]
     if not found:
         return (
@@ -104,7 +102,7 @@ def _peak(profile: MemoryProfile) -> str:
 
 
 def _precision(profile: MemoryProfile) -> str:
-    """By data type, as far as the profile names those at the peak."""
+    """The peak by data type, as far as the profile names data types."""
     sums = Counter[str]()
     for row in profile.at_peak:
         if row.dtype:
@@ -142,25 +140,14 @@ def _block(profile: MemoryProfile) -> str:
     return f"{text} Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)."
 
 
-ANSWERS: Mapping[Question, Callable[[MemoryProfile], str]] = {
-    Question.TIMELINE: _timeline,
-    Question.PEAK: _peak,
-    Question.PRECISION: _precision,
-    Question.RESIDUAL: _residual,
-    Question.LARGEST: _largest,
-    Question.BLOCK: _block,
-}
-"""What one profile answers; it says so where it does not tell."""
-
-
 def _over_contexts(
     entries: Iterable[MemoryEntry], value: Callable[[MemoryEntry], str], *without: str
 ) -> Iterator[tuple[str, list[MemoryEntry], str]]:
-    """The runs that differ in context and `without` alone: their name, they themselves, and the value at each context.
+    """For each group of runs that differ only in context and `without`: its name, its runs, the value at each context.
 
     Runs without a value are left out.
     """
-    groups = twins([entry for entry in entries if value(entry)], "context_length", *without)
+    groups = grouped([entry for entry in entries if value(entry)], "context_length", *without)
     leaders, apart = [group[0] for group in groups], ("context_length", *without)
     names = labels(leaders, always=("size", "mode", "precision"), without=apart)
     for name, group in zip(names, groups, strict=True):
@@ -169,7 +156,7 @@ def _over_contexts(
 
 
 def _series(value: Callable[[MemoryEntry], str], *without: str) -> Callable[[Sequence[MemoryEntry]], Iterator[str]]:
-    """Makes a sentence of the values of each group over its contexts; of a single context each run tells by itself."""
+    """A function that makes a sentence for each group of runs with several contexts: the value at each of them."""
 
     def sentences(entries: Sequence[MemoryEntry]) -> Iterator[str]:
         for name, group, said in _over_contexts(entries, value, *without):
@@ -200,15 +187,15 @@ def _timelines(entries: Sequence[MemoryEntry]) -> Iterator[str]:
     chosen = _chosen(entries)
     if len(chosen) < len(entries):
         yield (
-            f"Told one by one, here and below: {len(chosen)} of the runs. cs336 memory memory/KEY.json --output DIR "
-            "answers for any other."
+            f"{len(chosen)} of the runs have answers of their own, here and below. cs336 memory memory/KEY.json "
+            "--output DIR answers for any other."
         )
 
 
 def _mixed_over_full(entries: Sequence[MemoryEntry]) -> Iterator[str]:
-    """Of the runs in mixed precision that finished, and that finished in full precision too."""
+    """Sentences that compare the runs in mixed precision with the same runs in fp32, if both finished."""
     full_of: dict[int, MemoryEntry] = {}
-    for group in twins([entry for entry in entries if not entry.is_out_of_memory], "precision"):
+    for group in grouped([entry for entry in entries if not entry.is_out_of_memory], "precision"):
         by_precision = {entry.config.precision: entry for entry in group}
         if full := by_precision.get(Precision.FP32):
             full_of |= {id(by_precision[name]): full for name in MIXED if name in by_precision}
@@ -224,7 +211,7 @@ def _mixed_over_full(entries: Sequence[MemoryEntry]) -> Iterator[str]:
 
 
 def _changes(mixed: MemoryProfile, full: MemoryProfile) -> str:
-    """The categories that differ, the most first, and what of the temporary blocks are copies of weights."""
+    """The categories that differ, the largest difference first, and how many temporary bytes are copies of weights."""
     least = MIN_CHANGE * max(mixed.peak.allocated_bytes, full.peak.allocated_bytes)
     parts, wholes = by_category(mixed.peak), by_category(full.peak)
     changed = [category for category in Category if abs(parts[category] - wholes[category]) >= least]
@@ -260,12 +247,15 @@ def _largest_of_all(entries: Sequence[MemoryEntry]) -> Iterator[str]:
         yield f"The largest of all, in {name}: {largest_words(rows, 1)}."
 
 
-_TOGETHER: Mapping[Question, Callable[[Sequence[MemoryEntry]], Iterable[str]]] = {
-    Question.TIMELINE: _timelines,
-    Question.PEAK: _series(_peak_size),
-    Question.PRECISION: _mixed_over_full,
-    Question.RESIDUAL: _series(_residual_size, "mode", "precision"),
-    Question.LARGEST: _largest_of_all,
-    Question.BLOCK: _series(_saved_size, "mode"),
-}
-"""What several runs answer together."""
+QUESTIONS = (
+    Question("How does the active memory run over the pass, and which phase is which?", _timeline, _timelines),
+    Question("What is the peak memory, of the forward pass alone and of a whole training step?",
+             _peak, _series(_peak_size)),
+    Question("What does mixed precision change?", _precision, _mixed_over_full),
+    Question("How large is one tensor of the residual stream in single precision?",
+             _residual, _series(_residual_size, "mode", "precision")),
+    Question("How large are the largest allocations, and which code do they come from?", _largest, _largest_of_all),
+    Question("How many bytes does one block save for backward, which are the five largest contributors, and how large "
+             "are its gradients?", _block, _series(_saved_size, "mode")),
+)  # fmt: skip
+"""The questions in the order of the course."""

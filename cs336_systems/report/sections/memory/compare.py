@@ -13,7 +13,7 @@ from cs336_systems.report.sections.memory.words import Unit, in_unit, innermost,
 from cs336_systems.report.table import Table, make_table
 
 MAX_CHANGES = 20
-"""Names and places to list."""
+"""Most changes by name and place that the table lists."""
 
 
 def compare_memory(a: MemoryProfile, b: MemoryProfile) -> list[Table]:
@@ -45,7 +45,7 @@ def changes_json(a: MemoryProfile, b: MemoryProfile) -> dict[str, object]:
 
 
 def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Values]:
-    """Of every category that either has, of all together, and of what is reserved."""
+    """Changes of each category that either profile has, of all categories together, and of the reserved memory."""
     return [row for row in _changes(_totals(a), _totals(b)) if row["before_bytes"] or row["after_bytes"]]
 
 
@@ -55,7 +55,7 @@ def _totals(profile: MemoryProfile) -> dict[tuple[str, str], int]:
 
 
 def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Values]:
-    """The largest first."""
+    """Changes by name and place, the largest first."""
     changed = [row for row in _changes(_places(a), _places(b)) if row["before_bytes"] != row["after_bytes"]]
     return sorted(changed, key=lambda row: -abs(row["after_bytes"] - row["before_bytes"]))
 

@@ -1,4 +1,4 @@
-"""Memory profiles to report: one of any program, or those of a sweep's runs, each with the same run unrecorded."""
+"""Memory profiles to report: a single snapshot of any program, or the recorded runs of a sweep."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from cs336_systems.text import inert_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Where the memory of one snapshot went, with the run that was recorded and the same run unrecorded, if known."""
+    """One explained snapshot, with the configuration of its run and the same run without a recording, if known."""
 
     profile: MemoryProfile
     config: RunConfig | None = None
@@ -39,12 +39,12 @@ class Snapshot:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """Of the recorded steps; None if it is not predicted."""
+        """Predicted peak of the recorded steps; None if the configuration is unknown or has no prediction."""
         return None if self.config is None else predicted_peak_bytes(self.config)
 
     @property
     def device_name(self) -> str | None:
-        """That of the run without a recording; None if there is none."""
+        """Name of the device, from the run without a recording; None if there is no such run."""
         environment = None if self.plain is None else self.plain.environment
         return None if environment is None else environment.identity.device_name
 
@@ -57,22 +57,22 @@ class MemoryEntry(Snapshot):
 
 
 def recorded_runs(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
-    """The entries that are runs of a sweep; none if there is only a snapshot."""
+    """The entries that are runs of a sweep; empty for a single snapshot."""
     return [entry for entry in entries if isinstance(entry, MemoryEntry)]
 
 
-def twins(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
+def grouped(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
     """The entries in groups that differ in nothing but these columns, in the order of their first."""
     groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
-    for entry, told in zip(entries, identities_of(entries), strict=True):
-        key = tuple(value for name, value in told.items() if name not in (*names, "digest"))
+    for entry, identity in zip(entries, identities_of(entries), strict=True):
+        key = tuple(value for name, value in identity.items() if name not in (*names, "digest"))
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
-    """Those of `records` with a recorded memory, in the order of the tables; a profile that is missing is said."""
-    plain = {_whatever_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
+    """The memory-recorded runs among `records`, in the order of tables; a missing profile is a warning on stderr."""
+    plain = {_apart_from_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
     found = []
     for record in sorted(records, key=lambda record: order(record.config)):
         if record.config.profiler is not Profiler.MEMORY:
@@ -82,11 +82,11 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
         except ProfileError as error:
             print(inert_line(f"warning: {record.config.label}, {record.status}: {error}"), file=sys.stderr)
             continue
-        twin = plain.get(_whatever_steps(record.config.unprofiled))
+        twin = plain.get(_apart_from_steps(record.config.unprofiled))
         found.append(MemoryEntry(config=record.config, profile=profile, plain=twin))
     return found
 
 
-def _whatever_steps(config: RunConfig) -> tuple[RunConfig, bool]:
-    """The configuration without its numbers of steps: a recorded run has fewer. A graph, which needs some, apart."""
+def _apart_from_steps(config: RunConfig) -> tuple[RunConfig, bool]:
+    """The configuration without its numbers of steps, as a recorded run has fewer; and whether it uses a CUDA graph."""
     return replace(config.configuration, cuda_graph=False, warmup_steps=0, measured_steps=1), config.cuda_graph

@@ -1,32 +1,27 @@
-"""Numbers that tables, sentences and pictures of a `MemoryProfile` share."""
+"""Numbers of a `MemoryProfile` that tables, sentences and pictures share."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from cs336_systems.analysis.memory.profile import (
-    BlockMemory,
-    Category,
-    LikeAllocations,
-    MemoryProfile,
-    Moment,
-    PhaseMemory,
-    SavedTensor,
-)
+from cs336_systems.analysis.memory.profile import BlockMemory, Category, MemoryProfile, Moment, PhaseMemory
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Key = TypeVar("Key")
 
 START = "start"
-"""Phase of the moment at which a step begins."""
+"""Name of the phase of a moment at which a step begins."""
 
 
-def fields_of(part: PhaseMemory | Moment | LikeAllocations | SavedTensor) -> dict[str, Any]:
-    """The fields of a part of a profile by name: most are columns of tables."""
+def fields_of(part: "DataclassInstance") -> dict[str, Any]:
+    """The fields of a part of a profile by name, which is also the key of a column."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 def by_category(moment: Moment, *, requested: bool = False) -> dict[Category, int]:
-    """Bytes of each category at the moment, in blocks or as `requested`; 0 for one of which there is nothing."""
+    """Bytes of each category at the moment, counted in blocks or as `requested`; 0 for an absent category."""
     found = dict.fromkeys(Category, 0)
     for row in moment.categories:
         found[row.category] += row.requested_bytes if requested else row.num_bytes
@@ -34,17 +29,17 @@ def by_category(moment: Moment, *, requested: bool = False) -> dict[Category, in
 
 
 def bytes_of(moment: Moment, category: Category) -> int:
-    """How much of the category there was at the moment."""
+    """Bytes of the category at the moment, counted in blocks."""
     return by_category(moment)[category]
 
 
 def fragmentation_bytes(profile: MemoryProfile) -> int:
-    """What the allocator held at the peak and no block used: its cache, and the rests between blocks."""
+    """Bytes that were reserved at the peak and in no block: the allocator's cache, and rests between blocks."""
     return profile.peak.reserved_bytes - profile.peak.allocated_bytes
 
 
 def difference_bytes(moment: Moment, *, requested: bool = False) -> int | None:
-    """What the snapshot has more than the allocator counted, in blocks or as `requested`; None if it did not count."""
+    """Bytes by which the snapshot exceeds the allocator's count, in blocks or as `requested`; None if not counted."""
     if requested:
         counted = moment.counted_requested_bytes
         return None if counted is None else moment.requested_bytes - counted
@@ -52,7 +47,7 @@ def difference_bytes(moment: Moment, *, requested: bool = False) -> int | None:
 
 
 def peaks_by(phases: Iterable[PhaseMemory], key: Callable[[PhaseMemory], Key]) -> dict[Key, int]:
-    """The most that was allocated in all phases of one key, in the order of the first of each."""
+    """The highest peak among the phases of each key, in the order in which the keys first appear."""
     peaks: dict[Key, int] = {}
     for phase in phases:
         peaks[key(phase)] = max(peaks.get(key(phase), 0), phase.peak_bytes)

@@ -23,15 +23,15 @@ from cs336_systems.report.sections.memory.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
 Bar = tuple[str, MemoryEntry]
-"""A run with its label."""
+"""Label of a run, and the run."""
 MAX_BARS = 40
-"""Of one picture; more would not fit a page."""
+"""Most bars in one picture; more would not fit on a page."""
 TOP = 10
-"""Allocations of a single snapshot to list."""
+"""Allocations of a single snapshot that a table lists if the caller does not say how many."""
 
 
 def sections(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
-    """All that is known of the entries, in the order to read it; of a single snapshot with single allocations."""
+    """All sections in reading order; a single snapshot also has sections on its allocations, blocks and allocator."""
     found = [peaks(entries), categories(entries), boundaries(entries), phases(entries)]
     if recorded_runs(entries):
         return [*found, largest(entries)]
@@ -41,7 +41,7 @@ def sections(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
 
 
 def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
-    """For a terminal: of several runs the peaks and what they consist of; of a single snapshot findings, then all."""
+    """Tables for a terminal: peaks and categories of runs; findings and all sections of a single snapshot."""
     if runs := _in_order(entries):
         return [table for make in (peaks, categories) for table in make(runs).tables]
     details = [table for section in sections(entries, top) for table in section.tables] if entries else []
@@ -49,12 +49,11 @@ def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
 
 
 def write_memory(entries: Sequence[Snapshot], directory: Path, top: int = TOP) -> list[Path]:
-    """Write each subject as CSV, Markdown, LaTeX and Typst, answers.md and plots/ into the directory; return the paths.
+    """Write each section as CSV, Markdown, LaTeX and Typst, answers.md and plots/ into the directory; return the paths.
 
-    Of a single snapshot memory.json and findings.md too, and plots/timeline.png; of runs, plots/peaks.png has a bar for
-    each, peaks2.png those that it has no room for, and plots/<key>_timeline.png is the timeline of each. The directory
-    is made. Without entries nothing is written. A subject that these entries have nothing of has no files: those of
-    earlier ones are removed.
+    A single snapshot also gets memory.json and findings.md; its picture is plots/timeline.png. Runs of a sweep have
+    their timelines in plots/<key>_timeline.png and a bar each in plots/peaks.png, continued in peaks2.png. The
+    directory is made. Without entries nothing is written. The files of an empty section are removed.
     """
     if not entries:
         return []
@@ -69,12 +68,12 @@ def write_memory(entries: Sequence[Snapshot], directory: Path, top: int = TOP) -
 
 
 def _in_order(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
-    """The runs as tables list them; none of a single snapshot."""
+    """The runs of a sweep in the order of tables; empty for a single snapshot."""
     return sorted(recorded_runs(entries), key=lambda entry: order(entry.config))
 
 
 def _findings(profile: MemoryProfile) -> Table:
-    """What stands out, with what the tables are of."""
+    """The findings as a table, with the name of the snapshot below it."""
     return with_note(findings_table(findings(profile)), about(profile))
 
 
@@ -97,7 +96,7 @@ def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, str | bytes]:
 
 
 def _pages(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """As many sizes on a page as there is room for; one that needs more than a page begins a new one."""
+    """The bars of each picture: whole sizes as long as they fit; a size with too many bars begins a new picture."""
     pages: list[list[Bar]] = [[]]
     for own in (list(group) for _, group in groupby(bars, _size)):
         for part in (own[start : start + MAX_BARS] for start in range(0, len(own), MAX_BARS)):

@@ -1,6 +1,6 @@
-"""What stands out in a `MemoryProfile`, in sentences: the peak, what it consists of, what is not as it should be.
+"""What stands out in a `MemoryProfile`, in sentences: the peak, what it consists of, and what is not as it should be.
 
-A finding beside the peak is told only where it costs at least what its threshold below says.
+Problems are named only if they cost at least as much as the thresholds below.
 """
 
 from collections import Counter
@@ -24,26 +24,26 @@ from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted
 
 NUM_LARGEST = 3
-"""Sizes of allocations to name."""
+"""How many of the largest sizes, or of the places, a finding names."""
 MIN_FRAGMENTATION = 0.15
-"""Of what is reserved at the peak: below it, the cache is the usual one of a few segments."""
+"""Smallest unused part of the reserved memory that is a finding: less is the usual cache of a few segments."""
 MIN_FRAGMENTATION_BYTES = 256 * MIB
-"""A small model's cache is a large part of little."""
+"""Smallest unused memory that is a finding: the cache of a small model is a large part of little."""
 MIN_ROUNDING = 0.05
-"""Of the peak. Tensors of a MiB and more are rounded up by less, unless the allocator may not split its blocks."""
+"""Smallest part of the peak lost to rounding that is a finding: tensors of a MiB and more usually lose less."""
 MIN_UNKNOWN = 0.05
-"""Of the peak, held throughout and of no category: less changes no conclusion."""
+"""Smallest part of the peak of unknown use that is a finding: less changes no conclusion."""
 MIN_GROWTH = 0.001
-"""Of the peak, from the start of one step to the start of the next: a kept loss is 512 bytes."""
+"""Smallest growth from step to step that is a finding, as a part of the peak: a kept loss is only 512 bytes."""
 LEAST_STEPS = 2
-"""One step may leave what all later ones use again, as the first does: workspaces of cuBLAS."""
+"""Fewest steps that show a growth: a single step may leave what later ones use again, such as cuBLAS workspaces."""
 MIN_OUTSIDE_BYTES = 2 * GIB
-"""A CUDA context with the libraries of PyTorch takes about half a GiB to one."""
+"""Smallest use outside of PyTorch that is a finding: a CUDA context with libraries takes half a GiB to one."""
 
 
 def findings(profile: MemoryProfile) -> tuple[str, ...]:
-    """Running out of memory first, then the peak, then the first step, what is lost, and the largest allocations."""
-    wrong = [text for find in (_first_step, _growth, _lost, _later, _unknown) for text in find(profile)]
+    """Sentences: running out of memory comes first, then the peak, then problems, then the largest allocations."""
+    wrong = [text for find in (_first_step, _growth, _problems, _later, _unknown) for text in find(profile)]
     largest = [f"The largest allocations: {largest_words(profile.largest, NUM_LARGEST)}."] if profile.largest else []
     return (*_out_of_memory(profile), peak_words(profile), *wrong, *largest)
 
@@ -68,7 +68,7 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _first_step(profile: MemoryProfile) -> Iterator[str]:
-    """The optimizer's state is made at the end of the first step: that step is smaller than all later ones."""
+    """A first step needs less memory than later ones, as the optimizer's state appears at its end."""
     state = [bytes_of(moment, Category.OPTIMIZER_STATE) for moment in profile.boundaries]
     if not state or state[-1] <= state[0]:
         return
@@ -85,7 +85,7 @@ def _first_step(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _growth(profile: MemoryProfile) -> Iterator[str]:
-    """Steps that leave something behind; what the optimizer keeps is no leak."""
+    """Memory that every step leaves behind; the optimizer's state is no leak."""
     begun = [moment for moment in profile.boundaries if moment.phase == START]
     if len(begun) < LEAST_STEPS:
         return
@@ -100,8 +100,8 @@ def _growth(profile: MemoryProfile) -> Iterator[str]:
         )
 
 
-def _lost(profile: MemoryProfile) -> Iterator[str]:
-    """Memory that is in no tensor, and counts that disagree."""
+def _problems(profile: MemoryProfile) -> Iterator[str]:
+    """Counts that disagree, and memory that is in no tensor: fragments, rounding, freed segments, other programs."""
     work, reserved, unused = profile.work, profile.peak.reserved_bytes, fragmentation_bytes(profile)
     if any(map(difference_bytes, profile.boundaries)):
         yield check_words(profile.boundaries)
@@ -140,9 +140,9 @@ def _is_much(profile: MemoryProfile, num_bytes: int, least: float) -> bool:
 def _unknown(profile: MemoryProfile) -> Iterator[str]:
     held = bytes_of(profile.peak, Category.HELD)
     if _is_much(profile, held, MIN_UNKNOWN):
-        is_sighted = bytes_of(profile.peak, Category.PARAMETERS) > 0
-        guess = "workspaces of libraries" if is_sighted else "parameters and the optimizer's state"
-        remedy = "" if is_sighted else " A recording by --memory knows."
+        has_notes = bytes_of(profile.peak, Category.PARAMETERS) > 0
+        guess = "workspaces of libraries" if has_notes else "parameters and the optimizer's state"
+        remedy = "" if has_notes else " A recording by --memory knows."
         yield (
             f"{_of_peak(profile, held)}, were there before the recording and after it, and nothing says what they are: "
             f"most likely {guess}.{remedy}"
@@ -150,7 +150,7 @@ def _unknown(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _later(profile: MemoryProfile) -> Iterator[str]:
-    """What a snapshot without notes has of activations, with the places that hold most of it."""
+    """Memory that is held for long in a snapshot without notes, most likely activations, and where it was made."""
     held = bytes_of(profile.peak, Category.LATER)
     if not _is_much(profile, held, MIN_UNKNOWN):
         return

@@ -1,4 +1,4 @@
-"""The largest allocations in words: each size once, with all that has it."""
+"""The largest allocations in words: each size once, with everything of that size."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from cs336_systems.report.sections.memory.words import innermost, size, times
 from cs336_systems.text import counted
 
 MANY_TIMES_ROUNDED = 1.01
-"""A block by so much larger than what was asked for is worth a word."""
+"""A block this many times larger than the request is mentioned."""
 NUM_NAMES = 4
-"""Of what has one size, to name."""
+"""Most uses, or meanings of a formula, that are named for one size."""
 
 
 def largest_words(rows: Sequence[LikeAllocations], num_sizes: int) -> str:
-    """The allocations of the `num_sizes` largest sizes for a sentence: how many, their formula, what they are, where.
+    """The allocations of the `num_sizes` largest sizes for a sentence: how many, their formula, their uses and places.
 
-    Rows of one size follow each other. Where they have several uses or places, each has its own count.
+    Rows of one size must follow each other. Each use and place has its own count.
     """
     sizes = [list(group) for _, group in groupby(rows, lambda row: row.requested_bytes)]
     return "; ".join(map(_size_words, sizes[:num_sizes]))
@@ -44,7 +44,7 @@ def _use(row: LikeAllocations) -> str:
 
 
 def _block_words(rows: Sequence[LikeAllocations]) -> str:
-    """The largest block, where it is worth a word; the others may be smaller."""
+    """The size of the largest block if it is much larger than the request; else an empty text."""
     block = max(row.num_bytes for row in rows)
     if block <= MANY_TIMES_ROUNDED * rows[0].requested_bytes:
         return ""
@@ -53,7 +53,7 @@ def _block_words(rows: Sequence[LikeAllocations]) -> str:
 
 
 def _formula(rows: Sequence[LikeAllocations]) -> str:
-    """Each formula once, with all that it stands for; empty where there is none."""
+    """Each formula once, with everything that it stands for; an empty text if no formula is known."""
     meanings: dict[str, dict[str, None]] = {}
     for explanation in (part for row in rows for part in row.explanation.split(OR) if part):
         formula, _, what = explanation.partition(": ")

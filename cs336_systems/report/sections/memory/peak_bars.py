@@ -14,9 +14,9 @@ from cs336_systems.report.sections.memory.facts import by_category, bytes_of
 from cs336_systems.report.sections.memory.words import GIB, size
 
 VISIBLE = 1 / 500
-"""Of a peak: a category that never has more has no colour in the legend."""
+"""Smallest part of any peak with which a category is in the legend."""
 BAR_INCHES = 3.4
-"""About what the longest bar takes of the picture's width."""
+"""Approximate length of the longest bar in the picture."""
 RESERVED: dict[str, Any] = {"marker": "|", "markersize": 15, "color": "#222222"}
 
 

@@ -10,11 +10,10 @@ from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
 from cs336_systems.report.numbers import share
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs, twins
+from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.facts import fragmentation_bytes, typical
 from cs336_systems.report.sections.memory.phases import (
     category_columns,
-    category_key,
     category_values,
     rounding_words,
 )
@@ -31,20 +30,20 @@ from cs336_systems.report.sections.memory.words import (
 from cs336_systems.report.table import Table, known, make_table
 
 WHOLE = "allocated"
-"""What stands in the place of a category for all of them together."""
+"""Name of the row for all categories together."""
 _ALONE = (
     "peak_allocated_bytes", "rounding_bytes", "peak_requested_bytes", "peak_recorded_bytes", "held_bytes",
     "reserved_at_peak_bytes", "fragmentation_bytes", "peak_reserved_bytes", "outside_bytes", "residual_stream_bytes",
     "gpu_index", "recorded_steps",
 )  # fmt: skip
-"""What a single snapshot tells of its peak."""
+"""Columns that are shown for a single snapshot, one on each line."""
 _FULL_NAMES = {"peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": "peak reserved",
                "residual_stream_bytes": "residual stream"}  # fmt: skip
-"""Of columns whose headings are short."""
+"""Names on these lines of columns that have short headings elsewhere."""
 
 
 def _peak(entry: Snapshot) -> Iterator[Values]:
-    """What is known of the peak of a profile, apart from its categories."""
+    """One row with all values of the peak apart from its categories."""
     profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
     yield {
         "status": str(Status.OOM if profile.work.out_of_memory else Status.OK),
@@ -70,12 +69,12 @@ def _peak(entry: Snapshot) -> Iterator[Values]:
 
 
 def peaks(entries: Sequence[Snapshot]) -> Section:
-    """Every peak with what else is known of it, below a table by mode; of a single snapshot a line for each value."""
+    """Peaks of the runs, first by mode, then one row for each run; for a single snapshot one line for each value."""
     rows, runs = rows_of(entries, _peak), recorded_runs(entries)
     if not runs:
         profile = entries[0].profile
         notes = [f"The peak is {when(profile.peak)}.", *profile.notes]
-        return _lines("peak", "Peak", {key: rows[0][key] for key in _ALONE}, notes)
+        return _value_lines("peak", "Peak", {key: rows[0][key] for key in _ALONE}, notes)
     columns = [
         in_unit("peak_allocated_bytes", GIB_CELL),
         column("peak_phase", drop_order=3),
@@ -93,7 +92,7 @@ def peaks(entries: Sequence[Snapshot]) -> Section:
 
 
 def allocator(profile: MemoryProfile) -> Section:
-    """What the allocator had to do with the device over one recording, and where it could not."""
+    """How the allocator worked with the device during one recording, and the first request that it could not meet."""
     work = profile.work
     values = {
         "blocks_in_use": profile.num_allocations,
@@ -111,11 +110,11 @@ def allocator(profile: MemoryProfile) -> Section:
             "failed_after_events": failure.event,
         }
     notes = [f"Memory first ran out {failure_words(failure)}, of {work.events:,} events in all."] if failure else []
-    return _lines("allocator", "Work of the allocator", values, notes)
+    return _value_lines("allocator", "Work of the allocator", values, notes)
 
 
-def _lines(name: str, title: str, values: Values, notes: Iterable[str]) -> Section:
-    """Single values by the keys of their columns, each on a line with what it is."""
+def _value_lines(name: str, title: str, values: Values, notes: Iterable[str]) -> Section:
+    """A section of single values, by the keys of their columns: each on a line with its explanation."""
 
     def cell(line: Values) -> str:
         if line["value"] is None:
@@ -141,7 +140,7 @@ def _lines(name: str, title: str, values: Values, notes: Iterable[str]) -> Secti
 
 
 def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
-    """What the rows of runs that ran out of memory are, and are not."""
+    """A note on the rows of runs that ran out of memory, if there are any."""
     if any(entry.is_out_of_memory for entry in entries):
         yield (
             "Out of memory: what there was before it, which is less than the run needs; after a first forward pass of "
@@ -150,33 +149,33 @@ def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
 
 
 def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
-    """Forward alone against a whole step; nothing where all runs are of one mode."""
+    """A table with a column for each mode, such as forward alone and a whole step; none if all runs have one mode."""
     modes = [mode for mode in Mode if any(entry.config.mode is mode for entry in entries)]
     if len(modes) < 2:
         return ()
-    groups = {id(group[0]): group for group in twins(entries, "mode")}
+    groups = {id(group[0]): group for group in grouped(entries, "mode")}
 
     def by_mode(first: MemoryEntry) -> Iterator[Values]:
         found = {entry.config.mode: entry for entry in groups[id(first)]}
         yield {str(mode): found.get(mode) for mode in modes}
 
     rows = rows_of([group[0] for group in groups.values()], by_mode)
-    columns: list[Column[Values]] = [Column(mode, "GiB", key=mode, write=_above_or_at) for mode in modes]
+    columns: list[Column[Values]] = [Column(mode, "GiB", key=mode, write=_peak_cell) for mode in modes]
     note = "Allocated at most. Above: memory ran out after that much."
     return over_configurations(
         "", "Peak of memory by mode", rows, columns, (), [note], without=("mode",), among=entries
     ).tables
 
 
-def _above_or_at(entry: MemoryEntry) -> str:
+def _peak_cell(entry: MemoryEntry) -> str:
     return f"{'above ' if entry.is_out_of_memory else ''}{GIB_CELL.cell(entry.profile.peak.allocated_bytes)}"
 
 
 def categories(entries: Sequence[Snapshot]) -> Section:
-    """What every peak consists of, by category; of a single snapshot a line for each."""
-    rows, runs = rows_of(entries, _categories), recorded_runs(entries)
-    if not runs:
-        return _categories_alone(entries[0].profile.peak, rows[0])
+    """Categories at the peak: a column for each, or for a single snapshot one line for each."""
+    if not (runs := recorded_runs(entries)):
+        return _categories_alone(entries[0].profile.peak)
+    rows = rows_of(runs, _categories)
     columns = [
         *category_columns(rows, GIB_CELL, "peak_allocated_bytes"),
         in_unit("peak_allocated_bytes", GIB_CELL),
@@ -187,24 +186,22 @@ def categories(entries: Sequence[Snapshot]) -> Section:
     return over_configurations("categories", "What the peaks consist of", rows, columns, keys, notes)
 
 
-def _categories(entry: Snapshot) -> Iterator[Values]:
+def _categories(entry: MemoryEntry) -> Iterator[Values]:
     (peak,) = _peak(entry)
     yield {key: peak[key] for key in ("status", "peak_phase", "peak_allocated_bytes")} | category_values(
         entry.profile.peak
     )
 
 
-def _categories_alone(peak: Moment, values: Values) -> Section:
-    quantities = ("bytes", "share", "requested_bytes", "blocks")
+def _categories_alone(peak: Moment) -> Section:
+    kept = sorted((row for row in peak.categories if row.num_bytes), key=lambda row: [*Category].index(row.category))
+    parts = [(str(row.category), row.num_bytes, row.requested_bytes, row.count) for row in kept]
+    parts.append((WHOLE, peak.allocated_bytes, peak.requested_bytes, sum(row.count for row in kept)))
     rows = [
-        {"category": str(name), **{key: values[category_key(name, key)] for key in quantities}}
-        for name in Category
-        if values[category_key(name, "bytes")]
-    ]
-    blocks = sum(row["blocks"] for row in rows)
-    sums = (peak.allocated_bytes, share(peak.allocated_bytes, peak.allocated_bytes), peak.requested_bytes, blocks)
-    rows.append({"category": WHOLE, **dict(zip(quantities, sums, strict=True))})
-    rows = [row | {"gib": row["bytes"] / GIB} for row in rows]
+        {"category": name, "bytes": num_bytes, "gib": num_bytes / GIB, "share": share(num_bytes, peak.allocated_bytes),
+         "requested_bytes": requested, "blocks": blocks}
+        for name, num_bytes, requested, blocks in parts
+    ]  # fmt: skip
     unit = unit_for(peak.allocated_bytes)
     columns = [
         column("category"),

@@ -1,4 +1,4 @@
-"""Memory over the phases of a step: what there was where each ended, by category, and the peak of each."""
+"""Memory over the phases of a step: what was allocated at the end of each, by category, and the peak of each."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,9 +24,9 @@ from cs336_systems.report.sections.memory.words import (
 )
 
 SMALL = 0.01
-"""Of the most that was allocated: a category that never has more can be left out on a narrow terminal."""
+"""Part of the largest total below which a category is dropped first on a narrow terminal."""
 MIN_ROUNDED = 0.01
-"""Of a category: with less, its blocks and what was asked for look the same in a table."""
+"""Smallest rounding that is mentioned, as a part of the category's requests: less does not show in a table."""
 MIN_ROUNDED_BYTES = MIB
 _PHASE_KEYS = (
     "step", "phase", "status", "begin_ms", "end_ms", "begin_bytes", "peak_bytes", "peak_ms", "end_bytes"
@@ -34,7 +34,7 @@ _PHASE_KEYS = (
 
 
 def category_key(category: Category, quantity: str) -> str:
-    """The category as part of a column's key: `optimizer_state_bytes`."""
+    """The key of a column about a category, such as `optimizer_state_bytes`."""
     return f"{category.replace(' ', '_')}_{quantity}"
 
 
@@ -59,7 +59,7 @@ def category_values(moment: Moment) -> Values:
 
 
 def category_columns(rows: Sequence[Values], unit: Unit, whole: str, quantity: str = "bytes") -> list[Column[Values]]:
-    """A column of each category; a narrow terminal drops first those that never are much of the largest `whole`."""
+    """One column for each category; those that never reach SMALL of the largest `whole` are dropped first."""
     small = SMALL * max((row[whole] for row in rows), default=0)
     return [
         Column(name, unit.name, key=key, write=unit.cell, drop_order=1 if any(row[key] > small for row in rows) else 5)
@@ -69,9 +69,9 @@ def category_columns(rows: Sequence[Values], unit: Unit, whole: str, quantity: s
 
 
 def boundaries(entries: Sequence[Snapshot]) -> Section:
-    """What there was whenever a phase ended, beside the allocator's own count; of runs in the last step of each.
+    """Memory at the end of each phase, beside the allocator's own count; the tables of runs have the last step alone.
 
-    Of a single snapshot with the peak, and with what was asked for in a second table where that differs enough to show.
+    The table of a single snapshot includes the peak; a second one has the requested bytes if they differ visibly.
     """
     runs, rows = recorded_runs(entries), rows_of(entries, _moments)
     moments = [moment for entry in entries for moment in entry.profile.boundaries]
@@ -103,7 +103,7 @@ def boundaries(entries: Sequence[Snapshot]) -> Section:
 
 
 def _moments(entry: Snapshot) -> Iterable[Values]:
-    """Every boundary of a phase; of a single snapshot the peak among them, in time."""
+    """Rows of all boundaries of phases; for a single snapshot with the peak among them, by time."""
     profile = entry.profile
     if entry.config is not None:
         last = max((moment.step for moment in profile.boundaries), default=0)
@@ -114,7 +114,7 @@ def _moments(entry: Snapshot) -> Iterable[Values]:
 
 
 def _boundary_name(moment: Moment) -> str:
-    """`start`, or `end of forward`; the boundary of a phase that is not known is called so."""
+    """Name of a boundary: `start`, `end of forward`, or `unknown` without a phase."""
     if not moment.phase:
         return "unknown"
     return START if moment.phase == START else f"end of {label(moment.phase)}"
@@ -134,12 +134,12 @@ def _moment(moment: Moment, name: str, is_shown: bool = True) -> Values:
 
 
 def _step_column(rows: Sequence[Values]) -> list[Column[Values]]:
-    """Which step, where there are several."""
+    """The column of steps if the shown rows are of several steps."""
     return [column("step")] if len({row["step"] for row in rows if row["is_shown"]}) > 1 else []
 
 
 def rounding_words(moments: Iterable[Moment]) -> Iterator[str]:
-    """A sentence on the categories whose blocks are larger than what was asked for, where a table shows that."""
+    """A sentence on the categories whose blocks are visibly larger than the requests, if there are any."""
     lost: dict[Category, CategoryBytes] = {}
     for row in (row for moment in moments for row in moment.categories):
         lost[row.category] = max(lost.get(row.category, row), row, key=_rounding)
@@ -157,7 +157,7 @@ def _rounding(row: CategoryBytes) -> int:
 
 
 def phases(entries: Sequence[Snapshot]) -> Section:
-    """Each phase of each step with its own peak; of several runs those of the last step of each."""
+    """Start, peak and end of each phase; the table of runs has the last step of each alone."""
     rows = rows_of(entries, lambda entry: _phases(entry.profile, is_every=entry.config is None))
     most = max((row["peak_bytes"] for row in rows), default=0)
     unit = unit_for(most) if entries[0].config is None else GIB_CELL

@@ -20,20 +20,20 @@ from cs336_systems.report.sections.memory.words import Unit, milliseconds, size,
 from cs336_systems.text import inert_line
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
-"""For where the name of a phase does not fit."""
+"""Short names of phases, for where the whole name does not fit."""
 CHARACTER = 0.0135
-"""Of the panel's width: what one character of a name takes."""
+"""Width of a character of a name, as a part of the panel's width."""
 HEADROOM = 1.17
-"""Of the highest value: room for the words at the peak."""
+"""Upper end of the scale over the highest value: leaves room for the words at the peak."""
 APART = 0.16
-"""Of the panel's height: with less between the peak and what is reserved, the words stand above both."""
+"""Part of the panel's height: if peak and reserved memory are closer than this, the words stand above both."""
 VISIBLE = 1 / 500
-"""Of the highest value: what never has more has no colour in the legend."""
+"""Smallest part of the highest value with which a category is in the legend."""
 FLAT = 0.85
-"""Of the peak: where there is always more than this, what changes is drawn once more, enlarged."""
+"""Part of the peak: if at least this much is always allocated, a second panel enlarges what changes."""
 LONGEST_NAME = 34
 TICKS_APART = 0.07
-"""Of the panel's width: what the time at a tick needs."""
+"""Smallest distance of two ticks, as a part of the panel's width."""
 RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (0, (5, 2))}
 _WHITE_EDGE = [withStroke(linewidth=2.5, foreground="white")]
 
@@ -41,10 +41,10 @@ _WHITE_EDGE = [withStroke(linewidth=2.5, foreground="white")]
 def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> Figure:
     """What was allocated over time, stacked by category, below what was reserved; phases above, the peak by name.
 
-    The points of the timeline are equally far apart, as in PyTorch's viewer: the CPU's clock would show how long it
-    waits for the GPU, and squeeze the allocations between. Where nearly all of it stays throughout, as in inference, a
-    second panel enlarges what changes. `name` is the run's, for the title; `settings` say what was run, in the place
-    of the file's name. Raise ValueError for a timeline without points.
+    The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock, waiting for the GPU
+    would take most of the width. If nearly all memory stays allocated, as in inference, a second panel enlarges what
+    changes. `name` of the run is the title; `settings` replace the name of the file. Raise ValueError for a timeline
+    without points.
     """
     if not profile.timeline.time_s:
         raise ValueError(f"{profile.source}: a picture needs points on the timeline, but this profile has none")
@@ -72,7 +72,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     _annotate_peak(panels[0], profile, unit)
     if is_flat:
         _enlarge(panels[1], floor_bytes, profile.peak.allocated_bytes, unit)
-    _tell_times(panels[-1], profile)
+    _mark_times(panels[-1], profile)
     handles: list[Patch | Line2D] = [
         Patch(color=drawing.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
         for category, num_bytes in shown.items()
@@ -89,7 +89,7 @@ def _oom_words(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _shown(profile: MemoryProfile) -> dict[Category, int]:
-    """Categories that can ever be seen, from the bottom up, with what they have at the peak."""
+    """Categories that are large enough to be seen, from the bottom up, with their bytes at the peak."""
     timeline, least, peak = profile.timeline, VISIBLE * _highest(profile), by_category(profile.peak)
     return {
         category: peak[category]
@@ -99,7 +99,7 @@ def _shown(profile: MemoryProfile) -> dict[Category, int]:
 
 
 def _x(profile: MemoryProfile, time_s: float) -> int:
-    """Where on the picture the time is: the number of the first point that is not before it, or else of the last."""
+    """Place of a time on the x axis: the number of the first point that is not before it, or else of the last."""
     return min(bisect_left(profile.timeline.time_s, time_s), len(profile.timeline.time_s) - 1)
 
 
@@ -119,15 +119,15 @@ def _draw_stack(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
 
 
 def _end_s(profile: MemoryProfile) -> float:
-    """Where the steps end, with the peak and what failed: what is freed later belongs to no step."""
+    """When the last step, the peak and the failed request are over: what is freed later belongs to no step."""
     if not profile.phases:
         return profile.timeline.time_s[-1]
     failure = profile.work.first_failure
     return max(profile.phases[-1].end_s, profile.peak.time_s, failure.time_s if failure else 0.0)
 
 
-def _tell_times(panel: Axes, profile: MemoryProfile) -> None:
-    """The time where phases begin and end, as far as there is room; evenly where none are known."""
+def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
+    """Ticks with the times at which phases begin and end, as far as there is room; without phases at even distances."""
     last = panel.get_xlim()[1]
     known_s = [*(moment.time_s for moment in profile.boundaries), *(phase.end_s for phase in profile.phases)]
     times = {_x(profile, time_s): time_s for time_s in known_s}
@@ -142,7 +142,7 @@ def _tell_times(panel: Axes, profile: MemoryProfile) -> None:
 
 
 def _enlarge(panel: Axes, floor_bytes: int, peak_bytes: int, unit: Unit) -> None:
-    """The panel's scale without most of what stays throughout."""
+    """Begin the panel's scale just below what always stays allocated."""
     rest = peak_bytes - floor_bytes
     panel.set_ylim((floor_bytes - 0.1 * rest) / unit.num_bytes, (peak_bytes + 0.1 * rest) / unit.num_bytes)
     panel.ticklabel_format(axis="y", useOffset=False)
@@ -161,14 +161,14 @@ def _highest(profile: MemoryProfile) -> int:
 
 
 def _draw_boundaries(panel: Axes, profile: MemoryProfile) -> None:
-    """A line wherever a phase ends, a firm one where a step begins."""
+    """A dashed line at the end of each phase, and a solid one at the start of each step."""
     for moment in profile.boundaries:
         dashes = "solid" if moment.phase == START else (0, (3, 2))
         panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
 
 
 def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
-    """A line where memory first ran out, and words that rise along it."""
+    """A line with words along it where memory first ran out."""
     if failure := profile.work.first_failure:
         x = _x(profile, failure.time_s)
         panel.axvline(x, color=drawing.FAILURE_COLOUR, linewidth=2)
@@ -181,7 +181,7 @@ def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
 
 
 def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
-    """Names of phases between their lines, above the panel, and above these the steps, if there are several."""
+    """Names of phases above the panel between their lines, and above these the numbers of several steps."""
     for phase in profile.phases:
         _write_between(panel, profile, [phase], phase.phase, 1.012)
     steps = [(step, list(own)) for step, own in groupby(profile.phases, lambda phase: phase.step)]
@@ -192,7 +192,7 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
 def _write_between(
     panel: Axes, profile: MemoryProfile, phases: Sequence[PhaseMemory], name: str, y: float, bold: bool = False
 ) -> None:
-    """The name in the middle of the phases, or a short one, where that fits."""
+    """The name, or a short one, above the middle of the phases if it fits."""
     begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
     room = (end - begin) / panel.get_xlim()[1] / CHARACTER
     fitting = next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), "")
@@ -204,7 +204,7 @@ def _write_between(
 
 
 def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
-    """A point at the peak and its size; the words above the line of what is reserved where that is close."""
+    """A point at the peak with its size in words, which stand above the line of reserved memory if that is close."""
     peak = profile.peak
     x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
     limit = panel.get_ylim()[1]

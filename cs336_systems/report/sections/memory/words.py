@@ -1,4 +1,4 @@
-"""How tables, sentences and pictures of a `MemoryProfile` say bytes, moments and places."""
+"""Texts for bytes, moments, places and checks in the tables, sentences and pictures of a `MemoryProfile`."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,22 +12,22 @@ from cs336_systems.report.sections.memory.facts import by_category, difference_b
 from cs336_systems.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-CRUMB = 0.001
-"""Of the whole: what is less is left out of sentences."""
+MIN_PART = 0.001
+"""Parts of a whole below this fraction are left out of sentences."""
 KEPT_FOLDERS = 2
-"""Parts of a path that a readable table has room for; the CSV has all."""
+"""Last parts of a path that a table shows; the CSV has the whole path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of memory that the cells of a table share, so that they can be compared by looking."""
+    """A unit of memory with fixed decimals, so that the cells of a table can be compared at a glance."""
 
     name: str
     num_bytes: int
     decimals: int
 
     def cell(self, num_bytes: int) -> str:
-        """So many bytes in this unit; what is there but too little for the decimals is said to be so."""
+        """The bytes in this unit; `< 0.01` for what is more than nothing but less than the decimals show."""
         least = 10.0**-self.decimals
         value = num_bytes / self.num_bytes
         if num_bytes and abs(value) < least / 2:
@@ -82,7 +82,7 @@ def milliseconds(time_s: float) -> str:
 
 
 def failure_words(failure: FailedRequest) -> str:
-    """When and where memory could not be had, for a sentence."""
+    """When and where a request failed, for a sentence."""
     return f"{when(failure)}{f', at {innermost(failure.places)}' if failure.places else ''}"
 
 
@@ -110,14 +110,14 @@ def check_words(moments: Iterable[Moment], *, requested: bool = False) -> str:
 
 
 def parts_of(parts: Mapping[Any, int], whole_bytes: int) -> str:
-    """The parts for a sentence, the largest first, without crumbs: `saved activations 380.0 MiB (48.7 %), ...`."""
+    """The parts for a sentence, the largest first, without tiny ones: `saved activations 380.0 MiB (48.7 %), ...`."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    said = [(label(name), part) for name, part in ordered if part and part >= CRUMB * whole_bytes]
+    said = [(label(name), part) for name, part in ordered if part and part >= MIN_PART * whole_bytes]
     return ", ".join(f"{name} {size(part)} ({100 * part / whole_bytes:.1f} %)" for name, part in said)
 
 
 def shape_text(shape: tuple[int, ...], dtype: str) -> str:
-    """`4 x 512 x 768 float32`; what is unknown is left out."""
+    """Shape and data type as far as they are known: `4 x 512 x 768 float32`."""
     return " ".join(part for part in (" x ".join(map(str, shape)), label(dtype)) if part)
 
 
@@ -128,5 +128,5 @@ def place_text(place: Place) -> str:
 
 
 def innermost(places: tuple[Place, ...]) -> str:
-    """The first of the places, in words; empty where there is no stack."""
+    """Text of the innermost place; empty without a stack."""
     return place_text(places[0]) if places else ""

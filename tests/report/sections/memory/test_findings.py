@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.memory.profile import Category, Place
-from cs336_systems.report.sections.memory.answers import ANSWERS, Question, answers
+from cs336_systems.report.sections.memory.answers import QUESTIONS, answers
 from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.largest import largest_words
@@ -25,13 +25,11 @@ from tests.report.sections.memory.profiles import (
     make_phases,
 )
 
+TIMELINE, PEAK, PRECISION, RESIDUAL, LARGEST, BLOCK = QUESTIONS
+
 
 def said(profile):
     return " ".join(findings(profile))
-
-
-def answer(question, profile):
-    return ANSWERS[question](profile)
 
 
 def first_steps():
@@ -202,19 +200,19 @@ def test_what_nothing_is_known_of_is_told() -> None:
 
 def test_the_answers_of_a_training_step() -> None:
     profile = make_memory()
-    assert answer(Question.TIMELINE, profile) == (
+    assert TIMELINE.alone(profile) == (
         "Step 1 begins with 310.0 MiB; forward ends with 710.0 MiB after a peak of 710.0 MiB, backward ends with "
         "410.0 MiB after a peak of 780.0 MiB, optimizer ends with 310.0 MiB after a peak of 415.0 MiB."
     )
-    peak = answer(Question.PEAK, replace(profile, timeline=make_bare().timeline))
+    peak = PEAK.alone(replace(profile, timeline=make_bare().timeline))
     assert peak.startswith("The peak is 780.0 MiB, 13.0 ms after the first event")
     assert "At most 900.0 MiB are reserved. By phase: forward 710.0 MiB, backward 780.0 MiB, optimizer 415.0" in peak
     assert "out of memory" not in peak
-    assert "ran out of memory" in answer(Question.PEAK, make_oom())
+    assert "ran out of memory" in PEAK.alone(make_oom())
     # 10 x 20, 20 x 10 and 50 of 780 MiB
-    assert "float32 450.0 MiB (57.7 %)" in answer(Question.PRECISION, profile)
-    assert answer(Question.RESIDUAL, profile).startswith("6.25 MiB")
-    assert answer(Question.BLOCK, profile) == (
+    assert "float32 450.0 MiB (57.7 %)" in PRECISION.alone(profile)
+    assert RESIDUAL.alone(profile).startswith("6.25 MiB")
+    assert BLOCK.alone(profile) == (
         "block.1 saves 60.00 MiB (62,914,560 bytes); most of it attention > attention.softmax 4 x 5 x 512 x 512 "
         "float32 20.00 MiB (33.3 %), ffn 4 x 512 x 2304 float32 18.00 MiB (30.0 %), ffn float32 12.00 MiB (20.0 %), "
         "attention "
@@ -223,11 +221,8 @@ def test_the_answers_of_a_training_step() -> None:
 
 
 def test_a_phase_that_ran_out_of_memory_has_no_end() -> None:
-    assert (
-        answer(Question.TIMELINE, make_oom())
-        == "Step 1 begins with 310.0 MiB; forward runs out of memory at 530.0 MiB."
-    )
-    assert "optimizer 415.0 MiB." in answer(Question.PEAK, make_oom())
+    assert TIMELINE.alone(make_oom()) == "Step 1 begins with 310.0 MiB; forward runs out of memory at 530.0 MiB."
+    assert "optimizer 415.0 MiB." in PEAK.alone(make_oom())
 
 
 def test_what_a_checkpoint_computes_again_is_told() -> None:
@@ -235,19 +230,19 @@ def test_what_a_checkpoint_computes_again_is_told() -> None:
     block = make_block(0)
     again = replace(block, saved=tuple(replace(t, is_recomputed=t.name in ("ffn", "", "attention > attention.softmax"))
                                        for t in block.saved))  # fmt: skip
-    text = answer(Question.BLOCK, make_memory(blocks=(again,)))
+    text = BLOCK.alone(make_memory(blocks=(again,)))
     assert "Of that, 51.00 MiB are there only while backward computes the block again." in text
-    assert "again" not in answer(Question.BLOCK, make_memory())
+    assert "again" not in BLOCK.alone(make_memory())
 
 
 def test_a_bare_snapshot_says_what_it_does_not_tell() -> None:
-    assert "does not say when phases ended" in answer(Question.TIMELINE, make_bare())
-    assert "does not tell the shape" in answer(Question.RESIDUAL, make_bare())
-    assert "names no data types" in answer(Question.PRECISION, make_bare())
+    assert "does not say when phases ended" in TIMELINE.alone(make_bare())
+    assert "does not tell the shape" in RESIDUAL.alone(make_bare())
+    assert "names no data types" in PRECISION.alone(make_bare())
 
 
 def test_a_snapshot_answers_every_question_once() -> None:
     for make in (make_memory, make_inference, make_bare, make_oom, first_steps):
         text = answers([Snapshot(profile=make())])
         headings, *_ = zip(*(part.split("\n\n") for part in text.split("\n## ")[1:]), strict=True)
-        assert headings == tuple(question.value for question in Question)
+        assert headings == tuple(question.text for question in QUESTIONS)
