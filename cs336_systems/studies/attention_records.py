@@ -108,21 +108,14 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
 
     def groups(self) -> list[list[Cell["CellResult"]]]:
         """One group for each precision and implementation, the smallest cells first."""
-        sizes = [*product(sorted(set(self.context_lengths)), sorted(set(self.d_heads)))]
-        return [
-            [self._cell(implementation, precision, d_head, context_length) for context_length, d_head in sizes]
-            for precision, implementation in product(
-                dict.fromkeys(self.precisions), dict.fromkeys(self.implementations)
-            )
-        ]
-
-    def _cell(
-        self, implementation: Implementation, precision: Precision, d_head: int, context_length: int
-    ) -> Cell["CellResult"]:
-        cell = AttentionCell(
-            implementation=implementation, precision=precision, d_head=d_head, context_length=context_length
-        )
-        return Cell(label=cell.label, rows=(CellResult(cell=cell, status=Status.OK),))
+        groups = []
+        for precision, implementation in product(dict.fromkeys(self.precisions), dict.fromkeys(self.implementations)):
+            cells = [
+                AttentionCell(implementation=implementation, precision=precision, d_head=d_head, context_length=length)
+                for length, d_head in product(sorted(set(self.context_lengths)), sorted(set(self.d_heads)))
+            ]
+            groups.append([Cell(label=cell.label, rows=(CellResult(cell=cell, status=Status.OK),)) for cell in cells])
+        return groups
 
     def study(self, rows: tuple["CellResult", ...], environment: Environment) -> "AttentionStudy":
         """The study with these results."""

@@ -19,14 +19,11 @@ from cs336_systems.studies.loops import TimedRow, Timing
 from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
 
 MAX_SIDE = 2**20
+"""Most rows or columns of a matrix, so that a typing error does not ask for a petabyte."""
 MAX_BYTES = 2**42
-MAX_LOOPS = 1000
 PADDED = ", padded"
 """Ends the name of a matmul whose columns are those of another, rounded up."""
 FP32_BYTES = 4
-
-Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIDE)]
-"""Rows or columns of a matrix; bounded so that a typing error does not ask for a petabyte."""
 
 
 class ProductPrecision(StrEnum):
@@ -71,9 +68,9 @@ class Launch(StrEnum):
 class Shape:
     """A matmul of (rows, inner) by (inner, columns), as in a linear layer: the second matrix is transposed."""
 
-    rows: Side
-    inner: Side
-    columns: Side
+    rows: int
+    inner: int
+    columns: int
     name: str = "square"
 
     def __post_init__(self) -> None:
@@ -122,9 +119,9 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             by_device=ByDevice(gpu=tuple(ProductPrecision), cpu=(ProductPrecision.FP32, ProductPrecision.BF16)),
         ),
     ]
-    stream_bytes: tuple[int, ...]
+    stream_bytes: Annotated[tuple[int, ...], Setting(least=STREAM_BYTES[Stream.ADAMW], most=MAX_BYTES)]
     """Bytes that a pass over memory moves; also the sizes of the tensors to reduce."""
-    loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.")] = 5
+    loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)] = 5
     loop_s: Annotated[
         float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.06, cpu=0.02))
     ] = 0.06
@@ -140,12 +137,6 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
 
     def __post_init__(self) -> None:
         check(self)
-        if not STREAM_BYTES[Stream.ADAMW] <= min(self.stream_bytes) <= max(self.stream_bytes) <= MAX_BYTES:
-            raise ValueError(
-                f"stream_bytes must be from {STREAM_BYTES[Stream.ADAMW]} to {MAX_BYTES}, got {self.stream_bytes}"
-            )
-        if not 1 <= self.loops <= MAX_LOOPS:
-            raise ValueError(f"loops must be from 1 to {MAX_LOOPS}, got {self.loops}")
         if not 0 < self.loop_s <= 60:
             raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
 

@@ -75,13 +75,11 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
 
     def groups(self) -> list[list[Cell["FusionRow"]]]:
         """One group of all versions of all operations."""
-        versions = product(dict.fromkeys(self.precisions), dict.fromkeys(self.ops), Version)
-        return [
-            [
-                Cell(label=f"{op} {version} {precision}", rows=version_rows(self, op, precision, version))
-                for precision, op, version in versions
-            ]
+        cells = [
+            Cell(label=f"{op} {version} {precision}", rows=version_rows(self, op, precision, version))
+            for precision, op, version in product(dict.fromkeys(self.precisions), dict.fromkeys(self.ops), Version)
         ]
+        return [cells]
 
     def study(self, rows: tuple["FusionRow", ...], environment: Environment) -> "FusionStudy":
         """The study with these rows."""

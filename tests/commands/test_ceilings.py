@@ -224,7 +224,7 @@ def test_an_unaligned_head_is_also_measured_padded() -> None:
         (["--precisions"], "precisions needs at least one value"),
         (["--precisions", "fp8", "tf32"], "--precisions fp8 tf32: .* a CPU has fp32, bf16, fp16"),
         (["--precisions", "fp32", "tf32"], "--precisions tf32: .* a CPU has fp32, bf16, fp16"),
-        (["--loops", "0"], "loops must be from 1"),
+        (["--loops", "0"], "loops must be at least 1"),
         (["--name", "../up"], "--name must be"),
         (["--measured", "x/ceilings.json", "--name", "y"], "leave --name out"),
     ],

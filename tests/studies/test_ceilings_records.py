@@ -137,9 +137,9 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"shapes": ()}, "shapes needs at least one"),
-        ({"stream_bytes": (27,)}, "stream_bytes must be from 28"),
-        ({"stream_bytes": (2**60,)}, "stream_bytes must"),
-        ({"loops": 0}, "loops must be from 1"),
+        ({"stream_bytes": (27,)}, "stream_bytes must be at least 28"),
+        ({"stream_bytes": (2**60,)}, "stream_bytes must be at most"),
+        ({"loops": 0}, "loops must be at least 1"),
         ({"loop_s": float("nan")}, "loop_s must"),
         ({"world_size": 0}, "world_size must be at least 1"),
     ],
