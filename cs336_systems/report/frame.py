@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pandas.core.groupby.generic import SeriesGroupBy
 
-COLUMNS = (
+RESULTS = (
     "size", "arch", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
     "mode", "precision", "attention", "compile", "optimizer", "world_size", "device_name",
     "warmup_steps", "measured_steps", "status", "error",
@@ -38,16 +38,16 @@ COLUMNS = (
     *SHORTCUTS,
 )  # fmt: skip
 """Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
-QUANTITIES = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("warnings")]
+QUANTITIES = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("warnings")]
 """Columns that were measured or follow from what was measured; NaN where that is unknown."""
 BESIDE = ("processes", "first_step_ms", "speed_up", "speed_up_std", "full_status", "speed_up_is_doubted")
-"""Columns that a frame of results has beside COLUMNS; see `to_frame`."""
+"""Columns that a frame of results has beside RESULTS; see `to_frame`."""
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms",
            "speed_up", "speed_up_std")  # fmt: skip
 
 
 def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
-    """One row per configuration, with COLUMNS and BESIDE; the index holds the configuration itself.
+    """One row per configuration, with RESULTS and BESIDE; the index holds the configuration itself.
 
     Repeats are pooled: a mean is the mean over the processes' means; a standard deviation is that of a step within its
     process (the processes' variances, weighted by their degrees of freedom); median and minimum are over all steps; the
@@ -76,7 +76,7 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
         baseline = full.get((key, row["device_name"])) or full.get((key, None))
         row |= _speed_up(row, None if row["precision"] == Precision.FP32 else baseline)
     index = pd.Index(configs, dtype="object", name="config")
-    frame = pd.DataFrame(rows, columns=[*COLUMNS, *BESIDE], index=index, dtype="object")
+    frame = pd.DataFrame(rows, columns=[*RESULTS, *BESIDE], index=index, dtype="object")
     return frame.astype(dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(SHAPE, "Int64"))
 
 

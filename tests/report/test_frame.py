@@ -13,7 +13,7 @@ from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
-from cs336_systems.report.frame import BESIDE, COLUMNS, over_warmup, rows_of, to_frame
+from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
 from cs336_systems.report.plots.series import size_names
 from cs336_systems.studies.ceilings_files import Ceilings
 from tests.report.ceilings import make_ceilings, product_at, square
@@ -34,9 +34,9 @@ def only_row(*records):
 
 
 def test_columns_are_those_of_the_contract_even_without_records():
-    assert list(COLUMNS) == [name.strip() for name in CONTRACT.replace("\n", " ").split(",")]
+    assert list(RESULTS) == [name.strip() for name in CONTRACT.replace("\n", " ").split(",")]
     for records in ([], [make_record(make_config(), (0.1,))]):
-        assert tuple(to_frame(records).columns) == (*COLUMNS, *BESIDE)
+        assert tuple(to_frame(records).columns) == (*RESULTS, *BESIDE)
 
 
 def test_statistics_of_one_process_agree_with_numpy_and_scipy():
@@ -117,7 +117,7 @@ def test_a_failed_run_has_a_row_and_no_quantity(status):
     frame = to_frame([make_failure(make_config(), status, "why")])
     (row,) = rows_of(frame)
     assert (row["status"], row["error"], row["size"]) == (status.value, "why", "small")
-    quantities = COLUMNS[COLUMNS.index("forward_mean_ms") : COLUMNS.index("predicted_peak_gib")]
+    quantities = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("predicted_peak_gib")]
     assert [row[name] for name in (*quantities, "device_name")] == [None] * (len(quantities) + 1)
     assert frame["step_mean_ms"].dtype == "float64"
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -10,12 +9,12 @@ from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.frame import COLUMNS, describe, over_warmup, rows_of, to_frame
+from cs336_systems.report.columns import column
+from cs336_systems.report.frame import RESULTS, describe, over_warmup, rows_of, to_frame
 from cs336_systems.report.identity import UNLISTED, identity_columns, trailing
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section, texts_of, write_files
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.report.words import warning_counts
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import text_of
@@ -26,7 +25,7 @@ PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "optimizer_mean
 """In the order of a step."""
 DERIVED = ("step_cv", "tokens_per_s", "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib", "speed_up")
 """Columns that follow from the times, and those of memory."""
-ALL_COLUMNS = (*COLUMNS, *UNLISTED, "processes")
+ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 """Columns of results.csv; settings that these leave out come after them."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
 CEILING = "Of ceiling: of the highest rate that matrix products were measured to reach."
@@ -47,28 +46,28 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
         *([DOUBTED] if frame["speed_up_is_doubted"].any() else []),
     ]
-    return _table("Time of a step", frame, _known(frame, "step_ci95_low_ms", *PHASES, *DERIVED), notes)
+    return _table("Time of a step", frame, ("step_ci95_low_ms", *PHASES, *DERIVED), notes)
 
 
 def warmup_table(frame: pd.DataFrame) -> Table | None:
     """The same step after different numbers of warm-up steps; None where that number does not vary."""
     frame = over_warmup(frame)
-    columns = [*_known(frame, "step_ci95_low_ms"), column("step_cv", drop_order=3), column("first_step_ms")]
-    return None if frame.empty else _table("Time of a step by warm-up", frame, columns, [])
+    keys = ("step_ci95_low_ms", "step_cv", "first_step_ms")
+    return None if frame.empty else _table("Time of a step by warm-up", frame, keys, [])
 
 
-def _table(title: str, frame: pd.DataFrame, columns: list[Column[Any]], notes: list[str]) -> Table:
-    """The step, and these columns, between what tells the rows apart and how they ended, if any failed."""
+def _table(title: str, frame: pd.DataFrame, keys: Sequence[str], notes: Sequence[str]) -> Table:
+    """What tells the rows apart, the step, what is known below these keys, and how runs ended if any failed."""
     rows, shared = rows_of(frame), describe(frame)
+    columns = [column("step_mean_ms"), *known([column(key) for key in keys], rows)]
     status = [] if (frame["status"] == Status.OK).all() else [column("status")]
-    every = [*identity_columns(rows, ALWAYS), column("step_mean_ms"), *columns, *status]
-    shared_notes = [f"{shared}."] if shared else []
-    return make_table(title, every, rows, [*shared_notes, *notes], lambda row: bool(row["status"] != Status.OK))
-
-
-def _known(frame: pd.DataFrame, *keys: str) -> list[Column[Any]]:
-    """Those of the columns in which any row has a value."""
-    return [column(key) for key in keys if frame[key].notna().any()]
+    return make_table(
+        title,
+        [*identity_columns(rows, ALWAYS), *columns, *status],
+        rows,
+        [*([f"{shared}."] if shared else []), *notes],
+        lambda row: bool(row["status"] != Status.OK),
+    )
 
 
 def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> list[Path]:
@@ -87,11 +86,11 @@ def results_section(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILIN
 
 def interval_notes(counts: Iterable[int]) -> list[str]:
     """What the interval of the step is over, by the number of processes of each row; why there is none of two."""
-    known = sorted(set(counts))
-    enough = [count for count in known if count >= FEWEST]
+    numbers = sorted(set(counts))
+    enough = [count for count in numbers if count >= FEWEST]
     number = " to ".join(str(count) for count in dict.fromkeys(enough[:1] + enough[-1:]))
     interval = [f"95 % interval: of the mean step, over the means of {number} fresh processes."] if enough else []
-    return [*interval, *too_few_note(known)]
+    return [*interval, *too_few_note(numbers)]
 
 
 def too_few_note(counts: Iterable[int]) -> list[str]:
@@ -101,11 +100,11 @@ def too_few_note(counts: Iterable[int]) -> list[str]:
 
 def mfu_notes(frame: pd.DataFrame) -> list[str]:
     """What MFU is a share of, where it stands beside that of another precision; the peaks, if all are of one device."""
-    known = frame[frame["mfu"].notna()]
-    precisions = [precision for precision in Precision if precision in set(known["precision"])]
+    timed = frame[frame["mfu"].notna()]
+    precisions = [precision for precision in Precision if precision in set(timed["precision"])]
     if len(precisions) < 2:
         return []
-    names = known["device_name"].unique()
+    names = timed["device_name"].unique()
     device = find_device(names[0]) if len(names) == 1 else None
     each = [f"{name} {device.peak_flops_per_s[name] / 1e12:g}" for name in precisions] if device else []
     peaks = f" ({', '.join(each)} TFLOP/s)" if each else ""

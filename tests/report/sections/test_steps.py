@@ -10,7 +10,7 @@ import scipy.stats
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Measurement, Status, WarningCode
 from cs336_systems.report.formats import WRITERS, to_rich
-from cs336_systems.report.frame import COLUMNS, QUANTITIES, describe, to_frame
+from cs336_systems.report.frame import QUANTITIES, RESULTS, describe, to_frame
 from cs336_systems.report.sections.steps import OFFERED, results_table, warmup_table, write_tables
 from cs336_systems.report.terminal import print_run
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS
@@ -35,7 +35,7 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     write_tables(grid, tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header == [*COLUMNS, "phases", "ranges", "tokens", "seed", "rope_theta", "processes", "device"]
+    assert header == [*RESULTS, "phases", "ranges", "tokens", "seed", "rope_theta", "processes", "device"]
     assert len(rows) == 8
     table = [dict(zip(header, row, strict=True)) for row in rows]
     failed = next(row for row in table if row["status"] == "oom")
@@ -178,7 +178,7 @@ def test_hostile_texts_stay_in_their_cells(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["size"][:4] for row in rows] == ["'=HY", "'=HY"]
     assert rows[1]["error"].startswith("'=HY")
-    assert all(len(row) == len(COLUMNS) + 7 and None not in row for row in rows)
+    assert all(len(row) == len(RESULTS) + 7 and None not in row for row in rows)
     assert "<img" not in (tmp_path / "results.md").read_text()
     assert r"\input" not in (tmp_path / "results.tex").read_text()
     assert "img src" in rendered([make_record(config, (0.1,))], 200)

@@ -10,7 +10,7 @@ from cs336_systems.config import SETTINGS, RunConfig
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.entries import Values
-from cs336_systems.report.frame import COLUMNS, codes_of, rows_of, to_frame
+from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.numbers import ratio
 from cs336_systems.report.sections.kernels.entries import Profiled
@@ -51,7 +51,7 @@ def ladder_rows(
     for rung in ladder:
         own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
-        frame = rows_of(to_frame(own, ceilings))[0] if own else dict.fromkeys(COLUMNS)
+        frame = rows_of(to_frame(own, ceilings))[0] if own else dict.fromkeys(RESULTS)
         gate = judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8)
         means_s[rung.name] = process_means(own)
         credited = [row for row in rows if row["is_credited"]]
