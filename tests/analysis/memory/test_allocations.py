@@ -60,7 +60,7 @@ def check(found: Replay, truth: Allocator, are_blocks_known: bool = True) -> Non
 
 
 @pytest.mark.parametrize("is_expandable", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_counts_are_those_of_the_allocator(tmp_path: Path, seed: int, is_expandable: bool) -> None:
     made = Allocator(is_expandable=is_expandable)
     made.record()
@@ -69,7 +69,7 @@ def test_counts_are_those_of_the_allocator(tmp_path: Path, seed: int, is_expanda
 
 
 @pytest.mark.parametrize("is_expandable", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_recording_that_begins_in_the_middle(tmp_path: Path, seed: int, is_expandable: bool) -> None:
     rng = random.Random(seed)
     made = Allocator(is_expandable=is_expandable)
@@ -89,7 +89,7 @@ def test_a_recording_that_begins_in_the_middle(tmp_path: Path, seed: int, is_exp
     assert shortfall[-1] == 0
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_ring_that_dropped_its_oldest_events(tmp_path: Path, seed: int) -> None:
     made = Allocator()
     made.record()
@@ -101,7 +101,7 @@ def test_a_ring_that_dropped_its_oldest_events(tmp_path: Path, seed: int) -> Non
     np.testing.assert_array_equal(found.reserved_bytes, [moment.reserved for moment in made.truth])
     are_held = bool(frozenset.intersection(*(moment.in_use for moment in made.truth)))
     assert (found.num_held_with_stack > 0) == are_held
-    assert are_held or seed in (1, 4, 6)
+    assert are_held or seed == 1
 
 
 def test_a_recording_without_events(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.device_memory import Action, BlockState, Frame
 from cs336_systems.analysis.memory.snapshot import Snapshot, read_snapshot
-from cs336_systems.analysis.memory.unpickle import CHUNK, MAX_NOTES
+from cs336_systems.analysis.memory.unpickle import CHUNK, MAX_ALIKE, MAX_NOTES
 from tests.analysis.memory.snapshots import (
     Allocator,
     frame,
@@ -94,44 +94,41 @@ def large(num_events: int) -> dict[str, Any]:
 
 
 def spoilt(events: list[dict[str, Any]], seed: int) -> None:
-    """Now and then an event that is like no other."""
+    """Change some events, each in a way of its own."""
     rng = random.Random(seed)
     for row in sorted(rng.sample(range(len(events)), 60)):
         event = events[row]
-        match rng.randrange(9):
+        match rng.randrange(6):
             case 0:
                 event["later"] = rng.choice([None, True, 1.5, [1, [2]], {"a": {}}, "text", (1, 2)])
             case 1:
                 event["frames"] = [frame(f"new_{row}")]
             case 2:
-                event["frames"] = [frame("many", i) for i in range(rng.choice([999, 1000, 1001, 2500]))]
-            case 3:
-                event["user_metadata"] = "m" * rng.choice([1, 255, 256])
-            case 4:
                 events[row] = dict(reversed(event.items()))
-            case 5:
+            case 3:
                 event["action"] = rng.choice(["borrowed", "lent"])
-            case 6:
-                event["size"] = rng.choice([0, 2**31, 2**40, 255, 256, 65536])
-            case 7:
+            case 4:
                 events[row] = {**EVENT, "action": "oom", "device_free": 77}
                 del events[row]["addr"]
-            case 8:
+            case 5:
                 event["frames"] = events[row // 2].get("frames", [])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_unusual_events_among_many(tmp_path: Path, seed: int) -> None:
     content = large(4 * CHUNK)
     spoilt(content["device_traces"][0], seed)
     check(read_snapshot(write(tmp_path / "s", content)), content)
 
 
-def test_a_segment_of_many_blocks(tmp_path: Path) -> None:
-    blocks = [{**BLOCK, "address": 4096 + i} for i in range(5000)]
-    content = {"segments": [{**SEGMENT, "blocks": blocks}, *[SEGMENT] * 3000], "device_traces": []}
+def test_many_stacks_that_begin_alike(tmp_path: Path) -> None:
+    """More of them than are compared one by one, each of them twice."""
+    first, last, middle = frame("first"), frame("last"), [frame("middle", line) for line in range(3 * MAX_ALIKE)]
+    events = [{**EVENT, "frames": [first, each, last]} for each in [*middle, *reversed(middle)]]
+    content = {**GOOD, "device_traces": [events]}
     found = read_snapshot(write(tmp_path / "s", content))
-    assert found.devices[0].blocks.address.tolist() == [*(block["address"] for block in blocks), *[4096] * 3000]
+    check(found, content)
+    assert len(set(found.devices[0].events.stack.tolist())) == len(middle)
 
 
 def test_what_is_unknown_is_counted(tmp_path: Path) -> None:
@@ -237,7 +234,17 @@ WRONG = {
         f"device_traces.{key}": ["missing", "12", 1.0, 2**63, -(2**63) - 1, 10**400, None, []]
         for key in ("addr", "size", "stream", "time_us")
     },
-    "device_traces.frames": [5, "text", {}, ()],
+    "device_traces.frames": [
+        5,
+        "text",
+        {},
+        (),
+        (frame("f"),),
+        [5],
+        [{}],
+        [[]],
+        *([{**frame("f"), key: None}] for key in ("filename", "line", "name")),
+    ],
     "segments.blocks": ["missing", None, [None], {}],
     **{f"segments.{key}": ["missing", "x", 2**64] for key in ("device", "address", "total_size", "stream")},
     **{f"segments.blocks.{key}": ["missing", "x", 0.5] for key in ("address", "size", "requested_size", "state")},
@@ -249,9 +256,12 @@ CASES = [(path, value) for path, values in WRONG.items() for value in values] + 
 ]
 
 
+def test_what_the_wrong_contents_are_made_of_is_right(tmp_path: Path) -> None:
+    check(read_snapshot(write(tmp_path / "s", GOOD)), GOOD)
+
+
 @pytest.mark.parametrize(("path", "value"), CASES)
 def test_wrong_content_is_one_clear_line(tmp_path: Path, path: str, value: Any) -> None:
-    assert read_snapshot(write(tmp_path / "s", GOOD)).devices
     with pytest.raises(ProfileError) as caught:
         read_snapshot(write(tmp_path / "s", changed(path, value)))
     message = str(caught.value)
@@ -262,23 +272,13 @@ def test_wrong_content_is_one_clear_line(tmp_path: Path, path: str, value: Any) 
     assert "needs" in message
 
 
-@pytest.mark.parametrize("row", [0, 700, 5_000, 8_999])
+@pytest.mark.parametrize("row", [0, 8_999])
 @pytest.mark.parametrize(
     ("key", "value"), [("size", "12"), ("addr", 2**63), ("size", -1), ("action", None), ("frames", 5)]
 )
 def test_wrong_content_among_many(tmp_path: Path, row: int, key: str, value: Any) -> None:
     content = large(9_000)
     content["device_traces"][0][row][key] = value
-    with pytest.raises(ProfileError, match="needs"):
-        read_snapshot(write(tmp_path / "s", content))
-
-
-@pytest.mark.parametrize(
-    "frames", ["action", [5], [{}], [[]], *([{**frame("f"), key: None}] for key in ("filename", "line", "name"))]
-)
-def test_wrong_frames(tmp_path: Path, frames: Any) -> None:
-    content = large(5_000)
-    content["device_traces"][0][4_000]["frames"] = frames
     with pytest.raises(ProfileError, match="needs"):
         read_snapshot(write(tmp_path / "s", content))
 
