@@ -34,8 +34,10 @@ class Replay:
     """First those that events allocated or freed, by address, then those held throughout the recording."""
     reserved_bytes: Ints
     """Bytes that the allocator had from CUDA, at each moment."""
+    are_sizes_known: bool
+    """False if the size of any block is a conclusion that may be wrong."""
     notes: tuple[str, ...]
-    """Sentences about events and segments that do not fit together."""
+    """Sentences about sizes that are not known, and about events and segments that do not fit together."""
 
     @cached_property
     def allocated_bytes(self) -> Ints:
@@ -87,18 +89,15 @@ def replay(memory: DeviceMemory, settings: Mapping[str, Setting]) -> Replay:
     held, notes_on_held = _held_throughout(memory, recorded)
     lifetimes = joined(recorded, held)
     reserved = _reserved(memory)
+    notes_on_sizes = tuple(_notes_on_sizes(lifetimes, len(memory.events), settings))
     columns = {field.name: getattr(lifetimes, field.name) for field in fields(Lifetimes)}
     columns["num_bytes"] = _num_bytes(memory, lifetimes, settings)
     return Replay(
         memory=memory,
         allocations=Allocations(**columns, requested_bytes=lifetimes.num_bytes),
         reserved_bytes=reserved,
-        notes=(
-            *reader.notes(),
-            *notes_on_held,
-            *_notes_on_sizes(lifetimes, len(memory.events), settings),
-            *_notes_on_reserved(reserved),
-        ),
+        are_sizes_known=not notes_on_sizes,
+        notes=(*reader.notes(), *notes_on_held, *notes_on_sizes, *_notes_on_reserved(reserved)),
     )
 
 

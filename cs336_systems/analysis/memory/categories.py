@@ -54,11 +54,10 @@ def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, h
     category = np.where(replay.is_held_throughout, CODES[Category.HELD], passing)
     sighted = np.full(len(rows), NOT_SIGHTED, dtype=np.int64)
     rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
-    for index in np.lexsort((np.arange(len(rank)), rank))[::-1].tolist():  # the deciding one is written last
-        if row_of[index] != NOT_SIGHTED:
-            sighted[row_of[index]] = index
-    known = np.flatnonzero(sighted != NOT_SIGHTED)
-    category[known] = [CODES[Category(sightings[index].kind)] for index in sighted[known].tolist()]
+    order = np.argsort(rank, kind="stable")[::-1]  # of several sightings of a row, the deciding one is written last
+    order = order[row_of[order] != NOT_SIGHTED]
+    sighted[row_of[order]] = order
+    category[row_of[order]] = [CODES[Category(sightings[index].kind)] for index in order.tolist()]
     return Contents(category=category, sighting=sighted)
 
 

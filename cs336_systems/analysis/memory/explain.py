@@ -13,7 +13,6 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.files import read_head
 from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.block_sizes import may_be_larger, rounds_to_powers
 from cs336_systems.analysis.memory.blocks import block_memory
 from cs336_systems.analysis.memory.categories import (
     CODES,
@@ -27,7 +26,6 @@ from cs336_systems.analysis.memory.categories import (
 from cs336_systems.analysis.memory.device_memory import Action, DeviceMemory
 from cs336_systems.analysis.memory.formulas import Formulas
 from cs336_systems.analysis.memory.groups import Groups, Known
-from cs336_systems.analysis.memory.lifetimes import BEFORE
 from cs336_systems.analysis.memory.notes import Mark, MemoryNotes, notes_path, read_notes
 from cs336_systems.analysis.memory.places import places_of
 from cs336_systems.analysis.memory.positions import (
@@ -98,7 +96,7 @@ def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemor
     if not of_notes:
         found = ", ".join(str(memory.device) for memory in snapshot.devices)
         raise ProfileError(
-            snapshot.path, f"needed memory of device {notes.device}, of which the notes beside it tell, got {found}"
+            snapshot.path, f"needed memory of device {notes.device}, as in the notes beside it, got {found}"
         )
     return of_notes[0]
 
@@ -162,7 +160,7 @@ class _Explanation:
 
     def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
-            if not self._is_guessed and self._allocated[moment] != mark.allocated_bytes:
+            if self._replay.are_sizes_known and self._allocated[moment] != mark.allocated_bytes:
                 raise MemoryAttributionError(
                     f"{self._snapshot.path}: at the mark {mark.name} of step {mark.step} the categories hold "
                     f"{self._allocated[moment]} bytes, and the allocator counted {mark.allocated_bytes}"
@@ -245,17 +243,10 @@ class _Explanation:
             reserved_bytes=int(self._replay.reserved_bytes[moment]),
             step=self._phases.steps[stretch],
             phase=self._phases.names[stretch],
-            time_s=float(times_s(self._memory.events, np.array(moment + 1))),
+            time_s=float(times_s(events, np.array(moment + 1))),
             event=moment,
             places=places_of(self._snapshot.stacks[events.stack[moment]]),
         )
-
-    @property
-    def _is_guessed(self) -> bool:
-        """Whether the concluded size of any block may be wrong."""
-        rows, settings = self._replay.allocations, self._snapshot.settings
-        is_gone = (rows.start == BEFORE) & (rows.end < len(self._memory.events))
-        return rounds_to_powers(settings) or bool((is_gone & may_be_larger(rows.requested_bytes, settings)).any())
 
     def _notes_to_reader(self) -> Iterator[str]:
         yield from self._snapshot.notes

@@ -287,11 +287,6 @@ def pack(values: Sequence[Any], where: str) -> bytes:
         raise ContentError(f"{where} needs whole numbers of 64 bits, got {shown(wrong)}") from None
 
 
-def readable(text: str) -> str:
-    """The text with marks in place of what is not Unicode, such as bytes of a file's name."""
-    return text.encode(errors="surrogatepass").decode(errors="replace")
-
-
 def shown(thing: object) -> str:
     """A short text for a message; never the text of a container, which may be endless."""
     if thing is None:
@@ -323,7 +318,10 @@ def main(parent: int, max_memory_bytes: int, max_cpu_s: int, codes: str) -> NoRe
     try:
         unpickler = PlainUnpickler(cast("IO[bytes]", Mapped(0)))  # kept: taking its memo apart takes time
         description, columns = Converter(**json.loads(codes)).convert(unpickler.load())
-        reply = readable(json.dumps(description, ensure_ascii=False, allow_nan=False)).encode()
+        text = json.dumps(description, ensure_ascii=False, allow_nan=False)
+        reply = (
+            text.encode(errors="surrogatepass").decode(errors="replace").encode()
+        )  # names of files may be no Unicode
     except MemoryError:
         problem = (
             f"it would take more than {max_memory_bytes >> 20} MiB of memory: no memory snapshot, or a damaged one"
