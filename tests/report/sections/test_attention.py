@@ -1,7 +1,6 @@
 import csv
 import io
 import math
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,6 @@ from cs336_systems.report.sections.attention_plots import (
 )
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.records import read_study
-from tests.report.making import HOSTILE
 from tests.report.studies import MIB, make_cell, make_failed, make_result, make_study
 
 NAIVE, FLASH = Implementation.NAIVE, Implementation.FLASH
@@ -182,14 +180,3 @@ def test_a_study_without_any_time_has_no_picture():
     study = make_study(make_failed(make_cell(), Status.CRASHED))
     assert list(attention_pictures(study, attention_rows(study))) == []
     assert [row[2] for row in attention_section(study).tables[0].rows] == ["crashed"]
-
-
-def test_texts_of_failures_and_devices_are_inert(tmp_path):
-    failed = make_failed(make_cell(FLASH), Status.UNAVAILABLE, HOSTILE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        write_attention(make_study(make_result(make_cell()), failed, device_name=HOSTILE), tmp_path)
-    assert "</script>" not in (tmp_path / "results.md").read_text()
-    assert "\\input{f}" not in (tmp_path / "results.tex").read_text()
-    rows = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
-    assert rows[1]["error"].startswith("'=HYPERLINK")
