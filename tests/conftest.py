@@ -55,6 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Files need not survive a crash of this machine: thousands of them would wait some milliseconds each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _descriptor: None)
+        yield
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are planned but not drawn, which takes a quarter of a second each; tests of plots draw them."""
