@@ -145,12 +145,17 @@ def _contributors(found: Sequence[BlockMemory]) -> Table:
         column("shape_and_type", drop_order=3),
         column("explanation", drop_order=2),
     ]
-    alike = sum(other.saved == block.saved for other in found)
+    alike = sum(_tensors(other) == _tensors(block) for other in found)
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, the same in {alike} of "
         f"{counted(len(found), 'block')}. Each tensor of each block is in saved.csv."
     ]
     return make_table(f"Largest tensors that {label(block.name)} saves for backward", columns, rows, notes)
+
+
+def _tensors(block: BlockMemory) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """What the block saves, without the explanations, which name the block."""
+    return [(tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes) for tensor in block.saved]
 
 
 def _saved(block: BlockMemory) -> Iterator[Values]:

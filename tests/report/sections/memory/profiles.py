@@ -114,7 +114,8 @@ def make_saved(name, size, shape=(), explanation=""):
 def make_block(index, weights=20):
     """Saves `weights` + 18 + 12 + 6 + 3 + 1 MiB; 10 MiB of parameters and of gradients."""
     saved = (
-        make_saved("attention > attention.softmax", weights, (4, 5, 512, 512), "batch x heads x T x T x 4"),
+        make_saved("attention > attention.softmax", weights, (4, 5, 512, 512),
+                   f"batch x heads x T x T x 4: softmax of block {index}"),
         make_saved("ffn", 18, (4, 512, 2304), "batch x T x d_ff x 4"), make_saved("ffn", 12),
         make_saved("attention", 6), make_saved("norm", 3), make_saved("", 1),
     )  # fmt: skip

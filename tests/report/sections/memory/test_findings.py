@@ -1,4 +1,4 @@
-"""Known causes in hand-made memory profiles (see memory_profiles.py), each named with its numbers; and the answers."""
+"""Known causes in hand-made memory profiles (see profiles.py), each named with its numbers; and the answers."""
 
 from dataclasses import replace
 
@@ -10,7 +10,6 @@ from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.largest import largest_words
 from tests.report.sections.memory.profiles import (
-    LOGITS,
     MIB,
     WEIGHTS,
     make_bare,
@@ -67,12 +66,6 @@ def test_the_peak_and_the_largest_allocations_are_always_told() -> None:
         "activations in forward at cs336_systems/model.py:77 softmax; 20 times 10,485,760 bytes (10.00 MiB): optimizer "
         "state."
     )
-
-
-def test_a_block_larger_than_what_was_asked_for_is_told() -> None:
-    odd = make_like(40, requested_bytes=40_960_000)
-    assert "once 40,960,000 bytes (39.06 MiB, in a block of 40.00 MiB): temporary." in said(make_memory(largest=(odd,)))
-    assert "in a block" not in said(make_memory(largest=(LOGITS,)))
 
 
 def test_allocations_of_one_size_are_told_once() -> None:
