@@ -1,4 +1,4 @@
-"""Records of ceilings: derived by hand, round trips, files that are none, and finding them again."""
+"""Records of ceilings: values worked out by hand, refused files and grids, and ceilings found by their device."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ceilings on a CPU: FLOPs, bytes and results by other libraries, rates by clocks of a known rate, known failures."""
+"""Ceilings on a CPU: FLOPs, bytes and results from other libraries, clocks of a known rate, injected failures."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""Each version of each operation on a CPU: bytes and FLOPs by hand, mathematics by another library, known causes."""
+"""Each version of each operation on a CPU: bytes counted by hand, results of other libraries, injected faults."""
 
 import math
 import time

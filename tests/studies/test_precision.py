@@ -1,4 +1,4 @@
-"""Sums against NumPy's arithmetic, data types against computing op by op and against causes put in on purpose."""
+"""Sums against NumPy's arithmetic, data types against the operations one by one and against a model made for it."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Failures put into cells on purpose: each is a row of its own, and neither the next cell nor the parent notices."""
+"""Injected failures of cells: each becomes a row, and affects neither the next cell nor the parent."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ class ProcessGrid(Grid):
         return rows, environment
 
 
-# What measures in the worker, found there by its name.
+# Functions that measure in a worker, which finds them by their names.
 def measure(grid, rows):
     return [replace(row, pid=os.getpid()) for row in rows]
 
@@ -111,7 +111,7 @@ def grid_of(function, **fields) -> ProcessGrid:
 
 
 def wait_until_it_hangs(objects: list[object], timeout: float) -> list[object]:
-    """As multiprocessing's, but the time is up as soon as a worker hangs, and not before."""
+    """Like multiprocessing's `wait`, but the time is over as soon as a worker hangs, and not before."""
     while not (ready := wait(objects, timeout=0.05)):
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
