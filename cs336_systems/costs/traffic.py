@@ -1,4 +1,4 @@
-"""The least bytes that one step of training has to move, in closed form: what the rungs of the ladder save."""
+"""The least bytes that one training step must move, in closed form; the rungs of the ladder save some of them."""
 
 from dataclasses import dataclass
 
@@ -19,38 +19,39 @@ OPTIMIZER_BYTES = {
     OptimizerKind.ADAMW: 18 * FP32_BYTES,
     OptimizerKind.FOREACH: 20 * FP32_BYTES,
 }
-"""For each parameter. Operation by operation, reads + writes: decay 1 + 1, first moment 2 + 1, second moment decays
-1 + 1 and gains 2 + 1, root 1 + 1, foreach divides it by the bias correction 1 + 1, epsilon 1 + 1, update 3 + 1."""
+"""Bytes that AdamW moves for each parameter. Tensors read + written, operation by operation: weight decay 1 + 1, first
+moment 2 + 1, second moment decayed 1 + 1 and added to 2 + 1, its root 1 + 1, that divided by the bias correction (only
+foreach) 1 + 1, epsilon added 1 + 1, update of the parameter 3 + 1."""
 _LINEAR = (Component.QKV, Component.OUTPUT, Component.FFN, Component.HEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes read and written in one step of training, at the very least. Element-wise work and norms are left out."""
+    """Least bytes that one training step reads and writes. Element-wise work and norms are left out."""
 
     weights: int
-    """By the products: weights read in forward and in backward, their gradients written. A table of embeddings: its
-    gradient, and where the head shares it the sum of the two."""
+    """Weights that matmuls read in forward and backward, and their gradients; the gradient of the embedding table, and
+    its sum with the head's where the two are tied."""
     casts: int
-    """Autocast's: of weights to half precision, of their gradients back."""
+    """Weights that autocast casts to half precision, and gradients that it casts back."""
     optimizer: int
     """Parameters, gradients, moments and low-precision copies."""
     activations: int
-    """Factors and results of the products that are no weights, and their gradients; attention's scores, where they are
-    written at all."""
+    """Factors and results of matmuls other than weights, and their gradients; the scores of attention that is not
+    fused."""
 
     @property
     def state(self) -> int:
-        """All but the activations: what does not depend on the batch."""
+        """Everything but the activations, which alone grow with the batch."""
         return self.weights + self.casts + self.optimizer
 
 
 def traffic(config: RunConfig) -> Traffic | None:
-    """What a step of this project's model moves at least; None for a user's own, for a step that does not train, and
-    for fp8, whose casts and copies are not counted here.
+    """Least bytes of a training step of this project's model.
 
-    Biases and norms, a thousandth of the parameters, count with the optimizer only; what pads a vocabulary and what
-    checkpointing computes again is left out.
+    None for a user's own model, for other modes, and for fp8, whose casts and copies have no closed form here. Biases
+    and norms, a thousandth of the parameters, count with the optimizer alone. A vocabulary's padding and recomputation
+    between checkpoints are left out.
     """
     if config.model_factory is not None or config.fp8 or config.mode is not Mode.TRAIN:
         return None
@@ -67,13 +68,13 @@ def traffic(config: RunConfig) -> Traffic | None:
 
 
 def linear_weights(model: ModelConfig) -> int:
-    """Elements of the matrices that tokens are multiplied by: each takes 2 FLOPs for a token."""
+    """Elements of the weights of all linear layers; each takes 2 FLOPs for a token."""
     flops = forward_flops(model, batch_size=1)
     return sum(flops[part] for part in _LINEAR) // (2 * model.context_length)
 
 
 def _table_bytes(config: RunConfig) -> int:
-    """The gradient of the embedding: dense, and in fp32. Tied, it is added to that of the head."""
+    """The embedding's gradient, which is dense and in fp32; with tied embeddings it is added to the head's."""
     if config.model.arch is Arch.CS336:
         return FP32_BYTES * parameters_by_component(config.model)[Component.EMBEDDING]
     elements = parameters_by_component(config.model)[Component.HEAD]
@@ -81,14 +82,14 @@ def _table_bytes(config: RunConfig) -> int:
 
 
 def _second_gradient_bytes(config: RunConfig) -> int:
-    """A tied table whose copy the head reads has two gradients, and is written twice."""
+    """Tied embeddings whose low-precision copy the head reads have a second gradient and a second copy."""
     if not config.cast_once or config.model.arch is Arch.CS336:
         return 0
     return 2 * HALF_BYTES * parameters_by_component(config.model)[Component.HEAD]
 
 
 def _activation_bytes(config: RunConfig, size: int) -> int:
-    """Of a product with three tensors each of the two backward products reads two and writes one of the same sizes."""
+    """Three times forward: each of a matmul's two backward matmuls moves tensors of the same three sizes."""
     parameters = parameters_by_component(config.model)
     moved = sum(work.moved_bytes for work in forward_work(config) if work.name != Component.EMBEDDING)
     return 3 * (moved - size * sum(parameters[part] for part in _LINEAR))

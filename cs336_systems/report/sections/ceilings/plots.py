@@ -32,7 +32,7 @@ MARKERS = dict(zip(ProductPrecision, drawing.MARKERS, strict=False))
 STREAM_COLOURS = {Stream.COPY: "#0072B2", Stream.READ: "#E69F00", Stream.ADAMW: "#009E73"}
 STREAM_MARKERS = dict(zip(Stream, drawing.MARKERS, strict=False))
 FAR_BELOW = 0.5
-"""Of the median layer's rate at a precision: a layer that is slower is named in the picture."""
+"""Share of the median layer's rate at a precision below which a layer is named in the picture."""
 
 
 def ceilings_pictures(study: CeilingsStudy) -> dict[str, Figure | None]:

@@ -1,7 +1,7 @@
 """Parts of a profiled step on the roofline: FLOPs and least bytes in closed form, time from the profile.
 
-Least bytes: what goes in is read once and what comes out is written once; whatever else a part moves keeps it below the
-roof. A part whose data is still in a cache can be above it.
+Least bytes: inputs read once and results written once. Whatever else a part moves keeps it below the roof; a part
+whose inputs are still in a cache can be above it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,22 +34,22 @@ LINEAR = (Component.QKV, Component.OUTPUT, Component.FFN, Component.HEAD)
 SCORES_AND_VALUES = (Component.SCORES, Component.VALUES)
 PASSES = (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)
 NORM_FLOPS = {LaunchPhase.FORWARD: 4, LaunchPhase.BACKWARD: 9}
-"""RMSNorm, each element. Forward: square, add, times the root, times the gain. Backward: times the gain, times x, add,
-two products and a difference for x; two products and a sum for the gain."""
+"""FLOPs of RMSNorm for each element. Forward: square, add, multiply by the root, multiply by the gain. Backward:
+multiply by the gain and by x, add, two products and a difference for x; two products and a sum for the gain."""
 NORM_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
-"""The residual stream, which is in fp32, in and out; backward reads x and a gradient and writes a gradient."""
+"""Tensors like the residual stream, in fp32, that a norm moves: x in, result out; x and gradient in, gradient out."""
 SOFTMAX_FLOPS = {LaunchPhase.FORWARD: SOFTMAX_FORWARD_FLOPS, LaunchPhase.BACKWARD: SOFTMAX_BACKWARD_FLOPS}
 SOFTMAX_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
-"""Scores in, weights out; backward reads weights and their gradient and writes that of the scores."""
+"""Tensors like the scores that softmax moves: scores in, weights out; weights and gradient in, gradient out."""
 FUSED, ALL_KERNELS = "fused attention", "all kernels"
-"""A name of a part, and how others end."""
+"""Name of the part of fused attention, and how parts end that count all kernels of a module."""
 COLUMNS = (
     column("part", about="What of the step it is."), column("phase"), column("flops"), column("least_mib"),
     column("flops_per_byte", drop_order=5), column("time_ms"), column("tflops_per_s", drop_order=2, derived=False),
     column("roof_tflops_per_s"), column("roof_share"), column("limit"),
 )  # fmt: skip
 ABOVE = 1.005
-"""Of the roof: from this share on more than 100 % stands in the table."""
+"""Smallest share of the roof that the table shows as more than 100 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,14 @@ class StepPart:
     name: str
     phase: LaunchPhase
     precision: ProductPrecision
-    """Whose ceiling applies."""
+    """Precision whose measured ceiling is the part's."""
     flops: float
     moved_bytes: float
     """The least that the part has to move."""
     time_s: float
-    """Of its kernels."""
+    """Time of the part's kernels."""
     causal_flops: float | None = None
-    """With attention counted as causal; of a part whose kernel leaves the masked half out."""
+    """FLOPs with attention counted as causal; None for all parts but fused attention."""
 
     @property
     def intensity(self) -> float:
@@ -83,16 +83,16 @@ class StepParts:
     """The parts of the step of one run."""
 
     label: str
-    """The run, in a few words."""
+    """A few words for the run."""
     parts: tuple[StepPart, ...]
     mixed: tuple[str, ...] = ()
-    """Names of parts that are left out because no one roof is theirs: they multiply in fp8 and in bf16."""
+    """Names of parts that are left out because they multiply in fp8 and in bf16, and so have no single roof."""
 
 
 def step_parts(profile: StepProfile, config: RunConfig) -> StepParts:
     """The parts that the profile of this run tells apart.
 
-    Raises ValueError for a model of the user's own, whose FLOPs nobody knows, and for a profile without steps.
+    Raises ValueError for a model of the user's own, whose FLOPs are not known, and for a profile without steps.
     """
     if profile.num_steps < 1:
         raise ValueError(f"{profile.source} holds no steps")
@@ -123,7 +123,7 @@ def _part(
 
 
 def _precision(config: RunConfig, components: Sequence[Component]) -> ProductPrecision | None:
-    """Of the products of these parts; None where they are of two kinds: fp8 leaves the head and attention in bf16."""
+    """Precision of the products of these parts; None for two: fp8 leaves the head and attention in bf16."""
     in_fp8 = {config.fp8 and part in FP8_LAYERS for part in components}
     if len(in_fp8) > 1:
         return None

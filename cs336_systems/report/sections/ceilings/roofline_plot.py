@@ -28,9 +28,9 @@ MARKERS = "osD^vPX<>*hpd8"
 SLOPE_COLOUR = "#777777"
 FILLED = {"markersize": 8, "markeredgewidth": 0.8, "markeredgecolor": "white"}
 HOLLOW = {"markersize": 10, "markeredgewidth": 1.6, "markerfacecolor": "none"}
-"""A mark in backward is a ring, in which that of forward can be seen where both stand at the same place."""
+"""A mark in backward is a ring, so that forward's mark shows inside it where both are at the same place."""
 STEPS = 2.0
-"""Room to the left and the right of the outermost point or ridge, as a factor."""
+"""Factor of room to the left and the right of the outermost point or ridge."""
 
 
 def draw_roofline(study: CeilingsStudy, parts: StepParts | None = None) -> Figure | None:

@@ -32,12 +32,11 @@ COLUMNS = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "rea
 CSV_COLUMNS = ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
                "measured_std", "warnings")  # fmt: skip
 BUSY = 1.5
-"""Load for each CPU above which others must have been at work too."""
+"""Load for each CPU above which other programs must have been running too."""
 
 
 def ceilings_of(study: CeilingsStudy) -> list[Values]:
-    """The best of each kind, those without a time left out: of passes over memory the largest, surest to be in none of
-    the caches."""
+    """The fastest cell of each kind that has a time; of passes over memory the largest, which fits no cache."""
     products, streams = timed(product_rows(study)), timed(stream_rows(study))
     by_precision = [[row for row in products if row["precision"] is name] for name in study.product_ceilings]
     by_stream = [[row for row in streams if row["stream"] is stream] for stream in Stream]
@@ -170,7 +169,7 @@ def doubts(study: CeilingsStudy) -> Iterator[str]:
 
 
 def _company(study: CeilingsStudy) -> Iterator[str]:
-    """What others did to the times on a CPU, where an operation waits for the slowest of its threads."""
+    """Whether other programs slowed a CPU, where an operation waits for the slowest of its threads."""
     load, cpus = study.environment.load_1min, study.environment.cpu_count
     if study.grid.device is Device.CPU and load is not None and load > BUSY * cpus:
         yield f"The machine was busy (load {load:.1f} on {cpus} CPUs): it can reach more than this."

@@ -25,11 +25,11 @@ MAX_SLOWDOWN = 0.10
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
 FIELDS = ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
           *(name for name, setting in SETTINGS.items() if setting.is_shortcut), "learning_rate", "seed")  # fmt: skip
-"""Of a configuration."""
+"""Settings that ladder.csv gives of each rung."""
 TIMES = ("step_mean_ms", "step_std_ms", "step_ci95_low_ms", "step_ci95_high_ms", "tokens_per_s", "model_tflops_per_s",
          "mfu", "ceiling_share")  # fmt: skip
 MEASURED = ("device_name", "status", "error", *TIMES, "peak_allocated_gib", "peak_reserved_gib", "warnings")
-"""Of the frame of results, over the rung's processes; None for a rung that has not run."""
+"""Columns of a sweep's results, over the rung's processes; None for a rung that has not run."""
 COMPILED = ("graphs", "graph_breaks", "recompiles")
 LEAST = ("weights", "casts", "optimizer", "activations", "state")
 
