@@ -1,6 +1,6 @@
-"""Explain the raw profile that a run has left: in a process of its own, after the run, and again when it is wanted.
+"""Explains the raw profile of a run in a process of its own, after the run, and again if the explanation is lost.
 
-The run's record is not touched. A defect of the analysis costs an explanation, never a measurement.
+The run's record is not changed: a defect of the analysis costs an explanation, never a measurement.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from cs336_systems.text import inert_line
 
 
 def lacks_explanation(record: RunRecord, runs: Path) -> bool:
-    """Whether the run ended under a profiler as one does that can be explained, and no explanation can be read.
+    """Whether the run was profiled, ended in a way that can be explained, and has no readable explanation.
 
-    A run that failed has one only if its memory snapshot is there: that is evidence of how it ran out of memory.
+    A failed run can be explained only if it left a memory snapshot, which shows how it ran out of memory.
     """
     config = record.config
     if config.profiler is Profiler.NONE:
@@ -34,12 +34,12 @@ def lacks_explanation(record: RunRecord, runs: Path) -> bool:
 
 
 def can_be_explained(record: RunRecord, runs: Path) -> bool:
-    """Whether the run lacks an explanation, and the raw profile is there to make it from."""
+    """Whether the run lacks an explanation and has the raw profile to make one from."""
     return lacks_explanation(record, runs) and raw_profile_path(record.config, runs).is_file()
 
 
 def has_explanation(config: RunConfig, runs: Path) -> bool:
-    """Whether the explanation of this run's raw profile can be read, if not by this version of the program."""
+    """Whether this run has an explanation that this or a later version of the program can read."""
     path = explanation_path(config, runs)
     if not path.is_file():
         return False
@@ -75,7 +75,7 @@ def explain_run(config: RunConfig, runs: Path) -> None:
 
 
 def main(config: RunConfig, runs: Path, log: Connection) -> None:
-    """Entry of a forked worker that explains one run; what prevents it is the last line of its output."""
+    """Entry of a forked worker that explains one run. If it fails, the last line of its output says why."""
     begin_worker(log)
     _limit_memory()
     try:
@@ -86,7 +86,7 @@ def main(config: RunConfig, runs: Path, log: Connection) -> None:
 
 
 def _limit_memory() -> None:
-    """Let this process have no more memory than the machine has, and be the first to be killed when that runs out."""
+    """Limit this process to the memory of the machine, and have it killed first when memory runs out."""
     with contextlib.suppress(OSError, ValueError):  # of a system other than Linux, or with a lower limit already
         resource.setrlimit(resource.RLIMIT_DATA, (psutil.virtual_memory().total, resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def _limit_memory() -> None:
 
 
 def _in_words(error: Exception) -> str:
-    """What went wrong, in one line; of a defect in the analysis, where it is too."""
+    """The error in one line; for a defect of the analysis, with its place in the source."""
     from cs336_systems.analysis.kernels.nsys_export import NsysError
 
     if isinstance(error, FileError | NsysError):

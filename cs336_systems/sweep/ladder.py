@@ -1,4 +1,4 @@
-"""From the slow way to the fast way, one change at a time: the rungs, and the gate that each must pass.
+"""The ladder: rungs from the slow way to the fast way, one change at a time, and the gate that each rung must pass.
 
 To add a rung, add a line to `_changes`: its name, what it changes in words, whether it applies, the fields it sets.
 """
@@ -28,13 +28,13 @@ from cs336_systems.model.fast.choose import NICE_VOCABULARY, best_sdpa_backend
 
 FORMAT_VERSION = 1
 REASON_STEPS = 3
-"""Steps that are profiled."""
+"""Profiled steps of a rung."""
 GATE_STEPS = 20
-"""Steps whose losses are compared, from the first."""
+"""The losses of this many steps, from the first, are compared."""
 MIN_FP8_PARAMETERS = 10**9
-"""Smaller models spend on casts what their products save, as those found who measured torchao's fp8."""
+"""Smaller models lose in casts what they gain in matmuls, as measurements of torchao's fp8 have found."""
 MIN_FALL = 1e-3
-"""Of the first loss: where the reference falls less, it says nothing."""
+"""Least fall of the reference's loss, as a share of the first loss; with less there is no verdict."""
 BOUNDS: Mapping[Precision, float] = MappingProxyType(
     {
         Precision.FP32: 1e-3,
@@ -42,63 +42,67 @@ BOUNDS: Mapping[Precision, float] = MappingProxyType(
         Precision.BF16: 5e-3,
     }
 )
-"""Largest distance from the reference's losses that passes, as a share of how far these fall, by a rung's precision.
+"""By precision, the largest distance from the reference's losses that passes, as a share of how far these fall.
 
-fp32 differs by the order of its sums: 5e-6 at most observed, and repeats of the same on a GPU are not all alike. bf16
-has 8 bits: 2e-4 to 2e-3 observed. tf32 has 11: in between. Attention that sees the future is off by 9e-3 to 9e-2,
-targets shifted by one by 3e-2 and more, weights that are not updated by 1. (Observed on a CPU, with models of 64 to 512
-wide and 2 to 24 deep, 256 to 512 tokens a step, rates about the one below; over 32 tokens rounding averages out less,
-and bf16 fails.) What AdamW undoes, a common factor of all gradients, and what hardly shows in 20 steps, a weight decay
-forgotten, passes.
+In fp32 losses differ by the order of sums, by 5e-6 at most, and repeats on a GPU are not all alike. In bf16, which has
+8 significant bits, 2e-4 to 2e-3 was observed; tf32, which has 11, lies between. Defects lie farther off: attention that
+sees the future by 9e-3 to 9e-2, targets shifted by one by 3e-2 and more, weights that are not updated by 1. (Observed
+on a CPU, with models of width 64 to 512 and depth 2 to 24, 256 to 512 tokens per step, and learning rates about the one
+below. With 32 tokens per step rounding averages out less, and bf16 fails.) The gate does not find defects that AdamW
+undoes, such as a common factor of all gradients, or that hardly show in 20 steps, such as a missing weight decay.
 """
 FP8_BOUND = 2.5e-2
-"""In place of bf16's where products are in fp8, which has 4 bits: 3e-3 to 2.1e-2 observed, as above, with three seeds
-for each shape and architecture, but for one of three models 24 deep over 256 tokens: 2.8e-2, which fails (over 1024
-tokens such models are at 1.0e-2 to 1.4e-2).
+"""The bound for rungs whose matmuls are in fp8, in place of bf16's. fp8 has 4 significant bits.
 
-Too wide for attention that sees the future wherever that is off by little: it is the rungs below, which differ from
-this one in nothing but the products, that tell it. Casts that are wrong are off by more: without a unit by 0.24 and
-more, with one wrong by a tenth by 0.15, with the largest elements cut off by 0.48, with one bit less by 2.7e-2.
+Under the conditions above, with three seeds for each shape and architecture, 3e-3 to 2.1e-2 was observed. Only one of
+three models of depth 24 over 256 tokens was at 2.8e-2, which fails; over 1024 tokens such models are at 1.0e-2 to
+1.4e-2.
+
+The bound is too wide to find attention that sees the future wherever that is off by little; the gate finds it at the
+earlier rungs, which differ from this one in their matmuls only. Wrong casts lie farther off: without a unit by 0.24 and
+more, with a unit wrong by a tenth by 0.15, with the largest elements clipped by 0.48, with one bit less by 2.7e-2.
 """
 
 
 def gate_learning_rate(d_model: int) -> float:
-    """At which the losses say most: rates for all widths alike make the losses of wide models fall too fast.
+    """The learning rate at which losses distinguish best between a right step and a wrong one.
 
-    At 1e-3, without a warm-up, rounding alone drives the losses of large models apart, 1e-4 is too much for 24 layers
-    256 wide already; at a hundredth of that they hardly fall.
+    It falls with the width, because at the same rate the losses of wide models would fall too fast. At 1e-3, without a
+    warm-up, rounding alone drives the losses of large models apart, and 1e-4 is too much for 24 layers of width 256
+    already; at a hundredth of that the losses hardly fall.
     """
     return 5e-3 / d_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """A configuration, and what sets it apart from the one before."""
+    """A configuration, and how it differs from the rung before."""
 
     name: str
     change: str
-    """In words."""
+    """The difference in words."""
     config: RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """How one rung comes from the last."""
+    """The step from one rung to the next."""
 
     name: str
     words: str
     applies: bool
     fields: Mapping[str, Any]
-    """Of the configuration, and their new values."""
+    """Fields of the configuration, and their new values."""
 
 
 def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
-    """In order; `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`, `fused-loss` `blocks`, and
-    `fused-blocks` and `fp8` `cast-once`.
+    """All changes in their order, with those that do not apply here.
 
-    On a CPU there is no AdamW that writes two copies at once, and no tensor core to pad a vocabulary for. A user's
-    model is as it is, and may wait for the device, which no graph holds. Where no rule knows the device, PyTorch
-    chooses the kernel of fused attention. fp8 is for large models whose sizes fit it, on devices known to have it.
+    `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`, `fused-loss` `blocks`, and `fused-blocks`
+    and `fp8` `cast-once`. On a CPU there is no AdamW that writes two copies at once, and no tensor core to pad a
+    vocabulary for. A user's model is not changed inside, and it may wait for the device, which a CUDA graph cannot
+    record. If no rule knows the device, PyTorch chooses the kernel of fused attention. fp8 is for large models whose
+    sizes fit it, on devices known to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
@@ -138,9 +142,9 @@ def _has_fp8(device_name: str | None) -> bool:
 
 
 def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
-    """The ladder for the shape, batch, data and steps of `base` on the device of that name (None: not known).
+    """The ladder for the shape, batch, data and steps of `base` on the device of that name (None if not known).
 
-    Whatever `base` itself has of what the rungs add is taken away first. What does not apply is left out.
+    Changes that `base` has already are undone first. Changes that do not apply are left out.
     """
     plain = replace(base.model, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO)
     config = replace(
@@ -156,9 +160,9 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
 
 
 def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
-    """Those rungs of the ladder, the first always among them; what was left out between two is the later one's change.
+    """The first rung and those named; the change of a rung includes the changes of rungs left out before it.
 
-    Raises ValueError for a name that is none of the ladder's.
+    Raises ValueError for a name that the ladder does not have.
     """
     known = [rung.name for rung in ladder]
     if unknown := [name for name in names if name not in known]:
@@ -174,35 +178,37 @@ def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
 
 
 def reference(first: Rung) -> RunConfig:
-    """What gives the losses of the first rung where that does not fit into memory: the same step, activations computed
-    again. Raises ValueError for a user's own model."""
+    """The run that gives the reference's losses if the first rung does not fit into memory: activations are recomputed.
+
+    Raises ValueError for a user's own model.
+    """
     return replace(first.config, checkpoint_blocks=1)
 
 
 def reason_run(rung: Rung) -> RunConfig:
-    """The rung under torch.profiler; a few steps are enough, all being alike."""
+    """The rung under torch.profiler, with few steps, because all steps are alike."""
     measured_steps = min(REASON_STEPS, rung.config.measured_steps)
     return replace(rung.config, profiler=Profiler.KINETO, measured_steps=measured_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Whether a rung computes what the first one does: its losses against the reference's, at each of GATE_STEPS."""
+    """Whether a rung computes what the first does: its losses compared with the reference's at each of GATE_STEPS."""
 
     bound: float
-    """As all distances, a share of how far the reference's loss falls."""
+    """Largest distance that passes; all distances are shares of the fall of the reference's loss."""
     loss: float | None = None
-    """At the last of the steps; None unless finite."""
+    """Loss at the last of the steps; None unless finite."""
     last: float | None = None
     """Distance at the last of the steps."""
     largest: float | None = None
     """Distance at any of the steps."""
     missing: str = ""
-    """Why there is no verdict; empty where there is one."""
+    """Why there is no verdict; empty if there is one."""
 
     @property
     def passed(self) -> bool | None:
-        """None where there is no verdict. Losses that are not finite fail."""
+        """None without a verdict. Losses that are not finite fail."""
         return None if self.missing else self.largest is not None and self.largest <= self.bound
 
 
@@ -213,15 +219,15 @@ class _LadderFile:
 
 
 Losses = Sequence[float | None]
-"""Of one process, step by step; None where not finite."""
+"""Losses of one process, step by step; None for one that is not finite."""
 
 
 def judge(
     precision: Precision, processes: Sequence[Losses], references: Sequence[Losses], *, fp8: bool = False
 ) -> Gate:
-    """The gate for a rung of that precision, by the losses of its processes, of which the worst counts.
+    """The gate of a rung of this precision, from the losses of its processes, of which the worst counts.
 
-    The reference is the mean of its own processes.
+    The reference is the mean over its own processes.
     """
     bound = FP8_BOUND if fp8 else BOUNDS[precision]
     expected = _mean_losses(references)
@@ -248,7 +254,7 @@ def judge(
 
 
 def _mean_losses(processes: Sequence[Losses]) -> list[float] | None:
-    """Step by step over the processes; None unless each has GATE_STEPS finite losses."""
+    """The mean of each step's loss over the processes; None unless each has GATE_STEPS finite losses."""
     if not processes or any(len(losses) < GATE_STEPS for losses in processes):
         return None
     steps = zip(*(losses[:GATE_STEPS] for losses in processes), strict=True)
@@ -259,12 +265,12 @@ def _mean_losses(processes: Sequence[Losses]) -> list[float] | None:
 
 
 def write_ladder(ladder: Sequence[Rung], path: Path) -> None:
-    """Write the rungs as JSON, by which the records can be told apart later."""
+    """Write the rungs as JSON, from which a report knows the rung of each record."""
     write_atomically(path, encode_json(_LadderFile(rungs=tuple(ladder))))
 
 
 def read_ladder(path: Path) -> tuple[Rung, ...]:
-    """The rungs in `path`; raise FileError where there are none."""
+    """The rungs in `path`; raise FileError if there are none."""
     found = read_json(path, _LadderFile, LADDER, version=FORMAT_VERSION, error=FileError).rungs
     if not found:
         raise FileError(path, "a ladder needs at least one rung, found none")

@@ -1,4 +1,4 @@
-"""One run under Nsight Systems: a process of its own, inside nsys, with the measured steps captured."""
+"""One run under Nsight Systems, in a process of its own; nsys captures the measured steps only."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ CAPTURE = (
     "--trace=cuda,nvtx",
     "--sample=none",  # sampling the CPU would slow it, and fill the disk
     "--cpuctxsw=none",
-    "--cuda-graph-trace=node",  # else a graph is one event, without its kernels
+    "--cuda-graph-trace=node",  # otherwise a graph is one event, without its kernels
     "--capture-range=nvtx",
     f"--nvtx-capture={Range.MEASURE}",
     "--capture-range-end=stop",
@@ -31,9 +31,9 @@ def is_under_nsys() -> bool:
 
 
 def run_under_nsys(config: RunConfig, report: Path, runs: Path) -> None:
-    """Measure `config` in a process under nsys: its record goes into `runs`, what nsys recorded to `report`.
+    """Measure `config` in a process under nsys, which leaves its record in `runs` and the report of nsys at `report`.
 
-    Raises NsysError where there is no record. A run that fails before its measured steps leaves one, and no report.
+    Raises NsysError if there is no record. A run that fails before its measured steps leaves a record and no report.
     """
     nsys = find_nsys()
     report.parent.mkdir(parents=True, exist_ok=True)

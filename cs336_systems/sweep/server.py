@@ -1,4 +1,7 @@
-"""Imported by the fork server before all else: how it behaves, and what explains profiles. It needs no torch."""
+"""Imported by the fork server first. Sets how it ends and handles signals, and imports what explains profiles.
+
+It needs no torch.
+"""
 
 import os
 import signal
