@@ -6,10 +6,11 @@ from tempfile import TemporaryDirectory
 
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.nsys_export import export
+from cs336_systems.analysis.kernels.parts import AttentionNames
 from cs336_systems.analysis.kernels.phases import PhaseNames, check_names
 from cs336_systems.analysis.kernels.reading import read_trace
 from cs336_systems.analysis.kernels.step_profile import StepProfile
-from cs336_systems.analysis.kernels.summary import AttentionNames, summarise
+from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.config import RunConfig
 from cs336_systems.text import inert_line
 

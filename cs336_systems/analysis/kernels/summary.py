@@ -20,8 +20,6 @@ from cs336_systems.analysis.kernels.step_profile import Left, PhaseTimes, StepPr
 from cs336_systems.analysis.kernels.windows import Selection, select
 from cs336_systems.config import ModelConfig
 
-__all__ = ["AttentionNames", "summarise"]
-
 
 def summarise(
     attribution: Attribution,
