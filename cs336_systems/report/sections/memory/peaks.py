@@ -100,6 +100,8 @@ def allocator(profile: MemoryProfile) -> Section:
         "segments_allocated": work.segments_allocated,
         "segments_freed": work.segments_freed,
         "failed_requests": work.out_of_memory,
+        "gpu_index": profile.device,
+        "recorded_steps": profile.num_steps,
     }
     if failure := work.first_failure:
         values |= {

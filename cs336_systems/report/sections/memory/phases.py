@@ -89,6 +89,13 @@ def boundaries(entries: Sequence[Snapshot]) -> Section:
     found = over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
     if runs or not rounding or not moments:
         return found
+    return replace(found, tables=(*found.tables, *_requested(rows, names, unit, moments).tables))
+
+
+def _requested(
+    rows: Sequence[Values], names: Sequence[Column[Values]], unit: Unit, moments: Sequence[Moment]
+) -> Section:
+    """The same moments by the bytes that the program asked for."""
     columns = [
         *names,
         *category_columns(rows, unit, "requested_bytes", "requested_bytes"),
@@ -96,10 +103,9 @@ def boundaries(entries: Sequence[Snapshot]) -> Section:
         in_unit("counted_requested_bytes", unit, drop_order=2),
     ]
     notes = ["What the program asked for: the sizes of its tensors."]
-    if not any(difference_bytes(moment, requested=True) for moment in moments):  # another stream may have used some
+    if not any(difference_bytes(moment, requested=True) for moment in moments):  # another stream may still use some
         notes.append(check_words(moments, requested=True))
-    asked_for = over_configurations("", f"{title}, asked for", rows, columns, (), notes)
-    return replace(found, tables=(*found.tables, *asked_for.tables))
+    return over_configurations("", "Memory asked for, from phase to phase", rows, columns, (), notes)
 
 
 def _moments(entry: Snapshot) -> Iterable[Values]:
