@@ -40,9 +40,12 @@ class Table:
 
 def findings_table(findings: Sequence[str], none: str = "") -> Table:
     """What stands out, the most important first; without any, the note `none`."""
-    headings: tuple[Column[Any], ...] = (Column("no."), Column("finding", numeric=False))
-    rows = tuple((str(number), text) for number, text in enumerate(findings, 1))
-    return Table(title="Findings", headings=headings, rows=rows, notes=() if rows or not none else (none,))
+    columns: list[Column[Any]] = [
+        Column("no.", key="number", write=str),
+        Column("finding", key="finding", numeric=False, write=str),
+    ]
+    rows = [{"number": number, "finding": text} for number, text in enumerate(findings, 1)]
+    return make_table("Findings", columns, rows, () if rows or not none else (none,))
 
 
 def with_note(table: Table, note: str) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.numbers import label
+from cs336_systems.report.numbers import label, share
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.peaks import WHOLE
 from cs336_systems.report.sections.memory.words import Unit, in_unit, innermost, size, unit_for
@@ -56,20 +56,20 @@ def _totals(profile: MemoryProfile) -> dict[tuple[str, str], int]:
 
 def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Values]:
     """Changes by name and place, the largest first."""
-    changed = [row for row in _changes(_places(a), _places(b)) if row["before_bytes"] != row["after_bytes"]]
-    return sorted(changed, key=lambda row: -abs(row["after_bytes"] - row["before_bytes"]))
+    changed = [row for row in _changes(_places(a), _places(b)) if row["grown_bytes"]]
+    return sorted(changed, key=lambda row: -abs(row["grown_bytes"]))
 
 
 def _changes(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> list[Values]:
-    return [
-        {
-            "name": name,
-            "place": place,
-            "before_bytes": before.get((name, place), 0),
-            "after_bytes": after.get((name, place), 0),
-        }
-        for name, place in {**before, **after}
-    ]
+    rows = []
+    for name, place in {**before, **after}:
+        sizes = before.get((name, place), 0), after.get((name, place), 0)
+        grown_bytes = sizes[1] - sizes[0]
+        rows.append({
+            "name": name, "place": place, "before_bytes": sizes[0], "after_bytes": sizes[1],
+            "grown_bytes": grown_bytes, "grown_share": share(grown_bytes, sizes[0]),
+        })  # fmt: skip
+    return rows
 
 
 def _places(profile: MemoryProfile) -> Counter[tuple[str, str]]:
@@ -82,20 +82,18 @@ def _places(profile: MemoryProfile) -> Counter[tuple[str, str]]:
 
 
 def _value_columns(unit: Unit) -> list[Column[Values]]:
-    def grown(row: Values) -> str:
-        num_bytes = row["after_bytes"] - row["before_bytes"]
+    def grown(num_bytes: int) -> str:
         return f"{'-' if num_bytes < 0 else '+'}{unit.cell(abs(num_bytes))}" if num_bytes else "0"
 
     def relative(row: Values) -> str:
-        before, after = row["before_bytes"], row["after_bytes"]
-        if before == after:
-            return "0"
-        return f"{100 * (after - before) / before:+.1f}" if before else "new"
+        if row["grown_share"] is None:
+            return "new"
+        return f"{100 * row['grown_share']:+.1f}" if row["grown_share"] else "0"
 
     return [
         in_unit("before_bytes", unit, drop_order=1),
         in_unit("after_bytes", unit, drop_order=2),
-        column("grown_bytes", unit=unit.name, text=grown),
+        column("grown_bytes", unit=unit.name, write=grown),
         column("grown_share", drop_order=3, text=relative),
     ]
 
