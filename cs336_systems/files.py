@@ -19,6 +19,7 @@ T = TypeVar("T")
 RECORD = "a record of a run"
 KERNEL_PROFILE = "a kernel profile"
 MEMORY_PROFILE = "a memory profile"
+MEMORY_NOTES = "notes on a memory snapshot"
 CEILINGS = "a study of ceilings"
 LADDER = "the rungs of a ladder"
 _KINDS: Mapping[str, tuple[frozenset[str], str]] = {
@@ -28,7 +29,7 @@ _KINDS: Mapping[str, tuple[frozenset[str], str]] = {
     CEILINGS: (frozenset({"grid", "streams", "launches"}), "`cs336 ceilings --measured` shows"),
     LADDER: (frozenset({"rungs", "format_version"}), "`cs336 ladder --report DIR` shows"),
     "a trace of torch.profiler": (frozenset({"traceEvents"}), "`cs336 kernels` explains"),
-    "notes on a memory snapshot": (frozenset({"marks", "sightings"}), "`cs336 memory` reads with the snapshot beside"),
+    MEMORY_NOTES: (frozenset({"marks", "sightings"}), "`cs336 memory` reads with the snapshot beside"),
 }
 """Each kind of JSON file: field names that identify it, and the command that reads it."""
 

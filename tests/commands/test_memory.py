@@ -241,7 +241,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"{}", "no notes on a memory snapshot"), (None, "needed notes on a memory snapshot, got no regular file")],
+    [(b"{}", "not notes on a memory snapshot"), (None, "no regular file")],
     ids=["empty", "pipe"],
 )
 def test_notes_that_are_none_are_refused(

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from cs336_systems.analysis.columns import Ints, ProfileError
-from cs336_systems.analysis.files import read_head
 from cs336_systems.analysis.memory.allocations import replay
 from cs336_systems.analysis.memory.blocks import block_memory
 from cs336_systems.analysis.memory.categories import (
@@ -75,10 +74,7 @@ def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int
     do not add up to what the allocator counted.
     """
     beside = notes_path(path)
-    notes = None
-    if beside.exists():
-        read_head(beside, 0, "notes on a memory snapshot")  # refuses a pipe, which might never end
-        notes = read_notes(beside)
+    notes = read_notes(beside) if beside.exists() else None
     snapshot = read_snapshot(path)
     memory = _choose_device(snapshot, notes)
     return _Explanation(snapshot, memory, notes, Formulas(model, batch_size)).profile(

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.files import write_atomically
+from cs336_systems.files import MEMORY_NOTES, read_json, write_atomically
 from cs336_systems.record import Count
 
 NOTES_FORMAT_VERSION = 1
@@ -100,11 +100,9 @@ def write_notes(notes: MemoryNotes, path: Path) -> None:
 
 def read_notes(path: Path) -> MemoryNotes:
     """The notes at `path`; raise ProfileError if the file has none."""
-    try:
-        if (size := path.stat().st_size) > MAX_NOTES_BYTES:
-            raise ProfileError(path, f"{size} bytes are more than notes on a snapshot ever have ({MAX_NOTES_BYTES})")
-        return msgspec.json.decode(path.read_bytes(), type=MemoryNotes)
-    except OSError as error:
-        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProfileError(path, f"no notes on a memory snapshot: {error}") from error
+    return read_json(
+        path, MemoryNotes, MEMORY_NOTES,
+        version=NOTES_FORMAT_VERSION,
+        error=ProfileError,
+        max_bytes=MAX_NOTES_BYTES,
+    )  # fmt: skip

@@ -526,10 +526,13 @@ def test_a_profile_of_another_version_says_what_to_do(
         read_memory_profile(path)
 
 
-def test_damaged_notes_are_refused(training: Training, tmp_path: Path) -> None:
+def test_notes_that_are_damaged_or_of_a_newer_version_are_refused(training: Training, tmp_path: Path) -> None:
     path = training.end(tmp_path)
+    write_notes(replace(training.program.notes(), format_version=2), notes_path(path))
+    with pytest.raises(ProfileError, match="version 2 is newer"):
+        explain_memory(path)
     notes_path(path).write_bytes(b'{"device": "none"}')
-    with pytest.raises(ProfileError, match="no notes"):
+    with pytest.raises(ProfileError, match="not notes"):
         explain_memory(path)
 
 
