@@ -6,13 +6,10 @@ from pathlib import Path
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.entries import labels
-from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.steps import write_plots
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.files import write_kernels
-from cs336_systems.report.sections.kernels.plots import write_pictures
 from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
 from cs336_systems.report.sections.memory.files import memory_tables, write_memory
 from cs336_systems.report.sections.steps import results_section, write_tables
@@ -88,11 +85,7 @@ class Results:
             write_plots(self.published, output)
         if self.kernels:
             status("writing tables of kernels")
-            write_kernels(self.kernels, output)
-            names = labels(self.kernels)
-            for done, (name, stem, entry) in enumerate(zip(names, file_names(names), self.kernels, strict=True)):
-                status(f"drawing {name}", done, len(self.kernels))
-                write_pictures(entry.profile, output, prefix=f"{stem}_", name=name)
+            write_kernels(self.kernels, output, status=status)
         if self.memory:
             status("writing tables and plots of memory")
             write_memory(self.memory, output)

@@ -3,18 +3,20 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cs336_systems.analysis.kernels.step_profile import encode_profile
+from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
 from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import to_markdown
+from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.answers import answers
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.plots import draw_configurations, write_pictures
+from cs336_systems.report.sections.kernels.plots import draw_classes, draw_configurations
 from cs336_systems.report.sections.kernels.shares import attention, classes, products
 from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
+from cs336_systems.report.sections.kernels.timeline import draw_timeline
 from cs336_systems.report.sections.kernels.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
@@ -43,28 +45,48 @@ def _findings(entry: Explained) -> Table:
     return findings_table(findings(entry.profile, entry.config), "Nothing stands out.")
 
 
-def write_kernels(entries: Sequence[Explained], directory: Path, top: int | None = None) -> list[Path]:
+def write_kernels(
+    entries: Sequence[Explained],
+    directory: Path,
+    top: int | None = None,
+    status: Callable[[str, int, int], None] | None = None,
+) -> list[Path]:
     """Write each table as CSV, Markdown, LaTeX and Typst, answers.md and pictures; return the paths.
 
     With `top`, which needs a single entry, also profile.json, findings.md and the sections of details.py, with so many
-    kernels and idle times in a table. The directory is made if need be. Without entries nothing is written. A subject
-    that these entries have nothing of has no files: those of earlier entries are removed.
+    kernels and idle times in a table. Of a sweep, pictures have the name of the run; `status` shows which is drawn.
+    The directory is made if need be. Without entries nothing is written. A subject that these entries have nothing of
+    has no files: those of earlier entries are removed.
     """
     if not entries:
         return []
     files: dict[str, str | bytes] = {"answers.md": answers(entries)}
-    sections, note, pictures = [make(entries) for make in SUBJECTS], "", []
+    sections, note = [make(entries) for make in SUBJECTS], ""
     if top is None:
-        files["plots/configurations.png"] = drawing.to_png(
-            draw_configurations([*zip(labels(entries), (entry.profile for entry in entries), strict=True)])
-        )
+        names = labels(entries)
+        profiles = [entry.profile for entry in entries]
+        for done, (name, stem, profile) in enumerate(zip(names, file_names(names), profiles, strict=True)):
+            if status is not None:
+                status(f"drawing {name}", done, len(names))
+            files |= _pictures(profile, f"{stem}_", name)
+        pairs = list(zip(names, profiles, strict=True))
+        files["plots/configurations.png"] = drawing.to_png(draw_configurations(pairs))
     else:
         (entry,) = entries
         note = about(entry.profile)
         files["profile.json"] = encode_profile(entry.profile)
         files["findings.md"] = to_markdown(with_note(_findings(entry), note))
+        files |= _pictures(entry.profile)
         sections += details(entry.profile, top)
-        pictures = write_pictures(entry.profile, directory)
     for section in sections:
         files |= texts_of(section, note)
-    return [*write_files(files, directory), *pictures]
+    return write_files(files, directory)
+
+
+def _pictures(profile: StepProfile, prefix: str = "", name: str = "") -> dict[str, bytes]:
+    """The pictures that the profile supports, by file; empty for a timeline that it does not support."""
+    has_timeline = profile.pictured is not None and profile.pictured.wall_s  # that of an empty trace takes no time
+    return {
+        f"plots/{prefix}classes.png": drawing.to_png(draw_classes(profile, name)),
+        f"plots/{prefix}timeline.png": drawing.to_png(draw_timeline(profile, name)) if has_timeline else b"",
+    }

@@ -1,8 +1,8 @@
-"""Pictures of kernel traces: the time of each phase by class of kernel, one step in time, several configurations."""
+"""Pictures of the time of a step by class of kernel: a bar for each phase of one trace, or for each configuration."""
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -10,20 +10,17 @@ from matplotlib.patches import Patch
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
-from cs336_systems.files import write_atomically
+from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import bars, drawing
-from cs336_systems.report.sections.kernels.series import (
-    COPIES,
-    IDLE,
-    TimeBar,
-    describe_devices,
-    describe_source,
-    describe_steps,
-    time_bars,
-)
-from cs336_systems.report.sections.kernels.timeline import draw_timeline
+from cs336_systems.report.plots.drawing import CLASS_COLOURS
+from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.shares import CLASS_KEYS, class_rows
+from cs336_systems.report.sections.kernels.tables import is_shown, phase_rows
+from cs336_systems.report.sections.kernels.timeline import describe_devices, describe_source, describe_steps
 
+COPIES = "copy by the driver"
+IDLE = "idle"
 STYLES: dict[str, dict[str, Any]] = {
     **{kind: {"facecolor": colour} for kind, colour in drawing.CLASS_COLOURS.items()},
     COPIES: {"facecolor": "white", "edgecolor": drawing.CLASS_COLOURS[KernelClass.COPY_AND_FILL], "hatch": "xxxx"},
@@ -36,19 +33,41 @@ OVERLAP = 0.01
 """Of the step's wall time: where kernels ran side by side for longer, the picture says so."""
 
 
-def write_pictures(profile: StepProfile, directory: Path, prefix: str = "", name: str = "") -> list[Path]:
-    """Write the pictures that the profile supports into `directory`/plots and return their paths.
+@dataclass(frozen=True, slots=True)
+class TimeBar:
+    """One bar: a row of the table of phases, and what it consists of in milliseconds per step, in the order of drawing.
 
-    `name` is the run's, to stand in the pictures; `prefix` is it in the names of the files.
+    It is longer than the wall time where kernels ran side by side.
     """
-    pictures = {"classes": draw_classes(profile, name)}
-    if profile.pictured is not None and profile.pictured.wall_s:  # that of an empty trace takes no time
-        pictures["timeline"] = draw_timeline(profile, name)
-    (directory / "plots").mkdir(parents=True, exist_ok=True)
-    paths = [directory / "plots" / f"{prefix}{stem}.png" for stem in pictures]
-    for path, figure in zip(paths, pictures.values(), strict=True):
-        write_atomically(path, drawing.to_png(figure))
-    return paths
+
+    row: Values
+    parts_ms: Mapping[str, float]
+    """Classes of kernels, copies by the driver and the idle rest of the wall time, as far as there are any."""
+
+    @property
+    def length_ms(self) -> float:
+        """All that the bar shows."""
+        return sum(self.parts_ms.values())
+
+    @property
+    def overlap_ms(self) -> float:
+        """How long kernels and copies ran beside others, on several streams or devices; 0 for operators."""
+        busy_ms = self.row["busy_mean_ms"]
+        return 0.0 if busy_ms is None else self.length_ms - self.parts_ms.get(IDLE, 0.0) - busy_ms
+
+
+def time_bars(profile: StepProfile) -> list[TimeBar]:
+    """A bar for each phase in which something ran, or which took a noticeable part of the step; last the whole step."""
+    entry = Explained(profile=profile)
+    classes = {row["phase"]: row for row in class_rows(entry)}
+    return [_time_bar(row, classes.get(row["phase"], {})) for row in phase_rows(entry) if is_shown(row)]
+
+
+def _time_bar(row: Values, classes: Values) -> TimeBar:
+    parts_ms = {str(kind): classes.get(f"{CLASS_KEYS[kind]}_ms_per_step", 0.0) for kind in CLASS_COLOURS}
+    idle_ms = 0.0 if row["busy_mean_ms"] is None else row["wall_mean_ms"] - row["busy_mean_ms"]
+    parts_ms |= {COPIES: row["copy_mean_ms"], IDLE: idle_ms}
+    return TimeBar(row, {name: time_ms for name, time_ms in parts_ms.items() if time_ms > 0})
 
 
 def draw_classes(profile: StepProfile, name: str = "") -> Figure:

@@ -7,15 +7,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon
+from numpy.typing import NDArray
 
+from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, PicturedStep, Piece, StepProfile, Window, Work
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.drawing import shorten
-from cs336_systems.report.sections.kernels.series import describe_source, utilisation
+from cs336_systems.report.plots.drawing import CLASS_COLOURS, LONGEST_SOURCE, shorten
 from cs336_systems.text import inert_line
 
+Times = NDArray[np.float64]
 CELLS = 260
 """Of the step's time: about the narrowest bar that is still seen in print."""
 MAX_STREAMS = 4
@@ -201,3 +203,45 @@ def _write_lines(panel: Axes, lines: Sequence[str]) -> None:
             0.0, y + 0.5, drawing.inert(line, LONGEST_LINE), va="center", fontsize=8, color=drawing.FAILURE_COLOUR
         )
         words.set_in_layout(False)
+
+
+def utilisation(pieces: Sequence[Piece], edges: Times) -> dict[KernelClass, Times]:
+    """The part of each cell between `edges` (seconds) in which kernels of a class ran, in the order of drawing.
+
+    Within a piece, the time in which its kernels ran counts as spread evenly.
+    """
+    return {
+        kind: _covered([piece for piece in pieces if piece.kind is kind], edges) / np.diff(edges)
+        for kind in CLASS_COLOURS
+        if any(piece.kind is kind for piece in pieces)
+    }
+
+
+def _covered(pieces: Sequence[Piece], edges: Times) -> Times:
+    """Seconds of each cell in which the pieces ran."""
+    start = np.array([piece.start_s for piece in pieces])
+    length = np.array([piece.end_s for piece in pieces]) - start
+    busy = np.array([piece.busy_s for piece in pieces])
+    # a piece of no length would divide by zero, and has nothing to cover
+    start, length, busy = start[length > 0], length[length > 0], busy[length > 0]
+    until = np.clip((edges[:, None] - start) / length, 0.0, 1.0) @ busy
+    return np.diff(until)
+
+
+def describe_source(profile: StepProfile) -> list[str]:
+    """File and devices, in words."""
+    source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    return [source, *describe_devices([profile])]
+
+
+def describe_devices(profiles: Sequence[StepProfile]) -> list[str]:
+    """Names of the devices, each once."""
+    return list(dict.fromkeys(inert_line(name) for profile in profiles for name in profile.device_names))
+
+
+def describe_steps(profile: StepProfile) -> str:
+    """How many steps the numbers are the mean of."""
+    if profile.is_whole_trace:
+        return "the whole trace"
+    kind = "warm-up step" if profile.is_warmup else "step"
+    return f"mean of {profile.num_steps} {kind}s" if profile.num_steps > 1 else f"1 {kind}"

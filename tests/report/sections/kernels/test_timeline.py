@@ -8,15 +8,18 @@ from matplotlib.patches import Rectangle, StepPatch
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause
 from cs336_systems.report.plots import drawing
-from cs336_systems.report.sections.kernels.series import describe_devices, describe_source, describe_steps, utilisation
 from cs336_systems.report.sections.kernels.timeline import (
     LONGEST_LINE,
     MAX_STREAMS,
+    describe_devices,
+    describe_source,
+    describe_steps,
     draw_timeline,
     gap_lines,
     gap_words,
     longest_gaps,
     spread,
+    utilisation,
 )
 from tests.report.drawn import texts
 from tests.report.making import H200
