@@ -110,16 +110,16 @@ class Groups:
     def _explanation(self, members: Ints, sightings: Sequence[Sighting], name: str) -> str:
         """The formulas of all members, each once."""
         formulas = self._known.formulas
-        said = [explain_sighting(formulas, sighting, name) for sighting in sightings] or self._unsighted(members)
-        return OR.join(dict.fromkeys(part for text in said for part in text.split(OR) if part))
+        texts = [explain_sighting(formulas, sighting, name) for sighting in sightings] or self._unsighted(members)
+        return OR.join(dict.fromkeys(formula for text in texts for formula in text.split(OR) if formula))
 
     def _unsighted(self, members: Ints) -> list[str]:
         """What allocations without a sighting may be, for each role that one of them may have."""
         known, first = self._known, int(members[0])
         rows, places = known.replay.allocations, self._places[self._stack_of_row[first]]
         requested, function = int(rows.requested_bytes[first]), places[0].function if places else ""
-        _, telling = np.unique(2 * self._stack_of_row[members] + (rows.start[members] == BEFORE), return_index=True)
-        roles = dict.fromkeys(self._role(row) for row in members[telling].tolist())
+        _, different = np.unique(2 * self._stack_of_row[members] + (rows.start[members] == BEFORE), return_index=True)
+        roles = dict.fromkeys(self._role(row) for row in members[different].tolist())
         return [known.formulas.unsighted(requested, role, function, self._may_have_half) for role in roles]
 
     def _role(self, row: int) -> Role | None:
@@ -153,8 +153,8 @@ def _role_of_code(stack: Stack) -> Role | None:
 
 def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
     """The places that several stacks share, from the innermost place on."""
-    alike = takewhile(lambda column: len(set(column)) == 1, zip(*places, strict=False))
-    return tuple(column[0] for column in alike)
+    shared = takewhile(lambda column: len(set(column)) == 1, zip(*places, strict=False))
+    return tuple(column[0] for column in shared)
 
 
 def _numbered(values: Sequence[str | tuple[Place, ...]], index: Ints) -> Ints:

@@ -44,7 +44,7 @@ def in_use(found: Replay, moment: int) -> list[tuple[int, int, int]]:
 
 
 def check(found: Replay, truth: Allocator, are_blocks_known: bool = True) -> None:
-    """All counts at all moments, and what was in use at some of them."""
+    """Compare all counts at all moments, and the blocks in use at some moments."""
     assert found.notes == () or (not are_blocks_known and len(found.notes) == 1 and GUESSED in found.notes[0])
     assert len(found.memory.events) == len(truth.truth) - 1
     curves = {"requested": found.requested_bytes, "reserved": found.reserved_bytes}
@@ -133,7 +133,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
 
 
 def test_a_count_that_the_allocator_left_in_the_recording(tmp_path: Path) -> None:
-    """A snapshot that was taken earlier is an event, with what was active then."""
+    """An earlier snapshot is an event in the recording, whose size is what was active then."""
     made = Allocator()
     made.record()
     rng = random.Random(5)
@@ -148,7 +148,7 @@ def test_a_count_that_the_allocator_left_in_the_recording(tmp_path: Path) -> Non
 
 
 def hand_made(*events: tuple[str, int, int], blocks: tuple[tuple[int, int], ...] = ()) -> dict[str, Any]:
-    """Events of one byte each at an address, with the size; and blocks in use at the end."""
+    """A snapshot with these events (action, address, size) and these blocks (address, size) in use at the end."""
     trace = [
         {"action": action, "addr": address, "size": size, "stream": 0, "time_us": row}
         for row, (action, address, size) in enumerate(events)
@@ -191,7 +191,7 @@ FREED = ("free_requested", 0, 9), ("free_completed", 0, 9)
         ),
     ],
 )
-def test_what_does_not_fit_together_is_said(
+def test_contradictions_are_noted(
     tmp_path: Path, content: dict[str, Any], requested: list[int], note: str | None
 ) -> None:
     found = replay_of(tmp_path / "s", content)
@@ -200,7 +200,7 @@ def test_what_does_not_fit_together_is_said(
 
 
 def test_memory_that_was_given_back_before_the_recording(tmp_path: Path) -> None:
-    """Another stream still uses it when recording begins, so it is active and no longer allocated."""
+    """Another stream still uses the memory when recording begins: it is active, but no longer allocated."""
     made = Allocator()
     first, second = made.malloc(1000), made.malloc(3000)
     assert first is not None
@@ -218,7 +218,7 @@ def test_memory_that_was_given_back_before_the_recording(tmp_path: Path) -> None
 
 
 def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> None:
-    """Without max_split_size a rest of 6 MiB stays free; with it, requests beyond it get all of the block."""
+    """Without max_split_size a rest of 2 MiB stays free; with it, larger requests get the whole block."""
     made = Allocator()
     made.record()
     address = made.malloc(14 * MIB)
@@ -235,7 +235,7 @@ def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> N
     assert found.allocations.num_bytes.tolist() == [14 * MIB, 14 * MIB]
 
 
-def test_rounding_to_powers_of_two_is_said(tmp_path: Path) -> None:
+def test_rounding_to_powers_of_two_is_noted(tmp_path: Path) -> None:
     made = Allocator()
     made.record()
     content = snapshot_of(made, allocator_settings={**SETTINGS, "roundup_power2_divisions": {"1": 0, "512": 4}})
@@ -245,7 +245,7 @@ def test_rounding_to_powers_of_two_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_pairs_are_those_that_torch_finds(tmp_path: Path, seed: int) -> None:
+def test_pairs_of_events_are_those_that_torch_finds(tmp_path: Path, seed: int) -> None:
     from torch.cuda._memory_viz import calc_active, filter_alloc_free_pairs
 
     made = Allocator()
@@ -267,7 +267,7 @@ def test_pairs_are_those_that_torch_finds(tmp_path: Path, seed: int) -> None:
 
 
 def drawn_by_the_viewer(content: dict[str, Any], size_of_held: str) -> int:
-    """The height of its picture (process_alloc_data of torch/utils/viz/MemoryViz.js), event by event.
+    """The highest point that PyTorch's viewer draws (process_alloc_data of torch/utils/viz/MemoryViz.js).
 
     `size_of_held` is the key of a block that it takes the size from: the viewer's is requested_size.
     """
@@ -295,7 +295,7 @@ def drawn_by_the_viewer(content: dict[str, Any], size_of_held: str) -> int:
 def test_the_peak_is_as_high_as_the_viewer_draws_it(
     tmp_path: Path, seed: int, num_before: int, is_expandable: bool
 ) -> None:
-    """And with what was held throughout in blocks, as high as the events on top of these."""
+    """If blocks held throughout count in full, it is as high as the events stacked on these blocks."""
     rng = random.Random(seed)
     made = Allocator(is_expandable=is_expandable)
     use_at_random(made, rng, num_before)
@@ -313,7 +313,7 @@ def test_the_peak_is_as_high_as_the_viewer_draws_it(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_curves_of_any_events_against_brute_force(tmp_path: Path, seed: int) -> None:
-    """Events without any sense: what the table says is at least what the curves add up."""
+    """For events that contradict each other, the curves are still the sums over the allocations."""
     rng = random.Random(seed)
     actions = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
     content = hand_made(

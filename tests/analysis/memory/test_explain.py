@@ -45,7 +45,7 @@ def explained(training: Training, tmp_path: Path) -> MemoryProfile:
 
 
 def by_category(moment: Moment) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Bytes of the blocks, number of the blocks, bytes asked for."""
+    """Size of the blocks, number of blocks, and requested bytes of each category."""
     return (
         Counter({str(c.category): c.num_bytes for c in moment.categories}),
         Counter({str(c.category): c.count for c in moment.categories}),
@@ -72,10 +72,10 @@ def test_categories_at_every_boundary_are_those_of_the_books(training: Training,
 @pytest.mark.parametrize(
     ("others", "category"), [(MIN_LATER - 1, Category.TEMPORARY), (MIN_LATER, Category.LATER)], ids=str
 )
-def test_without_notes_what_outlives_many_others_is_held_until_later(
+def test_without_notes_what_outlives_many_allocations_is_held_until_later(
     others: int, category: Category, tmp_path: Path
 ) -> None:
-    """With notes beside it, what nobody sighted is temporary however long it stays."""
+    """With notes, whatever has no sighting is temporary, however long it stays."""
     program = Program()
     program.record()
     kept = program.malloc(8 * MIB, frames=STACK)
@@ -98,7 +98,7 @@ def test_without_notes_what_outlives_many_others_is_held_until_later(
     [("2.7B_ctx512_b4_train_fp32_41fe812f1b_r0", True), ("xl_ctx512_b4_inference_fp32_55ff2dcde6_r0", False)],
 )
 def test_what_is_held_until_later_is_what_the_notes_would_tell(name: str, is_held: bool, tmp_path: Path) -> None:
-    """Recordings of an H200, with and without their notes: saved activations and gradients, to 2 %."""
+    """On an H200, bytes held until later agree to 2 % with the saved activations and gradients of the notes."""
     known = EXAMPLES / f"{name}.pickle"
     (tmp_path / known.name).write_bytes(known.read_bytes())
     told, guessed = (by_category(explain_memory(path).peak)[0] for path in (known, tmp_path / known.name))
@@ -108,7 +108,7 @@ def test_what_is_held_until_later_is_what_the_notes_would_tell(name: str, is_hel
 
 
 def test_weights_gradients_and_moments_are_4_4_and_8_bytes_a_parameter(explained: MemoryProfile) -> None:
-    """Two weights of 96 x 320, each with two moments; of blocks this is not so."""
+    """Two weights of 96 x 320, each with two moments. It holds for requested bytes; blocks may be larger."""
     after_backward = next(moment for moment in explained.boundaries if moment.phase == "backward")
     blocks, _, requested = by_category(after_backward)
     params = 2 * 96 * 320
@@ -143,7 +143,7 @@ def test_the_peak_is_the_largest_truth_and_its_groups_add_up_to_it(
 
 
 def _allocations_before(training: Training, moment: int) -> int:
-    """Counted by the process, one event before the moment."""
+    """The allocations that the process has counted one event before the moment."""
     events = training.program.events[: moment - 1]
     return training.program.start.allocations + sum(event["action"] == "alloc" for event in events)
 
@@ -176,7 +176,7 @@ def test_a_long_timeline_keeps_the_peaks(tmp_path: Path) -> None:
 
 
 def test_peaks_of_phases_are_those_of_all_events(tmp_path: Path) -> None:
-    """Far more events than points of the timeline; what is highest in a phase may be in no point."""
+    """There are far more events than points of the timeline, so the peak of a phase may lie between points."""
     program, rng = Program(is_expandable=True), random.Random(4)
     use_at_random(program, rng, 60)
     program.record()
@@ -306,8 +306,8 @@ def test_a_phase_that_runs_out_of_memory_goes_on_to_the_end(tmp_path: Path) -> N
     )  # fmt: skip
 
 
-def test_the_first_of_several_failures_is_told_with_its_own_phase(tmp_path: Path) -> None:
-    """One in forward that the program survives, one in the next step's backward."""
+def test_the_first_of_several_failures_has_its_own_phase(tmp_path: Path) -> None:
+    """The program survives a failure in forward; a later one, in backward of another step, ends it."""
     run = Training(limit_bytes=40 * MIB)
     run.program.mark(0, "start")
     assert run.program.malloc(50 * MIB) is None
@@ -351,7 +351,7 @@ def test_a_ring_that_has_lost_its_beginning_is_placed_from_its_end(training: Tra
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kept", [None, 700])
-def test_a_sighting_finds_the_block_in_use_then(tmp_path: Path, seed: int, kept: int | None) -> None:
+def test_a_sighting_finds_the_block_in_use_at_its_moment(tmp_path: Path, seed: int, kept: int | None) -> None:
     rng, program = random.Random(seed), Program()
     use_at_random(program, rng, 150)
     program.record()
@@ -465,7 +465,7 @@ def _nonsense(notes: MemoryNotes) -> MemoryNotes:
 
 
 @pytest.mark.parametrize("change", [_no_end, _nonsense])
-def test_notes_that_do_not_fit_are_left_out_and_said_to_be(
+def test_notes_that_do_not_fit_are_left_out_and_counted(
     training: Training, tmp_path: Path, change: Callable[[MemoryNotes], MemoryNotes]
 ) -> None:
     path = training.end(tmp_path)
@@ -474,8 +474,8 @@ def test_notes_that_do_not_fit_are_left_out_and_said_to_be(
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_stacks_of_what_was_held_throughout_are_told_of_only_without_notes(tmp_path: Path, is_known: bool) -> None:
-    """Recording was begun anew, which the notes tell."""
+def test_stacks_of_blocks_held_throughout_are_noted_only_without_notes(tmp_path: Path, is_known: bool) -> None:
+    """Notes tell that recording was begun anew; without them it is only a possible reason."""
     program = Program()
     program.malloc(700, frames=[frame("a", 3)])
     program.record()
@@ -483,9 +483,9 @@ def test_stacks_of_what_was_held_throughout_are_told_of_only_without_notes(tmp_p
     path = program.write(tmp_path)
     if not is_known:
         notes_path(path).unlink()
-    told = [note for note in explain_memory(path).notes if "recording was begun anew" in note]
-    assert len(told) == (not is_known)
-    assert is_known or "1 block." in told[0]
+    found = [note for note in explain_memory(path).notes if "recording was begun anew" in note]
+    assert len(found) == (not is_known)
+    assert is_known or "1 block." in found[0]
 
 
 def test_what_backward_computes_again_belongs_to_its_block(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is concluded of allocations that nobody sighted, from their size, phase and stack; and how fast."""
+"""What size, phase and stack tell of allocations without a sighting; and how long explaining takes."""
 
 from collections import Counter
 from pathlib import Path
@@ -127,8 +127,8 @@ def test_equal_requests_in_blocks_of_different_sizes_are_one_row(tmp_path: Path)
         assert (row.num_bytes, row.bytes_at_peak) == (max(sizes), sum(sizes[:2]))
 
 
-def test_of_a_size_all_rows_are_kept(tmp_path: Path) -> None:
-    """Of the first size nearly as many as are kept, of the second more than there is room for, of the third none."""
+def test_all_rows_of_the_last_size_are_kept(tmp_path: Path) -> None:
+    """Most rows have the first size; the second has more rows than there is room for; the third size is left out."""
     program = Program()
     program.record()
     for size, num_lines in ((3000, MAX_LARGEST - 5), (2000, 20), (1000, 2)):
@@ -138,8 +138,8 @@ def test_of_a_size_all_rows_are_kept(tmp_path: Path) -> None:
     assert Counter(row.requested_bytes for row in rows) == {3000: MAX_LARGEST - 5, 2000: 20}
 
 
-def test_a_row_says_of_all_only_what_all_have_in_common(tmp_path: Path) -> None:
-    """Three shapes of one number of bytes, of which the callers differ, beyond the second line out."""
+def test_a_row_has_only_what_all_its_allocations_share(tmp_path: Path) -> None:
+    """Three shapes with the same number of bytes, whose stacks share the two innermost lines."""
     program = Program()
     program.record()
     inner, outer = frame("norm", 43), frame("block", 7)
@@ -159,7 +159,7 @@ def test_a_row_says_of_all_only_what_all_have_in_common(tmp_path: Path) -> None:
     assert mixed.explanation == "4 x 256 x 4: ffn of block 0 or 1024 x 4: ffn of block 0 or 2048 x 2: ffn of block 0"
 
 
-def test_one_line_that_two_roles_reach_may_be_either(tmp_path: Path) -> None:
+def test_a_line_that_both_roles_call_may_be_either(tmp_path: Path) -> None:
     program = Program()
     program.record()
     update = {"name": "_update", "filename": "/home/user/lm/optimizer.py", "line": 1}

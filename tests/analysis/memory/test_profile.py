@@ -1,4 +1,4 @@
-"""A memory profile that was kept is read again as it was, or refused in one line: it may have been changed by hand."""
+"""A memory profile is read as it was written; one that was changed by hand is refused in one line."""
 
 import json
 from pathlib import Path

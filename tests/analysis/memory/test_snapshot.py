@@ -45,7 +45,7 @@ def frames_of(thing: Mapping[str, Any]) -> tuple[Frame, ...]:
 
 
 def check(found: Snapshot, content: Any) -> None:
-    """Every number and every stack of the events, one by one."""
+    """Compare every number and every stack of the events."""
     for memory in found.devices:
         events = [
             event for event in content["device_traces"][memory.device] if event["action"].upper() in Action.__members__
@@ -60,7 +60,7 @@ def check(found: Snapshot, content: Any) -> None:
 
 
 def as_of(version: str, content: dict[str, Any]) -> dict[str, Any]:
-    """The keys that events have in a version of torch."""
+    """The snapshot with the keys that a version of torch writes."""
     for event in content["device_traces"][0]:
         frames = event.pop("frames", None)
         if version == "2.6":
@@ -122,7 +122,7 @@ def test_unusual_events_among_many(tmp_path: Path, seed: int) -> None:
 
 
 def test_many_stacks_that_begin_alike(tmp_path: Path) -> None:
-    """More of them than are compared one by one, each of them twice."""
+    """More stacks than are compared one by one, each of them twice."""
     first, last, middle = frame("first"), frame("last"), [frame("middle", line) for line in range(3 * MAX_ALIKE)]
     events = [{**EVENT, "frames": [first, each, last]} for each in [*middle, *reversed(middle)]]
     content = {**GOOD, "device_traces": [events]}
@@ -147,7 +147,7 @@ def test_what_is_unknown_is_counted(tmp_path: Path) -> None:
 
 
 def test_of_many_unknown_actions_the_most_frequent_are_named_and_all_are_counted(tmp_path: Path) -> None:
-    """50,000 of them were 1.9 MB of notes."""
+    """Without a bound, 50,000 of them would make 1.9 MB of notes."""
     content = large(1_000)
     events = content["device_traces"][0]
     unknown = {"often": 30, "sometimes": 20, **{f"once {i}": 1 for i in range(50_000)}}
@@ -199,7 +199,7 @@ def test_nothing_recorded(tmp_path: Path) -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """A snapshot with another value at a path like `segments.blocks.size`, or none there."""
+    """A snapshot with another value at a path like `segments.blocks.size`, or without the key."""
     kinds = {"device_traces": EVENT, "segments": SEGMENT, "blocks": BLOCK}
     *outer, key = path.split(".")
     inner = {

@@ -21,16 +21,16 @@ from tests.analysis.memory.snapshots import Allocator, repeated, snapshot_of, tr
 
 pytestmark = pytest.mark.speed
 MAX_SLOWDOWN = 1.8
-"""Times what the standard library takes to load the same file, its collector off."""
+"""Largest ratio to the time that `pickle.load` takes for the same file with the garbage collector off."""
 NUM_EVENTS = 1_000_000
 MAX_MEMORY = 12
-"""Times the file."""
+"""Largest ratio of the memory to the size of the file."""
 RUNS = 5
 
 
 @pytest.fixture(scope="module")
 def million(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Allocator]:
-    """A snapshot of a million events, equal steps of training; and the allocator with the truth of one step."""
+    """A snapshot of a million events, which repeat equal training steps; and the allocator that made the first ones."""
     made = Allocator()
     for _ in range(300):
         made.malloc(3_000_000)

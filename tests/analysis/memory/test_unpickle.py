@@ -1,4 +1,4 @@
-"""What a pickle may not do: everything that is no snapshot ends in one clear line, soon and with bounded memory."""
+"""Hostile pickles: each is refused in one clear line, with bounded time and memory, and nothing of it runs."""
 
 import contextlib
 import os
@@ -158,7 +158,7 @@ def test_standard_streams_may_be_closed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
-    """A process that reads a file that takes all the time there is, and its child."""
+    """A process that reads a file which takes as long as it may, and the child that does the work."""
     path = tmp_path / "s"
     path.write_bytes(HOSTILE["tuples in a key, too many to hash"][0])
 
