@@ -1,8 +1,8 @@
 """Columns of tables: what stands above each, and how a value below it is written."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypedDict, TypeVar, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from cs336_systems.report.numbers import (
     DOUBT,
@@ -23,12 +23,13 @@ from cs336_systems.report.words import status_text
 LEAST_DISTANCE = 0.001
 """In percent of the fall of a loss."""
 
-Row = TypeVar("Row")
+Row: TypeAlias = dict[str, Any]
+"""A row of a table by the keys of its columns; None is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[Row]):
-    """A column of a table. A row is a mapping with the value under `key`, or any object that `text` makes a cell of."""
+class Column:
+    """A column of a table, with the value under `key` in each row."""
 
     name: str
     unit: str = ""
@@ -64,8 +65,6 @@ class Column(Generic[Row]):
         """What a row has below this heading; empty for unknown."""
         if self.text is not None:
             return self.text(row)
-        if not isinstance(row, Mapping):
-            raise TypeError(f"column {self.name!r} needs rows with values by key, or text, got {type(row).__name__}")
         value, std = row[self.key], row[self.std] if self.std else None
         if value is None:
             return str(row[self.instead]) if self.instead else ""
@@ -81,7 +80,7 @@ class Options(TypedDict, total=False):
     """What most columns leave as it is; see `Column`."""
 
     drop_order: int
-    text: Callable[[Any], str]
+    text: Callable[[Row], str]
     scale: float
     write: Callable[[Any], str]
     std: str
@@ -98,9 +97,9 @@ class Changes(Options, total=False):
     about: str
 
 
-def column(key: str, **changes: Unpack[Changes]) -> Column[Any]:
+def column(key: str, **changes: Unpack[Changes]) -> Column:
     """The column of this key as COLUMNS has it, with `changes` for one table."""
-    found: Column[Any] = replace(COLUMNS[key], key=key, **changes)
+    found = replace(COLUMNS[key], key=key, **changes)
     return replace(found, std=f"{key}_std", doubt=f"{key}_is_doubted") if found.derived else found
 
 
@@ -136,20 +135,20 @@ def _distance(percent: float) -> str:
     return significant(percent, 2) if percent else "0"
 
 
-def _step_interval(row: Mapping[str, Any]) -> str:
+def _step_interval(row: Row) -> str:
     return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
 
 
-def _interval(key: str, drop_order: int) -> Column[Any]:
+def _interval(key: str, drop_order: int) -> Column:
     """A column of intervals, whose ends have the keys that begin with this one."""
     return Column("interval", numeric=False, drop_order=drop_order, about="Interval of the speed-up beside it.",
                   text=lambda row: interval_text(row[f"{key}_low"], row[f"{key}_high"]))  # fmt: skip
 
 
-def _speed_up(key: str) -> Callable[[Mapping[str, Any]], str]:
+def _speed_up(key: str) -> Callable[[Row], str]:
     """A speed-up to the digits of its interval, which would else seem to leave it out."""
 
-    def text(row: Mapping[str, Any]) -> str:
+    def text(row: Row) -> str:
         low, high = row[f"{key}_ci95_low"], row[f"{key}_ci95_high"]
         if low is None or high is None:
             return replace(column("speed_up"), key=key, std=f"{key}_std", doubt=f"{key}_is_doubted").cell(row)
@@ -159,23 +158,22 @@ def _speed_up(key: str) -> Callable[[Mapping[str, Any]], str]:
     return text
 
 
-def _number(name: str, unit: str, about: str, **options: Unpack[Options]) -> Column[Any]:
+def _number(name: str, unit: str, about: str, **options: Unpack[Options]) -> Column:
     """A column of numbers."""
-    found: Column[Any] = replace(Column(name, unit, about=about), **options)
-    return found
+    return replace(Column(name, unit, about=about), **options)
 
 
-def _flops(name: str, about: str, drop_order: int) -> Column[Any]:
+def _flops(name: str, about: str, drop_order: int) -> Column:
     """A column of FLOPs in TFLOP."""
     return _number(name, "TFLOP", about, drop_order=drop_order, scale=1e-12, write=rounded)
 
 
-def _text(name: str, about: str, drop_order: int = 0, write: Callable[[Any], str] = str) -> Column[Any]:
+def _text(name: str, about: str, drop_order: int = 0, write: Callable[[Any], str] = str) -> Column:
     """A column of texts."""
     return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
 
 
-COLUMNS: dict[str, Column[Any]] = {
+COLUMNS: dict[str, Column] = {
     "phase": _text("phase", "Phase of a training step, or the whole step."),
     "share": _number("share", "%", "Part of the sum of all rows.", drop_order=1, write=in_percent),
     # times of a step and what follows from them

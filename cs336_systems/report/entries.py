@@ -1,11 +1,11 @@
 """Tables over the configurations of a sweep: rows with what tells them apart before what was found in each."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from cs336_systems.config import RunConfig
 from cs336_systems.record import Status
-from cs336_systems.report.columns import Column
+from cs336_systems.report.columns import Column, Row
 from cs336_systems.report.identity import (
     ALWAYS,
     LEADING,
@@ -19,8 +19,7 @@ from cs336_systems.report.identity import (
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
 
-Values: TypeAlias = dict[str, Any]
-"""A row of a table by the keys of its columns."""
+Values: TypeAlias = Row
 
 
 class Entry(Protocol):
@@ -66,7 +65,7 @@ def over_configurations(
     name: str,
     title: str,
     rows: Sequence[Values],
-    columns: Sequence[Column[Values]],
+    columns: Sequence[Column],
     csv: Sequence[str],
     notes: Iterable[str],
     *,

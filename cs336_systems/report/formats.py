@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import rich.box
 import rich.table
@@ -192,7 +191,7 @@ class _Layout:
     """Blanks between two columns."""
 
 
-def _fit(headings: Sequence[Column[Any]], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
+def _fit(headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
     """Each cell on one line; if too wide, headings and texts wrap and columns are dropped; at last numbers wrap too.
 
     `texts` are the cells of each column.
@@ -227,7 +226,7 @@ def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int]
     return list(widths.values())
 
 
-def _lines(heading: Column[Any]) -> list[str]:
+def _lines(heading: Column) -> list[str]:
     return [inert_line(part) for part in (heading.name, heading.unit) if part]
 
 

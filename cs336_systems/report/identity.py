@@ -173,7 +173,7 @@ def _cell(value: object) -> str:
 
 def identity_columns(
     rows: Sequence[Mapping[str, Any]], always: Sequence[str] = ALWAYS, without: Collection[str] = ()
-) -> list[Column[Any]]:
+) -> list[Column]:
     """The columns that tell the rows of a table apart, each of which has its `identity`; `without` some."""
     found = [row["identity"] for row in rows]
     return [

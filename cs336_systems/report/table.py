@@ -1,8 +1,8 @@
 """One table for people: rows of values below known columns, a title, and notes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cs336_systems.report.columns import Column, Row, column
 
@@ -15,14 +15,14 @@ class Table:
     """A table for people: every cell is text, rounded and scaled for reading; `frame` has the values."""
 
     title: str
-    headings: tuple[Column[Any], ...]
+    headings: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
     failed: frozenset[int] = frozenset()
     """Indices of rows that stand out on a terminal: runs without times."""
-    values: tuple[Mapping[str, Any], ...] = ()
-    """The rows by key, unrounded, in the units of CSV files; empty where the rows were no mappings."""
+    values: tuple[Row, ...] = ()
+    """The rows by key, unrounded, in the units of CSV files."""
 
     def __post_init__(self) -> None:
         for index, row in enumerate(self.rows):
@@ -40,7 +40,7 @@ class Table:
 
 def findings_table(findings: Sequence[str], none: str = "") -> Table:
     """What stands out, the most important first; without any, the note `none`."""
-    columns: list[Column[Any]] = [
+    columns: list[Column] = [
         Column("no.", key="number", write=str),
         Column("finding", key="finding", numeric=False, write=str),
     ]
@@ -53,7 +53,7 @@ def with_note(table: Table, note: str) -> Table:
     return replace(table, notes=(note, *table.notes))
 
 
-def known(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
+def known(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
     """The columns below which at least one row has something."""
     return [column for column in columns if any(column.cell(row) for row in rows)]
 
@@ -70,12 +70,12 @@ def quantity_table(
 
 def make_table(
     title: str,
-    columns: Sequence[Column[Row]],
+    columns: Sequence[Column],
     rows: Iterable[Row],
     notes: Iterable[str] = (),
     failed: Callable[[Row], bool] | None = None,
 ) -> Table:
-    """Fill the columns from the rows, whatever a row is."""
+    """Fill the columns from the rows."""
     kept = tuple(rows)
     return Table(
         title=title,
@@ -83,5 +83,5 @@ def make_table(
         rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
         notes=tuple(notes),
         failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
-        values=tuple(row for row in kept if isinstance(row, Mapping)),
+        values=kept,
     )

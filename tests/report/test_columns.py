@@ -8,7 +8,6 @@ from cs336_systems.report.section import in_si
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import tables_of_one
 from cs336_systems.report.sections.steps import results_table
-from cs336_systems.report.table import make_table
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
 
@@ -19,11 +18,6 @@ def test_a_value_is_scaled_and_unknown_is_empty() -> None:
     assert Column("time", "ms", key="time_s", scale=1e3, std="std_s").cell({"time_s": 0.066312, "std_s": 0.000123}) == (
         "66.31 ± 0.12"
     )
-
-
-def test_rows_that_are_no_mappings_need_a_function_of_the_row() -> None:
-    with pytest.raises(TypeError, match="column 'n' needs rows with values by key, or text, got int"):
-        make_table("t", [Column("n", key="n")], [1])
 
 
 def test_one_table_may_change_a_column_for_itself_alone() -> None:

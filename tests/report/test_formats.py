@@ -132,7 +132,7 @@ def test_rich_reads_no_markup_and_passes_no_control_characters():
 
 
 def test_failed_rows_stand_out_on_a_terminal():
-    table = make_table("t", [Column("n", text=str)], [1, 2], failed=lambda row: row == 2)
+    table = make_table("t", [Column("n", key="n")], [{"n": 1}, {"n": 2}], failed=lambda row: row["n"] == 2)
     assert table.failed == {1}
     assert [row.style for row in to_rich(table).renderables[1].rows] == [None, "dim red"]
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Phase
@@ -92,9 +91,7 @@ def _shape(row: Values) -> tuple[int, int]:
     return row["context_length"], row["d_head"]
 
 
-def _table(
-    study: AttentionStudy, rows: Rows, title: str, columns: Sequence[Column[Any]], notes: Iterator[str]
-) -> Table:
+def _table(study: AttentionStudy, rows: Rows, title: str, columns: Sequence[Column], notes: Iterator[str]) -> Table:
     """One row for each head dimension and context length."""
     title = f"{title}, {rows[0]['precision']}, {settings(study)}"
     by_shape = sorted(pivoted(rows, (*SHAPE, "closed_form_mib"), "implementation"), key=lambda row: row["d_head"])

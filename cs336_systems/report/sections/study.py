@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import Repeated, in_doubt
@@ -72,7 +72,7 @@ def pivoted(rows: Iterable[Values], index: Sequence[str], name: str) -> list[Val
     return [dict(zip(index, values, strict=True)) | cells for values, cells in found.items()]
 
 
-def across(name: str, cell: Column[Any]) -> Column[Any]:
+def across(name: str, cell: Column) -> Column:
     """The column of a pivoted table that shows the cell of each row of this name; empty where there is no row."""
     return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key="", std="")
 

@@ -1,7 +1,6 @@
 """Every product, pass over memory, launch and all-reduce of a study of ceilings, as tables and as values."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
@@ -62,9 +61,7 @@ def timed(rows: Sequence[Values]) -> list[Values]:
     return [row for row in rows if row["loop_spread"] is not None]
 
 
-def _table(
-    study: CeilingsStudy, title: str, columns: Sequence[Column[Any]], rows: Sequence[Values], *notes: str
-) -> Table:
+def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Sequence[Values], *notes: str) -> Table:
     """The columns that have values; what puts times in doubt, and why there are none, each reason once."""
 
     def all_notes() -> Iterator[str]:

@@ -111,7 +111,7 @@ def modules_section(profile: StepProfile) -> Section:
         | {phase: sums[path, phase].total_s / steps * 1e3 if (path, phase) in sums else None for phase in LaunchPhase}
         for path, part in paths.items()
     ]
-    columns: list[Column[Values]] = [
+    columns: list[Column] = [
         column("module"),
         *(Column(phase, "ms", key=phase, write=rounded) for phase in _phases(profile)),
         column("share", drop_order=0),
@@ -151,7 +151,7 @@ def blocks_section(profile: StepProfile) -> Section:
             times_s = own.values()
             rows.append({"phase": phase, "blocks": len(own), "min": min(times_s), "median": median(times_s),
                          "max": max(times_s), "longest": path_text(longest)})  # fmt: skip
-    columns: list[Column[Values]] = [
+    columns: list[Column] = [
         column("phase"),
         column("blocks", drop_order=3),
         Column("min", "ms", drop_order=2, key="min", scale=1e3, write=rounded),
@@ -262,7 +262,7 @@ def host_calls_section(profile: StepProfile) -> Section:
                     ("per_step", part.count / steps), ("ms", part.total_s / steps * 1e3),
                     ("each_s", share(part.total_s, part.count)))
             })  # fmt: skip
-    columns: list[Column[Values]] = [column("phase")]
+    columns: list[Column] = [column("phase")]
     for kind in kinds:
         columns.append(Column(kind, drop_order=1, key=f"{kind}_per_step", write=count_text))
         columns.append(Column("time", "ms", key=f"{kind}_ms", write=rounded))

@@ -26,7 +26,7 @@ _PART_VALUES = ("per_step", "ms_per_step", "products_ms_per_step", "flops_per_st
 def classes(entries: Sequence[Explained]) -> Section:
     """Share of each class in the kernels' time of each phase, and of the step; as CSV with times and counts."""
     words = terms(entries[0].profile)
-    columns: list[Column[Values]] = [
+    columns: list[Column] = [
         column("phase"),
         *(
             Column(kind, "%", key=f"{key}_share", drop_order=rank, write=lambda part: in_percent(part) if part else "")

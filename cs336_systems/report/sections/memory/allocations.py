@@ -89,7 +89,7 @@ def _exact(value: int) -> str:
     return f"{value:,}"
 
 
-def _origin_columns() -> list[Column[Values]]:
+def _origin_columns() -> list[Column]:
     return [
         column("category"),
         column("phase", write=label, drop_order=9),
@@ -121,7 +121,7 @@ def blocks(profile: MemoryProfile) -> Section:
         {"of": name, "min": min(sizes), "median": round(median(sizes)), "max": max(sizes), "sum": sum(sizes)}
         for name, sizes in found.items()
     ]
-    columns: list[Column[Values]] = [
+    columns: list[Column] = [
         column("of", name="of a block"),
         Column("min", "MiB", drop_order=2, key="min", write=MIB_CELL.cell),
         Column("median", "MiB", key="median", write=MIB_CELL.cell),

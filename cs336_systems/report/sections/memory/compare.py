@@ -81,7 +81,7 @@ def _places(profile: MemoryProfile) -> Counter[tuple[str, str]]:
     return sums
 
 
-def _value_columns(unit: Unit) -> list[Column[Values]]:
+def _value_columns(unit: Unit) -> list[Column]:
     def grown(num_bytes: int) -> str:
         return f"{'-' if num_bytes < 0 else '+'}{unit.cell(abs(num_bytes))}" if num_bytes else "0"
 

@@ -162,7 +162,7 @@ def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
         yield {str(mode): found.get(mode) for mode in modes}
 
     rows = rows_of([group[0] for group in groups.values()], by_mode)
-    columns: list[Column[Values]] = [Column(mode, "GiB", key=mode, write=_peak_cell) for mode in modes]
+    columns: list[Column] = [Column(mode, "GiB", key=mode, write=_peak_cell) for mode in modes]
     note = "Allocated at most. Above: memory ran out after that much."
     return over_configurations(
         "", "Peak of memory by mode", rows, columns, (), [note], without=("mode",), among=entries

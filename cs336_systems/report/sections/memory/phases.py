@@ -58,7 +58,7 @@ def category_values(moment: Moment) -> Values:
     return values
 
 
-def category_columns(rows: Sequence[Values], unit: Unit, whole: str, quantity: str = "bytes") -> list[Column[Values]]:
+def category_columns(rows: Sequence[Values], unit: Unit, whole: str, quantity: str = "bytes") -> list[Column]:
     """One column for each category; those that never reach SMALL of the largest `whole` are dropped first."""
     small = SMALL * max((row[whole] for row in rows), default=0)
     return [
@@ -92,9 +92,7 @@ def boundaries(entries: Sequence[Snapshot]) -> Section:
     return replace(found, tables=(*found.tables, *_requested(rows, names, unit, moments).tables))
 
 
-def _requested(
-    rows: Sequence[Values], names: Sequence[Column[Values]], unit: Unit, moments: Sequence[Moment]
-) -> Section:
+def _requested(rows: Sequence[Values], names: Sequence[Column], unit: Unit, moments: Sequence[Moment]) -> Section:
     """The same moments by the bytes that the program asked for."""
     columns = [
         *names,
@@ -139,7 +137,7 @@ def _moment(moment: Moment, name: str, is_shown: bool = True) -> Values:
     }
 
 
-def _step_column(rows: Sequence[Values]) -> list[Column[Values]]:
+def _step_column(rows: Sequence[Values]) -> list[Column]:
     """The column of steps if the shown rows are of several steps."""
     return [column("step")] if len({row["step"] for row in rows if row["is_shown"]}) > 1 else []
 

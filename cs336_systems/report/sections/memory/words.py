@@ -38,7 +38,7 @@ class Unit:
 GIB_CELL, MIB_CELL = Unit("GiB", GIB, 2), Unit("MiB", MIB, 2)
 
 
-def in_unit(key: str, unit: Unit, name: str = "", drop_order: int = 0) -> Column[Any]:
+def in_unit(key: str, unit: Unit, name: str = "", drop_order: int = 0) -> Column:
     """A column of bytes in this unit; under another `name` than it has elsewhere, if given."""
     found = column(key, unit=unit.name, write=unit.cell, drop_order=drop_order)
     return replace(found, name=name) if name else found
