@@ -19,7 +19,7 @@ from cs336_systems.commands.flags import (
     unset,
     with_flags,
 )
-from cs336_systems.commands.outcome import OK, checked, json_alone, load_ceilings_or_warn
+from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, devices_called, find_device
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
@@ -126,7 +126,6 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.files import encode_json
     from cs336_systems.report.section import texts_of, write_files
     from cs336_systems.report.sections.account import account_json, account_section
-    from cs336_systems.report.terminal import print_line, print_table
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
     ceilings = load_ceilings_or_warn(arguments.ceilings or CEILINGS)
@@ -135,13 +134,10 @@ def run(arguments: AccountArguments) -> int:
     section = account_section(config, device, step_s, memory_bytes, arguments.top, ceiling)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
-    with json_alone(arguments.json) as print_json:
-        if print_json is not None:
-            print_json(encode_json(account_json(config, device, step_s, memory_bytes, ceiling)))
-        else:
-            for table in section.tables:
-                print_table(table, arguments.output)
-                print_line("")
-        if arguments.output is not None:
-            print_line(f"results: {arguments.output}")
+    show(
+        arguments.json,
+        lambda: encode_json(account_json(config, device, step_s, memory_bytes, ceiling)),
+        lambda: section.tables,
+        arguments.output,
+    )
     return OK

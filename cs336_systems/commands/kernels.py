@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
 from cs336_systems.record import RecordError, RunRecord, read_record
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.phases import UnknownRangeError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
     from cs336_systems.report.sections.kernels.entries import explained
+    from cs336_systems.report.sections.kernels.files import tables_of_one, write_kernels
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_line, print_table
 
     with StatusLine() as status:
         status.reading(arguments.file)
@@ -108,22 +108,15 @@ def run(arguments: KernelsArguments) -> int:
         entry = explained(profile, record, [] if record is None or path is None else _plain_run(record, path))
         if arguments.output is not None:
             status("drawing and writing")
-            from cs336_systems.report.sections.kernels.files import write_kernels
-
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_kernels([entry], arguments.output, arguments.top)
 
-    with json_alone(arguments.json) as print_json:
-        if print_json is not None:
-            print_json(encode_profile(profile))
-        else:
-            from cs336_systems.report.sections.kernels.files import tables_of_one
-
-            for table in tables_of_one(entry, arguments.top):
-                print_table(table, arguments.output)
-                print_line("")
-        if arguments.output is not None:
-            print_line(f"results: {arguments.output}")
+    show(
+        arguments.json,
+        lambda: encode_profile(profile),
+        lambda: tables_of_one(entry, arguments.top),
+        arguments.output,
+    )
     return OK
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import Switch, make_config, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing, json_alone
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import read_record
@@ -67,7 +67,6 @@ def run(arguments: MemoryArguments) -> int:
     configs = [arguments.config_of(file) for file in arguments.files]
     found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_line, print_table
 
     profiles = []
     with StatusLine() as status:
@@ -85,16 +84,13 @@ def run(arguments: MemoryArguments) -> int:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_memory(alone, arguments.output, arguments.top)
-    with json_alone(arguments.json) as print_json:
-        if print_json is not None:
-            both = len(profiles) == 2
-            print_json(encode_json(changes_json(*profiles)) if both else encode_memory_profile(profiles[0]))
-        else:
-            for table in compare_memory(*profiles) if len(profiles) == 2 else memory_tables(alone, arguments.top):
-                print_table(table, arguments.output)
-                print_line("")
-        if arguments.output is not None:
-            print_line(f"results: {arguments.output}")
+    both = len(profiles) == 2
+    show(
+        arguments.json,
+        lambda: encode_json(changes_json(*profiles)) if both else encode_memory_profile(profiles[0]),
+        lambda: compare_memory(*profiles) if both else memory_tables(alone, arguments.top),
+        arguments.output,
+    )
     return OK
 
 

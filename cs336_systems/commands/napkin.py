@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cs336_systems.commands.account import device_meant
 from cs336_systems.commands.flags import Switch, unset
-from cs336_systems.commands.outcome import OK, checked, json_alone
+from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import Precision
 from cs336_systems.costs.napkin import SECONDS_PER_DAY, largest_model, training_days
 from cs336_systems.files import encode_json
@@ -88,7 +88,6 @@ def run(arguments: NapkinArguments) -> int:
     """Print the days of training, the largest model, or both."""
     checked(arguments.check)
     from cs336_systems.report.sections.napkin import days_table, largest_table
-    from cs336_systems.report.terminal import print_line, print_table
 
     tables = []
     answers: dict[str, object] = {}
@@ -111,11 +110,5 @@ def run(arguments: NapkinArguments) -> int:
         }
         tables.append(largest_table(**given))
         answers["largest_model"] = given | {"parameters": largest_model(**given)}
-    with json_alone(arguments.json) as print_json:
-        if print_json is not None:
-            print_json(encode_json(answers))
-        else:
-            for table in tables:
-                print_table(table)
-                print_line("")
+    show(arguments.json, lambda: encode_json(answers), lambda: tables)
     return OK

@@ -10,13 +10,16 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import why_no_file
 from cs336_systems.record import RecordError, RunRecord, load_records
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
 from cs336_systems.sweep.store import VIEWERS, raw_profile_path
+
+if TYPE_CHECKING:
+    from cs336_systems.report.table import Table
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 T = TypeVar("T")
@@ -80,6 +83,23 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
         yield taken.append
     for data in taken:
         sys.stdout.write(data.decode())
+
+
+def show(
+    as_json: bool, encoded: Callable[[], bytes], tables: Callable[[], Iterable["Table"]], directory: Path | None = None
+) -> None:
+    """Print the tables, or the JSON alone, and say where the files are that were written."""
+    from cs336_systems.report.terminal import print_line, print_table
+
+    with json_alone(as_json) as print_json:
+        if print_json is not None:
+            print_json(encoded())
+        else:
+            for table in tables():
+                print_table(table, directory)
+                print_line("")
+        if directory is not None:
+            print_line(f"results: {directory}")
 
 
 @contextlib.contextmanager
