@@ -338,7 +338,6 @@ COLUMNS: dict[str, Column] = {
     "grown_bytes": _number("grown by", "", "How many bytes more the second profile has."),
     "grown_share": _number("grown by", "%", "What it grew by over what it was before."),
     "place": _text("place", "The line of code that allocated it.", drop_order=6),
-    # studies: attention, fusion, ceilings
     # the ladder
     "rung": _text("rung", "Name of the rung."),
     "change": _text("change", "What sets the rung apart from the one before.", drop_order=9),
@@ -373,7 +372,7 @@ COLUMNS: dict[str, Column] = {
                                        drop_order=6, scale=1e-9, write=short),
     "last": _text("over", "The rung that this one is compared with.", drop_order=1),
     "reasons": _text("what changes", "Counts, bytes and times that change."),
-    # precision, comparison, account
+    # the study of precision
     "model": _text("model", "The model that was observed."),
     "dtype": _text("dtype", "Data type."),
     "sum_dtype": _text("sum", "Data type of the sum."),
@@ -386,15 +385,19 @@ COLUMNS: dict[str, Column] = {
     "rounding_error": _number("rounding", "", "Part of the error that comes from rounding the sum each time.",
                               drop_order=3, write=four_decimals),
     "growing_additions": _number("additions", "", "Additions that changed the sum.", drop_order=1, write=str),
+    # two configurations compared
     "side": _text("side", "A or B of a comparison."),
     "configuration": _text("configuration", "Flags or path of a side."),
     "processes": _number("processes", "", "Fresh processes that were measured.", drop_order=2, write=str),
     "process_means": Column("step of each process", "ms", numeric=False, drop_order=3, write=str,
                             about="Mean step of each process."),
+    # tables of quantities
     "amount": _number("value", "", "How much of the quantity.", write=amount),
     "unit": _text("unit", "Unit of the value."),
+    "how": _text("how", "How the value follows from those above.", drop_order=1),
     "question": _text("question", "What is asked."),
     "answer": _number("answer", "", "The answer; empty where it is not known.", write=amount),
+    # the account of a step
     "component": _text("part", "Part of the model."),
     "parameters": _number("parameters", "", "Parameters of the part.", drop_order=3, write=count),
     "forward_flops": _flops("forward", "FLOPs of forward.", 1),
@@ -417,7 +420,7 @@ COLUMNS: dict[str, Column] = {
     "exact_over_rule": _number("exact / rule", "", "FLOPs over those by the rule.", write="{:.4f}".format),
     "causal_over_rule": _number("causal / rule", "", "The same, attention counted as causal.",
                                 drop_order=1, write="{:.4f}".format),
-    "how": _text("how", "How the value follows from those above.", drop_order=1),
+    # the study of attention
     "d_head": _number("d_head", "", "Width of queries, keys and values.", write=str),
     "context_length": _number("context", "", "Tokens in a sequence.", write=str),
     "before_backward_mib": _number("before backward", "MiB", "Memory that was allocated before backward."),
@@ -426,6 +429,7 @@ COLUMNS: dict[str, Column] = {
                                     derived=True, write=three_digits),
     "backward_tflops_per_s": _number("backward", "TFLOP/s", "FLOPs of backward over its time.",
                                      derived=True, write=three_digits),
+    # ceilings
     "shape": _number("rows x inner x columns", "", "Sides of the matrices that are multiplied.", write=str),
     "flops_per_byte": _number("intensity", "FLOP/byte", "FLOPs over the least bytes that must move.",
                               drop_order=3, write=three_digits),
@@ -446,12 +450,14 @@ COLUMNS: dict[str, Column] = {
     "measured": _number("measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"),
     "data_sheet": _number("data sheet", "", "What the data sheet promises.", drop_order=2),
     "reached_at": _text("reached at", "Size at which it was reached.", drop_order=3),
+    # parts of a step on the roofline
     "flops": _number("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
     "least_mib": _number("least", "MiB", "The least bytes that the part must move.", drop_order=7),
     "time_ms": _number("time", "ms", "Time of the part's kernels."),
     "roof_tflops_per_s": _number("roof", "TFLOP/s", "What the measured ceilings allow.", drop_order=4),
     "roof_share": _number("of roof", "%", "Rate over the roof.", drop_order=1, scale=100, write=three_digits),
     "limit": _text("limit", "Whether memory or arithmetic sets the roof.", drop_order=3),
+    # the study of fusion; times and rates of ceilings too
     "op": _text("op", "The operation."),
     "version": _text("version", "Written out, compiled, or PyTorch's own fused operation."),
     "kernels": _number("kernels", "", "Kernels that were launched.", drop_order=3, write=count),
