@@ -13,7 +13,7 @@ from jaxtyping import install_import_hook
 
 CHECKED = (
     "model.transformer", "model.rope", "model.optimizer", "model.batches", "model.fast.blocks", "model.fast.lookup",
-    "measure.step", "studies.fusion_ops", "studies.precision",
+    "model.fast.cross_entropy", "measure.step", "studies.fusion_ops", "studies.precision",
 )  # fmt: skip
 
 

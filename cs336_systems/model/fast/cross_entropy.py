@@ -4,7 +4,7 @@ PyTorch's cross-entropy reads low-precision logits several times, converts them 
 out of gradients that it first fills with zeros. Here forward reads the logits from memory once, and overwrites them.
 """
 
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -22,18 +22,9 @@ def fused_cross_entropy(
     return cast(Tensor, _FusedCrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), vocab_size))  # type: ignore[no-untyped-call]
 
 
-class _Context(Protocol):
-    """Autograd's context, which forward fills for backward."""
-
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:  # noqa: ANN401
         compute = _kernel_losses if logits.is_cuda else _losses
         needs_gradient = ctx.needs_input_grad[0]
         loss = compute(logits, targets, vocab_size, write_gradients=needs_gradient).mean()
@@ -42,7 +33,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: _Context, factor: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         (gradient,) = ctx.saved_tensors
         (_kernel_scale if gradient.is_cuda else _scale)(gradient, factor)
         return gradient, None, None

@@ -4,7 +4,7 @@ Each tensor is divided by one scale, here called its unit, so that it fills the 
 in every step, on the device, from the largest element, so no state is kept between steps and the host never waits.
 """
 
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -41,18 +41,9 @@ def fp8_linear(
     return cast(Tensor, result.unflatten(0, x.shape[:-1]))
 
 
-class _Context(Protocol):
-    """Autograd's context, which forward fills for backward."""
-
-    has_bias: bool
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401
         x8, x_unit = _cast(x)
         weight8, weight_unit = _cast(weight)
         ctx.save_for_backward(x8, x_unit, weight8, weight_unit)
@@ -61,7 +52,7 @@ class _Fp8Linear(torch.autograd.Function):
         return _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ANN401
         x8, x_unit, weight8, weight_unit = ctx.saved_tensors
         gradient8, unit = _cast(gradient)
         of_x = _matmul(gradient8, _by_columns(weight8), unit, weight_unit, gradient.dtype)

@@ -5,7 +5,7 @@ reads all parts for each: 4 to 7 times as long as the bytes take. Here each part
 belongs, and the gradient of a bias is summed on the way. On a CPU PyTorch's operators compute the same.
 """
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -47,23 +47,17 @@ def cut_heads(
     return heads
 
 
-class _Context(Protocol):
-    """Autograd's context, which forward fills for backward."""
-
-    bias_type: torch.dtype
-
-
 class _CutHeads(torch.autograd.Function):
     """Not a custom operator, because the results of one cannot be views."""
 
     @staticmethod
-    def forward(ctx: _Context, packed: Tensor, bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, packed: Tensor, bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
         ctx.bias_type = bias.dtype
         q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
         return q, k, v
 
     @staticmethod
-    def backward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
         return *_cut_heads_backward(q, k, v, ctx.bias_type), None
 
 
