@@ -1,4 +1,4 @@
-"""Shapes are checked throughout the tests, except where times are measured; GPU tests only where there is a GPU."""
+"""Shapes are checked in the modules of CHECKED, unless steps are timed; GPU tests run only where there is a GPU."""
 
 import gc
 import os
@@ -15,6 +15,8 @@ CHECKED = (
     "model.transformer", "model.rope", "model.optimizer", "model.batches", "model.fast.blocks", "model.fast.lookup",
     "model.fast.cross_entropy", "measure.step", "studies.fusion_ops", "studies.precision",
 )  # fmt: skip
+"""Modules whose annotated shapes are checked. The compiler cannot trace checked functions, so tests that compile use
+tests/plain.py. After a change here, delete __pycache__ of the package: it holds modules without the checks."""
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest-xdist sets COLUMNS, which would fold what is printed.
     """
     os.environ.pop("COLUMNS", None)
-    # which pays for a program of hundreds of compiled kernels, and not for the few of a test
+    # Compiling headers ahead saves time for hundreds of kernels; a test has a few.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     if not config.option.markexpr.startswith("gpu"):
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
 NAME = "faulty"
 MODELS = "faulty_models"
-"""The module of the models, in the current directory: among the tests, the digest of what it may import takes long."""
+"""Module of the models, linked into the current directory. Within tests/, each digest would read the whole folder."""
 PATIENCE_S = 120
 """Far longer than anything here takes on an idle machine: only a hang lasts so long."""
 
