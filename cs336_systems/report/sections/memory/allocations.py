@@ -47,14 +47,14 @@ def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
 
     def ranked(entry: Snapshot) -> Iterator[Values]:
         found = entry.profile.largest
-        for rank, row in enumerate(found if entry.config is None else found[:top]):
+        for rank, row in enumerate(found[:top] if entry.is_run else found):
             yield _like(row) | {"rank": rank}
 
     rows = rows_of(entries, ranked)
     columns = [
         column("requested_bytes", unit="bytes", write=_exact, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
-        in_unit("bytes", MIB_CELL, "block", drop_order=8),
+        in_unit("bytes", MIB_CELL, name="block", drop_order=8),
         column("count"),
         *_origin_columns(),
     ]
@@ -74,7 +74,7 @@ def at_peak(profile: MemoryProfile, top: int) -> Section:
         in_unit("bytes_at_peak", unit_for(whole_bytes)),
         column("share_of_peak"),
         column("count_at_peak"),
-        in_unit("requested_bytes", MIB_CELL, "each", drop_order=4),
+        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
         *_origin_columns(),
     ]
     notes = [

@@ -91,10 +91,10 @@ def _value_columns(unit: Unit) -> list[Column]:
         return f"{100 * row['grown_share']:+.1f}" if row["grown_share"] else "0"
 
     return [
-        in_unit("before_bytes", unit, drop_order=1),
-        in_unit("after_bytes", unit, drop_order=2),
+        in_unit("before_bytes", unit),
+        in_unit("after_bytes", unit),
         column("grown_bytes", unit=unit.name, write=grown),
-        column("grown_share", drop_order=3, text=relative),
+        column("grown_share", text=relative),
     ]
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.profile import MemoryProfile, read_memory_profile
@@ -12,6 +13,7 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.entries import identities_of
 from cs336_systems.report.frame import order
+from cs336_systems.report.identity import apart_from
 from cs336_systems.sweep.store import memory_profile_path
 from cs336_systems.text import inert_line
 
@@ -23,6 +25,9 @@ class Snapshot:
     profile: MemoryProfile
     config: RunConfig | None = None
     plain: RunRecord | None = None
+
+    is_run: ClassVar[bool] = False
+    """Whether it is a run of a sweep, to be seen beside others; else its tables show all of it."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -55,6 +60,8 @@ class MemoryEntry(Snapshot):
 
     config: RunConfig
 
+    is_run: ClassVar[bool] = True
+
 
 def recorded_runs(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
     """The entries that are runs of a sweep; empty for a single snapshot."""
@@ -64,9 +71,8 @@ def recorded_runs(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
 def grouped(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
     """The entries in groups that differ in nothing but these columns, in the order of their first."""
     groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
-    for entry, identity in zip(entries, identities_of(entries), strict=True):
-        key = tuple(value for name, value in identity.items() if name not in (*names, "digest"))
-        groups.setdefault(key, []).append(entry)
+    for entry, identity in zip(entries, apart_from(identities_of(entries), names), strict=True):
+        groups.setdefault(tuple(identity.values()), []).append(entry)
     return list(groups.values())
 
 

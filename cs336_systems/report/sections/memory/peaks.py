@@ -78,12 +78,12 @@ def peaks(entries: Sequence[Snapshot]) -> Section:
     columns = [
         in_unit("peak_allocated_bytes", GIB_CELL),
         column("peak_phase", drop_order=3),
-        in_unit("plain_peak_allocated_bytes", GIB_CELL, drop_order=7),
-        in_unit("predicted_peak_allocated_bytes", GIB_CELL, drop_order=1),
-        in_unit("peak_reserved_bytes", GIB_CELL, drop_order=5),
-        in_unit("residual_stream_bytes", MIB_CELL, drop_order=6),
-        in_unit("block_saved_bytes", MIB_CELL, drop_order=2),
-        in_unit("block_gradient_bytes", MIB_CELL, drop_order=4),
+        in_unit("plain_peak_allocated_bytes", GIB_CELL),
+        in_unit("predicted_peak_allocated_bytes", GIB_CELL),
+        in_unit("peak_reserved_bytes", GIB_CELL),
+        in_unit("residual_stream_bytes", MIB_CELL),
+        in_unit("block_saved_bytes", MIB_CELL),
+        in_unit("block_gradient_bytes", MIB_CELL),
         column("status"),
     ]
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_failure_notes(runs)]

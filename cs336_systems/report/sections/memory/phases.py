@@ -81,8 +81,8 @@ def boundaries(entries: Sequence[Snapshot]) -> Section:
         *names,
         *category_columns(rows, unit, "allocated_bytes"),
         in_unit("allocated_bytes", unit),
-        in_unit("counted_bytes", unit, drop_order=2),
-        in_unit("reserved_bytes", unit, drop_order=3),
+        in_unit("counted_bytes", unit),
+        in_unit("reserved_bytes", unit),
     ]
     rounding = list(rounding_words([*moments, *(entry.profile.peak for entry in entries)]))
     notes, title = [check_words(moments), *rounding], "Memory from phase to phase"
@@ -97,8 +97,8 @@ def _requested(rows: Sequence[Values], names: Sequence[Column], unit: Unit, mome
     columns = [
         *names,
         *category_columns(rows, unit, "requested_bytes", "requested_bytes"),
-        in_unit("requested_bytes", unit, "together"),
-        in_unit("counted_requested_bytes", unit, drop_order=2),
+        in_unit("requested_bytes", unit, name="together"),
+        in_unit("counted_requested_bytes", unit),
     ]
     notes = ["What the program asked for: the sizes of its tensors."]
     if not any(difference_bytes(moment, requested=True) for moment in moments):  # another stream may still use some
@@ -109,7 +109,7 @@ def _requested(rows: Sequence[Values], names: Sequence[Column], unit: Unit, mome
 def _moments(entry: Snapshot) -> Iterable[Values]:
     """Rows of all boundaries of phases; for a single snapshot with the peak among them, by time."""
     profile = entry.profile
-    if entry.config is not None:
+    if entry.is_run:
         last = max((moment.step for moment in profile.boundaries), default=0)
         return [_moment(moment, _boundary_name(moment), moment.step == last) for moment in profile.boundaries]
     peak = f"peak{f', in {label(profile.peak.phase)}' if profile.peak.phase else ''}"
@@ -162,18 +162,18 @@ def _rounding(row: CategoryBytes) -> int:
 
 def phases(entries: Sequence[Snapshot]) -> Section:
     """Start, peak and end of each phase; the table of runs has the last step of each alone."""
-    rows = rows_of(entries, lambda entry: _phases(entry.profile, is_every=entry.config is None))
+    rows = rows_of(entries, lambda entry: _phases(entry.profile, is_every=not entry.is_run))
     most = max((row["peak_bytes"] for row in rows), default=0)
-    unit = unit_for(most) if entries[0].config is None else GIB_CELL
+    unit = GIB_CELL if entries[0].is_run else unit_for(most)
     columns = [
         *_step_column(rows),
         column("phase", write=label),
         column("begin_s", write=milliseconds),
         column("duration_s", write=milliseconds),
-        in_unit("begin_bytes", unit, drop_order=2),
+        in_unit("begin_bytes", unit),
         in_unit("peak_bytes", unit),
         column("peak_s", write=milliseconds),
-        in_unit("end_bytes", unit, drop_order=1),
+        in_unit("end_bytes", unit),
     ]
     notes = ["Peaks are over all events; times are those of a run that is being recorded."]
     if any(row["status"] != Status.OK for row in rows):

@@ -38,10 +38,11 @@ class Unit:
 GIB_CELL, MIB_CELL = Unit("GiB", GIB, 2), Unit("MiB", MIB, 2)
 
 
-def in_unit(key: str, unit: Unit, name: str = "", drop_order: int = 0) -> Column:
-    """A column of bytes in this unit; under another `name` than it has elsewhere, if given."""
-    found = column(key, unit=unit.name, write=unit.cell, drop_order=drop_order)
-    return replace(found, name=name) if name else found
+def in_unit(key: str, unit: Unit, name: str = "", drop_order: int | None = None) -> Column:
+    """The column of bytes of this key in this unit, in one table under another name or with another order."""
+    found = column(key, unit=unit.name, write=unit.cell)
+    order = found.drop_order if drop_order is None else drop_order
+    return replace(found, name=name or found.name, drop_order=order)
 
 
 def unit_for(largest_bytes: int) -> Unit:
