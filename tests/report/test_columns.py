@@ -1,9 +1,13 @@
 """Columns turn values to text, and a table keeps the values as a data frame."""
 
+import math
+
+import numpy as np
 import pytest
 
 from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.frame import to_frame
+from cs336_systems.report.numbers import interval_text
 from cs336_systems.report.section import in_si
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import tables_of_one
@@ -55,3 +59,51 @@ def test_scaled_units_of_columns_become_si() -> None:
         {"step_mean_s": 0.002, "std_s": 3e-6, "total_s_per_step": None, "peak_bytes": 2**29, "moved_bytes": 3 * 2**20,
          "forms": 1, "bytes_per_s": 2.5e9, "roof_flops_per_s": 4e12}
     )  # fmt: skip
+
+
+def test_a_time_in_doubt_is_marked_and_so_is_what_is_computed_from_it() -> None:
+    """By hand: 3400 ms over 200 ± 40 ms is 17 ± 3.4, and a deviation has one digit unless that is a 1."""
+    steady = {"median_ms": 200.0, "std_ms": 40.0, "is_doubted": False, "ended": "out of memory"}
+    time = column("median_ms")
+    assert [time.cell(steady | change) for change in ({}, {"is_doubted": True}, {"median_ms": None})] == [
+        "200 ± 40", "200 ± 40 ?", "out of memory",
+    ]  # fmt: skip
+    gain = {"speed_up": 17.0, "speed_up_std": 3.4, "speed_up_is_doubted": False}
+    assert [column("speed_up").cell(gain | change) for change in ({}, {"speed_up_is_doubted": True})] == [
+        "17.0", "17 ± 3 ?",
+    ]  # fmt: skip
+
+
+def ratio_text(low: float | None, high: float | None, ratio: float) -> str:
+    """The speed-up as a table of the ladder says it."""
+    values = {"": ratio, "_ci95_low": low, "_ci95_high": high, "_std": None, "_is_doubted": False}
+    return column("speed_up_over_last").cell({f"speed_up_over_last{ending}": value for ending, value in values.items()})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ratio", "interval"),
+    [
+        pytest.param(8.086, 8.874, "8.47", "8.09 to 8.87", id="wide"),
+        pytest.param(2.42632, 2.43268, "2.429", "2.426 to 2.433", id="four digits"),
+        pytest.param(10.488, 10.520, "10.50", "10.49 to 10.52", id="over ten"),
+        pytest.param(0.985, 1.048, "1.02", "0.985 to 1.05", id="across one"),
+        pytest.param(2.42951, 2.42954, "2.4295", "2.4295 to 2.4295", id="five digits at most"),
+        pytest.param(2.0, 2.0, "2.0000", "2.0000 to 2.0000", id="no width"),
+    ],
+)
+def test_digits_of_a_speed_up_by_hand(low: float, high: float, ratio: str, interval: str) -> None:
+    assert (ratio_text(low, high, math.sqrt(low * high)), interval_text(low, high)) == (ratio, interval)
+
+
+def test_without_an_interval_there_are_three_digits() -> None:
+    assert (ratio_text(None, None, 11.2866), interval_text(None, None)) == ("11.3", "")
+
+
+def test_a_width_that_five_digits_hold_always_shows() -> None:
+    generator = np.random.default_rng(0)
+    lows = 10 ** generator.uniform(-1, 3, size=2000)
+    widths = lows * 10 ** generator.uniform(-2.8, 0, size=2000)  # 5 digits tell a part in 1e4 apart, or finer
+    for low, high in zip(lows, lows + widths, strict=True):
+        texts = interval_text(low, high).split(" to ")
+        assert texts[0] != texts[1]
+        assert all(len(text.replace(",", "").replace(".", "").lstrip("0")) <= 5 for text in texts)

@@ -1,15 +1,5 @@
-"""The script's output says what was observed, and nothing is written unless asked."""
+"""Tables and sentences of the precision study say what was observed."""
 
-import csv
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-from cs336_systems.cli import precision as main
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.sections.precision import (
     accumulation_section,
@@ -17,9 +7,7 @@ from cs336_systems.report.sections.precision import (
     interpret_accumulation,
     interpret_dtypes,
 )
-from cs336_systems.studies.precision import NORM_INPUT, NORM_OUTPUT, Accumulation, ObservedDtype, accumulation_study
-
-FORMATS = ("csv", "md", "tex", "typ")
+from cs336_systems.studies.precision import NORM_INPUT, NORM_OUTPUT, ObservedDtype, accumulation_study
 
 
 def observed(quantity: str, device: Device, precision: Precision, dtype: str) -> ObservedDtype:
@@ -68,52 +56,3 @@ def test_a_quantity_that_one_model_lacks_is_an_empty_cell() -> None:
 def test_sums_table_has_the_courses_four_first() -> None:
     results = [row[3] for row in accumulation_section(accumulation_study()).tables[0].rows]
     assert results[:4] == ["10.0001", "9.9531", "10.0021", "10.0021"]
-
-
-def test_json_is_what_was_observed_unrounded(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert [Accumulation(**row) for row in printed["accumulation"]] == list(accumulation_study())
-    assert {row["device"] for row in printed["dtypes"]} == {"cpu"}
-    assert printed["gpu"] is None
-    assert printed["torch"] == torch.__version__
-
-
-def test_nothing_is_written_unless_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["--device", "cpu"]) == 0
-    assert "9.9531" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-    assert main(["--device", "cpu", "--output", "deep/er"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("deep/er")
-    written = {path.name for path in (tmp_path / "deep" / "er").iterdir()}
-    tables = {f"{name}.{ending}" for name in ("accumulation", "dtypes") for ending in FORMATS}
-    assert written == {*tables, "precision.json"}
-    with (tmp_path / "deep/er/accumulation.csv").open(newline="") as file:
-        totals = [float(row["total"]) for row in csv.DictReader(file)]
-    assert totals == pytest.approx([row.total for row in accumulation_study()])
-
-
-def test_an_output_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert main(["--device", "cpu", "--output", str(tmp_path / "file")]) == 1
-    assert str(tmp_path / "file") in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_asking_for_a_gpu_that_is_not_there_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cuda"]) == 2
-    assert "--device cpu" in capsys.readouterr().err
-
-
-def test_help_needs_no_torch() -> None:
-    script = (
-        "import sys; from cs336_systems.cli import precision as main\n"
-        "try: main(['--help'])\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "--output DIR" in run.stdout

@@ -1,0 +1,51 @@
+"""`precision.py` prints what was observed, and writes nothing unless asked."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.cli import precision as main
+from cs336_systems.studies.precision import Accumulation, accumulation_study
+
+FORMATS = ("csv", "md", "tex", "typ")
+
+
+def test_json_is_what_was_observed_unrounded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [Accumulation(**row) for row in printed["accumulation"]] == list(accumulation_study())
+    assert {row["device"] for row in printed["dtypes"]} == {"cpu"}
+    assert printed["gpu"] is None
+    assert printed["torch"] == torch.__version__
+
+
+def test_nothing_is_written_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--device", "cpu"]) == 0
+    assert "9.9531" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    assert main(["--device", "cpu", "--output", "deep/er"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("deep/er")
+    written = {path.name for path in (tmp_path / "deep" / "er").iterdir()}
+    tables = {f"{name}.{ending}" for name in ("accumulation", "dtypes") for ending in FORMATS}
+    assert written == {*tables, "precision.json"}
+    with (tmp_path / "deep/er/accumulation.csv").open(newline="") as file:
+        totals = [float(row["total"]) for row in csv.DictReader(file)]
+    assert totals == pytest.approx([row.total for row in accumulation_study()])
+
+
+def test_an_output_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["--device", "cpu", "--output", str(tmp_path / "file")]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_asking_for_a_gpu_that_is_not_there_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
