@@ -235,6 +235,17 @@ def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> N
     assert found.allocations.num_bytes.tolist() == [14 * MIB, 14 * MIB]
 
 
+def test_a_rest_of_exactly_one_mib_is_not_split_off(tmp_path: Path) -> None:
+    made = Allocator()
+    made.record()
+    first, _ = made.malloc(4 * MIB), made.malloc(4 * MIB)
+    made.free(first or 0)
+    made.free(made.malloc(3 * MIB) or 0)
+    found = replay_of(tmp_path / "s", snapshot_of(made))
+    check(found, made)
+    assert sorted(found.allocations.num_bytes.tolist()) == [4 * MIB] * 3
+
+
 def test_rounding_to_powers_of_two_is_noted(tmp_path: Path) -> None:
     made = Allocator()
     made.record()
