@@ -66,7 +66,7 @@ def answers(entries: Sequence[Explained]) -> str:
 
 
 def answer(question: Question, facts: pd.DataFrame, profile: StepProfile) -> str:
-    """The answer over those traces that have a forward pass; the `profile` is one of theirs."""
+    """The answer over the traces that have a forward pass. The `profile` of any of them says what work is called."""
     found = facts[facts[f"{FORWARD} time"] > 0]
     if not found.empty:
         return _ANSWERS[question](found, profile)
@@ -82,7 +82,7 @@ def facts_of(named: Mapping[str, Explained]) -> pd.DataFrame:
 
 
 def _facts(entry: Explained) -> Values:
-    """What the answers say of one trace: times in seconds and launches per step; shares are of the part's time."""
+    """All numbers about one trace in the answers: seconds and launches per step, shares of the kernels' time."""
     profile, steps = entry.profile, entry.profile.num_steps
     found: Values = {
         "wall": forward_wall_s(profile),
@@ -110,7 +110,7 @@ def _facts(entry: Explained) -> Values:
 
 
 def _range(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
-    """The least and the largest with their names; one value where they read the same, nothing without any."""
+    """The least and the largest with their names; one value if they read the same, empty without any."""
     known = values.dropna().astype(float)
     if known.empty:
         return ""
@@ -127,7 +127,7 @@ def _ratios(values: "pd.Series[float]") -> str:
 
 
 def _in(part: "pd.Series[bool]", sentence: str) -> str:
-    """The sentence, with the number of traces that it is about where that is not all of them; nothing for none."""
+    """The sentence, which begins with the number of its traces if these are not all; empty without any."""
     if not part.any():
         return ""
     return f" {sentence[0].upper()}{sentence[1:]}" if part.all() else f" In {part.sum()} of {len(part)} {sentence}"
@@ -174,7 +174,7 @@ def _top_kernel(facts: pd.DataFrame, profile: StepProfile) -> str:
 
 
 def _kernel_words(facts: pd.DataFrame, part: str, profile: StepProfile) -> str:
-    """The longest kernel of the part, with its share; where it is one in all traces with time and launches."""
+    """The longest kernel of the part and its share; with time and launches if it is the same in all traces."""
     names, shares = facts[f"{part} top name"].unique(), _shares(facts[f"{part} top share"])
     classes = " or ".join(sorted(facts[f"{part} top class"].unique()))
     if len(names) > 1:

@@ -1,4 +1,4 @@
-"""Tables of one `StepProfile` that would be too long for many: kernels, modules, blocks, idle times, calls of the host.
+"""Tables that are readable for one trace only: kernels, modules, blocks, idle times, calls of the host.
 
 Times and counts are per step, unless they are those of a single launch.
 """
@@ -20,7 +20,7 @@ from cs336_systems.report.sections.kernels.words import WHOLE_STEP, path_text, t
 from cs336_systems.report.table import Table, make_table
 
 MAX_MODULES = 20
-"""Rows of the readable table of modules: files of others may hold hundreds of different ranges."""
+"""Rows of the table of modules: files of other programs may hold hundreds of different ranges."""
 _EACH = ("mean", "median", "min", "max", "std")
 _KERNEL_CSV = ("phase", "class", "short_name", "share", "total_ms_per_step", "count_per_step", "count",
                *(f"{name}_ms" for name in _EACH), "name")  # fmt: skip
@@ -45,7 +45,7 @@ def details(profile: StepProfile, top: int) -> list[Section]:
 
 
 def kernels_section(profile: StepProfile, top: int) -> Section:
-    """The `top` kernels of the whole step and of each phase to read, all of them as CSV."""
+    """The `top` kernels of the whole step and of each phase; the CSV has all."""
     phases: list[LaunchPhase | None] = [None, *(phase.phase for phase in profile.phases)]
     own = {phase: [kernel for kernel in profile.kernels if kernel.phase is phase] for phase in phases}
     total_s = {phase: added(kernels).total_s for phase, kernels in own.items()}
@@ -102,7 +102,7 @@ def collapsed(path: ModulePath) -> ModulePath:
 
 
 def modules_section(profile: StepProfile) -> Section:
-    """Time of the kernels in each module and in none of its own modules; blocks are added up."""
+    """Time of the kernels in each module, without those in its own modules; all blocks together are one row."""
     sums = grouped(profile.modules, lambda row: (collapsed(row.path), row.phase))
     paths = grouped(profile.modules, lambda row: collapsed(row.path))
     words, steps, whole = terms(profile), profile.num_steps, added(profile.modules)
@@ -141,7 +141,7 @@ def _module_rows(profile: StepProfile, sums: ByModule) -> list[Values]:
 
 
 def blocks_section(profile: StepProfile) -> Section:
-    """Time of each block with all in it; to read, the least, median and most over the blocks."""
+    """Least, median and longest time of a block with all in it; the CSV has each block."""
     within = [row for row in profile.modules if _block_of(row.path)]
     sums = grouped(within, lambda row: (_block_of(row.path), row.phase))
     rows = []
@@ -166,7 +166,7 @@ def blocks_section(profile: StepProfile) -> Section:
 
 
 def _block_of(path: ModulePath) -> ModulePath:
-    """The path up to its first block, empty for a path without; forward in backward is left out of it."""
+    """The path up to its first block, empty without one; a leading `forward`, which is recomputation, is left out."""
     path = path[1:] if path[:1] == (Range.FORWARD,) else path
     return next((path[: depth + 1] for depth, name in enumerate(path) if _BLOCK.fullmatch(name)), ())
 
@@ -244,12 +244,12 @@ def _gaps_table(gaps: Iterable[Values]) -> Table:
 
 
 def gaps_section(profile: StepProfile) -> Section:
-    """All of the longest idle times that the profile keeps, as CSV; those to read stand below the idle times."""
+    """The CSV of all longest idle times that the profile keeps; the table of some is part of `idle_section`."""
     return Section(name="gaps", rows=_gaps(profile))
 
 
 def host_calls_section(profile: StepProfile) -> Section:
-    """Launches and waits of the host in each phase; as CSV every function."""
+    """Launches and waits of the host in each phase; the CSV has every function."""
     steps, kinds = profile.num_steps, {"launches": False, "waits": True}
     chosen = [row for row in profile.host_calls if row.is_launch or row.is_wait]
     sums = grouped(chosen, lambda row: (row.phase, row.is_wait))

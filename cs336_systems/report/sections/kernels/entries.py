@@ -1,4 +1,4 @@
-"""Explained kernel traces: of a file about which nothing else is known, and of runs with their records."""
+"""Explained kernel traces, with the records of their runs if these are known."""
 
 import sys
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Explained:
 
     @property
     def device_name(self) -> str | None:
-        """None if the run could not name its device, or is not known."""
+        """None if no record names the device."""
         return None if self.profiled is None else _device(self.profiled)
 
     def clock_s(self, phase: Phase) -> float | None:
@@ -52,7 +52,7 @@ def explained(profile: StepProfile, record: RunRecord | None, others: Sequence[R
 
 
 def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profiled]:
-    """The kernel-profiled among `records` with what `directory`/kernels has of them, in the order of the tables.
+    """The runs among `records` under a kernel profiler, with their profiles in `directory`/kernels, in table order.
 
     What is missing is said.
     """

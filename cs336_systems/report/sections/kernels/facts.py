@@ -1,4 +1,4 @@
-"""Sums and shares of a `StepProfile`, over all of its steps, which tables and sentences are made from."""
+"""Sums and shares of a `StepProfile` over all of its steps, for tables and sentences."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -42,13 +42,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 def added(rows: Iterable[Timed]) -> Sum:
-    """All rows together."""
+    """Count and time of all rows together."""
     kept = list(rows)
     return Sum(sum(row.count for row in kept), sum(row.total_s for row in kept))
 
 
 def grouped(rows: Iterable[R], key: Callable[[R], K]) -> dict[K, Sum]:
-    """The rows of each key together, the longest first."""
+    """Count and time of the rows of each key, the longest first."""
     groups: dict[K, list[R]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
@@ -82,7 +82,7 @@ def is_launch_bound(profile: StepProfile) -> bool:
 
 
 def forward_wall_s(profile: StepProfile) -> float | None:
-    """Mean wall time of forward on the device, the loss included where it stands beside; None without forward.
+    """Mean wall time of forward on the device, with a loss that is a phase of its own; None without forward.
 
     That is what the records' own forward holds.
     """
@@ -91,7 +91,7 @@ def forward_wall_s(profile: StepProfile) -> float | None:
 
 
 def top_kernel(profile: StepProfile, chosen: Collection[LaunchPhase]) -> KernelTimes | None:
-    """The kernel with the most time in the phases together, with its count and time there; None where nothing ran."""
+    """The kernel with the most time in the phases together, with its count and time there; None if nothing ran."""
     rows = [row for row in profile.kernels if row.phase in chosen]
     for name, own in grouped(rows, lambda row: row.name).items():
         row = next(row for row in rows if row.name == name)

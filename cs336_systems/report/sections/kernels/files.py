@@ -1,6 +1,7 @@
 """Kernel traces as tables for a terminal and as files of a directory: one trace in full, several beside each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
@@ -22,23 +23,32 @@ from cs336_systems.report.table import Table, findings_table, with_note
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, classes, products, slowdown)
 SUBJECTS = (*_PRINTED, attention, top_kernels)
-"""What is said of any number of traces."""
+"""Sections about any number of traces."""
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
     """The tables of several traces for a terminal; none for no entries."""
-    return [table for make in _PRINTED for table in make(entries).tables] if entries else []
+    return _noted_once(table for make in _PRINTED for table in make(entries).tables) if entries else []
 
 
 def tables_of_one(entry: Explained, top: int) -> list[Table]:
-    """The tables of one trace for a terminal: first the findings, if any; below the first stands what it is of.
+    """The tables of one trace for a terminal, findings first; a note below the first names file, device and steps.
 
     At most `top` kernels and idle times are listed.
     """
     sections = [*(make([entry]) for make in SUBJECTS[:-1]), *details(entry.profile, top)]
     found = _findings(entry)
     tables = [*([found] if found.rows else []), *(table for section in sections for table in section.tables)]
-    return [with_note(tables[0], about(entry.profile)), *tables[1:]]
+    return _noted_once([with_note(tables[0], about(entry.profile)), *tables[1:]])
+
+
+def _noted_once(tables: Iterable[Table]) -> list[Table]:
+    """The tables, each without the notes of those above it."""
+    found, said = [], set[str]()
+    for table in tables:
+        found.append(replace(table, notes=tuple(note for note in table.notes if note not in said)))
+        said |= set(table.notes)
+    return found
 
 
 def _findings(entry: Explained) -> Table:
@@ -84,7 +94,7 @@ def write_kernels(
 
 
 def _pictures(profile: StepProfile, prefix: str = "", name: str = "") -> dict[str, bytes]:
-    """The pictures that the profile supports, by file; empty for a timeline that it does not support."""
+    """The pictures by file; empty for the timeline of a profile that has none."""
     has_timeline = profile.pictured is not None and profile.pictured.wall_s  # that of an empty trace takes no time
     return {
         f"plots/{prefix}classes.png": drawing.to_png(draw_classes(profile, name)),

@@ -1,4 +1,4 @@
-"""What stands out in a `StepProfile`, in sentences: what limits the step, and what takes time that it need not.
+"""Sentences about what limits a profiled step, and about what takes time in it that can be saved.
 
 All numbers are per step. A finding is there only if it costs at least the share that its threshold below says.
 """
@@ -29,44 +29,44 @@ from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted
 
 MIN_BUSY_SHARE = 0.8
-"""Of the wall time, for the GPU to be what limits the step."""
+"""Smallest share of the wall time that the GPU must be busy to be called the limit of the step."""
 MIN_PAUSE_SHARE = 0.01
-"""Of the wall time: a hiccup of the machine, a millisecond in one of ten steps, stays below."""
+"""Smallest share of the wall time of a reported pause. A single hiccup of a millisecond in ten steps stays below."""
 MIN_BETWEEN_SHARE = 0.05
-"""Of the wall time, in the microsecond or two that the device takes from one kernel to the next."""
+"""Smallest reported share of the wall time that the device spends between kernels, a microsecond or two each time."""
 MIN_UNKNOWN_SHARE = 0.02
-"""Of the kernels' time, for the kernels that no rule knows: less would change no other share that matters."""
+"""Smallest reported share of the kernels' time in kernels of unknown class. Less would change no other share much."""
 MIN_LEFT_SHARE = 0.01
-"""Of the kernels' time, outside of all phases, recomputed or in communication."""
+"""Smallest reported share of the kernels' time that is in no phase, recomputed, or spent on communication."""
 MIN_OPTIMIZER_SHARE = 0.1
-"""Of the wall time. A fused AdamW reads and writes 28 bytes a parameter, a few percent of a step's time."""
+"""Smallest reported share of the wall time. A fused AdamW moves 28 bytes a parameter, a few percent of a step."""
 MIN_MOVING_SHARE = 0.25
-"""Of the kernels' time in forward and backward, in kernels that compute next to nothing on each value they move."""
+"""Smallest reported share of forward and backward in kernels that move values and compute next to nothing."""
 
 MIN_FULL_PRECISION_SHARE = 0.25
-"""Of the kernels' time, in matrix products that tensor cores would take in a tenth of the time."""
+"""Smallest reported share of the kernels' time in fp32 products, for which tensor cores need a tenth of the time."""
 MIN_MAIN_SHARE = 0.25
-"""Of the operators' time on a CPU, for an operator that is named whatever it is: there is no GPU to be the limit."""
+"""Smallest share of the CPU time with which an operator is reported whatever it does."""
 _FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
-"""In the names of true fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm, xmma_gemm_f32f32_f32f32_f32_."""
+"""Part of the names of fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm, xmma_gemm_f32f32_f32f32_f32_."""
 _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
-"""In the names of kernels that run on GPUs from Ampere on alone, whose tensor cores all have TF32 and bf16."""
+"""Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32 and bf16."""
 
 _WAITING = tuple(phase for phase in WHERE if phase not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED))
-"""Phases in which the host has no reason to wait: before and after them, a step that is timed synchronises."""
+"""Phases in which the host has no reason to wait; a timed step synchronises only before and after them."""
 _MOVING = (KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL, KernelClass.NORMALISATION, KernelClass.REDUCTION)
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A sentence, and how long what it is about takes in all steps together."""
+    """A sentence, with the time over all steps of what it is about."""
 
     cost_s: float
     text: str
 
 
 def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
-    """What happened once and what limits the step; then where the device idles and what else takes long, by its time.
+    """Sentences in order: one-offs, what limits the step, where the device idles, what else takes long; longest first.
 
     With the `config` of the run, nothing is advised that it does already.
     """
@@ -84,7 +84,7 @@ def _texts(found: Iterable[_Finding]) -> Iterator[str]:
 
 
 def _from(least_s: float, cost_s: float, text: str) -> Sequence[_Finding]:
-    """The finding, if it costs at least so much; none that costs nothing."""
+    """The finding, if it costs at least `least_s` and more than nothing."""
     return (_Finding(cost_s, text),) if cost_s and cost_s >= least_s else ()
 
 
@@ -123,7 +123,7 @@ class _Findings:
         return times(count / self.profile.num_steps)
 
     def limit(self) -> Iterator[str]:
-        """Whether the host or the device limits the step; nothing of a trace of a CPU, on which they are one."""
+        """Whether the host or the device limits the step; nothing for a trace of a CPU, which is both."""
         if not self.on_device or not self.wall_s:
             return
         busy_s = sum(sum(phase.busy_s) for phase in self.profile.phases)
@@ -144,7 +144,7 @@ class _Findings:
             yield f"The GPU is busy only {told}"
 
     def launch_cost(self) -> str:
-        """CPU time per launch beside the kernels' own: which of the two is longer is the reason."""
+        """CPU time per launch and duration of a kernel; the CPU is the limit because the first is the longer one."""
         calls = added(call for call in self.profile.host_calls if call.is_launch)
         if not calls.count:
             return ""
@@ -192,7 +192,7 @@ class _Findings:
                 )
 
     def waits(self) -> Iterator[_Finding]:
-        """Synchronisations within a phase that has kernels, whatever they cost: none is needed."""
+        """Synchronisations within a phase that has kernels. None is needed, so each is reported."""
         launched = {phase.phase for phase in self.profile.phases if any(phase.launches)}
         for phase in (phase for phase in _WAITING if phase in launched):
             calls = [call for call in self.profile.host_calls if call.is_wait and call.phase is phase]
@@ -269,7 +269,7 @@ class _Findings:
         )
 
     def recomputed(self) -> Sequence[_Finding]:
-        """What backward does of forward again."""
+        """Work of forward that backward repeats."""
         again_s = sum(sum(phase.recomputed_s) for phase in self.profile.phases)
         return _from(
             MIN_LEFT_SHARE * self.kernel_s,
@@ -322,7 +322,7 @@ class _Findings:
         )
 
     def moving(self) -> Sequence[_Finding]:
-        """Work that a compiler fuses."""
+        """Element-wise work and the like, which a compiler fuses."""
         is_open = Remedy.COMPILE.is_open_to(self.config)
         fuses = f": {Remedy.COMPILE.named_for(self.config)} fuses them" if is_open else ""
         fuses += f", {NOT_IN_USE}" if self.config is None else ""
@@ -349,7 +349,7 @@ def _median_s(kernels: Iterable[KernelTimes]) -> float:
 
 
 def _rounded_ms(time_s: float) -> str:
-    """Whole milliseconds from ten on: a sleep is no more exact than that."""
+    """The time in ms, without decimals from 10 ms on: pauses vary by more than that."""
     return f"{time_s * 1e3:,.0f} ms" if time_s >= 10e-3 else ms(time_s)
 
 
@@ -358,7 +358,7 @@ def _is_full_precision(row: KernelTimes) -> bool:
 
 
 def _promised(device: DeviceSpec, faster: Iterable[Precision]) -> str:
-    """What the data sheet says of the precisions, beside fp32."""
+    """Peak rates of these precisions and of fp32 by the data sheet."""
     rates = {precision: device.peak_flops_per_s.get(precision) for precision in (*faster, Precision.FP32)}
     named = [f"{precision} {rate / 1e12:g}" for precision, rate in rates.items() if rate is not None]
     return f" ({device.names[0]}, by its data sheet: {', '.join(named)} TFLOP/s)"

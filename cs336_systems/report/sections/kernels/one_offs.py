@@ -1,4 +1,4 @@
-"""Calls that took far longer than all others of their kernel, once: a first call among the steps."""
+"""Kernels that took far longer in one step than in all others, as a first call does."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -9,22 +9,22 @@ from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile
 from cs336_systems.report.sections.kernels.facts import wall_s
 
 MIN_TIMES = 20
-"""The median, for a call to be told from the others of its kernel."""
+"""A call this many times longer than its kernel's median may be a one-off."""
 MIN_SHARE = 0.01
-"""Of the wall time, by which all such calls of a phase make it longer."""
+"""Smallest share of the wall time that all one-offs of a phase must take to be reported."""
 MIN_SHARE_EACH = 0.001
-"""Of the wall time, by which one of them does."""
+"""Smallest share of the wall time of a single one-off."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneOff:
-    """What a kernel did in one phase of one step, and in no other step anything like it."""
+    """A kernel that took longer in one phase of one step than in the same phase of any other."""
 
     kernel: KernelTimes
     phase: LaunchPhase
     step: int
     excess_s: float
-    """Over what the kernel does in the other steps."""
+    """Time beyond what the kernel takes in the other steps."""
 
 
 def find_one_offs(profile: StepProfile) -> list[OneOff]:

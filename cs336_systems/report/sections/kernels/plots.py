@@ -26,11 +26,11 @@ STYLES: dict[str, dict[str, Any]] = {
     COPIES: {"facecolor": "white", "edgecolor": drawing.CLASS_COLOURS[KernelClass.COPY_AND_FILL], "hatch": "xxxx"},
     IDLE: {"facecolor": "white", "edgecolor": drawing.REST_COLOUR, "hatch": "////"},
 }
-"""What a bar may consist of, in the order of drawing."""
+"""Style of each part that a bar may have, in the order of drawing."""
 BAR_INCHES = 4.1
-"""About what the longest bar takes of the picture's width."""
+"""Approximate length of the longest bar."""
 OVERLAP = 0.01
-"""Of the step's wall time: where kernels ran side by side for longer, the picture says so."""
+"""Share of the step's wall time in which kernels ran side by side, from which the picture says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TimeBar:
 
     @property
     def length_ms(self) -> float:
-        """All that the bar shows."""
+        """Length of the whole bar."""
         return sum(self.parts_ms.values())
 
     @property
@@ -126,13 +126,13 @@ def _new_figure(title: str, settings: str, bars_inches: float, legend_rows: int)
 
 
 def _legend(figure: Figure, labels: Mapping[str, str], num_columns: int) -> None:
-    """Below the picture, in the order of drawing, row by row."""
+    """Draw the legend below the picture, in the order of drawing, row by row."""
     handles = [Patch(linewidth=0.5, label=label, **STYLES[name]) for name, label in labels.items()]
     drawing.legend_below(figure, handles, num_columns)
 
 
 def rounded(value: float, whole: float) -> str:
-    """The value as far as four digits of the whole reach, such as `0.12` of 43.26; one below that is said to be so."""
+    """The value with the decimals that four digits of the whole leave, such as `0.12` of 43.26; `< 0.01` below them."""
     decimals = max(0, 4 - math.ceil(math.log10(whole)))
     unit = 10.0**-decimals
     return f"{value:,.{decimals}f}" if value >= unit / 2 else f"< {unit:.{decimals}f}"

@@ -1,4 +1,4 @@
-"""Tables of what the time went to: classes of kernels, matrix products, attention. Times and counts are per step."""
+"""Tables of classes of kernels, of matrix products and of attention. Times and counts are per step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ from cs336_systems.report.sections.kernels.words import WHOLE_STEP, terms
 MAX_OTHERS = 10
 """Kernels of class `other` to name below the table of classes."""
 PRODUCTS = ("linear", "attention", "unknown")
-"""What a matrix product belongs to."""
+"""Kinds of matrix products, by what they belong to."""
 CLASS_KEYS = {kind: kind.lower().replace(" ", "_").replace("-", "_") for kind in KernelClass}
 _CLASS_VALUES = ("share", "ms_per_step", "per_step")
 _PART_VALUES = ("per_step", "ms_per_step", "products_ms_per_step", "flops_per_step", "flops_per_s")
@@ -68,7 +68,7 @@ def _others(profile: StepProfile) -> Iterator[str]:
 
 
 def expected_linear(config: RunConfig | None, phase: LaunchPhase) -> int | None:
-    """Matrix products of linear layers in one pass of this project's eager model; None where that is not known.
+    """Matrix products of linear layers in one pass of this project's eager model; None if that is not known.
 
     In forward one for each layer: 7 in a block of the course's architecture, 6 in one of GPT-2's, and the head. In
     backward two for each, one for the gradient of each factor.
@@ -107,7 +107,7 @@ def products(entries: Sequence[Explained]) -> Section:
 
 
 def _products(entry: Explained) -> Iterator[Values]:
-    """The verdict is empty where what is expected is not known, or some products' kind is not."""
+    """A row for each phase; `as_expected` is empty if the expected number or the kind of some products is unknown."""
     steps = entry.profile.num_steps
     for row in entry.profile.products:
         expected = expected_linear(entry.config, row.phase)
@@ -137,7 +137,7 @@ def attention(entries: Sequence[Explained]) -> Section:
 
 
 def attention_rows(entry: Explained) -> Iterator[Values]:
-    """A row for each phase that the profile tells the parts of attention in; ratios are of softmax over products."""
+    """A row for each phase in which the parts of attention are known; ratios are softmax over products."""
     profile, steps = entry.profile, entry.profile.num_steps
     for phase in dict.fromkeys(row.phase for row in profile.attention):
         rows = [row for row in profile.attention if row.phase is phase]

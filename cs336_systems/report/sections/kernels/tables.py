@@ -62,7 +62,7 @@ def is_shown(row: Values) -> bool:
 
 
 def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Values:
-    """The phases added up step by step; what a device does beside its host is None where there is no device."""
+    """The row of these phases together; what a device does beside its host is None for a trace of a CPU."""
     profile, steps, on_device = entry.profile, entry.profile.num_steps, entry.profile.work is Work.KERNELS
     calls = sum(
         call.count for call in profile.host_calls if call.is_launch and call.phase in [phase.phase for phase in chosen]
@@ -117,7 +117,7 @@ def _meanings(entries: Sequence[Explained], rows: Sequence[Values]) -> str:
 
 
 def _of_one_trace(profile: StepProfile) -> Iterator[str]:
-    """The host's clock, and the sum over the phases and what is left, which reading made sure is the whole file."""
+    """The host's clock, and the proof that phases and what is left are the whole file (reading checks it)."""
     step_ms = [time_s * 1e3 for time_s in profile.step_s]
     std_ms = statistics.stdev(step_ms) if len(step_ms) > 1 else None
     mean_ms = sum(step_ms) / len(step_ms)
@@ -135,7 +135,7 @@ def _of_one_trace(profile: StepProfile) -> Iterator[str]:
 
 
 def slowdown(entries: Sequence[Explained]) -> Section:
-    """What the profiler costs: the step with it and without; nothing for a file without a record."""
+    """The step with and without the profiler; nothing for a file without a record."""
     items = terms(entries[0].profile).items
     columns = [
         column("plain_step_mean_ms"),

@@ -19,24 +19,24 @@ from cs336_systems.text import inert_line
 
 Times = NDArray[np.float64]
 CELLS = 260
-"""Of the step's time: about the narrowest bar that is still seen in print."""
+"""Number of bars over the step; one is about as narrow as print can show."""
 MAX_STREAMS = 4
-"""The busiest are drawn."""
+"""Only the busiest streams are drawn."""
 MAX_GAPS = 3
 SHORTEST_GAP = 1 / 400
-"""Of the step's time; shorter ones cannot be seen."""
+"""Share of the step's time; shorter gaps cannot be seen."""
 CHARACTER = 0.0122
-"""Of the step's time: what one character of a phase's name takes."""
+"""Width of one character of a phase's name, as a share of the step's time."""
 SHORT_NAMES = {LaunchPhase.FORWARD: "fwd", LaunchPhase.BACKWARD: "bwd", LaunchPhase.OPTIMIZER: "opt."}
-"""For where the name does not fit."""
+"""Names of phases that are too short for the whole name."""
 EDGE = 0.01
-"""Of the step's time: the end of a phase closer to either end needs no line."""
+"""Share of the step's time; a phase that ends this close to either end of the step needs no line."""
 NUMBER = 0.018
-"""Of the step's time: what the number of a gap takes."""
+"""Width of the number of a gap, as a share of the step's time."""
 PHASE_SHADES = ("#D4D4D4", "#EAEAEA")
 LONGEST_LINE = 92
 LONGEST_NAME = 40
-"""Of a kernel, of the modules around it, or of a call."""
+"""Characters of the name of a kernel, of the modules around it, or of a call."""
 
 
 def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
@@ -76,7 +76,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
 
 
 def longest_gaps(profile: StepProfile) -> list[Gap]:
-    """Those of the pictured step that can be seen, in the order of time."""
+    """The longest gaps of the pictured step that can be seen, in the order of time."""
     step = profile.pictured
     if step is None:
         return []
@@ -85,7 +85,7 @@ def longest_gaps(profile: StepProfile) -> list[Gap]:
 
 
 def spread(places: Sequence[float], apart: float, end: float) -> list[float]:
-    """The rising places, moved as little to the right as keeps them `apart`, then to the left of `end`."""
+    """The rising places, moved to the right until they are `apart`, then back to stay left of `end`."""
     moved: list[float] = []
     for place in places:
         moved.append(max(place, moved[-1] + apart) if moved else max(place, apart / 2))
@@ -121,7 +121,7 @@ def _step_words(profile: StepProfile, step: PicturedStep) -> list[str]:
 
 
 def _draw_phases(panel: Axes, step: PicturedStep, is_gpu: bool) -> None:
-    """A lane for the host and one for the device below it, and between them how far the host runs ahead."""
+    """Draw the phases on the host and below on the device; the slant between them is how far the host runs ahead."""
     for index, window in enumerate(step.windows):
         shade = PHASE_SHADES[index % len(PHASE_SHADES)]
         host = (window.host_start_s * 1e3, window.host_end_s * 1e3)
@@ -140,7 +140,7 @@ def _draw_phases(panel: Axes, step: PicturedStep, is_gpu: bool) -> None:
 def _draw_window(
     panel: Axes, window: Window, span_ms: tuple[float, float], y: float, shade: str, step: PicturedStep
 ) -> None:
-    """One phase in one lane, with its name where that fits."""
+    """Draw one phase in one lane, with its name if that fits."""
     start, end = span_ms
     panel.barh(y, end - start, 0.64, start, color=shade, edgecolor="white", linewidth=0.8)
     room = (end - start) / 1e3 / (CHARACTER * step.wall_s)
@@ -150,7 +150,7 @@ def _draw_window(
 
 
 def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep, gaps: Sequence[Gap]) -> None:
-    """How busy the stream was, stacked by class; what is white was idle."""
+    """Draw how busy the stream was, stacked by class; white is idle."""
     edges = np.linspace(0.0, step.wall_s, CELLS + 1)
     bottom = np.zeros(CELLS)
     for kind, share in utilisation(pieces, edges).items():
@@ -181,7 +181,7 @@ def _number_gaps(panel: Axes, gaps: Sequence[Gap], step: PicturedStep) -> None:
 
 
 def gap_lines(gaps: Sequence[Gap]) -> list[str]:
-    """The gaps by number, in words, in lines that fit."""
+    """The numbered gaps in words, wrapped to lines that fit."""
     texts = (inert_line(f"{number}  {gap_words(gap)}") for number, gap in enumerate(gaps, start=1))
     return [line for text in texts for line in textwrap.wrap(text, LONGEST_LINE, subsequent_indent="    ")]
 
@@ -240,7 +240,7 @@ def describe_devices(profiles: Sequence[StepProfile]) -> list[str]:
 
 
 def describe_steps(profile: StepProfile) -> str:
-    """How many steps the numbers are the mean of."""
+    """Number of steps that the numbers are the mean of, in words."""
     if profile.is_whole_trace:
         return "the whole trace"
     kind = "warm-up step" if profile.is_warmup else "step"

@@ -1,4 +1,4 @@
-"""What the work of a `StepProfile` is called, and how tables and sentences say its times, counts and places."""
+"""Words for the times, counts and places of a `StepProfile` in tables and sentences."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ WHERE = {
     LaunchPhase.OPTIMIZER: "the optimizer",
     LaunchPhase.UNATTRIBUTED: "no phase",
 }
-"""How a sentence says where something happened."""
+"""Names of phases in sentences."""
 WHOLE_STEP = "step"
-"""What stands in the place of a phase for all phases together."""
+"""Name of all phases together in the column of phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the work of a profile is called."""
+    """Names of the work of a profile."""
 
     item: str
     time: str
@@ -34,7 +34,7 @@ class Terms:
 
 
 def terms(profile: StepProfile) -> Terms:
-    """Kernels and GPU time; operators and CPU time where the trace is of a CPU."""
+    """Kernels and GPU time, or operators and CPU time for a trace of a CPU."""
     return Terms("operator", "CPU time") if profile.work is Work.OPERATORS else Terms("kernel", "GPU time")
 
 
