@@ -178,10 +178,8 @@ def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, Plan]) -> Ints:
     found = [NO_ROWS]
     for process, chosen in groups(ranges.process[rows]):
         if process in plans:
-            plan, of_process = plans[process], rows[chosen]
-            window = Timeline(plan.start, plan.end).at(ranges.start_ns[of_process])
-            labels = np.append(plan.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-            found.append(of_process[labels[window] == CODES[LaunchPhase.BACKWARD]])
+            phase = plans[process].phase_at(ranges.start_ns[rows[chosen]])
+            found.append(rows[chosen][phase == CODES[LaunchPhase.BACKWARD]])
     return np.concatenate(found)
 
 
@@ -207,8 +205,7 @@ def _place(work: DeviceWork, plans: Mapping[int, Plan], first_step: Mapping[int,
     for process, chosen in groups(work.process[launched]):
         plan, rows = plans[process], launched[chosen]
         time = work.launch_ns[rows]
-        labels = np.append(plan.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-        phase[rows] = labels[Timeline(plan.start, plan.end).at(time)]
+        phase[rows] = plan.phase_at(time)
         found = Timeline(plan.step_start, plan.step_end).at(time)
         step[rows] = np.where(found < 0, -1, found + first_step[process])
     module[launched], in_forward = modules.at(work.thread[launched], work.launch_ns[launched])

@@ -99,6 +99,12 @@ class Plan:
     """Ranges that contain whole phases, so they are not modules."""
     notes: tuple[str, ...] = ()
 
+    def phase_at(self, time: Ints) -> Codes:
+        """The phase of a launch at each time."""
+        labels = np.append(self.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+        found: Codes = labels[Timeline(self.start, self.end).at(time)]
+        return found
+
 
 MAX_LISTED = 12
 """Names of ranges in an error."""
