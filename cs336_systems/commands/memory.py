@@ -32,7 +32,7 @@ class MemoryArguments:
     record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
     """Record of the run, whose model explains the sizes."""
     size: Annotated[str | None, unset("NAME", "that of the record")] = None
-    """Preset of the model, if there is no record."""
+    """Preset of the model, instead of a record."""
     context_length: Annotated[int | None, unset("INT", "the preset's")] = None
     """Tokens in a sequence, with --size."""
     batch_size: int = 4

@@ -165,7 +165,7 @@ class Trap:
 
 HOSTILE = {
     "empty": (b"", "empty"),
-    "code": (pickle.dumps(Trap()), "would run code of others"),
+    "code": (pickle.dumps(Trap()), "would run code of the file"),
     "nothing in it": (pickle.dumps({"segments": [], "device_traces": []}), "no device has any memory"),
 }
 """One for each layer that refuses; tests/analysis/memory has the others."""

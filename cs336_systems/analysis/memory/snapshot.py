@@ -125,9 +125,7 @@ def _converted(path: Path) -> bytes:
         raise ProfileError(path, f"it would take more than {cpu_s} s to read: no memory snapshot, or a damaged one")
     if done.returncode:
         end = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit status {done.returncode}"
-        raise ProfileError(
-            path, f"Python's unpickler does not survive it ({end}): no memory snapshot, or a damaged one"
-        )
+        raise ProfileError(path, f"Python's unpickler crashed on it ({end}): no memory snapshot, or a damaged one")
     return done.stdout
 
 

@@ -55,11 +55,11 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         """Refuse all globals. Extension codes, of which none is registered here, would come here too."""
-        raise pickle.UnpicklingError(f"{shown(module)} {shown(name)} would run code of others, so nothing was loaded")
+        raise pickle.UnpicklingError(f"{shown(module)} {shown(name)} would run code of the file, so nothing was loaded")
 
     def persistent_load(self, pid: object) -> NoReturn:
         """Refuse all persistent ids."""
-        raise pickle.UnpicklingError(f"persistent id {shown(pid)} would run code of others, so nothing was loaded")
+        raise pickle.UnpicklingError(f"persistent id {shown(pid)} would run code of the file, so nothing was loaded")
 
 
 class Mapped:

@@ -40,7 +40,7 @@ def put(*parts: bytes) -> bytes:
     return b"\x80\x04" + b"".join(parts)
 
 
-CODE = "would run code of others"
+CODE = "would run code of the file"
 HOSTILE = {
     "reduce": (pickle.dumps(Evil(), 4), CODE),
     "reduce of protocol 2": (pickle.dumps(Evil(), 2), CODE),
