@@ -32,8 +32,8 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.sections.ceilings.roofline import StepParts
     from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.studies.step_parts import StepParts
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
@@ -213,7 +213,7 @@ def _keep_step(step: ProfiledStep | None, directory: Path) -> None:
 def _parts(step: ProfiledStep, directory: Path, device_name: str) -> "StepParts":
     """Parts of the profiled step; raise UsageError if they are of another device or the run's record is missing."""
     from cs336_systems.analysis.kernels.step_profile import read_profile
-    from cs336_systems.report.sections.ceilings.roofline import step_parts
+    from cs336_systems.studies.step_parts import step_parts
 
     path, record = (Path(os.path.normpath(directory / name)) for name in (step.profile, step.record))
     profile = read_profile(existing(path, _PROFILE))

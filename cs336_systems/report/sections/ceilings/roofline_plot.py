@@ -18,10 +18,10 @@ from cs336_systems.report.sections.ceilings.plots import (
     plot_rows,
     show_decades,
 )
-from cs336_systems.report.sections.ceilings.roofline import StepPart, StepParts
 from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, timed
 from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
+from cs336_systems.studies.step_parts import StepPart, StepParts
 
 PHASE_COLOURS = {LaunchPhase(phase): colour for phase, colour in drawing.PHASE_COLOURS.items()}
 MARKERS = "osD^vPX<>*hpd8"

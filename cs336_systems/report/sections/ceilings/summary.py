@@ -10,7 +10,7 @@ from cs336_systems.report.entries import Values
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.ceilings.plots import ceilings_pictures
-from cs336_systems.report.sections.ceilings.roofline import StepParts, parts_section
+from cs336_systems.report.sections.ceilings.roofline import parts_section
 from cs336_systems.report.sections.ceilings.roofline_plot import draw_roofline
 from cs336_systems.report.sections.ceilings.tables import (
     launch_rows,
@@ -27,6 +27,7 @@ from cs336_systems.report.sections.study import derived, write_study
 from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, Launch, ProductPrecision, Stream
+from cs336_systems.studies.step_parts import StepParts
 
 COLUMNS = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 CSV_COLUMNS = ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",

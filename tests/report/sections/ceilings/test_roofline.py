@@ -15,9 +15,10 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.report.sections.ceilings.roofline import StepPart, StepParts, parts_section, step_parts
+from cs336_systems.report.sections.ceilings.roofline import parts_section
 from cs336_systems.report.sections.ceilings.roofline_plot import PHASE_COLOURS, draw_roofline
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables, write_ceilings
+from cs336_systems.studies.step_parts import StepPart, StepParts, step_parts
 from tests.report.ceilings import BF16, FP8, FP32, make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.drawn import overlaps, texts
 from tests.report.sections.kernels.profiles import make_module, make_products, make_profile
