@@ -1,4 +1,4 @@
-"""`benchmark.py`: one configuration, measured in this process: it is fresh already, and nsys sees it."""
+"""`benchmark.py`: one configuration, measured in this process, which is a fresh one and which nsys can watch."""
 
 import contextlib
 import os
@@ -16,12 +16,11 @@ from cs336_systems.commands.flags import (
     StepArguments,
     Switch,
     default_on,
-    faster,
     make_config,
+    make_fast_config,
     one_precision,
     profiled_config,
     with_flags,
-    without_shortcuts,
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
 from cs336_systems.config import Device, Profiler, RunConfig
@@ -70,8 +69,7 @@ class BenchmarkArguments(Flags):
         asked = {**self.given(), **self.model.given(), **self.step.given()}
         precision = one_precision(self.precision, self.mixed_precision)
         settings = {"size": default_on(device, "size"), **asked, "precision": precision}
-        plain = make_config(device, **(without_shortcuts(settings) if self.fast else settings))
-        plain = faster(plain, asked) if self.fast else plain
+        plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
         return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
 
     def _profiler(self) -> Profiler:

@@ -265,36 +265,38 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
 
 
 def default_on(device: Device, name: str) -> Any:  # noqa: ANN401 (the type of the setting)
-    """The value of a setting on this device where none is given."""
+    """The default of a setting that depends on the device."""
     found = FIELDS[name][1].by_device
     assert found is not None
     return found.gpu if device is Device.CUDA else found.cpu
 
 
-def without_shortcuts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `faster` is to begin with: a valid run, whatever needs a choice that --fast has yet to make."""
-    found = {name: value for name, value in settings.items() if name not in NOT_ALONE}
-    if found.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
-        found.setdefault("attention", Attention.SDPA)
-    return found
-
-
-def faster(config: RunConfig, asked: Mapping[str, Any], *, many: bool = False) -> RunConfig:
-    """The same step in the fastest way known for this machine's device (--fast), with the shortcuts asked for too.
+def make_fast_config(
+    device: Device,
+    asked: Mapping[str, Any],
+    *,
+    many: bool = False,
+    **settings: Any,  # noqa: ANN401
+) -> RunConfig:
+    """The configuration of these settings in the fastest way known for this machine's device (--fast).
 
     `asked` are the settings given; with `many` by the flags of a sweep. Raises ValueError where one does not go with
-    --fast, or is other than what that chooses.
+    --fast, or differs from what --fast chooses.
     """
-    gpus = visible_gpus() if config.device is Device.CUDA else ()
-    fast = fastest(config, gpus[0].name if gpus else None)
+    # a switch that needs others is valid only beside those that --fast chooses, so it is set at the end
+    first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
+    if first.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
+        first.setdefault("attention", Attention.SDPA)
+    gpus = visible_gpus() if device is Device.CUDA else ()
+    fast = fastest(make_config(device, **first), gpus[0].name if gpus else None)
     for name, (_, setting) in FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
             flag = flag_of(setting.plural if many and setting.plural else name, setting)
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
-    besides: dict[str, Any] = {name: True for name in NOT_ALONE if asked.get(name)}
-    return replace(fast, **besides)
+    switches: dict[str, Any] = {name: True for name in NOT_ALONE if asked.get(name)}
+    return replace(fast, **switches)
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:

@@ -23,13 +23,12 @@ from cs336_systems.commands.flags import (
     Switch,
     check_repeats,
     checked_name,
-    faster,
     make_config,
+    make_fast_config,
     one_precision,
     profiled_config,
     unset,
     with_flags,
-    without_shortcuts,
 )
 from cs336_systems.commands.outcome import (
     FAILED,
@@ -109,11 +108,9 @@ class SweepArguments(Flags):
         device = resolve_device(self.step.device)
         on_gpu = device is Device.CUDA
         common = {**self.model.given(), **self.step.given()}
-        begin = without_shortcuts(common) if self.fast else common
         axes = self._axes(on_gpu)
         grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        once = [make_config(device, **begin, **point) for point in grid]
-        once = [self._faster(config, common) for config in once] if self.fast else once
+        once = [self._config(device, common, point) for point in grid]
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
@@ -146,9 +143,11 @@ class SweepArguments(Flags):
         values = usual | self.given() | {"precision": self.chosen_precisions}
         return {name: values[name] for name in AXES}
 
-    def _faster(self, plain: RunConfig, common: Mapping[str, Any]) -> RunConfig:
-        asked = {} if self.precisions is None else {"precision": plain.precision}
-        return faster(plain, {**common, **asked}, many=True)
+    def _config(self, device: Device, common: Mapping[str, Any], point: Mapping[str, Any]) -> RunConfig:
+        if not self.fast:
+            return make_config(device, **common, **point)
+        asked = {} if self.precisions is None else {"precision": point["precision"]}
+        return make_fast_config(device, {**common, **asked}, many=True, **common, **point)
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)

@@ -125,9 +125,8 @@ def _draw_panel(panel: Axes, lines: Sequence[Line], closed_form: Sequence[Line])
 def _make_room(panels: Sequence[Axes], failures: Sequence[Mapping[str, Sequence[str | int]]]) -> None:
     """Room for failed cells below the lines, as much in every panel, because the panels share an axis."""
     rows = max(map(len, failures))
-    low, high = panels[0].get_ylim()
     band = min(0.07 * rows, 0.4)
-    panels[0].set_ylim(low / (high / low) ** (band / (1 - band)), high)
+    drawing.leave_room(panels[0], band)
     for panel, failed in zip(panels, failures, strict=True):
         for index, (words, places) in enumerate(failed.items()):
             _draw_failure(panel, band * (index + 0.6) / rows, words, [int(place) for place in places])

@@ -149,7 +149,7 @@ def draw_fusion(study: FusionStudy, precision: Precision) -> Figure:
     for panel, op in zip(panels[0], ops, strict=True):
         panel.set_title(op, fontsize=10)
     if handles:
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", frameon=False, fontsize=9)
+        drawing.legend_below(figure, handles, 1, fontsize=9)
     return figure
 
 
