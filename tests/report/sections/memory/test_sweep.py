@@ -10,6 +10,7 @@ from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.sections.memory import files
+from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import memory_tables, write_memory
 from tests.report.making import HOSTILE, make_config, make_record
@@ -27,7 +28,7 @@ def entry(profile=None, size="small", context_length=128, plain_bytes=None, **fi
 
 
 def mixed_profile():
-    """Half of 780 MiB: 390, of which 190 are saved activations and 20 autocast copies."""
+    """Half of 780 MiB: 390, of which 190 are saved activations and 20 held throughout."""
     return make_memory(peak=make_moment("backward", 13, 900, counted=False, parameters=100, gradients=80, saved=190,
                                         held=20))  # fmt: skip
 
@@ -104,10 +105,8 @@ def test_categories_add_up_in_every_row(tmp_path) -> None:
         assert sum(parts) == int(row["peak_allocated_bytes"])
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_answers_of_each_configuration_below_what_they_share(tmp_path) -> None:
-    write_memory(grid(), tmp_path)
-    text = (tmp_path / "answers.md").read_text()
+def test_answers_of_each_configuration_below_what_they_share() -> None:
+    text = answers(grid())
     assert text.count("\n## ") == 6
     assert labels_of(text).count("small ctx 128 train fp32") == 6
     assert len(labels_of(text)) == 6 * 5, "five runs"
@@ -120,8 +119,7 @@ def test_answers_of_each_configuration_below_what_they_share(tmp_path) -> None:
     assert "At context 512" not in text, "there the run in fp32 ran out of memory"
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_of_many_runs_some_are_answered_for_one_by_one(tmp_path) -> None:
+def test_of_many_runs_some_are_answered_for_one_by_one() -> None:
     """Three sizes in three modes at two contexts; the longer one was too long for all but inference of small."""
     failed = {("small", Mode.INFERENCE): make_inference()}
     runs = [
@@ -131,37 +129,34 @@ def test_of_many_runs_some_are_answered_for_one_by_one(tmp_path) -> None:
         entry(failed.get((size, mode), make_oom()), size, context_length=512, mode=mode)
         for size in ("small", "medium", "large") for mode in (Mode.INFERENCE, Mode.FORWARD, Mode.TRAIN)
     ]  # fmt: skip
-    write_memory(runs, tmp_path)
-    text = (tmp_path / "answers.md").read_text()
+    text = answers(runs)
     assert set(labels_of(text)) == {
         f"{size} ctx 128 {mode}" for size in ("small", "medium", "large") for mode in ("inference", "train")
     }
     assert "6 of the runs" in text
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_the_largest_of_all_is_told_with_all_of_its_size(tmp_path) -> None:
+def test_the_largest_of_all_is_told_with_all_of_its_size() -> None:
     """3 and 2 of 31 MiB, which is more than the 30 of the other run."""
     rows = (make_like(31, 3, phase="backward"), make_like(31, 2, phase="forward"), make_like(30, 9))
-    write_memory([entry(make_inference(largest=rows)), entry(make_inference(), "medium")], tmp_path)
+    text = answers([entry(make_inference(largest=rows)), entry(make_inference(), "medium")])
     assert (
         "The largest of all, in small ctx 128: 5 times 32,505,856 bytes (31.00 MiB): 3 temporary in backward, 2 "
         "temporary in forward."
-    ) in (tmp_path / "answers.md").read_text()
+    ) in text
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_copies_that_nothing_names_are_told_in_mixed_precision(tmp_path) -> None:
+def test_copies_that_nothing_names_are_told_in_mixed_precision() -> None:
     """Two weights of 40 MiB, three temporary blocks of 20, so two of these may be copies; one weight is bf16."""
     weights = make_like(40, 2, 2, Category.PARAMETERS, dtype="float32")
     half = make_like(60, 1, 1, Category.PARAMETERS, dtype="bfloat16")
     peak = make_moment("forward", 6, 200, counted=False, parameters=100, temporary=130)
     mixed = make_inference(peak=peak, at_peak=(weights, half, make_like(20, 9, 3), make_like(30, 3, 1)))
     runs = [entry(make_inference(), mode=Mode.INFERENCE), entry(mixed, mode=Mode.INFERENCE, precision=Precision.BF16)]
-    write_memory(runs, tmp_path)
+    text = answers(runs)
     assert (
         "At context 128: temporary 130.0 MiB for 60.00 MiB; of the temporary blocks 40.00 MiB have half the sizes"
-    ) in (tmp_path / "answers.md").read_text()
+    ) in text
 
 
 @pytest.mark.usefixtures("no_pictures")
