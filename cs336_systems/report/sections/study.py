@@ -12,7 +12,7 @@ from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.numbers import DOUBT, ratio
+from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS, warning_counts
 
@@ -37,7 +37,7 @@ def times_ms(measured: Measurement | None, warnings: Sequence[RunWarning], prefi
     times_s = (None,) * 3 if measured is None else (measured.median_s, measured.mean_s, measured.stdev_s)
     values = zip(("median", "mean", "std"), times_s, strict=True)
     return {
-        **{f"{prefix}{name}_ms": ratio(time_s, 1e-3) for name, time_s in values},
+        **{f"{prefix}{name}_ms": None if time_s is None else time_s * 1e3 for name, time_s in values},
         f"{prefix}cv": None if measured is None else measured.cv,
         **doubts_of(warnings, prefix),
     }
