@@ -21,7 +21,7 @@ _PRECEDENCE = {kind: rank for rank, kind in enumerate(
 
 
 class MemoryAttributionError(AssertionError):
-    """The categories do not add up to what the allocator counted, which is a defect of this analysis."""
+    """The categories do not add up to the allocated bytes, which is a defect of this analysis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

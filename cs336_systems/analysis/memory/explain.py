@@ -17,7 +17,6 @@ from cs336_systems.analysis.memory.categories import (
     CODES,
     NOT_SIGHTED,
     LiveSums,
-    MemoryAttributionError,
     categorise,
     live_sums,
     resolve,
@@ -68,10 +67,10 @@ FROM_BOTTOM = (
 
 
 def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int | None = None) -> MemoryProfile:
-    """Explain the snapshot at `path` with the notes beside it, if any; raise ProfileError if it is not a snapshot.
+    """Explain the snapshot at `path` with the notes beside it, if any.
 
-    The model and the batch size, if known, give formulas for the bytes. Raises MemoryAttributionError if the categories
-    do not add up to what the allocator counted.
+    The model and the batch size, if known, give formulas for the bytes. Raises ProfileError if the file is not a
+    snapshot or the notes contradict it, and MemoryAttributionError if the categories do not add up.
     """
     beside = notes_path(path)
     notes = read_notes(beside) if beside.exists() else None
@@ -157,9 +156,11 @@ class _Explanation:
     def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
             if self._replay.are_sizes_known and self._allocated[moment] != mark.allocated_bytes:
-                raise MemoryAttributionError(
-                    f"{self._snapshot.path}: at the mark {mark.name} of step {mark.step} the categories hold "
-                    f"{self._allocated[moment]} bytes, and the allocator counted {mark.allocated_bytes}"
+                raise ProfileError(
+                    self._snapshot.path,
+                    f"at the mark {mark.name} of step {mark.step} its events give {self._allocated[moment]} bytes, "
+                    f"but the notes beside it count {mark.allocated_bytes}: they are not of one recording, or "
+                    "this program has a defect",
                 )
             yield self._moment(sums, moment, mark.step, mark.name, mark)
 

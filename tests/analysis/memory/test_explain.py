@@ -10,7 +10,7 @@ import pytest
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.categories import NOT_SIGHTED, MemoryAttributionError, resolve
+from cs336_systems.analysis.memory.categories import NOT_SIGHTED, resolve
 from cs336_systems.analysis.memory.explain import MAX_LARGEST, MAX_POINTS, explain_memory
 from cs336_systems.analysis.memory.notes import Kind, MemoryNotes, Position, notes_path, write_notes
 from cs336_systems.analysis.memory.positions import NOWHERE, moments_of
@@ -274,13 +274,13 @@ def test_what_the_allocator_did_and_what_others_use(training: Training, explaine
     )
 
 
-def test_a_count_that_differs_from_the_allocator_is_an_error(training: Training, tmp_path: Path) -> None:
+def test_notes_whose_counts_contradict_the_events_are_refused(training: Training, tmp_path: Path) -> None:
     path = training.end(tmp_path)
     notes = training.program.notes()
     marks = list(notes.marks)
     marks[5] = replace(marks[5], allocated_bytes=marks[5].allocated_bytes - 512)
     write_notes(replace(notes, marks=tuple(marks)), notes_path(path))
-    with pytest.raises(MemoryAttributionError, match="forward of step 1"):
+    with pytest.raises(ProfileError, match="forward of step 1"):
         explain_memory(path)
 
 
