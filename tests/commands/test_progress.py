@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import cs336_systems.report.plots.steps
+import cs336_systems.report.results
 import cs336_systems.report.sections.attention
 import cs336_systems.report.sections.ceilings.summary
 import cs336_systems.report.sections.fusion
@@ -97,7 +97,7 @@ def test_what_takes_longer_says_what_it_does(
         (cs336_systems.report.sections.ceilings.summary, "write_ceilings", do_not),
         (cs336_systems.report.sections.fusion, "write_fusion", do_not),
         (cs336_systems.report.sections.ladder.tables, "write_ladder_report", do_not),
-        (cs336_systems.report.plots.steps, "write_plots", do_not),
+        (cs336_systems.report.results, "write_plots", do_not),
     ):
         monkeypatch.setattr(module, function, fake)
     make_files()
