@@ -143,6 +143,7 @@ def test_a_pipe_gets_all_columns_whole_and_one_line_for_each_row(kind, capsys, m
         title, *lines = capsys.readouterr().out.splitlines()
         assert title == inert_line(table.title)
         assert len(table.frame) == len(table.rows), "the values of the rows, as a data frame"
+        assert all(heading.key for heading in table.headings)
         rule = next(index for index, line in enumerate(lines) if line.startswith("───"))
         body, notes = lines[rule + 1 :][: len(table.rows)], lines[rule + 1 + len(table.rows) :]
         assert notes == [inert_line(note) for note in table.notes]

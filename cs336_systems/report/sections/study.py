@@ -65,16 +65,23 @@ def promised_bandwidth(device_name: str) -> float | None:
 
 
 def pivoted(rows: Iterable[Values], index: Sequence[str], name: str) -> list[Values]:
-    """One row for each combination of values by the keys of the index, with the rows that have it by their `name`."""
+    """One row for each combination of values by the keys of the index, with the rows that have it by their `name`.
+
+    Each of their values has a key too that begins with that name; None where there is no such row.
+    """
+    kept = list(rows)
+    unknown = {f"{row[name]} {key}": None for row in kept for key in row}
     found: dict[tuple[object, ...], Values] = {}
-    for row in rows:
-        found.setdefault(tuple(row[key] for key in index), {})[row[name]] = row
+    for row in kept:
+        cells = found.setdefault(tuple(row[key] for key in index), {**unknown})
+        cells |= {row[name]: row} | {f"{row[name]} {key}": value for key, value in row.items()}
     return [dict(zip(index, values, strict=True)) | cells for values, cells in found.items()]
 
 
 def across(name: str, cell: Column) -> Column:
     """The column of a pivoted table that shows the cell of each row of this name; empty where there is no row."""
-    return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key="", std="")
+    key = f"{name} {cell.key}"
+    return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key=key, std="")
 
 
 def write_study(
