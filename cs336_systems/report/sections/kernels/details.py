@@ -12,7 +12,6 @@ from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile
 from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.numbers import count as count_text
 from cs336_systems.report.numbers import label, percent, rounded, share
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, wall_s
@@ -113,7 +112,7 @@ def modules_section(profile: StepProfile) -> Section:
     ]
     columns: list[Column] = [
         column("module"),
-        *(Column(phase, "ms", key=phase, write=rounded) for phase in _phases(profile)),
+        *(Column(phase, "ms", key=phase, write=rounded, about=f"Time in {phase}.") for phase in _phases(profile)),
         column("share", drop_order=0),
         column("kernels_per_step", name=words.items),
     ]
@@ -146,19 +145,14 @@ def blocks_section(profile: StepProfile) -> Section:
     sums = grouped(within, lambda row: (_block_of(row.path), row.phase))
     rows = []
     for phase in _phases(profile):
-        if own := {path: part.total_s / profile.num_steps for (path, of), part in sums.items() if of is phase}:
+        if own := {path: part.total_s / profile.num_steps * 1e3 for (path, of), part in sums.items() if of is phase}:
             longest, *_ = own
-            times_s = own.values()
-            rows.append({"phase": phase, "blocks": len(own), "min": min(times_s), "median": median(times_s),
-                         "max": max(times_s), "longest": path_text(longest)})  # fmt: skip
-    columns: list[Column] = [
-        column("phase"),
-        column("blocks", drop_order=3),
-        Column("min", "ms", drop_order=2, key="min", scale=1e3, write=rounded),
-        Column("median", "ms", key="median", scale=1e3, write=rounded),
-        Column("max", "ms", drop_order=1, key="max", scale=1e3, write=rounded),
-        Column("longest", numeric=False, drop_order=4, key="longest", write=str),
-    ]
+            times_ms = own.values()
+            rows.append({"phase": phase, "blocks": len(own), "block_min_ms": min(times_ms),
+                         "block_median_ms": median(times_ms), "block_max_ms": max(times_ms),
+                         "longest_block": path_text(longest)})  # fmt: skip
+    keys = ("block_min_ms", "block_median_ms", "block_max_ms", "longest_block")
+    columns = [column("phase"), column("blocks", drop_order=3), *map(column, keys)]
     notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
     tables = (make_table("Blocks", columns, rows, notes),) if sums else ()
     ordered = dict(sorted(sums.items(), key=lambda item: (_in_order(item[0][0]), -item[1].total_s)))
@@ -258,15 +252,14 @@ def host_calls_section(profile: StepProfile) -> Section:
         own = {kind: sums.get((phase, is_wait), Sum()) for kind, is_wait in kinds.items()}
         if any(part.count for part in own.values()):
             rows.append({"phase": phase} | {
-                f"{kind}_{name}": value for kind, part in own.items() for name, value in (
+                f"host_{kind}_{name}": value for kind, part in own.items() for name, value in (
                     ("per_step", part.count / steps), ("ms", part.total_s / steps * 1e3),
                     ("each_s", share(part.total_s, part.count)))
             })  # fmt: skip
-    columns: list[Column] = [column("phase")]
-    for kind in kinds:
-        columns.append(Column(kind, drop_order=1, key=f"{kind}_per_step", write=count_text))
-        columns.append(Column("time", "ms", key=f"{kind}_ms", write=rounded))
-        columns.append(Column("each", "µs", drop_order=2, key=f"{kind}_each_s", scale=1e6))
+    columns = [
+        column("phase"),
+        *(column(f"host_{kind}_{name}") for kind in kinds for name in ("per_step", "ms", "each_s")),
+    ]
     notes = [
         "Calls of CUDA by the host, per step, in the phase that the host was in. Waits: synchronisations, and copies "
         "to the host that are followed by one."

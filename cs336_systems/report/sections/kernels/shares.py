@@ -26,17 +26,17 @@ _PART_VALUES = ("per_step", "ms_per_step", "products_ms_per_step", "flops_per_st
 def classes(entries: Sequence[Explained]) -> Section:
     """Share of each class in the kernels' time of each phase, and of the step; as CSV with times and counts."""
     words = terms(entries[0].profile)
-    columns: list[Column] = [
-        column("phase"),
-        *(
-            Column(kind, "%", key=f"{key}_share", drop_order=rank, write=lambda part: in_percent(part) if part else "")
-            for rank, (kind, key) in enumerate(CLASS_KEYS.items())
-        ),
-    ]
+    columns = [column("phase")]
+    for rank, (kind, key) in enumerate(CLASS_KEYS.items()):
+        columns.append(Column(kind, "%", key=f"{key}_share", drop_order=rank, write=_share, about=f"Share of {kind}."))
     keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in CLASS_KEYS.values())]
     notes = [f"Shares of the {words.time}.", *(_others(entries[0].profile) if len(entries) == 1 else ())]
     title = f"Classes of {words.items}"
     return over_configurations("classes", title, rows_of(entries, class_rows), columns, keys, notes)
+
+
+def _share(part: float) -> str:
+    return in_percent(part) if part else ""
 
 
 def class_rows(entry: Explained) -> Iterator[Values]:

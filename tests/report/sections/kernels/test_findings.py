@@ -8,7 +8,7 @@ import pytest
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, RunConfig
-from cs336_systems.report.sections.kernels.facts import idle, is_launch_bound
+from cs336_systems.report.sections.kernels.facts import is_launch_bound
 from cs336_systems.report.sections.kernels.findings import findings
 from tests.report.making import H200, HOSTILE
 from tests.report.sections.kernels.profiles import (
@@ -394,12 +394,6 @@ def test_a_trace_of_a_cpu_has_no_gpu_to_speak_of() -> None:
 def test_a_profile_of_nothing_says_nothing() -> None:
     empty = make_profile(phases=(), kernels=(), classes=(), idle=(), gaps=(), host_calls=())
     assert findings(empty) == ()
-
-
-def test_idle_time_by_cause_and_phase() -> None:
-    profile = make_profile()
-    assert idle(profile, IdleCause.LATE_LAUNCH).total_s == pytest.approx(6.5e-3)
-    assert idle(profile, IdleCause.LATE_LAUNCH, OPTIMIZER).total_s == pytest.approx(1.5e-3)
 
 
 def test_long_names_are_cut() -> None:
