@@ -48,13 +48,13 @@ def explained(profile: StepProfile, record: RunRecord | None, others: Sequence[R
     """The profile with the record of its run, if there is one, and with the run without a profiler among the others."""
     if record is None:
         return Explained(profile=profile)
-    return Profiled(profile=profile, config=record.config, profiled=record, plain=_plain_twin(record, others))
+    return Profiled(profile=profile, config=record.config, profiled=record, plain=_plain_run(record, others))
 
 
 def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profiled]:
     """The runs among `records` under a kernel profiler, with their profiles in `directory`/kernels, in table order.
 
-    What is missing is said.
+    A profile that is missing is named in a warning.
     """
     found = []
     for record in sorted(records, key=lambda record: order(record.config)):
@@ -69,12 +69,12 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profile
             said = f"warning: {record.config.label}: no kernel profile at {path} ({reason}){ended}"
             print(inert_line(said), file=sys.stderr)
             continue
-        plain = _plain_twin(record, records)
+        plain = _plain_run(record, records)
         found.append(Profiled(config=record.config, profile=profile, plain=plain, profiled=record))
     return found
 
 
-def _plain_twin(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:
+def _plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:
     """The finished run of the same configuration on the same device, without a profiler."""
     wanted = record.config.unprofiled
     return next(

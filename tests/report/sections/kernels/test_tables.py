@@ -296,7 +296,7 @@ def test_traces_of_a_cpu_speak_of_operators(make):
 # runs with their profiles
 
 
-def test_profiles_are_loaded_with_their_plain_twins(tmp_path, capsys):
+def test_profiles_are_loaded_with_their_plain_runs(tmp_path, capsys):
     """Of five records two are plain, one was profiled for memory and one profile is missing, one unreadable."""
     kernel = make_config(profiler=Profiler.NSYS)
     missing, broken = (make_config(profiler=Profiler.NSYS, precision=kind) for kind in (Precision.BF16, Precision.TF32))
@@ -319,7 +319,7 @@ def test_profiles_are_loaded_with_their_plain_twins(tmp_path, capsys):
     assert "not a step profile" in second
 
 
-def test_a_run_without_a_plain_twin_has_no_clock(tmp_path):
+def test_a_run_without_a_plain_run_has_no_clock(tmp_path):
     config = make_config(profiler=Profiler.KINETO)
     kernel_profile_path(config, tmp_path / "runs").parent.mkdir()
     write_profile(make_profile(), kernel_profile_path(config, tmp_path / "runs"))
