@@ -83,11 +83,6 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}" if whole else ""
 
 
-def share(part: float, whole: float) -> float | None:
-    """The share as a fraction; None where the whole is nothing."""
-    return part / whole if whole else None
-
-
 def ratio(value: float | None, whole: float | None) -> float | None:
     """The value over the whole; None where either is not known, or the whole is nothing."""
     return None if value is None or not whole else value / whole

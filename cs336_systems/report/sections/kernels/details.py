@@ -12,7 +12,7 @@ from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile
 from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.numbers import label, percent, rounded, share
+from cs336_systems.report.numbers import label, percent, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, wall_s
 from cs336_systems.report.sections.kernels.words import WHOLE_STEP, path_text, terms
@@ -63,7 +63,7 @@ def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: float) -> Values
         "phase": kernel.phase or WHOLE_STEP,
         "class": kernel.kind,
         "short_name": kernel.short_name,
-        "share": share(kernel.total_s, total_s),
+        "share": ratio(kernel.total_s, total_s),
         **_per_step(kernel, profile.num_steps),
         "count": kernel.count,
         **{f"{name}_s": time_s for name, time_s in zip(_EACH, each_s, strict=True)},
@@ -106,7 +106,7 @@ def modules_section(profile: StepProfile) -> Section:
     paths = grouped(profile.modules, lambda row: collapsed(row.path))
     words, steps, whole = terms(profile), profile.num_steps, added(profile.modules)
     rows = [
-        {"module": path_text(path), "share": share(part.total_s, whole.total_s), "kernels_per_step": part.count / steps}
+        {"module": path_text(path), "share": ratio(part.total_s, whole.total_s), "kernels_per_step": part.count / steps}
         | {phase: sums[path, phase].total_s / steps * 1e3 if (path, phase) in sums else None for phase in LaunchPhase}
         for path, part in paths.items()
     ]
@@ -134,7 +134,7 @@ def _module_rows(profile: StepProfile, sums: ByModule) -> list[Values]:
     whole_s = added(profile.modules).total_s
     return [
         {"module": path_text(path, cut=False), "phase": phase, **_per_step(part, profile.num_steps),
-         "share": share(part.total_s, whole_s)}
+         "share": ratio(part.total_s, whole_s)}
         for (path, phase), part in sums.items()
     ]  # fmt: skip
 
@@ -183,9 +183,9 @@ def idle_section(profile: StepProfile, top: int) -> Section:
             "phase": phase,
             "cause": cause,
             "idle_ms_per_step": part.total_s / steps * 1e3,
-            "share_of_wall": share(part.total_s, whole_s),
+            "share_of_wall": ratio(part.total_s, whole_s),
             "count_per_step": part.count / steps,
-            "idle_each_s": share(part.total_s, part.count),
+            "idle_each_s": ratio(part.total_s, part.count),
         }
         for phase, cause, part in parts
     ]
@@ -254,7 +254,7 @@ def host_calls_section(profile: StepProfile) -> Section:
             rows.append({"phase": phase} | {
                 f"host_{kind}_{name}": value for kind, part in own.items() for name, value in (
                     ("per_step", part.count / steps), ("ms", part.total_s / steps * 1e3),
-                    ("each_s", share(part.total_s, part.count)))
+                    ("each_s", ratio(part.total_s, part.count)))
             })  # fmt: skip
     columns = [
         column("phase"),
@@ -273,7 +273,7 @@ def host_calls_section(profile: StepProfile) -> Section:
             "is_wait": row.is_wait,
             "count_per_step": row.count / steps,
             "total_ms_per_step": row.total_s / steps * 1e3,
-            "mean_ms": share(row.total_s * 1e3, row.count),
+            "mean_ms": ratio(row.total_s * 1e3, row.count),
         }
         for row in profile.host_calls
     ]

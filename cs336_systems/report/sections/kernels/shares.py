@@ -8,7 +8,7 @@ from cs336_systems.analysis.kernels.step_profile import AttentionPart, StepProfi
 from cs336_systems.config import Arch, CompileMode, RunConfig
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
-from cs336_systems.report.numbers import in_percent, label, ratio, rounded, share
+from cs336_systems.report.numbers import in_percent, label, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, kernel_s
@@ -49,7 +49,7 @@ def class_rows(entry: Explained) -> Iterator[Values]:
         row: Values = {"phase": name}
         for kind, key in CLASS_KEYS.items():
             part = sums.get(kind, Sum())
-            row[f"{key}_share"] = share(part.total_s, whole_s)
+            row[f"{key}_share"] = ratio(part.total_s, whole_s)
             row[f"{key}_ms_per_step"] = part.total_s / profile.num_steps * 1e3
             row[f"{key}_per_step"] = part.count / profile.num_steps
         if whole_s:
@@ -144,7 +144,7 @@ def attention_rows(entry: Explained) -> Iterator[Values]:
         row: Values = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
         for part in rows:
             times_ms = (part.total_s / steps * 1e3, part.product_s / steps * 1e3)
-            flops = (None, None) if part.flops is None else (part.flops / steps, share(part.flops, part.total_s))
+            flops = (None, None) if part.flops is None else (part.flops / steps, ratio(part.flops, part.total_s))
             values = (part.count / steps, *times_ms, *flops)
             row |= {f"{part.part}_{name}": value for name, value in zip(_PART_VALUES, values, strict=True)}
         products = [part for part in rows if part.part is not AttentionPart.SOFTMAX]
@@ -158,7 +158,7 @@ def attention_rows(entry: Explained) -> Iterator[Values]:
             "phase": phase,
             "products_ms_per_step": products_ms,
             "whole_ms_per_step": whole_s / steps * 1e3,
-            "share_of_phase": share(whole_s, kernel_s(profile, [phase])),
+            "share_of_phase": ratio(whole_s, kernel_s(profile, [phase])),
             "time_ratio": time_ratio,
             "flops_ratio": flops_ratio,
             "time_per_flop_ratio": ratio(time_ratio, flops_ratio),

@@ -11,7 +11,7 @@ from cs336_systems.analysis.kernels.step_profile import PhaseTimes, StepProfile,
 from cs336_systems.config import Phase
 from cs336_systems.report.columns import column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
-from cs336_systems.report.numbers import mean_and_std, rounded, share
+from cs336_systems.report.numbers import mean_and_std, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import NOTICEABLE, kernel_s, num_launches, top_kernel, wall_s
@@ -74,19 +74,19 @@ def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Values:
         "phase": name,
         "kernels_per_step": num_launches(*chosen) / steps,
         **_mean_and_std(chosen, "kernel"),
-        "share": share(sum(sum(phase.kernel_s) for phase in chosen), kernel_s(profile)),
+        "share": ratio(sum(sum(phase.kernel_s) for phase in chosen), kernel_s(profile)),
         **wall,
         **(busy if on_device else dict.fromkeys(busy)),
-        "busy_share": share(busy["busy_mean_ms"], wall["wall_mean_ms"]) if on_device else None,
+        "busy_share": ratio(busy["busy_mean_ms"], wall["wall_mean_ms"]) if on_device else None,
         **(host if on_device else dict.fromkeys(host)),
         "launch_calls_per_step": calls / steps if profile.host_calls else None,
-        "host_per_launch_ms": share(host["host_mean_ms"] * steps, calls),
-        "host_per_launch_s": share(host["host_mean_ms"] * steps / 1e3, calls),
+        "host_per_launch_ms": ratio(host["host_mean_ms"] * steps, calls),
+        "host_per_launch_s": ratio(host["host_mean_ms"] * steps / 1e3, calls),
         "copies_per_step": sum(sum(phase.copies) for phase in chosen) / steps,
         **_mean_and_std(chosen, "copy"),
         **_mean_and_std(chosen, "recomputed"),
         "clock_mean_ms": None if clock_s is None else clock_s * 1e3,
-        "wall_over_clock": share(wall["wall_mean_ms"], clock_s * 1e3) if clock_s else None,
+        "wall_over_clock": ratio(wall["wall_mean_ms"], clock_s * 1e3) if clock_s else None,
         "step_ms": wall_s(profile) / steps * 1e3,
     }
 
@@ -188,7 +188,7 @@ def _top_kernels(entry: Explained) -> Iterator[Values]:
         if kernel := top_kernel(profile, chosen):
             yield {
                 "of": where,
-                "share": share(kernel.total_s, kernel_s(profile, chosen)),
+                "share": ratio(kernel.total_s, kernel_s(profile, chosen)),
                 "total_ms_per_step": kernel.total_s / profile.num_steps * 1e3,
                 "count_per_step": kernel.count / profile.num_steps,
                 "class": kernel.kind,

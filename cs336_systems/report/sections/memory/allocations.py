@@ -6,7 +6,7 @@ from statistics import median
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
-from cs336_systems.report.numbers import label, percent, share
+from cs336_systems.report.numbers import label, percent, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.facts import fields_of, typical
@@ -69,7 +69,7 @@ def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
 def at_peak(profile: MemoryProfile, top: int) -> Section:
     """The `top` groups of like allocations at the peak, by the bytes of each group; the CSV has all that are kept."""
     whole_bytes = profile.peak.allocated_bytes
-    rows = [_like(row) | {"share_of_peak": share(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak]
+    rows = [_like(row) | {"share_of_peak": ratio(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak]
     columns = [
         in_unit("bytes_at_peak", unit_for(whole_bytes)),
         column("share_of_peak"),
@@ -163,7 +163,7 @@ def _saved(block: BlockMemory) -> Iterator[Values]:
         yield {
             **_tensor(tensor),
             "block": block.name,
-            "share": share(tensor.num_bytes, block.saved_bytes),
+            "share": ratio(tensor.num_bytes, block.saved_bytes),
             "recomputed": tensor.is_recomputed,
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values
-from cs336_systems.report.numbers import label, share
+from cs336_systems.report.numbers import label, ratio
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.peaks import WHOLE
 from cs336_systems.report.sections.memory.words import Unit, in_unit, innermost, size, unit_for
@@ -67,7 +67,7 @@ def _changes(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, st
         grown_bytes = sizes[1] - sizes[0]
         rows.append({
             "name": name, "place": place, "before_bytes": sizes[0], "after_bytes": sizes[1],
-            "grown_bytes": grown_bytes, "grown_share": share(grown_bytes, sizes[0]),
+            "grown_bytes": grown_bytes, "grown_share": ratio(grown_bytes, sizes[0]),
         })  # fmt: skip
     return rows
 

@@ -8,7 +8,7 @@ from cs336_systems.config import Mode
 from cs336_systems.record import Status
 from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
-from cs336_systems.report.numbers import share
+from cs336_systems.report.numbers import ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.facts import fragmentation_bytes, typical
@@ -200,7 +200,7 @@ def _categories_alone(peak: Moment) -> Section:
     parts = [(str(row.category), row.num_bytes, row.requested_bytes, row.count) for row in kept]
     parts.append((WHOLE, peak.allocated_bytes, peak.requested_bytes, sum(row.count for row in kept)))
     rows = [
-        {"category": name, "bytes": num_bytes, "gib": num_bytes / GIB, "share": share(num_bytes, peak.allocated_bytes),
+        {"category": name, "bytes": num_bytes, "gib": num_bytes / GIB, "share": ratio(num_bytes, peak.allocated_bytes),
          "requested_bytes": requested, "blocks": blocks}
         for name, num_bytes, requested, blocks in parts
     ]  # fmt: skip

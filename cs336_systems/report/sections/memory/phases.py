@@ -8,7 +8,7 @@ from cs336_systems.analysis.memory.profile import Category, CategoryBytes, Memor
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import Values, over_configurations, rows_of
-from cs336_systems.report.numbers import label, share
+from cs336_systems.report.numbers import label, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.facts import START, difference_bytes, fields_of
@@ -54,7 +54,7 @@ def category_values(moment: Moment) -> Values:
         values[category_key(name, "bytes")] = row.num_bytes
         values[category_key(name, "requested_bytes")] = row.requested_bytes
         values[category_key(name, "blocks")] = row.count
-        values[category_key(name, "share")] = share(row.num_bytes, moment.allocated_bytes)
+        values[category_key(name, "share")] = ratio(row.num_bytes, moment.allocated_bytes)
     return values
 
 
