@@ -1,6 +1,6 @@
 """`cs336 fusion`: what fusing does to single operations."""
 
-from cs336_systems.commands.outcome import OK
+from cs336_systems.commands.outcome import FAILED, OK
 from cs336_systems.commands.study import StudyArguments, measure_and_show, with_grid
 from cs336_systems.studies.fusion_records import FusionGrid
 
@@ -20,5 +20,5 @@ def run(arguments: FusionArguments) -> int:
     """Measure the grid, print the tables, and write them with the record and the plots."""
     from cs336_systems.report.sections.fusion import fusion_section, write_fusion
 
-    measure_and_show(arguments, write_fusion, lambda study: fusion_section(study).tables)
-    return OK
+    study = measure_and_show(arguments, write_fusion, lambda study: fusion_section(study).tables)
+    return OK if all(row.status.is_result for row in study.rows) else FAILED

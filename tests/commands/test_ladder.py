@@ -1,7 +1,9 @@
 """`cs336 ladder`: what its flags mean, what it runs and in which order, what it writes, and what it refuses."""
 
 import csv
+import json
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -319,8 +321,18 @@ def test_the_command_measures_judges_and_explains(empty_directory: Path) -> None
         assert float(row["tokens_per_s"]) == pytest.approx(4 * 64 / float(row["step_mean_ms"]) * 1e3, rel=1e-6)
         assert float(row["launches_per_step"]) > 100
         assert row["compile_s"] == ""
-    ratio = float(first["step_mean_ms"]) / float(second["step_mean_ms"])
-    assert float(second["speed_up_over_last"]) == pytest.approx(ratio, rel=0.5), "geometric over arithmetic means"
+    runs = [json.loads(path.read_text()) for path in directory.glob("runs/*.json")]
+    fp32, bf16 = (
+        statistics.geometric_mean(
+            statistics.fmean(measured["times_s"])
+            for run in runs
+            if run["config"]["precision"] == precision and run["config"]["profiler"] == "none"
+            for measured in run["measurements"]
+            if measured["phase"] == "step"
+        )
+        for precision in ("fp32", "bf16")
+    )
+    assert float(second["speed_up_over_last"]) == pytest.approx(fp32 / bf16, rel=1e-6)
     assert second["speed_up_over_last_ci95_low"] == "", "two processes give no interval"
     assert float(first["distance_largest"]) == 0, "the same on the same machine, to the bit"
     assert 0 < float(second["distance_largest"]) < float(second["bound"])

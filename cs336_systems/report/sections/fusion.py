@@ -164,7 +164,7 @@ def _draw_panel(panel: Axes, rows: Sequence[Values], bandwidth: float | None) ->
         doubt = f" {DOUBT}" if row["is_doubted"] else ""
         panel.bar_label(bar, [f"{significant(row['median_ms'], 3)}{doubt}"], fontsize=8, padding=2)
     panel.set_ylim(0, panel.get_ylim()[1] * 1.12)
-    if bandwidth is None:
+    if bandwidth is None or not rows:
         return {}
     least_ms = rows[0]["must_move_mib"] * MIB / bandwidth * 1e3
     line = panel.axhline(least_ms, color=drawing.FAILURE_COLOUR, linewidth=1.2, linestyle="--", zorder=4)
