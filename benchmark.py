@@ -2,7 +2,7 @@
 
 python benchmark.py                                            # this machine's default
 python benchmark.py --size small --context-length 512 --mixed-precision
-nsys profile --trace=cuda,nvtx python benchmark.py             # the ranges are always there
+nsys profile --trace=cuda,nvtx python benchmark.py             # the named ranges need no flag
 python benchmark.py --help
 """
 

@@ -56,27 +56,27 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
 @_exit_status
 def benchmark(argv: Sequence[str] | None = None) -> int:
-    """`benchmark.py`."""
+    """Entry point of `benchmark.py`."""
     return _run("benchmark", "benchmark.py", argv)
 
 
 @_exit_status
 def sweep(argv: Sequence[str] | None = None) -> int:
-    """`benchmark_sweep.py`."""
+    """Entry point of `benchmark_sweep.py`."""
     return _run("sweep", "benchmark_sweep.py", argv)
 
 
 @_exit_status
 def precision(argv: Sequence[str] | None = None) -> int:
-    """`precision.py`."""
+    """Entry point of `precision.py`."""
     return _run("precision", "precision.py", argv)
 
 
 @_exit_status
 def main(argv: Sequence[str] | None = None) -> int:
-    """`cs336`."""
+    """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:2] == ["account", "napkin"]:
+    if words[:2] == ["account", "napkin"]:  # another spelling of `cs336 napkin`
         return _run("napkin", "cs336 account napkin", words[2:])
     if words and words[0] in COMMANDS:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
@@ -92,6 +92,7 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
 
 
 def _arguments(name: str) -> Callable[..., object]:
+    """The dataclass of the command's arguments, such as `BenchmarkArguments`, from which the parser makes flags."""
     arguments: Callable[..., object] = getattr(_module(name), f"{name.capitalize()}Arguments")
     return arguments
 

@@ -109,7 +109,7 @@ class Device(StrEnum):
 
 
 _PRESET = "the preset's"
-"""In the help, the default of what the size decides."""
+"""What the help gives as the default of a setting that the size decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +319,7 @@ class RunConfig:
     compile_blocks: Annotated[
         bool,
         Setting(
-            "Compile each block on its own instead of the whole model: seconds instead of tens of seconds to wait.",
+            "Compile each block on its own instead of the whole model, which takes seconds instead of tens of seconds.",
             is_shortcut=True, label=1, column="",
             rules=(
                 _OUR_MODEL,
@@ -367,8 +367,8 @@ class RunConfig:
     checkpoint_blocks: Annotated[
         int,
         Setting(
-            "Activation checkpointing: keep only the input of every so many blocks for backward (of fused blocks: "
-            "stream and branch), and compute the rest again; 0 keeps everything.",
+            "Activation checkpointing: save only the input of each group of this many blocks (with --fused-blocks, the "
+            "residual stream and the branch), and recompute the rest in backward; 0 saves everything.",
             plural="checkpoint_blocks", several="Several make a study of what it costs and saves.", least=0,
             word="checkpoint", label=1, rules=(_OUR_MODEL,), axis="blocks per checkpoint",
             note="a checkpoint every {} blocks", notes={0: "no checkpoints", 1: "a checkpoint every block"},
@@ -377,7 +377,7 @@ class RunConfig:
     pad_vocabulary: Annotated[
         int,
         Setting(
-            "Compute logits for a vocabulary rounded up to a multiple of this; the surplus is left out of the loss.",
+            "Compute logits for a vocabulary rounded up to a multiple of this; the loss leaves the added logits out.",
             chosen_by_fast=True, is_shortcut=True, least=1, most=MAX_PADDING, rules=(_OUR_MODEL,), word="padded to",
             label=1, note="vocabulary padded to a multiple of {}", notes={1: "vocabulary not padded"},
             axis="multiple that the vocabulary is padded to",
@@ -395,7 +395,7 @@ class RunConfig:
         bool,
         Setting(
             "Fused cross-entropy: forward overwrites the logits with their gradient, which saves time and memory; in "
-            "low precision it leaves out the copies in fp32.",
+            "low precision no fp32 copy of the logits is made.",
             is_shortcut=True, label=1, note="fused loss",
             rules=(
                 _OUR_MODEL,
@@ -410,18 +410,18 @@ class RunConfig:
     fused_blocks: Annotated[
         bool,
         Setting(
-            "Fused kernels between the matrix products: residual addition with norm, bias with GELU, and the "
-            "embedding's backward in one pass, whose sums are not the same to the last bit every time. Backward keeps "
-            "the sums of the residual stream in fp32, a few percent of the memory. Needs --cast-once.",
+            "Fused kernels between the matmuls: residual addition with norm, bias with GELU, and the embedding's "
+            "backward in one pass, whose sums may differ in the last bit from step to step. The sums of the residual "
+            "stream are saved for backward in fp32, which takes a few percent of the memory. Needs --cast-once.",
             is_shortcut=True, rules=(_OUR_MODEL, _CAST_ONCE), label=1, note="fused blocks",
         ),
     ] = False
     fp8: Annotated[
         bool,
         Setting(
-            "Compute the linear layers of the blocks in fp8, with scales found anew in every step: for large models, "
-            "on GPUs from Ada and Hopper on; with other rounding than bf16's, so --fast does so only if asked. MFU "
-            "stays a share of the peak in bf16.",
+            "Compute the linear layers of the blocks in fp8, with scales computed anew in every step. It is for large "
+            "models, on Ada, Hopper and newer GPUs. It rounds more coarsely than bf16, so --fast uses it only together "
+            "with this flag. MFU is still the share of the bf16 peak.",
             is_shortcut=True, label=1, note="blocks in fp8",
             rules=(_OUR_MODEL, _BF16, _CAST_ONCE, Rule(lambda run: not run.fp8_misfit, "{config.fp8_misfit}")),
         ),
@@ -524,7 +524,7 @@ class RunConfig:
 
     @property
     def fp8_misfit(self) -> str:
-        """Why a step of these sizes would compute products in bf16 even with `fp8`; empty where it would not."""
+        """Why `fp8` is refused: sizes that fp8 matmuls do not take, so they would run in bf16. Empty if all fit."""
         tokens = self.batch_size * self.model.context_length
         sizes = {"batch_size x context_length": tokens, "d_model": self.model.d_model, "d_ff": self.model.d_ff}
         wrong = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
@@ -546,12 +546,12 @@ class RunConfig:
 
     @property
     def configuration(self) -> "RunConfig":
-        """The same run as repeat 0: what all repeats of it share."""
+        """The same run with repeat 0, which is equal for all repeats of a configuration."""
         return self.with_defaults("repeat")
 
     @property
     def without_shortcuts(self) -> "RunConfig":
-        """The same run without what makes its step faster, and seldom larger."""
+        """The same run without shortcuts: settings that make the same step faster, and seldom raise its memory."""
         return self.with_defaults(*(each.name for each, setting in declared(self) if setting.is_shortcut))
 
     def with_defaults(self, *names: str) -> "RunConfig":
@@ -584,7 +584,7 @@ class RunConfig:
             (getattr(self.model, each.name), getattr(preset, each.name, each.default), each.name, setting)
             for each, setting in declared(self.model)
         ]
-        settings[1:2] = model
+        settings[1:2] = model  # the settings of the model take the place of the field `model`
         said = [
             (setting.label, in_words(name, setting, value))
             for value, usual, name, setting in settings
@@ -605,7 +605,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 
 
 def _is_unicode(text: str) -> bool:
-    """False for bytes of a file name that Python smuggled in as lone surrogates, which no JSON holds."""
+    """False for a file name that is not UTF-8: Python holds it with lone surrogates, which JSON cannot represent."""
     return text.encode(errors="ignore").decode() == text
 
 

@@ -44,7 +44,7 @@ class FileError(ValueError):
         super().__init__(inert_line(f"{path}: {problem}"))
         self.path = path
         self.is_newer = is_newer
-        """Whether a later version of this program wrote the file: nothing is wrong with it."""
+        """Whether a later version of this program wrote the file, in which case the file is not damaged."""
 
 
 def encode_json(value: object, indent: int = 2) -> bytes:

@@ -1,4 +1,4 @@
-"""How a setting of a run is declared: in one place, everything beside its type and default that other modules need.
+"""The declaration of a setting of a run: all that other modules need to know of it besides its type and default.
 
 `fused_loss: Annotated[bool, Setting("...", rules=(...))] = False` in a configuration class gives the setting its flag,
 help, checks, place in labels, column in tables and phrase in notes.
@@ -12,7 +12,7 @@ from typing import Any
 from cs336_systems.text import text_of
 
 MAX_WORD = 40
-"""Characters of one setting in words, such as a path."""
+"""Most characters of one value in words; a longer one, such as a path, loses its middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Setting:
     word: str | None = None
     """Word before the value in labels and names, as in `batch 8`; empty for none. By default the heading."""
     label: int | None = 4
-    """Place in labels: smaller first, then by order of declaration. 0 is always shown, the others where unusual, None
-    never."""
+    """Place in labels: smaller numbers come first, equal ones in order of declaration. A setting with 0 is always
+    shown, one with None never, and any other only if it is not at its default."""
     heading: str = ""
     """Heading of its column; by default the name with spaces."""
     column: str | None = None
@@ -83,7 +83,7 @@ _DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}
 
 
 def declared(config: object) -> tuple[tuple[Field[Any], Setting], ...]:
-    """The fields of a configuration, or of its class, with their declarations; an empty one where there is none."""
+    """The fields of a configuration, or of its class, each with its declaration (a default one if it has none)."""
     kind = config if isinstance(config, type) else type(config)
     if kind not in _DECLARED:
         found = []
@@ -122,7 +122,10 @@ def in_note(name: str, setting: Setting, value: object) -> str:
 
 
 def make_choices(config: object) -> None:
-    """Make plain strings the choices that they name, which are told apart by identity; ValueError for other strings."""
+    """Replace plain strings by the enum members that they name, because code compares members by identity.
+
+    Raises ValueError for other strings.
+    """
     for each, _ in declared(config):
         if isinstance(each.default, StrEnum):
             object.__setattr__(config, each.name, type(each.default)(getattr(config, each.name)))
@@ -135,7 +138,7 @@ def non_defaults(config: object) -> dict[str, object]:
 
 
 def check(config: object) -> None:
-    """Raise ValueError, in the words of the command line, for a value out of its limits or that breaks a rule."""
+    """Raise ValueError for a value outside its limits or against a rule; the message names the setting or its flag."""
     settings = [(each, setting, getattr(config, each.name)) for each, setting in declared(config)]
     for each, setting, value in settings:
         if value == ():

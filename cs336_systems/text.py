@@ -1,6 +1,6 @@
 """Text from files, made safe to print, and counts in words.
 
-A terminal obeys escape sequences, and a name in a file may be a megabyte long.
+Such text may hold escape sequences, which a terminal would obey, or a name that is a megabyte long.
 """
 
 import re

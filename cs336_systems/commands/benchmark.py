@@ -1,4 +1,4 @@
-"""`benchmark.py`: one configuration, measured in this process, which is a fresh one and which nsys can watch."""
+"""`benchmark.py`: one configuration, measured in this process itself, so that nsys can record it."""
 
 import contextlib
 import os
@@ -34,6 +34,7 @@ from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.text import inert_line
 
 TOP = 10
+"""Rows of a table about a profile."""
 
 
 @with_flags(*AXES)
@@ -47,8 +48,8 @@ class BenchmarkArguments(Flags):
     mixed_precision: Switch = False
     """Short for --precision bf16."""
     fast: Switch = False
-    """The fastest way known to compute the same step on this device, chosen by rule and printed; on a GPU in bf16.
-    It refuses flags that ask for other than what it chooses."""
+    """Compute the same step in the fastest way known for this device, on a GPU in bf16. Rules choose the settings, and
+    they are printed; flags that contradict them are refused."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     profile: Switch = False
@@ -57,14 +58,14 @@ class BenchmarkArguments(Flags):
     memory: Switch = False
     """Record the allocator's history over two steps, and say where the memory went."""
     memory_first_step: Switch = False
-    """The same for the very first step, in which the optimizer's state is made."""
+    """Like --memory, but for the very first step, in which the optimizer's state is made."""
     output: Path = Path("data")
     """Directory for results."""
     json: Switch = False
     """Print the record as JSON instead of a table."""
 
     def config(self) -> RunConfig:
-        """The run that these flags mean; raise ValueError where they mean none."""
+        """The run that these flags describe; raise ValueError if they contradict each other."""
         device = resolve_device(self.step.device)
         asked = {**self.given(), **self.model.given(), **self.step.given()}
         precision = one_precision(self.precision, self.mixed_precision)
@@ -84,7 +85,7 @@ class BenchmarkArguments(Flags):
 
 
 def run(arguments: BenchmarkArguments) -> int:
-    """Measure, keep the record, print it."""
+    """Measure the run, write its record, print its tables, and return the exit status."""
     config = checked(arguments.config)
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
@@ -108,7 +109,7 @@ def run(arguments: BenchmarkArguments) -> int:
             from cs336_systems.measure.run import measure
 
             here = Path.cwd()
-            # nsys writes where its own command line says
+            # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
             record = measure(config, profile=profile, say=status)
             os.chdir(here)  # the user's own model may have changed it
@@ -138,7 +139,7 @@ def _print(record: RunRecord, runs: Path) -> None:
 
 
 def _print_memory(config: RunConfig, runs: Path) -> None:
-    """Where the memory went; of a run that ran out of it too."""
+    """Print where the memory went, for a run that ran out of memory too."""
     from cs336_systems.analysis.memory.profile import read_memory_profile
     from cs336_systems.report.sections.memory.entries import Snapshot
     from cs336_systems.report.sections.memory.files import memory_tables
@@ -150,7 +151,7 @@ def _print_memory(config: RunConfig, runs: Path) -> None:
 
 
 def _print_kernels(record: RunRecord, runs: Path) -> None:
-    """Where the time went."""
+    """Print where the time went."""
     from cs336_systems.report.sections.kernels.entries import load_profiled
     from cs336_systems.report.sections.kernels.files import tables_of_one
     from cs336_systems.report.terminal import print_line, print_table

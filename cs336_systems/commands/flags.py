@@ -51,7 +51,7 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
 
 
 def unset(metavar: str | None, default: object, text: str | None = None) -> object:
-    """How the help shows a flag whose default is not a value but a rule; `text` where there is no docstring."""
+    """What the help shows for a flag whose default is chosen by a rule; `text` is its help if it has no docstring."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
 
 
@@ -94,7 +94,7 @@ OF_MODEL = tuple(
 )  # fmt: skip
 OF_STEP = tuple(name for name, (_, setting) in FIELDS.items() if setting.help and name not in (*AXES, *OF_MODEL))
 NOT_ALONE = tuple(name for name, (each, setting) in FIELDS.items() if each.default is False and setting.rules)
-"""Switches that need other settings, which --fast chooses."""
+"""Switches with rules: most need other settings, which --fast may have to choose first."""
 
 
 class Flags:
@@ -110,7 +110,7 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401
 
     def given(self) -> dict[str, Any]:
-        """The values by the names of the settings, without those that the configuration is to choose."""
+        """The settings whose flags have a value, by name; the others are left to the configuration's rules."""
         values = {name: getattr(self, flag) for flag, name in self.settings.items()}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -120,8 +120,9 @@ def with_flags(
 ) -> Callable[[type[T]], type[T]]:
     """Make a class of arguments a dataclass that begins with a flag for each of these settings.
 
-    With `many` they take several values. A command's own defaults are values, or `rules` in words, by the names of
-    settings; what then is not given stays None.
+    With `many` each flag takes several values. `defaults` are the command's own default values, by the names of
+    settings. `rules` are defaults that the command chooses by a rule, in the words of the help; such a flag is None if
+    it is not given.
     """
 
     def add(kind: type[T]) -> type[T]:
@@ -238,7 +239,7 @@ def check_tokens(name: str, context_length: int) -> None:
 
 
 def make_config(device: Device, *, size: str, context_length: int | None = None, **settings: Any) -> RunConfig:  # noqa: ANN401
-    """One configuration from settings; raise ValueError where a value cannot be meant."""
+    """One configuration from settings; raise ValueError for a value that is unknown or cannot be run."""
     if size not in SIZES:
         close = difflib.get_close_matches(size, SIZES, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
@@ -280,10 +281,10 @@ def make_fast_config(
 ) -> RunConfig:
     """The configuration of these settings in the fastest way known for this machine's device (--fast).
 
-    `asked` are the settings given; with `many` by the flags of a sweep. Raises ValueError where one does not go with
-    --fast, or differs from what --fast chooses.
+    `asked` are the settings that the user gave, with `many` by the flags of a sweep. Raises ValueError for one that
+    cannot be combined with --fast, or that differs from what --fast chooses.
     """
-    # a switch that needs others is valid only beside those that --fast chooses, so it is set at the end
+    # a switch that needs other settings is valid only once --fast has chosen these, so it is set at the end
     first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
     if first.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
         first.setdefault("attention", Attention.SDPA)
@@ -300,7 +301,7 @@ def make_fast_config(
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
-    """The same run under a profiler; a history of memory need not be long: all steady steps are alike."""
+    """The same run under a profiler. The memory profiler records at most two steps, as steady steps are alike."""
     if profiler is not Profiler.MEMORY:
         return replace(plain, profiler=profiler)
     plain = replace(plain, cuda_graph=False)  # a replayed graph allocates nothing
@@ -314,7 +315,7 @@ def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
 
 
 def one_precision(precision: Precision | None, mixed_precision: bool) -> Precision:
-    """The precision meant, fp32 where none was asked for; raise ValueError where --mixed-precision contradicts it."""
+    """The precision asked for, by default fp32; raise ValueError if --mixed-precision contradicts it."""
     if mixed_precision and precision not in (None, Precision.BF16):
         raise ValueError(f"--mixed-precision means bf16, but the precision asked for is {precision}")
     return Precision.BF16 if mixed_precision else value_or(precision, Precision.FP32)

@@ -45,6 +45,7 @@ from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
+    RUNG_NAMES,
     Rung,
     chosen,
     gate_learning_rate,
@@ -88,9 +89,14 @@ class LadderArguments(Flags):
     alone drives the losses of large models apart. Rungs that change the inside of the model are left out for --model.
     """
 
-    rungs: Annotated[tuple[str, ...] | None, unset("NAME [NAME ...]", "all that apply")] = None
-    """Of fp32 tf32 bf16 compile attention vocabulary fused cudnn cast-once graph blocks fused-loss fused-blocks fp8;
-    each still has all changes up to it, and fp32 is always there."""
+    rungs: Annotated[
+        tuple[str, ...] | None,
+        unset(
+            "NAME [NAME ...]", "all that apply",
+            f"Rungs to run, of {' '.join(RUNG_NAMES)}. A rung also has the changes of all rungs before it, named or "
+            "not; fp32 always runs.",
+        ),
+    ] = None  # fmt: skip
     repeats: Annotated[int | None, unset("INT", "3 on a GPU, 1 on a CPU")] = None
     """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True

@@ -66,21 +66,21 @@ class SweepArguments(Flags):
     repeats: int = 1
     """Fresh processes per configuration, interleaved; three or more give a confidence interval over their means."""
     fast: Switch = False
-    """The fastest way known to compute the same steps on this device, chosen by rule and printed; on a GPU in bf16.
-    It refuses flags that ask for other than what it chooses."""
+    """Compute the same steps in the fastest way known for this device, on a GPU in bf16. Rules choose the settings, and
+    they are printed; flags that contradict them are refused."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     step: Flat[StepArguments] = field(default_factory=StepArguments)
     nsys: Switch = False
     """Run every configuration once more under Nsight Systems, and say where its time went, kernel by kernel. Results go
     to OUTPUT/nsys_profiles/NAME/, the reports (.nsys-rep) too."""
     profile: Switch = False
-    """The same with torch.profiler, which needs no nsys and works on a CPU too (operator by operator); into
+    """Like --nsys, but with torch.profiler, which needs no nsys and works on a CPU too (operator by operator); into
     OUTPUT/kineto_profiles/NAME/."""
     memory: Switch = False
     """Run every configuration once more with the allocator's history, and say where its memory went; into
     OUTPUT/memory_profiles/NAME/, with snapshots for PyTorch's viewer. Two steps are recorded, after the warm-up."""
     memory_first_step: Switch = False
-    """The same for the very first step, in which the optimizer's state is made."""
+    """Like --memory, but for the very first step, in which the optimizer's state is made."""
     name: Annotated[str | None, unset("NAME", "mode, precision, what differs from the defaults, device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -99,7 +99,7 @@ class SweepArguments(Flags):
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:
-        """Of the grid, in order."""
+        """The precisions of the grid, in order."""
         asked = self.precisions or (None,)
         return tuple(one_precision(precision, self.mixed_precision) for precision in asked)
 
@@ -121,7 +121,7 @@ class SweepArguments(Flags):
 
     @property
     def profiler(self) -> Profiler:
-        """Who watches the second run of each configuration; raise ValueError for two at once."""
+        """The profiler of the additional run of each configuration; raise ValueError if several are asked for."""
         chosen = {
             "--nsys": (self.nsys, Profiler.NSYS),
             "--profile": (self.profile, Profiler.KINETO),

@@ -23,7 +23,7 @@ CUDA_CONTEXT_BYTES = 768 * 2**20
 WITHOUT_MEMORY = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
 )  # fmt: skip
-"""Settings that change no prediction: configurations that differ in these alone share one."""
+"""Settings that change no prediction. Configurations that differ in these alone share a cached one."""
 MAX_LAYERS = 1000
 """Most layers that are simulated; more would take minutes."""
 

@@ -87,7 +87,7 @@ def main(config: RunConfig, runs: Path, log: Connection) -> None:
 
 def _limit_memory() -> None:
     """Limit this process to the memory of the machine, and have it killed first when memory runs out."""
-    with contextlib.suppress(OSError, ValueError):  # of a system other than Linux, or with a lower limit already
+    with contextlib.suppress(OSError, ValueError):  # raised outside Linux, and if the limit is lower already
         resource.setrlimit(resource.RLIMIT_DATA, (psutil.virtual_memory().total, resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

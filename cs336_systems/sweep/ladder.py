@@ -1,6 +1,6 @@
 """The ladder: rungs from the slow way to the fast way, one change at a time, and the gate that each rung must pass.
 
-To add a rung, add a line to `_changes`: its name, what it changes in words, whether it applies, the fields it sets.
+To add a rung, add a line to `_changes`: its name, what it changes in words, whether it applies, its new settings.
 """
 
 import statistics
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cs336_systems.config import (
+    SIZES,
     Attention,
     CompileMode,
     Device,
@@ -96,7 +97,7 @@ class _Change:
 
 
 def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
-    """All changes in their order, with those that do not apply here.
+    """All changes in their order, those that do not apply here included.
 
     `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`, `fused-loss` `blocks`, and `fused-blocks`
     and `fp8` `cast-once`. On a CPU there is no AdamW that writes two copies at once, and no tensor core to pad a
@@ -134,6 +135,10 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         ),
         _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
     )  # fmt: skip
+
+
+RUNG_NAMES = ("fp32", *(change.name for change in _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)))
+"""Names of all rungs in their order, those that apply to some configurations only included."""
 
 
 def _has_fp8(device_name: str | None) -> bool:

@@ -20,8 +20,9 @@ class Plan:
 def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
     """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` (None if not known).
 
-    A compiled model, and one with other shortcuts, is ordered by the peak of its eager, plain step, and never predicted
-    not to fit. Configurations without a prediction (on a CPU, a user's own model) follow in their given order.
+    Memory is predicted only without shortcuts. So a configuration with shortcuts, such as a compiled model, is ordered
+    by the peak that it would have without them, and is never in `too_large`. Configurations without any prediction (on
+    a CPU, a user's own model) follow in their given order.
     """
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}

@@ -36,8 +36,8 @@ def die_with_forker(signal_number: int) -> None:
 def begin_worker(log: Connection, gpu_uuids: Sequence[str] = ()) -> None:
     """Turn this forked process into a worker: its own session and process group, its output into `log`.
 
-    Signals that the fork server ignores end it again, and it dies as soon as the sweep does. It sees the GPUs in
-    `gpu_uuids`, or those that the sweep sees if that is empty.
+    The signals that the fork server ignores have their default effect again, and the worker is killed as soon as the
+    sweep ends. It sees the GPUs in `gpu_uuids`, or those that the sweep sees if that is empty.
     """
     if gpu_uuids:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)

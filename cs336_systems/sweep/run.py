@@ -201,7 +201,7 @@ class _Loop:
     timeout_s: float
     interrupts: Interrupts
     are_others: Callable[[], bool]
-    """Says whether another process measures on this CPU now."""
+    """Function that says whether another process is measuring on this CPU now."""
     inputs: Sequence[Input] = ()
     """Input files as the sweep found them; a run for which they had changed has no result."""
     unexplained: deque[RunConfig] = field(default_factory=deque)

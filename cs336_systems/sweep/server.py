@@ -1,6 +1,6 @@
-"""Imported by the fork server first. Sets how it ends and handles signals, and imports what explains profiles.
+"""What the fork server imports first. It sets when the server ends and which signals it ignores.
 
-It needs no torch.
+It also imports the modules that explain profiles, none of which needs torch.
 """
 
 import os
@@ -8,11 +8,11 @@ import signal
 
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker
 
-die_with_forker(signal.SIGKILL)  # a worker keeps it alive otherwise, even when the sweep is dead
+die_with_forker(signal.SIGKILL)  # otherwise a worker would keep the fork server alive after the sweep
 if os.getppid() != int(os.environ.pop(FORKER_VARIABLE, os.getppid())):
-    os._exit(1)  # dead already
+    os._exit(1)  # the sweep has ended already
 for number in STOP_SIGNALS:
-    signal.signal(number, signal.SIG_IGN)  # the sweep answers them
+    signal.signal(number, signal.SIG_IGN)  # the sweep handles them
 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 import cs336_systems.analysis.kernels.explain  # noqa: E402

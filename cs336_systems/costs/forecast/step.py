@@ -63,8 +63,11 @@ class StepTape:
         self._has_state = False
         self._last_loss: int | None = None
         self._blocks: dict[int, Saved] = {}
+        """Tensors that each block has saved for backward, by the block's index."""
         self._inputs: list[int] = []
+        """Inputs of the checkpoints, in the order of forward."""
         self._ends: Saved = {}
+        """Tensors that the layers after the blocks have saved: final norm, head and loss."""
 
     def set_up(self) -> None:
         """Parameters, the tables that all layers share, and the batch."""
@@ -75,9 +78,9 @@ class StepTape:
         else:
             self._new(Category.BUFFERS, "rotations", "T d_head")
         if self.config.model.attention is Attention.NAIVE:
-            everything = self._new(Category.BUFFERS, "mask", "T T", 1)
-            self._new(Category.BUFFERS, "mask", "T T", 1)
-            self.tape.drop(everything)
+            ones = self._new(Category.BUFFERS, "mask", "T T", 1)
+            self._new(Category.BUFFERS, "mask", "T T", 1)  # its lower triangle, which stays
+            self.tape.drop(ones)
         for _ in ("tokens", "targets"):
             self._new(Category.BUFFERS, "tokens and targets", "batch T", INT64_BYTES)
 
