@@ -1,4 +1,4 @@
-"""The environment of a run: hardware, driver, versions, source code. Only `environment` imports torch."""
+"""The environment of a run: hardware, driver, versions, source code. Only the function `environment` imports torch."""
 
 import functools
 import hashlib
@@ -40,7 +40,7 @@ def measuring_files() -> list[str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Digest of the measuring source files; records that differ in it are not mixed."""
+    """Digest of the measuring source files, comments included; records that differ in it are not mixed."""
     digest = hashlib.sha256()
     for name in measuring_files():
         digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")

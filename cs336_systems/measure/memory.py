@@ -38,6 +38,7 @@ class MemoryRecorder:
         self._known = {_address(weight): name for _, name, weight in self._weights}
         self._checkpoint_blocks = _checkpoint_blocks(step)
         self._again: list[saved_tensors_hooks] = []
+        """Hooks of the blocks that backward is recomputing."""
         self._begin()
 
     def _begin(self) -> None:
@@ -139,9 +140,8 @@ class MemoryRecorder:
 
     def _saved(self, tensor: Tensor) -> Tensor:
         path = current_path()
-        is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (
-            Range.FORWARD,
-        )  # noted in the block that it belongs to
+        # a checkpoint's input, saved outside of all blocks, is noted by `_see_input` with the block that reads it
+        is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (Range.FORWARD,)
         if not is_of_checkpoint:
             self._see_saved(tensor, *path)
         return tensor.detach()  # the tensor itself would be a cycle where an operator saves its own output

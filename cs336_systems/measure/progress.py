@@ -50,7 +50,6 @@ class Progress:
     state_before: GpuState | None = None
     profile: Path | None = None
     say: Say = say_nothing
-    """Called between the phases of a run, never in or right before a measured step."""
     watch: Watch = field(default_factory=Watch)
 
     def warn(self, code: WarningCode, message: str) -> None:

@@ -204,6 +204,7 @@ def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+    """The timed loop: run steps until enough were measured; those that GradScaler skips do not count."""
     config = progress.config
     progress.collector_on = gc.isenabled()
     while len(progress.measured) < config.measured_steps:

@@ -42,7 +42,7 @@ class TrainingStep:
         self.graph = StepGraph(self._phases, recorded, self.trainable.captured) if config.cuda_graph else None
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
-        """Run one step by `clock`; return its times and its loss, still on the device."""
+        """Run one step, timed by `clock`; return its times and its loss, which is still on the device."""
         if self.config.compile is CompileMode.REDUCE_OVERHEAD:
             torch.compiler.cudagraph_mark_step_begin()
         with annotate(Range.STEP):
@@ -57,7 +57,7 @@ class TrainingStep:
             else:
                 self._run(batch, clock)
             times = clock.stop()
-        # before a capture too, or every replay would add to the gradients that the capture found
+        # also for graphs: with gradients left by an earlier step, the capture would record an addition to them
         if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
         return times, self.loss

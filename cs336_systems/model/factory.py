@@ -42,9 +42,10 @@ def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Mo
     """Call the factory with the fields of `model` that its signature names."""
     known = {field.name: getattr(model, field.name) for field in fields(model)}
     parameters = inspect.signature(factory).parameters.values()
-    missing = [p.name for p in parameters if p.name not in known and p.default is p.empty and p.kind not in (2, 4)]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in required if p.name not in known]
     if missing:
-        raise ValueError(f"the model factory needs {', '.join(missing)}; what there is: {', '.join(known)}")
+        raise ValueError(f"the model factory needs {', '.join(missing)}; it can have: {', '.join(known)}")
     made = factory(**{p.name: known[p.name] for p in parameters if p.name in known})
     if not isinstance(made, nn.Module):
         raise ValueError(f"the model factory must return a torch.nn.Module, got {type(made).__name__}")

@@ -15,11 +15,11 @@ from cs336_systems.ranges import Range
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""
 Criterion = Callable[[Tensor, Tensor, int], Tensor]
-"""The mean loss of logits, from these, the targets and the vocabulary's size, beyond which logits do not count."""
+"""The mean loss, from logits, targets and the size of the vocabulary; logits beyond that size are padding."""
 
 
 class Trainable:
-    """Any model as it is, with PyTorch's cross-entropy; `model/fast` has one that computes faster."""
+    """A model, unchanged, with PyTorch's cross-entropy; `FastTrainable` in `model/fast` computes faster."""
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         self.model, self.config = model, config
@@ -27,7 +27,7 @@ class Trainable:
         self.loss = self._compiled(self._loss)
         """Mean cross-entropy of a batch, compiled as the configuration says."""
 
-    # below, plain tensors: the compiler cannot trace the shape checks of tests
+    # no shapes are declared below, because the compiler cannot trace the checks of them that tests install
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         vocab_size = self.config.model.vocab_size
         logits = check_logits(self.model(tokens), targets, vocab_size)

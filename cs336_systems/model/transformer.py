@@ -1,7 +1,8 @@
 """A decoder-only Transformer language model of either architecture, with named ranges in place.
 
 This model is measured and explained, so it is kept plain; `model/fast` computes the same from the same parameters. The
-host needs 4 to 5 us to launch a kernel, so tables are computed once and no line launches a kernel that is not needed.
+host needs 4 to 5 us to launch a kernel, so rotations and mask are computed once, and no line launches a kernel that is
+not needed. A module's `range` names its range in backward too (annotate.backward_ranges).
 """
 
 import math
@@ -45,7 +46,7 @@ class TransformerLM(nn.Module):
         rotations = None if gpt2 else rope_rotations(config.context_length, config.d_head, config.rope_theta)
         naive = config.attention is Attention.NAIVE
         mask = torch.ones(config.context_length, config.context_length, dtype=torch.bool).tril() if naive else None
-        # all layers share these tables, which are no part of a checkpoint
+        # all layers share these tables, which are not saved in the state dict
         self.register_buffer("rotations", rotations, persistent=False)
         self.register_buffer("mask", mask, persistent=False)
         if gpt2:
@@ -56,7 +57,7 @@ class TransformerLM(nn.Module):
         """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
         rotations, mask = self.tables(tokens.shape[1])
         x: Tensor = self.token_embeddings(tokens)
-        # once around all layers: choosing takes 20 us, and blocks that are compiled one by one need it too
+        # entered once for all layers, because entering takes the host 20 us
         with attention_backend(self.config.sdpa_backend):
             for index, block in enumerate(self.layers):
                 with annotate(block_range(index)):
@@ -66,7 +67,7 @@ class TransformerLM(nn.Module):
         return logits
 
     def tables(self, seq: int) -> tuple[Rotations | None, Mask | None]:
-        """What all layers read, for `seq` positions; raise ValueError if that is more than the context holds."""
+        """Rotations and mask for `seq` positions; raise ValueError if that is more than the context holds."""
         if seq > self.config.context_length:
             raise ValueError(f"tokens: needed at most context_length = {self.config.context_length} a row, got {seq}")
         rotations = None if self.rotations is None else self.rotations[:seq]
@@ -100,7 +101,7 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Causal multi-head self-attention, with RoPE if `rotations` are given.
 
-    It is written out if `mask` is given, and otherwise PyTorch's fused attention.
+    With a `mask` it is computed by `naive_attention`, without one by PyTorch's fused attention, which is causal itself.
     """
 
     range: str = Range.ATTENTION
@@ -147,12 +148,12 @@ def naive_attention(
     v: Float[Tensor, "... keys d_v"],
     mask: Mask,
 ) -> Float[Tensor, "... queries d_v"]:
-    """Attend to the keys that `mask` allows, kernel by kernel (Vaswani et al. 2017, eq. 1).
+    """Attend to the keys that `mask` allows, one operation at a time (Vaswani et al. 2017, eq. 1).
 
-    One small kernel inverts the mask in each layer.
+    Each call inverts the mask, which takes one small kernel.
     """
     with annotate(Range.SCORES):
-        # the queries are scaled instead of the scores, of which there are more; keys are copied faster row by row
+        # scaled queries are fewer elements than scaled scores; a matmul would copy the keys anyway, and more slowly
         scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.contiguous().transpose(-2, -1)
         # detached, or autograd would save ~mask in every layer; the softmax gives masked scores a gradient of 0 anyway
         scores.detach().masked_fill_(~mask, -math.inf)

@@ -169,9 +169,9 @@ def test_a_token_file_is_looked_at_and_not_read(tmp_path: Path, monkeypatch: pyt
 
 def test_the_help_names_what_a_model_factory_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     """The same as the error of a factory that needs something else."""
-    with pytest.raises(ValueError, match="what there is: ") as caught:
+    with pytest.raises(ValueError, match="it can have: ") as caught:
         call_factory(lambda experts: None, SIZES["tiny"])
-    offered = str(caught.value).partition("what there is: ")[2]
+    offered = str(caught.value).partition("it can have: ")[2]
     assert offered.split(", ") == [f.name for f in fields(ModelConfig)]
     with pytest.raises(SystemExit):
         parse(BenchmarkArguments, "--help")

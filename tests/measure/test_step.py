@@ -256,7 +256,7 @@ def test_the_course_s_signature_gets_all_it_names() -> None:
 
 def test_what_a_factory_needs_and_there_is_not_is_named() -> None:
     factory = load_factory("tests.own_models:needs_dropout")
-    with pytest.raises(ValueError, match="the model factory needs dropout, experts; what there is: ") as caught:
+    with pytest.raises(ValueError, match="the model factory needs dropout, experts; it can have: ") as caught:
         call_factory(factory, MODEL)
     assert all(field.name in str(caught.value) for field in fields(ModelConfig))
 

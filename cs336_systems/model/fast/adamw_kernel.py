@@ -102,6 +102,7 @@ class ChunkedAdamW:
         self._tensors, self._numbers = (table.to(device, torch.int32) for table in (tensors, numbers))
         self._has_copy = bool(copies)
         nothing = torch.zeros(len(masters), dtype=torch.int64)
+        # columns: master, first moment, second moment, gradient, second gradient, copy
         placed = [_addresses(tensors) for tensors in (masters, firsts, seconds)]
         self._pointers = torch.stack([*placed, nothing, nothing, _addresses(copies) if copies else nothing], dim=1)
         self._on_device = self._pointers.to(device)

@@ -131,7 +131,7 @@ class CopiedBlock(Block):
 
 
 class Deferred(NamedTuple):
-    """A residual stream, and what the norm that reads it has to add first: a branch and its bias, if it has one."""
+    """A residual stream, and the branch and bias (if any) that the next norm has to add to it before it norms."""
 
     stream: Float[Tensor, "batch seq d_model"]
     branch: Float[Tensor, "batch seq d_model"]
@@ -187,7 +187,7 @@ class FusedEmbedding(Embedding):
 
 
 class PaddedHead(nn.Module):
-    """The reference's head with rows of 0 below its weight, up to a number of rows that is such a multiple."""
+    """The reference's head, with rows of 0 appended to its weight until their number is a multiple of `multiple`."""
 
     range: str = Range.LM_HEAD
 

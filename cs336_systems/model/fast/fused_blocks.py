@@ -44,7 +44,7 @@ def bias_gelu(x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"]) -> Flo
     return cast(Tensor, _bias_gelu(x, bias))
 
 
-# below, plain tensors: a schema is read from the types
+# no shapes are declared below, because PyTorch reads the schema of an operator from its types
 
 
 @torch.library.custom_op("cs336_systems::add_norm", mutates_args=())

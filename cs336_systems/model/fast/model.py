@@ -33,8 +33,8 @@ COPY_DTYPE = torch.bfloat16
 class FastLM(nn.Module):
     """The model that has the parameters of `reference`, under the same names, and computes it as the settings say.
 
-    Of the settings it takes those of the model's inside: copies of weights, fused blocks, fp8, a padded vocabulary,
-    checkpoints. Parts that no setting changes are the reference's own.
+    It obeys the settings that change how the model computes: copies of weights, fused blocks, fp8, a padded vocabulary,
+    checkpoints. Parts that no setting changes are taken from the reference.
     """
 
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
@@ -62,7 +62,7 @@ class FastLM(nn.Module):
         return logits if logits.shape[-1] == vocab_size else logits[..., :vocab_size]
 
     def padded_logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq padded"]:
-        """The same, and logits of 0 for the surplus of a padded vocabulary."""
+        """Logits as `forward` returns them, followed by a 0 for each entry that pads the vocabulary."""
         logits: Tensor = self.lm_head(self._hidden(tokens))
         return logits
 
@@ -72,7 +72,7 @@ class FastLM(nn.Module):
         drop_gradients(self.weights)
 
     def _hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
-        """What the head reads: the norm of the residual stream at its end."""
+        """The input of the head: the residual stream after all blocks, normed."""
         rotations, mask = self._tables(tokens.shape[1])
         embedded = self.token_embeddings(tokens)
         x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
@@ -101,7 +101,8 @@ class FastLM(nn.Module):
         """x and a zero branch, so that all blocks have one input type and compile once."""
         last = cast("DeferredBlock", self.layers[-1]).ffn.w2
         make = partial(torch.zeros, dtype=last.copies.weight.dtype, device=x.device)
-        # as those of other blocks; the compiler makes no such tensor, and needs none where it sees all blocks at once
+        # These tensors require gradients as later blocks' do, or the first block would be compiled on its own. When the
+        # whole model is traced there is no such need, and the compiler cannot create such tensors.
         is_traced = torch.compiler.is_compiling()
         needs_grad = torch.is_grad_enabled() and not is_traced
         bias = None if last.deferred_bias is None else make(len(last.deferred_bias), requires_grad=not is_traced)
@@ -126,9 +127,10 @@ def _run_again(
     mask: Mask | None,
     backend: SdpaBackend,
 ) -> Tensor | Deferred:
-    """Run the blocks of a checkpoint inside a range of forward, which in backward tells them from backward's own work.
+    """Run the blocks of a checkpoint, in forward and again in backward.
 
-    By then the model has left the context that chooses attention's backend.
+    In backward the range named forward tells recomputation from backward's own work, and attention's backend has to be
+    chosen again, because the model has left the context that chose it.
     """
     with annotate(Range.FORWARD), attention_backend(backend):
         for block in blocks:

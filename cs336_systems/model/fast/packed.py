@@ -37,7 +37,9 @@ def rope_heads(
 def cut_heads(
     packed: Float[Tensor, "batch seq thrice_d_model"], bias: Float[Tensor, " thrice_d_model"], num_heads: int
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, as views of `packed`. It has the bias in it as a constant, whose gradient is made here.
+    """The heads of q, k and v, as views of `packed`, to which `bias` has been added already, without a gradient.
+
+    Backward of this function computes the gradient of `bias`.
 
     Raises ValueError for a bias of another width.
     """
@@ -61,7 +63,7 @@ class _CutHeads(torch.autograd.Function):
         return *_cut_heads_backward(q, k, v, ctx.bias_type), None
 
 
-# below, plain tensors: a schema is read from the types
+# no shapes are declared below, because PyTorch reads the schema of an operator from its types
 
 
 @torch.library.custom_op("cs336_systems::swiglu", mutates_args=())

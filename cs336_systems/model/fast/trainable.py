@@ -17,7 +17,7 @@ from cs336_systems.ranges import Range
 
 def make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
     """The model as it is, or the fast one with its parameters if a setting asks for what only that can do."""
-    # fused blocks and fp8 need copies too
+    # fused_blocks and fp8 are allowed with cast_once only
     is_fast = config.cast_once or config.fused_loss or config.compile_blocks
     if is_fast or config.checkpoint_blocks or config.pad_vocabulary > 1:
         return FastTrainable(cast("TransformerLM", model), config)

@@ -28,9 +28,9 @@ class Weight:
     master: nn.Parameter
     """The model's parameter, in fp32."""
     source: Tensor | None = None
-    """Leaf that has the copy among its rows, and gathers its gradient; None if the model reads the master alone."""
+    """Leaf tensor that holds the copy in some of its rows; None if the model reads the master itself."""
     rows: slice | None = None
-    """Rows of the copy in `source`; None without a copy."""
+    """The rows of `source`, and of its gradient, that belong to the copy; None without a copy."""
 
     @property
     def copy(self) -> Tensor | None:
@@ -91,7 +91,7 @@ class CopyMaker:
         return Copies(self._copy(weights), bias, self._fp8)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
-        """A copy with rows of 0 below, up to a number of rows that is such a multiple; never in fp8."""
+        """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""
         return Copies(self._copy([layer.weight], surplus=-len(layer.weight) % multiple), None)
 
     def weights(self, parameters: Iterable[nn.Parameter]) -> tuple[Weight, ...]:
