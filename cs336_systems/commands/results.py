@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from cs336_systems.report.results import Results
     from cs336_systems.report.status_line import StatusLine
 
+PAGE_FILE = "index.html"
+"""The page for a browser, beside the tables."""
+
 
 def show_results(
     found: Mapping[Path, Sequence[RunRecord]],
@@ -33,6 +36,8 @@ def show_results(
     missing too, leaves those tables as they are.
     """
     status("reading records and profiles")
+    from cs336_systems.report.page.contents import sweep_page
+    from cs336_systems.report.page.write import write_page
     from cs336_systems.report.results import Results
     from cs336_systems.report.terminal import print_line, print_sweep
 
@@ -47,13 +52,18 @@ def show_results(
             print(inert_line(f"warning: {directory}: {results.lost}, {what}"), file=sys.stderr)
     together = Results.together(several.values())
     ceilings = load_ceilings_or_warn(ceilings_beside(output))
-    (replace(together, kernels=(), memory=()) if is_lost else together).write(output, ceilings, status)
+    written = replace(together, kernels=(), memory=()) if is_lost else together
+    written.write(output, ceilings, status)
+    status("writing the page")
+    page = output / PAGE_FILE
+    write_page(sweep_page(written, output, ceilings), page)
     status.end()
     if print_json is None:
         print_sweep(together.tables(ceilings), together.records, output)
     else:
         print_json(encode_json({"directory": str(output), **together.json(ceilings)}))
         print_line(f"results: {output}")
+    print_line(f"page: {page}")
     for directory, own in found.items():
         print_profile_paths([record.config for record in own], directory / "runs")
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,34 +42,39 @@ LEAST_REST = 0.02
 
 def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
     """Write the pictures that the records support into `directory`/plots and return their paths."""
-    frame = to_frame(records)
     paths: list[Path] = []
+    for stem, draw in pictures(to_frame(records)):
+        (directory / "plots").mkdir(parents=True, exist_ok=True)
+        paths.append(directory / "plots" / f"{stem}.png")
+        write_atomically(paths[-1], drawing.to_png(draw()))
+    return paths
+
+
+def pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
+    """The pictures that the results support: the name of each file without an ending, and what draws it from what."""
     taken: Counter[str] = Counter()
-    for stem, figure in chain(
+    for stem, draw in chain(
         _step_pictures(steady(frame)),
         _speed_up_pictures(steady(frame)),
         _setting_pictures(frame),
     ):
-        (directory / "plots").mkdir(parents=True, exist_ok=True)
         taken[stem.casefold()] += 1
         number = f"_no{taken[stem.casefold()]}" if taken[stem.casefold()] > 1 else ""
-        paths.append(directory / "plots" / f"{stem}{number}.png")
-        write_atomically(paths[-1], drawing.to_png(figure))
-    return paths
+        yield f"{stem}{number}", draw
 
 
-def _step_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+def _step_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
     for part, name, also in _named(frame):
         if part["step_mean_ms"].notna().any() and len(part) > 1:
             rows, step, settings = named_rows(part), _step_words(part), describe(part, also)
             for page in pages(rows):
-                yield _stem("step_time", part) + name, draw_phases(page, step, settings)
+                yield _stem("step_time", part) + name, partial(draw_phases, page, step, settings)
             over_contexts = lines(rows, "name", "context_length", "step_mean_ms", "step_std_ms")
             if any(len(line.points) > 1 and line.known for line in over_contexts):
-                yield _stem("context", part) + name, draw_contexts(over_contexts, step, settings)
+                yield _stem("context", part) + name, partial(draw_contexts, over_contexts, step, settings)
 
 
-def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
     for part, name, also in _named(frame, "precision"):
         rows = named_rows(part)
         for precision in (Precision.TF32, Precision.BF16, Precision.FP16):
@@ -76,10 +82,10 @@ def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
             if sum(len(line.known) for line in found) > 1:
                 settings = describe(part[part["precision"].isin([Precision.FP32, precision])], also)
                 stem = f"speed_up_{precision}_{part['mode'].iloc[0]}{name}"
-                yield stem, draw_speed_ups(found, precision, _step_words(part), settings)
+                yield stem, partial(draw_speed_ups, found, precision, _step_words(part), settings)
 
 
-def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
     """Time, and below it the peak of memory or the spread, over each setting that varies; a picture per context."""
     for setting, axis in {**SETTINGS_ALONG, WARMUP: "warm-up steps"}.items():
         over, across = (over_warmup(frame), ()) if setting == WARMUP else (steady(frame), ("precision",))
@@ -95,8 +101,8 @@ def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
                     title = f"One {_step_words(own)} by {axis}"
                     settings = f"context {context_length}, {describe(own, also)}"
                     for some in _batches(list(sizes.items()), MAX_COLUMNS):
-                        picture = draw_over_setting(dict(some), setting, axis, title, settings)
-                        yield f"{stem}_ctx{context_length}{name}", picture
+                        draw = partial(draw_over_setting, dict(some), setting, axis, title, settings)
+                        yield f"{stem}_ctx{context_length}{name}", draw
 
 
 def _panels(rows: Sequence[Row], setting: str) -> dict[str, list[Line]]:
