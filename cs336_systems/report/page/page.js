@@ -1,25 +1,23 @@
 "use strict";
 // Everything that a reader can do with the page. Texts and data come from the page itself; nothing is requested from outside.
 
-const nonce = document.currentScript.nonce;
-
 async function unpack(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (char) => char.charCodeAt(0));
+  const bytes = Uint8Array.from(atob(document.getElementById(`packed-${id}`).textContent), (char) => char.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 
-async function load(id) { // a library that the page carries with it, as a module or as a script
+async function load(id) { // a library that the page carries with it
   const url = URL.createObjectURL(new Blob([await unpack(id)], { type: "text/javascript" }));
   try { return await import(url); } finally { URL.revokeObjectURL(url); }
 }
 
 const once = (make) => { let made; return () => (made ??= make()); };
+const has = (id) => document.getElementById(`packed-${id}`) !== null;
 const data = once(async () => JSON.parse(await unpack("data")));
-const tables = once(() => document.getElementById("tables") ? load("tables") : null);
-const plotly = once(async () => { if (!document.getElementById("plotly")) return null; await load("plotly"); return window.Plotly; });
+const plotly = once(async () => { await load("plotly"); return window.Plotly; });
 
 function say(text) {
-  const place = document.getElementById("message");
+  const place = document.getElementById("page-message");
   place.textContent = text;
   place.classList.add("shown");
   clearTimeout(say.timer);
@@ -28,134 +26,329 @@ function say(text) {
 
 // Tables sort, filter, hide columns and are copied.
 
+const known = (text) => text !== "" && text !== null && text !== undefined;
+const byValue = (sign) => (a, b) => known(a) && known(b) ? sign * (a - b) : known(b) - known(a); // what is not known comes last
+const words = new Intl.Collator("en", { numeric: true });
+
+const tables = once(async () => {
+  const sheet = document.createElement("style");
+  sheet.textContent = await unpack("tables-style");
+  document.head.prepend(sheet); // before the page's own style
+  const library = (await load("tables")).default;
+  library.type("value", "order", { asc: byValue(1), desc: byValue(-1) });
+  library.type("words", "order", { asc: words.compare, desc: (a, b) => words.compare(b, a) });
+  return library;
+});
+
+const made = new Map(); // tables by the identifiers of their blocks
+
 async function makeTable(block) {
+  const element = block.querySelector("table"), heads = [...element.tHead.rows[0].cells];
+  if (made.has(block.id)) return;
+  if (!has("tables")) return;
   const library = await tables();
-  if (!library) return;
-  const element = block.querySelector("table");
-  const table = new library.default(element, {
-    paging: element.tBodies[0].rows.length > 60, pageLength: 50, info: false, order: [], autoWidth: false,
-    layout: { topStart: null, topEnd: null, bottomStart: null, bottomEnd: element.tBodies[0].rows.length > 60 ? "paging" : null },
+  const table = new library(element, {
+    paging: false, info: false, order: [], autoWidth: false, orderMulti: true,
+    layout: { topStart: null, topEnd: null, bottomStart: null, bottomEnd: null },
+    columnDefs: heads.map((head, i) => ({ targets: i, type: head.classList.contains("number") ? "value" : "words" })),
+    language: { zeroRecords: "No row has this text.", emptyTable: "There are no rows." },
   });
+  made.set(block.id, table);
   const tools = block.querySelector(".tools");
   tools.hidden = false;
   tools.querySelector("input").addEventListener("input", (event) => table.search(event.target.value).draw());
-  const [columns] = tools.querySelectorAll(".choices");
   table.columns().every(function () {
     const label = document.createElement("label"), box = document.createElement("input");
     Object.assign(box, { type: "checkbox", checked: true });
     box.addEventListener("change", () => this.visible(box.checked));
-    label.append(box, ` ${this.header().textContent}`);
-    columns.append(label);
+    label.append(box, ` ${heads[this.index()].textContent.trim()}`);
+    tools.querySelector(".columns").append(label);
   });
   for (const button of tools.querySelectorAll("[data-copy]")) {
     button.addEventListener("click", async () => {
-      await copy((await data()).copies[block.id][button.dataset.copy]);
+      const copied = await copy((await data()).copies[block.id][button.dataset.copy]);
       button.closest("details").open = false;
-      say(`Copied as ${button.dataset.copy}.`);
+      say(copied ? `Copied the whole table as ${button.dataset.copy}.` : "The browser does not let this page copy.");
     });
   }
+}
+
+function showAll(id) { // without a filter, with all columns
+  const table = made.get(id), tools = document.getElementById(id).querySelector(".tools");
+  if (!table) return;
+  tools.querySelector("input").value = "";
+  for (const box of tools.querySelectorAll(".columns input")) box.checked = true;
+  table.columns().visible(true);
+  table.search("").draw();
 }
 
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
+    return true;
   } catch { // a page that was opened from disk may not be allowed to
     const area = document.createElement("textarea");
     area.value = text;
     document.body.append(area);
     area.select();
-    document.execCommand("copy");
+    const copied = document.execCommand("copy");
     area.remove();
+    return copied;
   }
 }
 
-// Pictures answer on hover and zoom; they are drawn when they come into view, and again in the other theme.
+// Menus close on Escape and on a click elsewhere; headings explain themselves to the mouse and to the keyboard.
+
+addEventListener("click", (event) => {
+  for (const menu of document.querySelectorAll(".menu[open]")) if (!menu.contains(event.target)) menu.open = false;
+});
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  explain(null);
+  const menu = document.querySelector(".menu[open]");
+  if (menu) { menu.open = false; menu.querySelector("summary").focus(); }
+});
+
+for (const head of document.querySelectorAll("th[title]")) {
+  head.dataset.about = head.title;
+  head.removeAttribute("title"); // or it would show twice
+  head.setAttribute("aria-describedby", "page-about");
+  if (!has("tables")) head.tabIndex = 0;
+}
+
+function explain(head) {
+  const place = document.getElementById("page-about");
+  place.hidden = !head;
+  if (!head) return;
+  place.textContent = head.dataset.about;
+  const box = head.getBoundingClientRect();
+  place.style.left = `${Math.max(4, Math.min(box.left, innerWidth - place.offsetWidth - 12))}px`;
+  place.style.top = `${box.bottom + place.offsetHeight + 4 < innerHeight ? box.bottom + 2 : box.top - place.offsetHeight - 2}px`;
+}
+for (const kind of ["mouseover", "focusin"]) addEventListener(kind, (event) => explain(event.target.closest?.("th[data-about]") ?? null));
+addEventListener("scroll", () => explain(null), true);
+
+// Figures answer on hover and zoom; they are drawn when they come into view, and again in the other theme.
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const isDark = () => document.documentElement.dataset.theme === "dark";
+const ON_DARK = { "#222222": "#dddddd", "#333333": "#cccccc", "#701c70": "#a45fd0" }; // what could not be seen there
+
+function recoloured(value) {
+  if (typeof value === "string") return ON_DARK[value.toLowerCase()] ?? value;
+  if (Array.isArray(value)) return value.map(recoloured);
+  return value && typeof value === "object" ? Object.fromEntries(Object.entries(value).map(([key, part]) => [key, recoloured(part)])) : value;
+}
 
 function themed(layout) {
   const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), linecolor: style("--line"), automargin: true };
-  const axes = Object.fromEntries(Object.entries(layout).filter(([key]) => /^[xy]axis/.test(key)).map(([key, own]) => [key, { ...axis, ...own }]));
+  const names = new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((key) => /^[xy]axis/.test(key))]);
+  const axes = Object.fromEntries([...names].map((name) => [name, { ...axis, ...layout[name] }]));
   return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: style("--text"), family: "inherit", size: 13 },
-    hoverlabel: { font: { family: "inherit" } }, margin: { t: 30, r: 20 }, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis }, ...axes,
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: style("--text"), family: "system-ui, sans-serif", size: 13 },
+    hoverlabel: { namelength: -1, bgcolor: style("--raised"), bordercolor: style("--line"), font: { color: style("--text") } },
+    margin: { t: 30, r: 20, b: 40, l: 50 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, modebar: { color: style("--quiet"), activecolor: style("--text") },
+    ...layout, ...axes,
   };
 }
 
-const config = { responsive: true, displaylogo: false, scrollZoom: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset" };
 
 async function draw(place) {
+  if (!has("plotly")) return;
   const library = await plotly();
-  if (!library) return;
-  const figure = (await data()).figures[place.dataset.figure];
-  if (!figure) return;
-  place.querySelector("img")?.remove();
-  if (figure.kernels) return drawStep(library, place, figure);
-  await library.newPlot(place, figure.data, themed(figure.layout), config);
+  let figure = (await data()).figures[place.dataset.figure];
+  if (isDark()) figure = { ...figure, ...recoloured({ data: figure.data, layout: figure.layout, colours: figure.colours }) };
+  place.style.minHeight = "";
+  const height = Number(place.dataset.height);
+  if (figure.kernels) return drawStep(library, place, figure, height);
+  const layout = themed({ height, ...figure.layout });
+  if (!place.zoom) {
+    await library.newPlot(place, figure.data, layout, config);
+    place.zoom = (range) => library.relayout(place, range ? { "xaxis.range": range } : { "xaxis.autorange": true, "yaxis.autorange": true });
+    listen(place);
+  } else await library.react(place, figure.data, layout, config);
 }
 
-// One step, kernel by kernel: a row for each lane, redrawn for what is in view, so that the number of kernels does not matter.
+function listen(place) { // zoom by keys, and by the wheel while the figure has the focus, so that the page still scrolls
+  const zoomed = (factor, at, move = 0) => {
+    const [from, to] = place.range?.() ?? place._fullLayout.xaxis.range.map(Number), width = to - from;
+    if (!Number.isFinite(width)) return;
+    const start = from + (at * (1 - factor) + move) * width;
+    place.zoom([start, start + width * factor]);
+  };
+  place.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const keys = { "+": [0.5, 0.5], "=": [0.5, 0.5], "-": [2, 0.5], ArrowLeft: [1, 0, -0.25], ArrowRight: [1, 0, 0.25] };
+    if (event.key === "0") place.zoom(null);
+    else if (keys[event.key]) zoomed(...keys[event.key]);
+    else return;
+    event.preventDefault();
+  });
+  place.addEventListener("pointerdown", () => place.focus({ preventScroll: true }));
+  place.addEventListener("wheel", (event) => {
+    if (document.activeElement !== place) return;
+    event.preventDefault();
+    const box = place.querySelector(".draglayer .nsewdrag").getBoundingClientRect();
+    zoomed(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 250))), Math.max(0, Math.min(1, (event.clientX - box.left) / box.width)));
+  }, { passive: false });
+}
 
-const COLUMNS = 1200;
+// One step, kernel by kernel. Only what is in view is drawn, so that the number of kernels does not matter: few kernels as
+// bars with their names, many as an image whose columns have the class that ran longest in them.
+
+const COLUMNS = 1200, MOST_BARS = 150, LEAST_NS = 200;
+const ms = (ns) => (ns / 1e6).toLocaleString("en", { maximumFractionDigits: 6 });
+const duration = (ns) => ns < 1e6 ? `${(ns / 1e3).toLocaleString("en")} µs` : `${ms(ns)} ms`;
+
+function firstInView(lane, from) {
+  let low = 0, high = lane.start.length;
+  while (low < high) { const middle = (low + high) >> 1; if (lane.reach[middle] <= from) low = middle + 1; else high = middle; }
+  return low;
+}
 
 function inView(lane, from, to) {
-  const classes = new Array(COLUMNS).fill(null), names = new Array(COLUMNS).fill(""), longest = new Float64Array(COLUMNS);
-  const { start, end, kind, name } = lane, width = (to - from) / COLUMNS;
-  let low = 0, high = start.length;
-  while (low < high) { const middle = (low + high) >> 1; if (end[middle] < from) low = middle + 1; else high = middle; }
-  for (let i = low; i < start.length && start[i] < to; i++) {
-    const first = Math.max(0, Math.floor((start[i] - from) / width)), last = Math.min(COLUMNS - 1, Math.floor((end[i] - from) / width));
+  const found = [];
+  for (let i = firstInView(lane, from); i < lane.start.length && lane.start[i] < to; i++) if (lane.end[i] >= from) found.push(i);
+  return found;
+}
+
+function columns(lane, kernels, from, to) { // of each column, the kernel that ran longest in it
+  const longest = new Float64Array(COLUMNS), shown = new Array(COLUMNS).fill(null), width = (to - from) / COLUMNS;
+  for (const i of kernels) {
+    const first = Math.max(0, Math.floor((lane.start[i] - from) / width)), last = Math.min(COLUMNS - 1, Math.floor((lane.end[i] - from) / width));
     for (let column = first; column <= last; column++) {
-      const part = Math.min(end[i], from + (column + 1) * width) - Math.max(start[i], from + column * width);
-      if (part >= longest[column]) { longest[column] = part; classes[column] = kind[i]; names[column] = i; }
+      const part = Math.min(lane.end[i], from + (column + 1) * width) - Math.max(lane.start[i], from + column * width);
+      if (shown[column] === null || part > longest[column]) { longest[column] = part; shown[column] = i; }
     }
   }
-  return { classes, names };
+  return shown;
 }
 
-function stepTraces(figure, from, to) {
-  const z = [], text = [];
-  for (const lane of figure.lanes) {
-    const { classes, names } = inView(lane, from, to);
-    z.push(classes);
-    text.push(names.map((i) => i === "" ? "" : `${figure.names[lane.name[i]]}<br>${figure.classes[lane.kind[i]]}<br>${((lane.end[i] - lane.start[i]) / 1e3).toLocaleString()} µs, from ${(lane.start[i] / 1e6).toFixed(3)} ms`));
-  }
-  const dx = (to - from) / COLUMNS / 1e6, count = figure.classes.length;
-  const colours = figure.colours.flatMap((colour, i) => [[i / count, colour], [(i + 1) / count, colour]]);
-  return [{
-    type: "heatmap", z, text, x0: from / 1e6 + dx / 2, dx, y: figure.lanes.map((lane) => lane.label), zmin: -0.5, zmax: count - 0.5, colorscale: colours, showscale: false,
-    hoverinfo: "text+y", hoverongaps: false, ygap: 6, xgap: 0, zsmooth: false,
-  }];
+function fitting(text, room) { // a text that is escaped is not cut within an entity
+  if (text.length <= room) return text;
+  return room < 4 ? "" : `${text.slice(0, room - 1).replace(/&[^;]*$/, "")}…`;
 }
 
-async function drawStep(library, place, figure) {
-  const whole = [0, figure.length_ns];
-  const layout = themed({ ...figure.layout, xaxis: { title: { text: "time (ms)" }, range: whole.map((ns) => ns / 1e6) }, yaxis: { autorange: "reversed", fixedrange: true } });
-  await library.newPlot(place, stepTraces(figure, ...whole), layout, { ...config, scrollZoom: true });
-  place.on("plotly_relayout", async (change) => {
-    if (place.redrawing || !Object.keys(change).some((key) => key.startsWith("xaxis"))) return;
-    place.redrawing = true;
-    const [from, to] = change["xaxis.autorange"] ? whole : place.layout.xaxis.range.map((ms) => ms * 1e6);
-    layout.xaxis.range = [from / 1e6, to / 1e6];
-    layout.xaxis.autorange = false;
-    await library.react(place, stepTraces(figure, Math.max(0, from), Math.min(whole[1], to)), layout, { ...config, scrollZoom: true });
-    place.redrawing = false;
+function stepTraces(figure, from, to, pixels) {
+  const about = (lane, i) => `${figure.names[lane.name[i]]}<br>${figure.classes[lane.kind[i]]}, ${lane.label}<br>${duration(lane.end[i] - lane.start[i])}, from ${ms(lane.start[i])} ms`;
+  const views = figure.lanes.map((lane) => inView(lane, from, to)), count = figure.classes.length;
+  const clip = (start, end) => [Math.max(start, from) / 1e6, (Math.min(end, to) - Math.max(start, from)) / 1e6];
+  const room = (row) => Math.floor(((Math.min(row[2], to) - Math.max(row[1], from)) / (to - from)) * pixels / 7.5) - 1; // characters that fit into a bar
+  const bars = (rows, extra) => ({ // a row has its label, start, end, text, hover text and colour
+    type: "bar", orientation: "h", y: rows.map((row) => row[0]), base: rows.map((row) => clip(row[1], row[2])[0]), x: rows.map((row) => clip(row[1], row[2])[1]),
+    text: rows.map((row) => fitting(row[3], room(row))), hovertext: rows.map((row) => row[4]), marker: { color: rows.map((row) => row[5]), line: { width: 1, color: style("--paper") } },
+    hoverinfo: "text", textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", cliponaxis: true, width: 0.85, showlegend: false, ...extra,
   });
+  const traces = [];
+  if (views.reduce((sum, view) => sum + view.length, 0) <= MOST_BARS) {
+    const rows = figure.lanes.flatMap((lane, l) => views[l].map((i) => [lane.label, lane.start[i], lane.end[i], figure.names[lane.name[i]], about(lane, i), figure.colours[lane.kind[i]]]));
+    traces.push(bars(rows, { offset: -0.425 }));
+  } else {
+    const shown = figure.lanes.map((lane, l) => columns(lane, views[l], from, to)), dx = (to - from) / COLUMNS / 1e6;
+    traces.push({
+      type: "heatmap", z: shown.map((row, l) => row.map((i) => i === null ? null : figure.lanes[l].kind[i])), text: shown.map((row, l) => row.map((i) => i === null ? "" : about(figure.lanes[l], i))),
+      x0: from / 1e6 + dx / 2, dx, y: figure.lanes.map((lane) => lane.label), zmin: -0.5, zmax: count - 0.5, showscale: false, hoverinfo: "text", hoverongaps: false, ygap: 6, xgap: 0, zsmooth: false,
+      colorscale: figure.colours.flatMap((colour, i) => [[i / count, colour], [(i + 1) / count, colour]]),
+    });
+  }
+  const spans = figure.rows.flatMap((row) => row.spans.map((span, i) => ({ row, span, i }))).filter(({ span }) => span.end_ns > from && span.start_ns < to);
+  if (figure.rows.length) {
+    const shades = [style("--shade-1"), style("--shade-2")];
+    traces.push(bars(spans.map(({ row, span, i }) => [
+      row.label, span.start_ns, span.end_ns, span.name, `${span.name}<br>${span.about ? `${span.about}<br>` : ""}${duration(span.end_ns - span.start_ns)}, from ${ms(span.start_ns)} ms`,
+      row.label === "idle" ? style("--idle") : shades[i % 2],
+    ]), { yaxis: "y2", textfont: { color: style("--text") }, insidetextfont: { color: style("--text") } }));
+  }
+  const used = new Set(figure.lanes.flatMap((lane) => lane.kind));
+  for (const [i, name] of figure.classes.entries()) {
+    if (used.has(i)) traces.push({ type: "scatter", mode: "markers", x: [null], y: [figure.lanes[0].label], name, hoverinfo: "skip", marker: { symbol: "square", size: 11, color: figure.colours[i] } });
+  }
+  return traces;
+}
+
+async function drawStep(library, place, figure, height) {
+  for (const lane of figure.lanes) { // the latest end so far, to find the first kernel in view
+    if (!lane.reach) { let end = 0; lane.reach = lane.end.map((own) => (end = Math.max(end, own))); }
+  }
+  const whole = [0, figure.length_ns], rows = figure.rows.length, above = rows ? 1 - (0.5 * rows) / (0.5 * rows + figure.lanes.length + 0.3) : 1;
+  const layout = themed({
+    height, dragmode: "zoom", barmode: "overlay", legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, itemclick: false, itemdoubleclick: false },
+    xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y" }, margin: { t: 10, r: 20, b: 40, l: 60 }, hovermode: "closest",
+    yaxis: { type: "category", categoryorder: "array", categoryarray: figure.lanes.map((lane) => lane.label), autorange: "reversed", fixedrange: true, domain: [0, rows ? above - 0.03 : 1], showgrid: false },
+    ...(rows ? { yaxis2: { type: "category", categoryorder: "array", categoryarray: figure.rows.map((row) => row.label), autorange: "reversed", fixedrange: true, domain: [above, 1], showgrid: false } } : {}),
+  });
+  let view = place.range?.().map((value) => value * 1e6) ?? whole, next = null, busy = null;
+  const show = async () => { // the latest wish only
+    while (next) {
+      const width = Math.min(Math.max(next[1] - next[0], LEAST_NS), whole[1]), from = Math.max(0, Math.min(next[0], whole[1] - width));
+      view = [from, from + width];
+      next = null;
+      layout.xaxis = { ...layout.xaxis, range: view.map((ns) => ns / 1e6), autorange: false };
+      await library.react(place, stepTraces(figure, ...view, place.clientWidth - 100), { ...layout }, config);
+    }
+    busy = null;
+  };
+  const isNew = !place.zoom;
+  place.range = () => view.map((ns) => ns / 1e6);
+  place.zoom = (range) => { next = range ? range.map((value) => value * 1e6) : whole; return (busy ??= show()); };
+  next = view;
+  await (busy = show());
+  if (!isNew) return;
+  listen(place);
+  place.on("plotly_relayout", (change) => { // dragging, or a double click
+    if (change["xaxis.range[0]"] !== undefined) place.zoom([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
+    else if (change["xaxis.autorange"]) place.zoom(null);
+  });
+  place.on("plotly_doubleclick", () => place.zoom(null));
 }
 
 // Theme, print, and what is made when it comes into view.
 
-function setTheme(dark) {
+async function setTheme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   document.documentElement.classList.toggle("dark", dark);
-  const button = document.getElementById("theme");
+  const button = document.getElementById("page-theme");
   button.textContent = dark ? "Light" : "Dark";
   button.setAttribute("aria-pressed", String(dark));
-  for (const place of document.querySelectorAll(".drawing.js-plotly-plot")) draw(place);
+  await Promise.all([...document.querySelectorAll(".drawing.js-plotly-plot")].map(draw));
 }
 
-document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
-document.getElementById("print").addEventListener("click", () => window.print());
+async function prepare() { // for print: whole tables, and every figure as an image, in light
+  const dark = isDark();
+  await setTheme(false);
+  for (const id of made.keys()) showAll(id);
+  if (has("plotly")) {
+    const library = await plotly();
+    for (const place of document.querySelectorAll(".drawing")) {
+      if (place.closest("details:not([open])")) continue;
+      observer.unobserve(place);
+      if (!place.zoom) await draw(place);
+      const image = Object.assign(new Image(), { className: "printed", alt: place.getAttribute("aria-label") });
+      image.src = await library.toImage(place, { format: "svg", width: 900, height: Number(place.dataset.height) });
+      await image.decode();
+      place.before(image);
+    }
+  }
+  document.documentElement.classList.add("printing");
+  return async () => {
+    document.documentElement.classList.remove("printing");
+    for (const image of document.querySelectorAll("img.printed")) image.remove();
+    await setTheme(dark);
+  };
+}
+
+async function printPage() {
+  const restore = await prepare();
+  window.print();
+  await restore();
+}
+
+document.getElementById("page-theme").addEventListener("click", () => setTheme(!isDark()));
+document.getElementById("page-print").addEventListener("click", printPage);
+addEventListener("keydown", (event) => {
+  if (event.key === "p" && (event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey) { event.preventDefault(); printPage(); }
+});
 setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
 
 const observer = new IntersectionObserver((entries) => {
@@ -167,13 +360,25 @@ const observer = new IntersectionObserver((entries) => {
 }, { rootMargin: "400px" });
 for (const target of document.querySelectorAll(".block.table, .drawing")) observer.observe(target);
 
-function follow() { // a link to a cell marks it
-  document.querySelector(".marked")?.classList.remove("marked");
-  const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+function follow() { // a link to a cell marks it, a link to a run opens it
+  for (const cell of document.querySelectorAll(".marked")) cell.classList.remove("marked");
+  let name = "";
+  try { name = decodeURIComponent(location.hash.slice(1)); } catch { return; }
+  if (!name) return;
+  const owner = name.split(".").slice(0, -2).join(".");
+  if (!document.getElementById(name) && made.has(owner)) showAll(owner); // a filter or a hidden column took it away
+  const target = document.getElementById(name);
   if (!target) return;
-  if (target.matches("td")) target.classList.add("marked");
-  target.closest("details")?.setAttribute("open", "");
+  for (let box = target.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
+  if (!target.matches("td")) return target.scrollIntoView();
+  target.classList.add("marked");
+  target.tabIndex = -1;
+  target.focus({ preventScroll: true });
   target.scrollIntoView({ block: "center", inline: "center" });
 }
 addEventListener("hashchange", follow);
+addEventListener("click", (event) => { // the same link again
+  const link = event.target.closest?.('a[href^="#"]');
+  if (link && link.hash === location.hash) follow();
+});
 follow();

@@ -1,15 +1,18 @@
 """A report as one HTML file: findings, tables that sort and are copied, pictures that answer; nothing is requested.
 
-Tables are read without a script too. With the extra `report` the page carries, packed, DataTables (of itables) and the
-script of plotly; without it, it shows plain tables and the PNGs. Every text is escaped, and a Content-Security-Policy
-lets no other script run.
+Tables can be read without a script too. With the extra `report` the page carries, packed, DataTables (from itables) and
+the script of plotly; without it, the page has plain tables and the PNGs. Every text is escaped, and the
+Content-Security-Policy allows only the script whose hash it names. The same page is the same bytes.
 """
 
 import base64
 import gzip
+import hashlib
 import importlib.resources
+import importlib.util
 import json
-import secrets
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,18 +20,29 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
 from cs336_systems.report.table import Table
+from cs336_systems.text import inert_line
 
 COPIES = {"Markdown": to_markdown, "LaTeX": to_latex, "Typst": to_typst}
 """What a table is copied as, besides CSV."""
 
-LIBRARIES = {"tables": ("itables", "html/dt_bundle.js"), "plotly": ("plotly", "package_data/plotly.min.js")}
-"""Scripts that the page carries, by their identifiers in it: the package and its file."""
+LIBRARIES = {
+    "tables": ("itables", "html/dt_bundle.js"),
+    "tables-style": ("itables", "html/dt_bundle.css"),
+    "plotly": ("plotly", "package_data/plotly.min.js"),
+}
+"""What the page carries of other packages, by its identifiers in the page: the package and its file."""
+
+LONGEST_LINE = 100_000
+"""Characters of a line of text."""
+LONGEST_IN_FIGURE = 120
+"""Characters of a text in a figure, which plotly does not wrap."""
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +62,7 @@ class Cell:
     text: str
     numeric: bool
     order: float | None
+    """None where the value is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +92,10 @@ class TableBlock:
             values = table.values[number] if number < len(table.values) else {}
             cells = [
                 Cell(
-                    id=f"{self.id}.{number}.{place}", text=text, numeric=heading.numeric, order=_order(heading, values)
+                    id=f"{self.id}.{number}.{place}",
+                    text=inert_line(text),
+                    numeric=heading.numeric,
+                    order=_order(heading, values, text),
                 )
                 for place, (heading, text) in enumerate(zip(table.headings, row, strict=True))
             ]
@@ -90,19 +108,29 @@ class TableBlock:
         return {name: write(self.table) for name, write in COPIES.items()} | {"CSV": self.csv or shown}
 
 
-def _order(heading: Column, values: Mapping[str, Any]) -> float | None:
-    """The value below the heading, unrounded."""
-    value = values.get(heading.key) if heading.numeric and heading.key else None
-    return float(value) if isinstance(value, int | float) else None
+def _order(heading: Column, values: Mapping[str, Any], text: str) -> float | None:
+    """The value below the heading, unrounded; where only its text is known, the number that begins it."""
+    if not heading.numeric:
+        return None
+    value = values.get(heading.key)
+    if isinstance(value, int | float):
+        return None if math.isnan(value) else float(value)
+    found = _NUMBER.match(text)
+    return float(found[0].replace(",", "")) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A picture: plotly's data and layout, or one step kernel by kernel; the PNG stands in its place without plotly."""
+    """A picture: plotly's data and layout, or one step kernel by kernel; the PNG stands in its place without plotly.
+
+    Texts of the specification are escaped here. What is meant as plotly's markup, such as the `<br>` of a
+    `hovertemplate`, is a `Markup`, whose `format` escapes what it inserts.
+    """
 
     id: str
     title: str
     spec: Mapping[str, Any]
+    """`{"data": ..., "layout": ...}`, or `StepPicture.spec`."""
     png: str = ""
     """As a `data:` address; empty where there is none."""
     source: str = ""
@@ -112,11 +140,15 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run, closed until somebody opens it: texts below headings."""
+    """One run, closed until somebody opens it: facts in a line each, tables and figures, then texts below headings."""
 
     id: str
     title: str
-    texts: Sequence[tuple[str, str]]
+    texts: Sequence[tuple[str, str]] = ()
+    """Long texts as they are: a command, a traceback, a record."""
+    facts: Sequence[tuple[str, str]] = ()
+    blocks: "Sequence[Prose | TableBlock | Figure]" = ()
+    failed: bool = False
     kind: str = "run"
 
 
@@ -148,47 +180,91 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def to_html(page: Page) -> str:
-    """The page as text."""
-    blocks = [block for chapter in page.chapters for block in chapter.blocks]
-    data = {
-        "copies": {block.id: block.copies for block in blocks if isinstance(block, TableBlock)},
-        "figures": {block.id: block.spec for block in blocks if isinstance(block, Figure)},
-    }
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    """The page as text; raise ValueError where two parts have one identifier, or a link leads nowhere."""
+    blocks = list(_blocks(page))
+    _check_links(page, blocks)
+    figures = {block.id: _inert(block.spec) for block in blocks if isinstance(block, Figure)}
+    copies = {block.id: block.copies for block in blocks if isinstance(block, TableBlock)}
+    text = json.dumps({"copies": copies, "figures": figures}, allow_nan=False, separators=(",", ":"))
+    libraries = _libraries(bool(figures))
+    script = _read("page.js")
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible
     )
     return environment.from_string(_read("page.html")).render(
         page=page,
-        nonce=secrets.token_urlsafe(16),
+        hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(_read("page.css")),
-        script=Markup(_read("page.js")),
-        table_style=Markup(_of_package("itables", "html/dt_bundle.css").decode()),
+        script=Markup(script),
         formats=(*COPIES, "CSV"),
-        packed=[("data", _packed(text.encode())), *_libraries(bool(data["figures"]))],
+        has_plotly="plotly" in libraries,
+        packed={"data": _packed(text.encode()), **libraries},
     )
 
 
+def _blocks(page: Page) -> Iterator[Block]:
+    """All blocks of the page, and those within runs."""
+    for chapter in page.chapters:
+        for block in chapter.blocks:
+            yield block
+            if isinstance(block, Run):
+                yield from block.blocks
+
+
+def _check_links(page: Page, blocks: Sequence[Block]) -> None:
+    """Raise ValueError where two parts have one identifier, or a link leads nowhere."""
+    named = [chapter.id for chapter in page.chapters]
+    for block in blocks:
+        if not isinstance(block, Prose):
+            named.append(block.id)
+        if isinstance(block, TableBlock):
+            named += [cell.id for row in block.cells for cell in row.cells]
+    known = set(named)
+    if len(known) < len(named):
+        twice = next(name for name in known if named.count(name) > 1)
+        raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
+    for block in blocks:
+        for text, target in block.paragraphs if isinstance(block, Prose) else ():
+            if target and target not in known:
+                raise ValueError(f"a link needs the identifier of a part of the page, got {target!r} in: {text}")
+
+
+def _inert(value: object) -> object:
+    """A copy of a figure's specification in which plotly reads no markup, but for what is a `Markup` already."""
+    if isinstance(value, str):
+        return str(escape(value if isinstance(value, Markup) else inert_line(value, LONGEST_IN_FIGURE)))
+    if isinstance(value, Mapping):
+        return {str(key): _inert(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_inert(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _visible(value: object) -> object:
+    """A text with its lines, in which nothing is hidden or turned around."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "\n".join(inert_line(line.expandtabs(4), LONGEST_LINE) for line in value.split("\n"))
+
+
 def _read(name: str) -> str:
-    return (importlib.resources.files(__package__) / name).read_text()
+    return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
-def _packed(content: bytes) -> str:
-    return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
+def _packed(content: bytes) -> Markup:
+    return Markup(base64.b64encode(gzip.compress(content, 9, mtime=0)).decode())
 
 
 @cache
-def _libraries(with_plotly: bool) -> tuple[tuple[str, str], ...]:
-    """The scripts of the extra `report`, packed; none of one that is not installed."""
-    found = []
-    for name, (package, file) in LIBRARIES.items():
-        if (content := _of_package(package, file)) and (with_plotly or name != "plotly"):
-            found.append((name, _packed(content)))
-    return tuple(found)
+def _libraries(with_plotly: bool) -> Mapping[str, Markup]:
+    """What the extra `report` brings, packed; nothing of a package that is not installed."""
+    wanted = {name: part for name, part in LIBRARIES.items() if with_plotly or name != "plotly"}
+    found = {name: _of_package(package, file) for name, (package, file) in wanted.items()}
+    return {name: _packed(content) for name, content in found.items() if content}
 
 
 def _of_package(package: str, file: str) -> bytes:
-    try:
-        return (importlib.resources.files(package) / file).read_bytes()
-    except ModuleNotFoundError:
-        return b""
+    """A file of a package, which is not imported for it; empty where the package is not installed."""
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return next((path.read_bytes() for place in places or () if (path := Path(place) / file).is_file()), b"")
