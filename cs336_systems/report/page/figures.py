@@ -1,11 +1,11 @@
 """The pictures of steps as plotly's data and layout: the same series and colours as the PNGs, which answer on hover."""
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, TypeAlias
 
+from markupsafe import Markup
 from matplotlib.colors import to_hex
 
 from cs336_systems.config import Precision
@@ -24,8 +24,8 @@ FAILED = {"symbol": "x", "size": 10, "color": drawing.FAILURE_COLOUR}
 
 
 def text(words: object) -> str:
-    """Words in a picture, in which plotly takes nothing for markup."""
-    return html.escape(inert_line(str(words), drawing.LONGEST_SETTINGS))
+    """Words in a picture, on one line; the page escapes them."""
+    return inert_line(str(words), drawing.LONGEST_SETTINGS)
 
 
 def picture(draw: "partial[Any]") -> tuple[str, str, Spec, int]:
@@ -158,7 +158,7 @@ def _traces(line: Line, colour: drawing.Colour, marker: str, unit: str, place: C
                 "y": [point.value for point in known], "line": {"color": own},
                 "marker": {"symbol": SYMBOLS[marker], "size": 8, "color": own},
                 "error_y": {"type": "data", "array": [point.error for point in known]},
-                "hovertemplate": f"{name}<br>%{{x}}: %{{y:.4~g}} {unit}<extra></extra>",
+                "hovertemplate": Markup("{}<br>%{{x}}: %{{y:.4~g}} {}<extra></extra>").format(name, unit),
             }
         )  # fmt: skip
     if line.failed:
@@ -168,7 +168,7 @@ def _traces(line: Line, colour: drawing.Colour, marker: str, unit: str, place: C
                 "type": "scatter", "mode": "markers", "name": f"{name}: failed", "marker": FAILED,
                 "x": [place(point.x) for point in line.failed], "y": [lowest] * len(line.failed),
                 "text": [text(f"{line.name}: {point.failure}") for point in line.failed],
-                "hovertemplate": "%{text}<extra></extra>",
+                "hovertemplate": Markup("%{text}<extra></extra>"),
             }
         )  # fmt: skip
     return found
