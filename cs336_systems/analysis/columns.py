@@ -1,4 +1,4 @@
-"""Arrays of one length, which every reader of profiles makes, and the error for a file without a profile."""
+"""Tables of events as numpy arrays of equal length, and the error for a file that holds no profile."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ class ProfileError(FileError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Arrays of one length; row i of all of them is event i."""
+    """Base of tables whose columns are numpy arrays of equal length; row i of all columns describes event i."""
 
     def __post_init__(self) -> None:
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
@@ -34,18 +34,18 @@ SomeColumns = TypeVar("SomeColumns", bound=Columns)
 
 
 def joined(first: SomeColumns, second: SomeColumns) -> SomeColumns:
-    """The rows of `first`, then those of `second`."""
+    """The rows of `first`, followed by those of `second`."""
     both = {field.name: (getattr(first, field.name), getattr(second, field.name)) for field in fields(first)}
     return type(first)(**{name: np.concatenate(columns) for name, columns in both.items()})
 
 
 def chosen(columns: SomeColumns, rows: Mask) -> SomeColumns:
-    """The selected rows."""
+    """The rows of the table for which the mask is true."""
     return type(columns)(**{field.name: getattr(columns, field.name)[rows] for field in fields(columns)})
 
 
 def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield each id with its rows, in order."""
+    """Yield each id and the indices of the rows that have it, in ascending order."""
     order = np.argsort(ids, kind="stable")
     values, first = np.unique(ids[order], return_index=True)
     yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)

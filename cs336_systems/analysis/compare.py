@@ -141,7 +141,7 @@ def _check(a: Sequence[float], b: Sequence[float], confidence: float, least_effe
 
 
 def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
-    """Order of (configuration, repeat): A B, then B A, then A B, ... so that a steady drift falls on all alike.
+    """Order of (configuration, repeat): A B, then B A, then A B, ... so that a steady drift affects all equally.
 
     It cancels exactly when `repeats` is even; with an odd number, one repeat's worth of it remains.
     """

@@ -1,4 +1,4 @@
-"""Recognises a file by its first bytes, before it is read whole."""
+"""Recognises the kind of a file by its first bytes."""
 
 import stat
 from pathlib import Path
@@ -30,7 +30,7 @@ def read_head(path: Path, num_bytes: int, needed: str) -> bytes:
 
 
 def what_it_is(path: Path, head: bytes) -> str:
-    """What a file of another kind than needed is, in words, and what to do with it if that is known."""
+    """What kind of file this is, in words, and what to do with it if that is known; for a file of the wrong kind."""
     if path.suffix == ".nsys-rep":
         return f"it is the report itself: export it with `nsys export --type=sqlite {path.name}`"
     compressed = [problem for magic, problem in _COMPRESSED.items() if head.startswith(magic)]

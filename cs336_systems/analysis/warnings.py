@@ -52,12 +52,12 @@ DOUBTFUL = frozenset(
         WarningCode.CPU_SHARED,
     }
 )
-"""Warnings that a repeated measurement may give another time, and so other results computed from it."""
+"""Warnings that put a time in doubt: another measurement may give another time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """What was timed repeatedly, and what makes its times steadier, in words that follow `use`."""
+    """What was timed repeatedly, in words for a warning; `warmup` and `more` are advice that follows `use`."""
 
     name: str
     plural: str

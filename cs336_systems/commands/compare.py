@@ -109,7 +109,7 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What the user called the two sides of a comparison, which is kept beside their records."""
+    """The names that the user gave the two sides of a comparison; kept in a file beside their records."""
 
     a: str
     b: str
@@ -153,7 +153,7 @@ def rebuild(directory: Path) -> None:
 
 
 def _flags_of(side: str) -> BenchmarkArguments:
-    """The flags of a side; raise UsageError for those of a run whose times do not count, and of where to write them."""
+    """Parse the flags of a side; raise UsageError for a profiler, and for flags about output."""
     asked = parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side)))
     if checked(asked.config).profiler is not Profiler.NONE:
         raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
@@ -163,7 +163,7 @@ def _flags_of(side: str) -> BenchmarkArguments:
 
 
 def _refuse_another(pair: Sequence[RunConfig], directory: Path) -> None:
-    """Raise UsageError where records are of another comparison: one side of it would be of another hour than the other.
+    """Raise UsageError if the directory has records of another comparison, not measured alternately with these.
 
     Even repeats are A's and odd ones B's.
     """
@@ -214,7 +214,7 @@ def _records_at(path: Path) -> list[RunRecord]:
 
 
 def is_side(word: str, words: Sequence[str]) -> bool:
-    """Whether the word is flags of benchmark.py: several in quotes, or a single one that `compare` itself has not."""
+    """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that `compare` lacks."""
     own = {"--help", *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
     alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
     return word.startswith("-") and (" " in word or alone)

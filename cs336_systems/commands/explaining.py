@@ -1,4 +1,4 @@
-"""Explaining profiles where nothing is measured: after `benchmark.py`, and in reports of earlier runs."""
+"""Explains raw profiles outside of a sweep: after `benchmark.py`, and in reports of earlier runs."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ from cs336_systems.text import inert_line
 
 
 def explain_or_warn(records: Sequence[RunRecord], runs: Path, say: Callable[[str], None], doing: str = "") -> bool:
-    """Explain the raw profiles of `records` in `runs` that have no explanation; say which cannot be explained, and why.
+    """Explain the raw profiles of `records` in `runs` that are not explained yet; return whether all could be.
 
-    `say` what is done before each, in the words of `doing` where they are given. Return whether all of them could be
-    explained.
+    Before each, `say` is called with `doing`, or by default with the name of the run. A profile that cannot be
+    explained is a warning on standard error.
     """
     return not explain_again(records, runs, _Lines(say, doing))
 
 
 @dataclass(frozen=True, slots=True)
 class _Lines(Listener):
-    """One line for each profile, and one for each failure."""
+    """Says which profile is being explained, and prints a warning for each that cannot be."""
 
     say: Callable[[str], None]
     doing: str

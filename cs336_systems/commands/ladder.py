@@ -60,7 +60,7 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.entries import Values
+    from cs336_systems.report.columns import Row
     from cs336_systems.report.status_line import StatusLine
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
@@ -202,12 +202,12 @@ def _print_plan(
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
-    """Raise UsageError where the directory holds a ladder of another step, whose tables this one's would replace."""
+    """Raise UsageError if the directory has the ladder of another step, whose tables would be overwritten."""
     if fresh or not (directory / LADDER_FILE).is_file():
         return
     try:
         there = read_ladder(directory / LADDER_FILE)[0].config
-    except FileError:  # a damaged list of rungs is written again
+    except FileError:  # the damaged file will be overwritten
         return
     if there != first.config:
         raise UsageError(
@@ -237,7 +237,7 @@ def _measure(
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
-    """What the tables call the rung of each configuration; a run of another kind is said to be one."""
+    """The name to show for each configuration: that of its rung, and for other runs what they are for."""
     names = {rung.config: rung.name for rung in ladder}
     names |= {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
     if ladder[0].config.model_factory is None:
@@ -246,7 +246,7 @@ def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
 
 
 def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
-    """Whether the first rung ran out of memory, and the same training is to be had with less."""
+    """Whether the first rung ran out of memory, so that the reference losses need a run with checkpoints."""
     first = ladder[0].config
     ended = {
         record.status for record in load_records_or_warn(directory / "runs") if record.config.configuration == first
@@ -254,8 +254,8 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
     return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
 
 
-def rebuild(directory: Path, status: "StatusLine") -> "Sequence[Values]":
-    """Write the tables and the picture that the records of a ladder's directory give; return the rows."""
+def rebuild(directory: Path, status: "StatusLine") -> "Sequence[Row]":
+    """Write the tables and the picture of a ladder again, from the records in its directory; return the rows."""
     status("reading records and profiles")
     from cs336_systems.report.sections.kernels.entries import load_profiled
     from cs336_systems.report.sections.ladder.rows import ladder_rows
@@ -279,7 +279,7 @@ def _explain(runs: Path) -> bool:
 
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
-    """Write and print what the records of the directory give."""
+    """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.sections.ladder.tables import ladder_section
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_line, print_table
@@ -296,7 +296,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
 
 
 def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Those of its rungs and of their reference: the directory may hold more, of ladders of other flags."""
+    """The records of the rungs and of the reference. The directory may have others, of ladders with other flags."""
     wanted = {config for rung in ladder for config in (rung.config, reason_run(rung))}
     if ladder[0].config.model_factory is None:
         wanted.add(reference(ladder[0]))
@@ -305,9 +305,9 @@ def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[Run
 
 @contextlib.contextmanager
 def _empty_compiler_cache() -> Iterator[None]:
-    """Workers started inside share a cache of the compiler that begins empty, so that what compiling takes is seen.
+    """Give all workers started inside one compiler cache, empty at first, so that times of compilation are comparable.
 
-    One that the user has chosen stays.
+    A cache directory that the user has set is kept.
     """
     if CACHE_VARIABLE in os.environ:
         yield

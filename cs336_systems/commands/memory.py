@@ -21,7 +21,7 @@ class MemoryArguments:
     """Explain where the memory of recorded steps went: by category, phase, block of the model and line of code.
 
     FILE is a snapshot that any program wrote with torch.cuda.memory._dump_snapshot, or the profile that this command or
-    a sweep has kept of one (profile.json, memory/*.json). Snapshots of this project have notes beside them, which say
+    a sweep has kept of one (memory.json, memory/*.json). Snapshots of this project have notes beside them, which say
     what each block of memory held. A second FILE is compared with the first.
     """
 

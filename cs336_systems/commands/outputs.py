@@ -1,4 +1,4 @@
-"""Standard output and error whose reader may go away: the stream is then discarded, and the program goes on."""
+"""Keeps the program running if the reader of its output or error stream ends, as in `| head`."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""Tables and plots of every results directory below another, written again from what was measured."""
+"""Writes the tables and plots of all results directories below a directory again, from the records in them."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -10,12 +10,15 @@ from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, load_ceilings_or_warn
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import load_records
+from cs336_systems.report.sections.attention import write_attention
+from cs336_systems.report.sections.fusion import write_fusion
+from cs336_systems.report.sections.precision import write_precision
 from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.studies.fusion_records import FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
-from cs336_systems.studies.records import read_study
+from cs336_systems.studies.records import StudyT, read_study
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import inert_line
 
@@ -24,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def results_below(root: Path) -> list[Path]:
-    """The results directories among `root`, what is in it and what is in that: OUTPUT/KIND/NAME is the deepest."""
+    """The results directories among `root` and the two levels of directories below it, as in OUTPUT/KIND/NAME."""
     found: list[Path] = []
     for directory in (root, *sorted(root.glob("*")), *sorted(root.glob("*/*"))):
-        is_within = any(other in directory.parents for other in found)  # earlier runs, set aside
+        is_within = any(other in directory.parents for other in found)  # it has earlier runs that --fresh set aside
         if not is_within and any((directory / name).exists() for name in _KINDS):
             found.append(directory)
     return sorted(found)
 
 
 def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) -> int:
-    """Rebuild every results directory below `root`, and say what was done with each; one that fails stops no other."""
+    """Rebuild every results directory below `root`, and say what was done with each; go on after one that fails."""
     from cs336_systems.report.terminal import print_line
 
     if not root.is_dir() or not (directories := results_below(root)):
@@ -59,14 +62,14 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
 
 
 def rebuild(directory: Path, status: "StatusLine") -> str:
-    """Write the tables and plots of one results directory again; return the name of what they were made from."""
+    """Write the tables and plots of one results directory again; return what they were made from."""
     source = next(name for name in _KINDS if (directory / name).exists())
     _KINDS[source](directory, status)
     return source
 
 
 def _sweep(directory: Path, status: "StatusLine") -> None:
-    """A sweep, and the verdict where it is a comparison. Tables of profiles stay as they are where some are missing."""
+    """Rebuild a sweep, and the verdict of a comparison. Tables of profiles stay as they are if one is missing."""
     status("reading records and profiles")
     records, problems = load_records(directory / RUNS)
     if problems or not records:
@@ -83,38 +86,25 @@ def _sweep(directory: Path, status: "StatusLine") -> None:
         compare.rebuild(directory)
 
 
-def _ladder(directory: Path, status: "StatusLine") -> None:
-    ladder.rebuild(directory, status)
+def _study(
+    file: str, kind: type[StudyT], write: Callable[[StudyT, Path], object]
+) -> Callable[[Path, "StatusLine"], object]:
+    """A function that rebuilds a study of this kind, which is kept in `file` and written by `write`."""
 
+    def rebuild_study(directory: Path, status: "StatusLine") -> None:
+        status("drawing and writing")
+        write(read_study(directory / file, kind), directory)
 
-def _attention(directory: Path, status: "StatusLine") -> None:
-    status("drawing and writing")
-    from cs336_systems.report.sections.attention import write_attention
-
-    write_attention(read_study(directory / ATTENTION, AttentionStudy), directory)
-
-
-def _fusion(directory: Path, status: "StatusLine") -> None:
-    status("drawing and writing")
-    from cs336_systems.report.sections.fusion import write_fusion
-
-    write_fusion(read_study(directory / FUSION, FusionStudy), directory)
-
-
-def _precision(directory: Path, status: "StatusLine") -> None:
-    status("writing")
-    from cs336_systems.report.sections.precision import write_precision
-
-    write_precision(read_study(directory / PRECISION, PrecisionStudy), directory)
+    return rebuild_study
 
 
 RUNS, ATTENTION, FUSION, PRECISION = "runs", "attention.json", "fusion.json", "precision.json"
-_KINDS: Mapping[str, Callable[[Path, "StatusLine"], None]] = {
-    ladder.LADDER_FILE: _ladder,
+_KINDS: Mapping[str, Callable[[Path, "StatusLine"], object]] = {
+    ladder.LADDER_FILE: ladder.rebuild,
     CEILINGS_FILE: ceilings.rebuild,
-    ATTENTION: _attention,
-    FUSION: _fusion,
-    PRECISION: _precision,
+    ATTENTION: _study(ATTENTION, AttentionStudy, write_attention),
+    FUSION: _study(FUSION, FusionStudy, write_fusion),
+    PRECISION: _study(PRECISION, PrecisionStudy, write_precision),
     RUNS: _sweep,
 }
-"""What writes the results of a directory again, by the file or folder that it has; the first that is there counts."""
+"""The function that rebuilds a directory, by the file or folder in it; of several, the first in this order decides."""

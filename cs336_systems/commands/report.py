@@ -1,4 +1,4 @@
-"""`cs336 report`: the tables and plots of finished runs, again."""
+"""`cs336 report`: writes the tables and plots of finished runs again."""
 
 import itertools
 import sys
@@ -36,7 +36,7 @@ class ReportArguments:
 
 
 def run(arguments: ReportArguments) -> int:
-    """Write and print what the records of the directories give together."""
+    """Write and print the tables of all directories together, or rebuild all results below a single directory."""
     if not arguments.directories or (arguments.output is None and len(arguments.directories) > 1):
         raise UsageError("report needs a directory; with several, also --output for what they give together")
     first, *others = arguments.directories
@@ -73,7 +73,7 @@ def _everything(root: Path, is_json: bool) -> int:
 
 
 def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path | None) -> None:
-    """Say which records cannot be read; raise UsageError where tables with these runs would be written over."""
+    """Say which records cannot be read; raise UsageError if tables that have these runs would be overwritten."""
     for problem in itertools.chain.from_iterable(problems.values()):
         print(f"warning: {problem}", file=sys.stderr)
     for directory, found in problems.items():

@@ -1,4 +1,4 @@
-"""Results of sweeps written and printed, after the sweep and by `cs336 report`."""
+"""Writes and prints the results of sweeps, after a sweep and for `cs336 report`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ def show_results(
     keep: bool = False,
     print_json: PrintJson | None = None,
 ) -> None:
-    """Write and print what the records, by the sweep's directory, support together; with `print_json` as JSON.
+    """Write the tables and plots of all sweeps together into `output`, and print the tables, or JSON if asked for.
 
-    The times of profiled runs are in the tables of profiles alone. Where a profile that is missing would be lost from
-    those tables in `output`: with `keep`, raises UsageError before anything is written; else, if the raw profile is
-    missing too, leaves those tables as they are.
+    `found` has the records by the sweep's directory. Profiled runs are only in the tables of profiles. If an explained
+    profile is missing, new tables in `output` would lose its run. Then, with `keep`, UsageError is raised before
+    anything is written; without it, the tables of profiles stay as they are if the raw profile is missing too.
     """
     status("reading records and profiles")
     from cs336_systems.report.page.contents import sweep_page
@@ -69,7 +69,7 @@ def show_results(
 
 
 def _refuse_to_lose(results: "Results", directory: Path, output: Path) -> None:
-    """Say how many runs lost their profile; raise UsageError where the output would write over tables with them."""
+    """Say how many profiles are missing; raise UsageError if tables that have these runs would be overwritten."""
     if not results.lost:
         return
     if output.resolve() == directory.resolve():

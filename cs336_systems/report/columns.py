@@ -1,4 +1,4 @@
-"""Columns of tables: what stands above each, and how a value below it is written."""
+"""Columns of tables: the heading of each, where its values come from, and how they are written."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
@@ -21,49 +21,49 @@ from cs336_systems.report.numbers import (
 from cs336_systems.report.words import status_text
 
 LEAST_DISTANCE = 0.001
-"""In percent of the fall of a loss."""
+"""Smallest distance between losses that is written as a number, in percent of the fall of the loss."""
 
 Row: TypeAlias = dict[str, Any]
-"""A row of a table by the keys of its columns; None is unknown."""
+"""The values of one row by key; None is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table, with the value under `key` in each row."""
+    """A column of a table. Its cells show the value that each row has under `key`."""
 
     name: str
     unit: str = ""
     about: str = ""
-    """What it is, in a sentence."""
+    """What the values are, in a sentence."""
     _: KW_ONLY
     numeric: bool = True
-    """Numbers stand to the right."""
+    """Numbers are aligned to the right, texts to the left."""
     drop_order: int = 0
-    """Above 0, a terminal that is too narrow for the table drops the column; the highest number goes first."""
+    """If above 0, a terminal that is too narrow for the table leaves the column out, the highest number first."""
     text: Callable[[Row], str] | None = None
-    """Makes the cell of a row where that is not the value of `key` alone; an empty text for unknown."""
+    """Writes the cell from the whole row, for a cell that shows more than the value under `key`."""
     key: str = ""
-    """Name of the value in a row and in CSV files."""
+    """Key of the value in a row, and name of the column in CSV files."""
     scale: float = 1
-    """What the value is multiplied by to be in `unit`."""
+    """Factor that converts the value to `unit`."""
     write: Callable[[Any], str] = significant
     """How the scaled value is written."""
     std: str = ""
-    """Key of the standard deviation, in the unit of the value, where the cell has it too."""
+    """Key of the standard deviation, which the cell shows behind the value; empty for a cell without one."""
     doubt: str = ""
-    """Key of whether the value is in doubt, which a mark behind it shows."""
+    """Key of a bool: whether the value is in doubt. If so, the cell ends with a mark."""
     derived: bool = False
-    """Computed from times: the standard deviation is written only where these are in doubt."""
+    """The value was computed from times: its standard deviation is shown only if it is in doubt."""
     instead: str = ""
-    """Key of the text that stands where the value is not known."""
+    """Key of a text that the cell shows if the value is unknown, such as how the run failed."""
 
     @property
     def label(self) -> str:
-        """Name and unit on one line."""
+        """The heading on one line: name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
     def cell(self, row: Row) -> str:
-        """What a row has below this heading; empty for unknown."""
+        """The text of this column's cell in a row; empty for an unknown value."""
         if self.text is not None:
             return self.text(row)
         value, std = row[self.key], row[self.std] if self.std else None
@@ -78,7 +78,7 @@ class Column:
 
 
 class Changes(TypedDict, total=False):
-    """What one table may have otherwise than COLUMNS; see `Column`."""
+    """The fields of a `Column` that a single table may change."""
 
     name: str
     unit: str
@@ -94,7 +94,10 @@ class Changes(TypedDict, total=False):
 
 
 def column(key: str, **changes: Unpack[Changes]) -> Column:
-    """The column of this key as COLUMNS has it, with `changes` for one table."""
+    """The column of this key in COLUMNS, with `changes` for a single table.
+
+    If the value is derived from times, the row has its deviation and its doubt under `KEY_std` and `KEY_is_doubted`.
+    """
     found = replace(COLUMNS[key], key=key, **changes)
     return replace(found, std=f"{key}_std", doubt=f"{key}_is_doubted") if found.derived else found
 
@@ -120,12 +123,12 @@ def six_digits(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """To three significant digits; nothing but a zero for 0."""
+    """To three significant digits; `0` for zero."""
     return significant(value, 3) if value else "0"
 
 
 def _distance(percent: float) -> str:
-    """To two significant digits; what is far below every bound is not told apart."""
+    """To two significant digits; a distance below LEAST_DISTANCE, which is far below every bound, as `<0.001`."""
     if 0 < percent < LEAST_DISTANCE:
         return f"<{LEAST_DISTANCE:g}"
     return significant(percent, 2) if percent else "0"
@@ -136,13 +139,13 @@ def _step_interval(row: Row) -> str:
 
 
 def _interval(key: str, drop_order: int) -> Column:
-    """A column of intervals, whose ends have the keys that begin with this one."""
+    """A column of intervals, whose ends a row has under `KEY_low` and `KEY_high`."""
     return Column("interval", numeric=False, drop_order=drop_order, about="Interval of the speed-up beside it.",
                   text=lambda row: interval_text(row[f"{key}_low"], row[f"{key}_high"]))  # fmt: skip
 
 
 def _speed_up(key: str) -> Callable[[Row], str]:
-    """A speed-up to the digits of its interval, which would else seem to leave it out."""
+    """A function that writes a speed-up with as many digits as its interval, so that it lies visibly inside."""
 
     def text(row: Row) -> str:
         low, high = row[f"{key}_ci95_low"], row[f"{key}_ci95_high"]
@@ -228,7 +231,7 @@ COLUMNS: dict[str, Column] = {
     "attention_ms_per_step": Column("attention time", "ms", "GPU time of attention's matrix products.", write=rounded),
     "unknown_per_step": Column("unknown", "", "Matrix products that may be a linear layer's or attention's.",
                                write=count),
-    "unknown_ms_per_step": Column("unknown time", "ms", "GPU time of those.", write=rounded),
+    "unknown_ms_per_step": Column("unknown time", "ms", "GPU time of these matrix products.", write=rounded),
     "linear_expected": Column("expected", "", "One for each linear layer in forward, two in backward.",
                               drop_order=2, write=count),
     "as_expected": _text("as expected", "Whether as many were launched as expected.", drop_order=1),
@@ -410,7 +413,7 @@ COLUMNS: dict[str, Column] = {
     "recomputed_flops": _flops("again", "FLOPs of forward that backward computes again.", 4),
     "forward_causal_flops": _flops("forward, causal", "FLOPs of forward, attention counted as causal.", 6),
     "backward_causal_flops": _flops("backward, causal", "FLOPs of backward, attention counted as causal.", 7),
-    "step_causal_flops": _flops("step, causal", "FLOPs of both, attention counted as causal.", 5),
+    "step_causal_flops": _flops("step, causal", "FLOPs of forward and backward, attention counted as causal.", 5),
     "what": _text("what", "What it is."),
     "size_bytes": Column("size", "MiB", "Bytes of all of them.", scale=2**-20),
     "each_bytes": Column("for each parameter", "byte", "Bytes for each parameter.", drop_order=1, write=three_digits),
@@ -421,8 +424,8 @@ COLUMNS: dict[str, Column] = {
     "rule": _text("rule of thumb", "Formula of the rule, and what it estimates."),
     "counted": _text("N counts", "Which parameters N counts.", drop_order=5),
     "rule_flops": _flops("rule", "FLOPs by the rule.", 3),
-    "exact_over_rule": Column("exact / rule", "", "FLOPs over those by the rule.", write="{:.4f}".format),
-    "causal_over_rule": Column("causal / rule", "", "The same, attention counted as causal.",
+    "exact_over_rule": Column("exact / rule", "", "Exact FLOPs over those by the rule.", write="{:.4f}".format),
+    "causal_over_rule": Column("causal / rule", "", "Exact FLOPs over those by the rule, attention counted as causal.",
                                drop_order=1, write="{:.4f}".format),
     # the study of attention
     "d_head": Column("d_head", "", "Width of queries, keys and values.", write=str),
@@ -475,4 +478,4 @@ COLUMNS: dict[str, Column] = {
     "max_error": Column("max error", "", "Largest distance from the same mathematics in float64.",
                         drop_order=8, write=scientific, instead="error_words"),
 }  # fmt: skip
-"""The columns that tables name by key, with the unit, digits and place that most tables give them."""
+"""All columns by key, with the unit and the digits that most tables use; `column` adapts one for a single table."""

@@ -1,10 +1,12 @@
-"""Tables over the configurations of a sweep: rows with what tells them apart before what was found in each."""
+"""Tables of explained profiles: first the columns that distinguish the configurations, then those of the values."""
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
-from cs336_systems.config import RunConfig
-from cs336_systems.record import Status
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row
 from cs336_systems.report.identity import (
     ALWAYS,
@@ -18,45 +20,64 @@ from cs336_systems.report.identity import (
 )
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
-
-Values: TypeAlias = Row
+from cs336_systems.text import inert_line
 
 
 class Entry(Protocol):
-    """A run whose profile was explained."""
+    """An explained profile, with what is known of its run."""
 
     @property
     def config(self) -> RunConfig | None:
-        """Of the profiled run; None for a file of which nothing else is known."""
+        """Configuration of the profiled run; None for a file without a record."""
 
     @property
     def device_name(self) -> str | None:
-        """None where it is not known."""
+        """Name of the device; None if it is unknown."""
 
 
 E = TypeVar("E", bound=Entry)
 
 
+def load_entries(
+    records: Iterable[RunRecord], profilers: Collection[Profiler], load: Callable[[RunRecord], E]
+) -> list[E]:
+    """The entries that `load` makes of the runs under these profilers, in the order of tables.
+
+    A profile for which `load` raises ProfileError is left out, with a warning on standard error.
+    """
+    from cs336_systems.report.frame import order  # pandas is slow to import, and only entries need it
+
+    found = []
+    for record in sorted(records, key=lambda record: order(record.config)):
+        if record.config.profiler in profilers:
+            try:
+                found.append(load(record))
+            except ProfileError as error:
+                ended = "" if record.status is Status.OK else f"; the run ended as {record.status}"
+                print(inert_line(f"warning: {record.config.label}: {error}{ended}"), file=sys.stderr)
+    return found
+
+
 def identities_of(entries: Sequence[Entry]) -> list[Identity]:
-    """Which configuration each entry is; empty for a file of which none is known."""
+    """The identity of each entry; empty for a file without a record."""
     known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
     found = iter(identities(known))
     return [{} if entry.config is None else next(found) for entry in entries]
 
 
 def labels(entries: Sequence[Entry], *, always: Sequence[str] = ALWAYS, without: Sequence[str] = ()) -> list[str]:
-    """A few words for each entry, with what tells it from the others: `small ctx 128 train bf16`."""
+    """A name for each entry, of the settings that distinguish it: `small ctx 128 train bf16`."""
     return names_of(identities_of(entries), always=always, without=without)
 
 
 def settings(entries: Sequence[Entry], also: Collection[str] = ()) -> str:
-    """What all entries share, in words."""
+    """The settings that all entries share, in words."""
     known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
     return shared_settings(known, also)
 
 
-def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]) -> list[Values]:
-    """A row for each part of each entry: its configuration by column, what the part holds, and the entry itself."""
+def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]) -> list[Row]:
+    """A row for each part of each entry: the settings of the entry, the values of the part, and the entry itself."""
     identified = zip(entries, identities_of(entries), strict=True)
     return [{**own, **part, "entry": entry, "identity": own} for entry, own in identified for part in parts(entry)]
 
@@ -64,20 +85,21 @@ def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, obj
 def over_configurations(
     name: str,
     title: str,
-    rows: Sequence[Values],
+    rows: Sequence[Row],
     columns: Sequence[Column],
     csv: Sequence[str],
     notes: Iterable[str],
     *,
-    shown: Callable[[Values], bool] = lambda _: True,
+    shown: Callable[[Row], bool] = lambda _: True,
     without: Sequence[str] = (),
     among: Sequence[Entry] = (),
 ) -> Section:
-    """The columns after those that tell the configurations apart, `without` some; in the CSV all that say which it is.
+    """A section with one table of the rows that are `shown`, and with all rows and the columns `csv` in the CSV file.
 
-    Columns that have no value but 0 in any row that is `shown` are left out. What all configurations share, those of
-    the rows or all `among` which a row stands for several, is said once, below the table: of a single configuration
-    its size and context too. Nothing at all where there are no rows.
+    In the table, the columns that distinguish the configurations come first, except those in `without`. Columns whose
+    values are all 0 or unknown are left out. A note names the settings that all configurations share, and for a single
+    configuration its size and context too. If a row stands for several entries, `among` has all entries, and the note
+    names what they share. The CSV file has all settings of each row. Without shown rows there is no table.
     """
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)

@@ -1,7 +1,7 @@
-"""A table written as Markdown, LaTeX, Typst or for the terminal; and any rows of values as CSV.
+"""Writes a table as Markdown, LaTeX, Typst or for the terminal, and rows of values as CSV.
 
-One writer for each format. Cells may hold any text, a kernel's name or an error message: every writer makes it inert
-in its own language.
+There is one function for each format. Cells may hold any text, such as a kernel's name or an error message: each
+function escapes what its format would read as markup.
 """
 
 import csv
@@ -23,17 +23,17 @@ from cs336_systems.text import LONGEST_LINE, inert_line
 
 FORMULA_STARTS = frozenset("=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}"
                            "\N{FULLWIDTH HYPHEN-MINUS}\N{FULLWIDTH COMMERCIAL AT}")  # fmt: skip
-"""What makes a spreadsheet take a text for a formula (OWASP, CSV injection)."""
+"""First characters that make a spreadsheet read a text as a formula (OWASP, CSV injection)."""
 CSV_DIGITS = 9
 """Significant digits of a number in a CSV file: a nanosecond in a second."""
 MAX_WORD = 24
-"""Characters of a word of text that a terminal breaks only where nothing else makes a table fit."""
+"""Longest part of a word, in characters, that a terminal keeps on one line."""
 LONGEST_ON_TERMINAL = 1000
-"""Characters of a cell in the terminal, where all others of its column are as wide."""
+"""Longest text of a cell in the terminal, in characters: all cells of its column are as wide."""
 LONGEST_CELL = 32_000
-"""Characters of a text in a CSV file: spreadsheets have room for 32,767."""
+"""Longest text in a CSV file, in characters: a spreadsheet's cell holds 32,767."""
 LONGEST_CAPTION = 20_000
-"""Characters of all notes of a table together."""
+"""Longest caption of a LaTeX or Typst table, in characters; it holds the title and all notes."""
 
 _MARKDOWN = str.maketrans(
     {**{c: f"\\{c}" for c in "\\`*_[]#|~$"}, "&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -59,7 +59,7 @@ _LATEX = str.maketrans(
 
 
 def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """The values as CSV: numbers in full, None and NaN empty, texts that a spreadsheet would run behind a quote."""
+    """The values as CSV. None and NaN are empty; texts that a spreadsheet would read as formulas begin with a quote."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_csv_text(name) for name in header])
@@ -91,7 +91,7 @@ def to_markdown(table: Table) -> str:
 
 
 def inert_markdown(text: str) -> str:
-    """The text as Markdown that looks as it is: nothing in it is read as markup."""
+    """The text with everything escaped that Markdown would read as markup."""
     return inert_line(text).translate(_MARKDOWN)
 
 
@@ -165,9 +165,10 @@ def _caption(table: Table) -> str:
 
 
 def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
-    """Title, table and notes for a terminal of `width` characters, or of any width; rich reads no markup in them.
+    """Title, table and notes for a terminal of `width` characters; None is unlimited.
 
-    Columns with a `drop_order` are dropped as far as the width asks for it; a note names them and `where` they are.
+    If the table is too wide, columns with a `drop_order` are left out; a note names them, followed by `where`, which
+    says where to find them.
     """
     columns = range(len(table.headings))
     texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
@@ -181,20 +182,21 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """How a table stands on a terminal."""
+    """The columns that a terminal shows, and their widths."""
 
     columns: Sequence[int]
     """Indices of the columns that are shown."""
     widths: Sequence[int] = ()
-    """Characters of each of these; empty where the cells of a row stand below each other, which is the last resort."""
+    """Width of each shown column, in characters; empty if no table fits, so that each cell has a line of its own."""
     gap: int = 2
-    """Blanks between two columns."""
+    """Spaces between two columns."""
 
 
 def _fit(headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
-    """Each cell on one line; if too wide, headings and texts wrap and columns are dropped; at last numbers wrap too.
+    """Choose columns and widths; `texts` are the cells of each column.
 
-    `texts` are the cells of each column.
+    If all cells fit on one line each, nothing is wrapped. Otherwise headings and texts wrap, and columns are left out
+    by their `drop_order`; if even that is too wide, numbers wrap too.
     """
     columns = range(len(headings))
     whole = [_widest([*_lines(heading), *cells]) for heading, cells in zip(headings, texts, strict=True)]
@@ -216,7 +218,7 @@ def _fit(headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int 
 
 
 def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int) -> list[int]:
-    """The least width of each column, and what is left of the room: those that want little get it all."""
+    """Widths between `least` and `most` that fill the room, which columns that need little more get first."""
     widths = {column: least[column] for column in columns}
     left = room - sum(widths.values())
     for rank, column in enumerate(sorted(columns, key=lambda column: most[column] - least[column])):
@@ -231,7 +233,7 @@ def _lines(heading: Column) -> list[str]:
 
 
 def _words(texts: Iterable[str]) -> list[str]:
-    """What stays on one line where texts wrap; a longer word is broken."""
+    """The pieces that stay on one line if texts wrap; a word longer than MAX_WORD is cut."""
     return [word[:MAX_WORD] for text in texts for word in re.split(r" +(?!±)", text)]
 
 
@@ -258,7 +260,7 @@ def _body(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> rich
 
 
 def _list(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> Text:
-    """A block of lines for each row, a blank line between two."""
+    """The table as a list: a line for each cell, and a blank line between two rows."""
     blocks = []
     for index in range(len(table.rows)):
         lines = [f"{inert_line(table.headings[c].label)}: {texts[c][index]}" for c in layout.columns if texts[c][index]]
@@ -268,4 +270,4 @@ def _list(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> Text
 
 FAILED_STYLE = "dim red"
 WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_latex, "typ": to_typst}
-"""Formats of a readable file, by its ending."""
+"""The function that writes a table, by the ending of the file."""

@@ -1,4 +1,4 @@
-"""Records of finished runs as one data frame: a row per configuration, failed ones too."""
+"""The records of finished runs as one data frame with a row per configuration, failed ones too."""
 
 import math
 import statistics
@@ -9,13 +9,7 @@ import pandas as pd
 
 from cs336_systems.analysis.statistics import mean_interval, quotient_stdev
 from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import (
-    SIZES,
-    Mode,
-    Phase,
-    Precision,
-    RunConfig,
-)
+from cs336_systems.config import SIZES, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import Measurement, RunRecord, Status
@@ -39,9 +33,9 @@ RESULTS = (
 )  # fmt: skip
 """Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
 QUANTITIES = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("warnings")]
-"""Columns that were measured or follow from what was measured; NaN where that is unknown."""
-BESIDE = ("processes", "first_step_ms", "speed_up", "speed_up_std", "full_status", "speed_up_is_doubted")
-"""Columns that a frame of results has beside RESULTS; see `to_frame`."""
+"""Columns that were measured or computed from measurements; NaN is unknown."""
+BESIDE = ("processes", "first_step_ms", "speed_up", "speed_up_std", "fp32_status", "speed_up_is_doubted")
+"""Columns that the frame has in addition to RESULTS; see `to_frame`."""
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms",
            "speed_up", "speed_up_std")  # fmt: skip
 
@@ -51,29 +45,30 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
 
     Repeats are pooled: a mean is the mean over the processes' means; a standard deviation is that of a step within its
     process (the processes' variances, weighted by their degrees of freedom); median and minimum are over all steps; the
-    confidence interval is over the processes' means, and unknown where fewer than three finished: steps of one process
-    resemble each other too much for an interval over them to hold. `processes` is how many have times. Peaks are the
-    largest of all processes. Where some repeats failed, the times are those of the others, `status` and `error` tell of
-    the first failure, and `warnings` counts them. Repeats on different devices are different rows. `ceiling_share` is
-    what `mfu` is, of the measured ceiling. `first_step_ms` is the first of the measured steps, the mean over processes.
+    confidence interval is over the processes' means, and unknown if fewer than three finished: the steps of one process
+    are not independent. `processes` is the number of processes with times. Peaks are the largest of all processes. If
+    some repeats failed, the times are those of the others, `status` and `error` are those of the first failure, and
+    `warnings` counts the failures. Repeats on different devices are different rows. `ceiling_share` is `mfu` with the
+    measured ceiling in place of the data sheet's peak. `first_step_ms` is the first measured step, the mean over
+    processes.
 
     `speed_up` is how many times faster a row is than the same configuration in fp32 on the same device. It is NaN for
-    fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated). `full_status` is
-    how the fp32 run ended, None where there is none; `speed_up_is_doubted` says whether a warning of either run puts
+    fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated). `fp32_status` is
+    how the fp32 run ended, None if there is none; `speed_up_is_doubted` says whether a warning of either run puts
     its time in doubt.
     """
     groups = _repeats(records)
     configs = [group[0].config.configuration for group in groups]
     rows = [_row(group, ceilings) for group in groups]
     keys = [apart_from(config, "precision") for config in configs]
-    full = {
+    fp32_rows = {
         (key, row["device_name"]): row
         for key, row in zip(keys, rows, strict=True)
         if row["precision"] == Precision.FP32
     }
     for key, row in zip(keys, rows, strict=True):
         # a run that failed before it could name its device has none
-        baseline = full.get((key, row["device_name"])) or full.get((key, None))
+        baseline = fp32_rows.get((key, row["device_name"])) or fp32_rows.get((key, None))
         row |= _speed_up(row, None if row["precision"] == Precision.FP32 else baseline)
     index = pd.Index(configs, dtype="object", name="config")
     frame = pd.DataFrame(rows, columns=[*RESULTS, *BESIDE], index=index, dtype="object")
@@ -85,23 +80,23 @@ def _speed_up(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dic
         return {"speed_up_is_doubted": False}
     base_ms, step_ms = baseline.get("step_mean_ms"), row.get("step_mean_ms")
     if not base_ms or not step_ms:
-        return {"full_status": baseline["status"], "speed_up_is_doubted": False}
+        return {"fp32_status": baseline["status"], "speed_up_is_doubted": False}
     ratio = base_ms / step_ms
     return {
         "speed_up": ratio,
         "speed_up_std": quotient_stdev(ratio, baseline.get("step_cv"), row.get("step_cv")),
-        "full_status": baseline["status"],
+        "fp32_status": baseline["status"],
         "speed_up_is_doubted": in_doubt([*codes_of(baseline), *codes_of(row)]),
     }
 
 
 def over_warmup(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that differ from another in nothing but the number of warm-up steps."""
+    """The rows that differ from some other row in nothing but the number of warm-up steps."""
     return frame[_warmup_steps(frame).transform("nunique") > 1]
 
 
 def steady(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of rows that differ only in their number of warm-up steps, the one with most."""
+    """Of rows that differ only in their number of warm-up steps, the one with the most."""
     return frame[_warmup_steps(frame).transform("max") == frame["warmup_steps"]]
 
 
@@ -111,7 +106,7 @@ def _warmup_steps(frame: pd.DataFrame) -> "SeriesGroupBy[Any, Any]":
 
 
 def numbered(keys: Iterable[Hashable]) -> "NDArray[np.intp]":
-    """A number for each different key, in the order of the first of each, by which pandas can group."""
+    """A number for each key, equal for equal keys, in the order of their first occurrence; pandas groups by it."""
     return pd.factorize(pd.Series(list(keys), dtype="object"))[0]
 
 
@@ -121,7 +116,7 @@ def codes_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows by column name, what is unknown as None, with every setting, the `config` and its `identity`."""
+    """The rows as dicts, with None for unknown values; with all settings, the `config` and its `identity`."""
     rows = [
         {str(name): None if pd.isna(value) else value for name, value in row.items()}
         for row in frame.to_dict("records")
@@ -139,14 +134,14 @@ def describe(frame: pd.DataFrame, also: Collection[str] = ()) -> str:
 
 
 def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
-    """All settings but `names` and the repeat: equal for runs that differ in nothing else."""
+    """The values of all settings except `names` and the repeat: equal for runs that differ in nothing else."""
     return tuple(value for name, value in settings_of(config).items() if name not in ("repeat", *names))
 
 
 def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
-    """Records of one configuration on one device each, in the order of tables.
+    """The records in groups of one configuration on one device, in the order of tables.
 
-    A run that ended before it could name its device belongs with the others where these name only one.
+    A run that ended before it could name its device is in the group of the others if these name only one device.
     """
     kept = dict.fromkeys(records)  # the same record twice is still one process
     devices: dict[RunConfig, set[str | None]] = {}
@@ -162,7 +157,7 @@ def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
 
 
 def order(config: RunConfig) -> tuple[Any, ...]:
-    """Key to sort configurations by, as tables list them: presets by size, then shape, context, precision, mode."""
+    """Key to sort configurations by, in the order of tables: by size, then shape, context, precision, mode."""
     sizes, model = list(SIZES), config.model
     rank = sizes.index(config.size) if config.size in sizes else len(sizes)
     shape = (model.d_model, model.num_layers, model.d_ff, model.num_heads, model.context_length)

@@ -1,6 +1,8 @@
-"""What tells configurations apart, as columns of a table, in a few words and as names of files, and what they share.
+"""Names configurations by the settings that distinguish them: in columns of a table, in words and in names of files.
 
-The settings are the fields of the configuration, as found there: one that is added later takes part in all of it.
+The `identity` of a run is all of its settings by column. `distinguishing` chooses the columns in which runs differ, and
+`shared_settings` puts the settings that they have in common in words. The settings are the fields of RunConfig and
+ModelConfig, so that a field that is added there needs no change here.
 """
 
 import hashlib
@@ -19,10 +21,10 @@ from cs336_systems.settings import Setting, heading_of, in_note, in_words
 from cs336_systems.text import LONGEST_PART, inert_line, text_of
 
 Identity: TypeAlias = dict[str, Any]
-"""A configuration by the names of columns; None is unknown. Equal for equal configurations on one device only."""
+"""All settings of a run by column; None is unknown. Two are equal only if configuration and device are the same."""
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
-"""Columns of the inside of this project's model, empty for a user's own: nobody knows that one's."""
+"""Columns of the model's inner sizes, which are empty for a user's own model because they are unknown."""
 SHORTCUTS = (
     "checkpoint_blocks", "pad_vocabulary", "cast_once", "cuda_graph", "learning_rate", "fused_loss", "fp8",
     "fused_blocks",
@@ -32,44 +34,47 @@ LEADING = (
     "size", "arch", *SHAPE, "vocab_size", "context_length", "batch_size", "mode", "precision", "attention", "compile",
     "optimizer", "device_name", *SHORTCUTS, "profiler", "repeat",
 )  # fmt: skip
-"""First columns of the CSV files of profiles; all other settings are their last."""
+"""First columns of the CSV files of profiles; all other settings are the last columns."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
-"""Settings that results.csv has after all others."""
+"""Settings that results.csv has after the columns of RESULTS."""
 MUST_KEEP = ("context_length", "vocab_size")
-"""What a model of the user's own must keep to; of all else it is offered a value."""
+"""Settings that a user's own model must have; the others are only offered to its factory."""
 MAX_FILE_NAME = 100
-"""Characters of a name made of words: what a picture is of, and an ending, come after it."""
+"""Longest name of a file without its ending, in characters; the names of pictures are a little longer."""
 
 ALWAYS = ("size", "context_length")
-"""What names and tables of several configurations give of each, whether it tells them apart or not."""
+"""Columns that tables and names always have, whether configurations differ in them or not."""
 _FIRST = ("mode", "precision", "batch_size", "attention", "compile", "optimizer", "arch", "device_name", "profiler",
           *SHORTCUTS)  # fmt: skip
-"""Settings that come first in names and tables, in order; the others follow as they are declared."""
+"""Settings that come first in names and tables; the others follow in the order of their declaration."""
 _IMPLIED = (*SHAPE, "vocab_size")
-"""Settings that a size stands for."""
+"""Settings that follow from a preset size."""
 _LAST = ("repeat", "device", "digest")
-"""What tells apart where nothing else does."""
+"""Columns that are used only if runs do not differ in any other."""
 _FIRST_IN_NOTES = ("device_name", "arch", "batch_size", "mode", "precision", "attention", "compile", "optimizer",
                    "warmup_steps", "measured_steps")  # fmt: skip
 _ALWAYS_IN_NOTES = {*_FIRST_IN_NOTES} - {"compile"}
-"""Settings that notes give even where they have their usual values."""
+"""Settings that notes name even if they have their usual values."""
 _BESIDE_NOTES = ("size", *SHAPE, "context_length", "profiler", "repeat", "device", "digest")
-"""What notes leave out: it stands beside each row or along an axis."""
+"""Settings that notes leave out, because a column or an axis shows them."""
 OTHERS: Mapping[str, Setting] = MappingProxyType(
     {"device_name": Setting(heading="device", word="", note="{}"), "digest": Setting(heading="record")}
 )
-"""Columns that tell runs apart and are no settings, declared as settings are."""
+"""Columns that are not settings and may distinguish runs, declared as settings are."""
 
 
 def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
-    """Which configuration each run with the name of its device is; where only one is named, it is that of all."""
+    """The identity of each run, given with the name of its device.
+
+    If all known names are the same, runs without a name get it too.
+    """
     found = [identity(config, device_name) for config, device_name in runs]
     devices = {row["device_name"] for row in found} - {None}
     return [row | {"device_name": next(iter(devices))} for row in found] if len(devices) == 1 else found
 
 
 def identity(config: RunConfig, device_name: str | None) -> Identity:
-    """The configuration by columns: LEADING, UNLISTED, then every other setting, and last the digest of all."""
+    """The identity of a run: the columns LEADING and UNLISTED, then all other settings, then the digest."""
     found = _by_columns(settings_of(config)) | {
         "size": size_text(config),
         "device_name": device_name,
@@ -89,14 +94,14 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _usual_settings(config: RunConfig) -> dict[str, Any]:
-    """The values that a run of this size has where nothing else is asked for."""
+    """The default values of all settings for a run of this size."""
     preset = SIZES.get(config.size)
     usual = {field.name: field.default for field in fields(config) if field.name != "model"}
     return usual | {field.name: getattr(preset, field.name, field.default) for field in fields(config.model)}
 
 
 def _by_columns(values: Mapping[str, Any]) -> Identity:
-    """The settings by columns; some columns stand for two settings, or have other words for a value."""
+    """The settings by column. Some columns combine two settings, or write a value in other words."""
     is_own = values["model_factory"] is not None
     attention, backend = values["attention"], values["sdpa_backend"]
     by_block = values["compile_blocks"] and values["compile"] is not CompileMode.NONE
@@ -122,9 +127,9 @@ def _setting(name: str) -> Setting:
 
 
 def size_text(config: RunConfig) -> str:
-    """The size; of a user's own model what its factory was offered, which nobody knows it to have taken.
+    """The name of the size; for a user's own model, the sizes that its factory was offered and may have ignored.
 
-    A preset by its name, with what differs from it; any other by its shape too, as two of them are two rows.
+    These are the preset's name and all values that differ from the preset.
     """
     if config.model_factory is None:
         return config.size
@@ -137,14 +142,15 @@ def size_text(config: RunConfig) -> str:
 
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
-    """The last columns of the CSV files of profiles: settings that are not among LEADING."""
+    """The last columns of the CSV files of profiles: all settings that are not in LEADING."""
     return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, "digest")]
 
 
-def telling(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
-    """Columns in which any two rows differ that are not the same: `always`, and every setting that varies.
+def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
+    """The columns that distinguish the rows: `always`, and every setting of which the rows have several values.
 
-    Those that a size stands for only where one size has several.
+    Settings that follow from a size count only if rows of one size differ in them. Columns of _LAST are added until no
+    two different rows look the same.
     """
     settings = [name for name in (rows[0] if rows else ()) if name not in (*always, *_IMPLIED, *_LAST)]
     ordered = sorted(settings, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
@@ -174,11 +180,11 @@ def _cell(value: object) -> str:
 def identity_columns(
     rows: Sequence[Mapping[str, Any]], always: Sequence[str] = ALWAYS, without: Collection[str] = ()
 ) -> list[Column]:
-    """The columns that tell the rows of a table apart, each of which has its `identity`; `without` some."""
+    """The distinguishing columns of a table, except those in `without`; each row has its identity under `identity`."""
     found = [row["identity"] for row in rows]
     return [
         Column(heading_of(name, _setting(name)), numeric=_is_numeric(found, name), key=name, text=_identity_cell(name))
-        for name in telling(found, always)
+        for name in distinguishing(found, always)
         if name not in without
     ]
 
@@ -198,12 +204,12 @@ def apart_from(rows: Sequence[Identity], names: Collection[str]) -> list[Identit
 
 
 def names_of(rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, without: Sequence[str] = ()) -> list[str]:
-    """A few words for each, with what tells it from the others: `small ctx 128 bf16`; different for different rows.
+    """A name for each row, of its distinguishing settings: `small ctx 128 bf16`. Different rows have different names.
 
-    Rows that differ in nothing but `without` have one name.
+    Rows that differ only in the settings `without` have the same name.
     """
     kept = apart_from(rows, without) if without else rows
-    shown = telling(kept, [name for name in always if name not in without])
+    shown = distinguishing(kept, [name for name in always if name not in without])
     names = [" ".join(filter(None, (in_words(name, _setting(name), row[name]) for name in shown))) for row in kept]
     same = Counter(name for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)})
     return [
@@ -213,9 +219,9 @@ def names_of(rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, withou
 
 
 def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collection[str] = ()) -> str:
-    """The settings that all runs, each with the name of its device, share, in words.
+    """The settings that all runs share, in words; each run is given with the name of its device.
 
-    Those with their usual values are left out, unless they are in `also`.
+    Settings with their default values are left out unless they are in `also`.
     """
     rows, usual = identities(runs), [_by_columns(_usual_settings(config)) for config, _ in runs]
     noted = [name for name, setting in SETTINGS.items() if setting.note]
@@ -231,7 +237,7 @@ def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collecti
 
 
 def file_names(names: Iterable[str]) -> list[str]:
-    """The names as names of files, without an ending: plain, not too long, and no two alike on any file system."""
+    """Names of files for these names, without endings: no two are the same, even if the file system ignores case."""
     found: dict[str, str] = {}
     for stem in map(file_name, names):
         numbered = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
@@ -241,7 +247,7 @@ def file_names(names: Iterable[str]) -> list[str]:
 
 
 def file_name(name: str) -> str:
-    """The name as the name of a file, without an ending: plain, and not too long."""
+    """A name of a file for this name, without an ending: at most MAX_FILE_NAME portable characters."""
     plain = re.sub("[^A-Za-z0-9.+]+", "_", name)
     return plain if len(plain) <= MAX_FILE_NAME else f"{plain[: MAX_FILE_NAME - 9]}_{_hashed(name)}"
 

@@ -3,21 +3,23 @@
 import math
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
-"""Significant digits of what has an interval."""
+"""Fewest and most significant digits of a value that has an interval."""
 MAX_LABEL = 64
-"""Characters of a name in a readable table; the CSV has all."""
+"""Longest name in a readable table, in characters; the CSV has the whole name."""
 LABEL_END = 8
 """Of these, characters of its end: cuBLAS names its tiles in the middle, by which alone some kernels differ."""
 DOUBT = "?"
-"""Ends a time that is in doubt, and what is computed from it."""
-
+"""Mark behind a time that is in doubt, and behind a value that was computed from one."""
 
 MIB, GIB = 2**20, 2**30
 GIGA, TERA = 1e9, 1e12
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """The value to so many significant digits, more where it is a larger whole number; no exponent, thousands apart."""
+    """The value to this many significant digits, without an exponent and with commas between thousands.
+
+    All digits before the decimal point are written, even if they are more.
+    """
     if not math.isfinite(value):
         return str(value)
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
@@ -25,12 +27,12 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def rounded(value: float) -> str:
-    """The value to four significant digits; nothing but a zero for 0."""
+    """The value to four significant digits; `0` for zero."""
     return significant(value) if value else "0"
 
 
 def count(value: float) -> str:
-    """How often something happened: a whole number, or a mean with two decimals; thousands apart."""
+    """How often something happened: a whole number, or a mean with two decimals; with commas between thousands."""
     return f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
 
 
@@ -40,14 +42,15 @@ def in_percent(share: float) -> str:
 
 
 def change(ratio: float) -> str:
-    """By how much more or less than 1 the ratio is, in percent, signed."""
+    """The relative change that the ratio means, in percent with a sign: `+5.0` for 1.05."""
     return f"{100 * (ratio - 1):+.1f}"
 
 
 def mean_and_std(mean: float, std: float | None) -> str:
-    """`66.31 ± 0.12`, `66.3 ± 0.4`: the deviation to one digit, two after a leading 1; the mean as far as these.
+    """Mean and standard deviation with the same decimals: `66.31 ± 0.12`, `66.3 ± 0.4`.
 
-    Where the deviation is the larger, `0.072 ± 33`: each to two digits.
+    The deviation has one significant digit, or two if the first is a 1. If it is larger than the mean, each has two
+    significant digits: `0.072 ± 33`.
     """
     if std is None or not math.isfinite(std):
         return significant(mean)
@@ -61,7 +64,7 @@ def mean_and_std(mean: float, std: float | None) -> str:
 
 
 def interval_text(low: float | None, high: float | None) -> str:
-    """`2.426 to 2.433`: its width shows, unless that takes more than MAX_DIGITS; empty for none."""
+    """The interval as `2.426 to 2.433`, with enough digits to show its width; empty if an end is unknown."""
     if low is None or high is None:
         return ""
     digits = interval_digits(low, high)
@@ -69,7 +72,7 @@ def interval_text(low: float | None, high: float | None) -> str:
 
 
 def interval_digits(low: float, high: float) -> int:
-    """Significant ones, as far as the first of the interval's width, from MIN_DIGITS to MAX_DIGITS."""
+    """How many significant digits show the width of the interval: from MIN_DIGITS to MAX_DIGITS."""
     wanted = _exponent(high) - _exponent(high - low) + 1 if high > low else MAX_DIGITS
     return min(MAX_DIGITS, max(MIN_DIGITS, wanted))
 
@@ -79,17 +82,17 @@ def _exponent(value: float) -> int:
 
 
 def percent(part: float, whole: float) -> str:
-    """The share with one decimal; empty where the whole is nothing."""
+    """The part in percent of the whole, with one decimal; empty if the whole is 0."""
     return f"{100 * part / whole:.1f}" if whole else ""
 
 
 def ratio(value: float | None, whole: float | None) -> float | None:
-    """The value over the whole; None where either is not known, or the whole is nothing."""
+    """The value over the whole; None if either is unknown or the whole is 0."""
     return None if value is None or not whole else value / whole
 
 
 def label(name: str) -> str:
-    """The name, its middle left out where it is longer than a table has room for."""
+    """The name; if it is longer than MAX_LABEL, without its middle."""
     return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
 
 
@@ -99,7 +102,7 @@ def scientific(value: float) -> str:
 
 
 def amount(value: float | str) -> str:
-    """A whole number in full; others to four digits, with a power of a thousand from a million on: `70e9`."""
+    """A whole number in full; others to four digits, and from a million on with a power of a thousand: `70e9`."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) or not value:

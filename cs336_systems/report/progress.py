@@ -1,4 +1,4 @@
-"""A sweep as it happens, on the terminal: what runs now, how far it is, and each result as it arrives."""
+"""Shows the progress of a sweep on standard error: a bar, the runs in progress, and a line for each result."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -25,10 +25,10 @@ from cs336_systems.text import counted, inert_line
 
 
 class TerminalListener(Listener):
-    """Draws on standard error and only when told to: a drawing thread would share the host with what is timed."""
+    """Shows the progress of a sweep. It has no thread, which would disturb what is timed on the host."""
 
     def __init__(self, names: Mapping[RunConfig, str] | None = None) -> None:
-        """`names` of configurations that are called other than by their settings; repeats share one."""
+        """`names` are names of configurations that replace the list of their settings; repeats share a name."""
         self._names = names or {}
         self.console = Console(stderr=True, emoji=False)
         self._progress = Progress(
@@ -46,7 +46,7 @@ class TerminalListener(Listener):
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
         self._own: set[RunConfig] = set()
-        """What has been started here, and not in an earlier sweep."""
+        """Runs that were started by this command, not by an earlier one."""
         self._lines = StatusLine()
         self._num_started = self._total = 0
 
@@ -73,7 +73,7 @@ class TerminalListener(Listener):
             self._lines(first)
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
-        """Show the run among those at work; where there is no bar, in a line of its own."""
+        """Show the run among those in progress; without a bar, in a line of its own."""
         label = self._label(config)
         self._own.add(config)
         self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and gpu.index else label
@@ -91,25 +91,25 @@ class TerminalListener(Listener):
         self._show()
 
     def explaining(self, config: RunConfig) -> None:
-        """Show what is explained; in a line of its own if an earlier sweep has measured it, and there is no bar."""
+        """Show whose profile is being explained; without a bar, only if an earlier command measured the run."""
         self._running[config.key] = doing = f"explaining the profile of {self._label(config)}"
         if not self.console.is_terminal and config not in self._own:
             self._lines(doing)
         self._show()
 
     def explained(self, config: RunConfig, failure: str | None) -> None:
-        """Print in one line why there is no explanation."""
+        """Print in one line why a profile could not be explained, if so."""
         self._running.pop(config.key, None)
         if failure is not None:
             self._print(f"[yellow]not explained[/] {escape(inert_line(f'{self._label(config)}: {failure}'))}")
         self._show()
 
     def tick(self) -> None:
-        """Move the clock of the bar."""
+        """Update the bar's clock."""
         self._progress.refresh()
 
     def _print(self, line: str) -> None:
-        """Print one line of rich's markup; only a terminal breaks it."""
+        """Print one line with rich's markup, which is wrapped only on a terminal."""
         self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def _label(self, config: RunConfig) -> str:
@@ -126,7 +126,7 @@ class TerminalListener(Listener):
 
 
 def describe_run(record: RunRecord, label: str) -> str:
-    """One line, in rich's markup, for a run that has ended and is called `label`."""
+    """One line with rich's markup that says how a run, named `label`, has ended."""
     label = escape(f"{label:<34}")
     step = record.measurement(Phase.STEP)
     if step is None:

@@ -1,4 +1,4 @@
-"""The results of sweeps: records and explained profiles, and how they become files, tables and JSON."""
+"""The results of sweeps: records and explained profiles, from which files, tables and JSON are made."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from cs336_systems.studies.ceilings_files import Ceilings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The records of sweeps, and those of them whose explained profiles are there."""
+    """The records of sweeps, and an entry for each explained profile of kernels or memory."""
 
     records: Sequence[RunRecord]
     kernels: Sequence[Profiled] = ()
@@ -28,12 +28,12 @@ class Results:
 
     @classmethod
     def load(cls, records: Sequence[RunRecord], directory: Path) -> "Results":
-        """The records of the directory with the profiles beside; a warning for each profile that is missing."""
+        """The records with the explained profiles in the sweep's directory; a missing profile is a warning."""
         return cls(records=records, kernels=load_profiled(records, directory), memory=load_memory(records, directory))
 
     @classmethod
     def together(cls, several: Iterable["Results"]) -> "Results":
-        """The results of several sweeps as those of one."""
+        """The results of several sweeps taken together, as if they were one."""
         found = list(several)
         return cls(
             records=[record for results in found for record in results.records],
@@ -43,23 +43,23 @@ class Results:
 
     @property
     def published(self) -> list[RunRecord]:
-        """Runs without a profiler, whose times count."""
+        """The records of runs without a profiler. Only their times are published."""
         return [record for record in self.records if record.config.profiler is Profiler.NONE]
 
     @property
     def _profiled(self) -> list[RunConfig]:
-        """Runs that ended well under a profiler; one that ran out of memory need not have a profile."""
+        """Runs under a profiler with status ok; one that ran out of memory need not have a profile."""
         return [r.config for r in self.records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
 
     @property
     def without_profile(self) -> list[RunConfig]:
-        """Runs that ended well under a profiler, and whose explained profile is missing."""
+        """Runs under a profiler with status ok whose explained profile is missing."""
         loaded = {entry.config for entry in self.kernels} | {entry.config for entry in self.memory}
         return [config for config in self._profiled if config not in loaded]
 
     @property
     def lost(self) -> str:
-        """How many runs ended well and lost their profile, in words; empty if none did."""
+        """How many explained profiles are missing, in words; empty if none is."""
         num_missing = len(self.without_profile)
         words = f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are missing"
         return words if num_missing else ""

@@ -1,4 +1,4 @@
-"""One subject of a report: tables to read and all of its values, and how both become files."""
+"""One subject of a report: its tables for people, its values, and how both are written to files."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,30 +10,30 @@ from cs336_systems.files import write_atomically
 from cs336_systems.report.formats import WRITERS, to_csv
 from cs336_systems.report.table import Table, with_note
 
-Row = TypeVar("Row")
+T = TypeVar("T")
 
 _SI = {"ms": ("s", 1e-3), "us": ("s", 1e-6), "mib": ("bytes", 2**20), "gib": ("bytes", 2**30), "gb": ("bytes", 1e9),
        "tflops": ("flops", 1e12)}  # fmt: skip
-"""Scaled units in names of columns, the SI unit in its place, and what a value is multiplied by."""
+"""For each scaled unit in a key of a CSV file: the SI unit that replaces it, and the factor for the value."""
 _UNIT = re.compile(rf"(?<![a-z])({'|'.join(_SI)})(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One subject of a report: tables to read, and all of its values by the names of the CSV file's columns."""
+    """One subject of a report: its tables for people, and its values for a CSV file and for JSON."""
 
     name: str
     """Name of the files, without an ending."""
     tables: tuple[Table, ...] = ()
-    """Empty where only the values are of use."""
+    """Empty if the subject is written as CSV only."""
     rows: Sequence[Mapping[str, object]] = ()
-    """The values, in the units of the CSV file; empty where nothing is known of the subject."""
+    """The values by key, in the units of the CSV file; empty if nothing is known of the subject."""
     keys: Sequence[str] = ()
-    """Columns of the CSV file in order; without any, those of the first row."""
+    """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
 
     @property
     def values(self) -> list[dict[str, object]]:
-        """The rows with the columns of the CSV file alone."""
+        """The rows of the CSV file."""
         keys = self.keys or (self.rows[0] if self.rows else ())
         return [{key: row[key] for key in keys} for row in self.rows]
 
@@ -57,9 +57,9 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
 
 
 def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:
-    """Write each file into the directory, which is made; return the paths.
+    """Write each file below the directory, and make folders as needed; return the paths.
 
-    An empty file is not written, and an earlier one of its name is removed.
+    An empty file is not written; an earlier file of the same name is removed.
     """
     for name, content in files.items():
         path = directory / name
@@ -71,13 +71,13 @@ def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]
     return [directory / name for name, content in files.items() if content]
 
 
-def values_of(columns: Mapping[str, Callable[[Row], object]], rows: Iterable[Row]) -> list[dict[str, object]]:
-    """The rows by the names of the columns; each column has a function that takes its value from a row."""
+def values_of(columns: Mapping[str, Callable[[T], object]], rows: Iterable[T]) -> list[dict[str, object]]:
+    """A dict of values for each row; `columns` gives, for each key, the function that takes the value from a row."""
     return [{name: value(row) for name, value in columns.items()} for row in rows]
 
 
 def in_si(row: Mapping[str, object]) -> dict[str, object]:
-    """The values of a CSV's row by the names of its columns, both in SI units: `step_mean_ms` is `step_mean_s`."""
+    """The row of a CSV file with keys and values in SI units: `step_mean_ms` becomes `step_mean_s`."""
     return dict(_in_si(name, value) for name, value in row.items())
 
 

@@ -1,4 +1,4 @@
-"""Answers in prose, beside the tables: how they give a share, and how they become Markdown."""
+"""What answers.md of kernels and of memory share: shares in sentences, and the Markdown of questions and answers."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,12 +7,12 @@ from cs336_systems.report.numbers import significant
 
 
 def percent_of(part: float, whole: float) -> str:
-    """The share in percent for a sentence, to three digits; 0 of nothing."""
+    """The part in percent of the whole, to three digits; `0 %` if either is 0."""
     return f"{significant(100 * part / whole, 3) if part and whole else 0} %"
 
 
 def answers_markdown(title: str, sections: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-    """Questions as headings, answers as paragraphs, each with a label in bold if it has one; no name is markup."""
+    """The title and questions as headings, and each answer as a paragraph, after its label in bold if it has one."""
     parts = [f"# {inert_markdown(title)}"]
     for question, paragraphs in sections:
         parts.append(f"## {question}")

@@ -1,4 +1,4 @@
-"""What a command is doing now, on standard error: a line that is redrawn on a terminal, a line each elsewhere."""
+"""Says on standard error what a command is doing: in one line that is redrawn, or in a new line if not a terminal."""
 
 import sys
 from pathlib import Path
@@ -12,14 +12,14 @@ from rich.text import Text
 from cs336_systems.text import inert_line
 
 LARGE_BYTES = 8 * 2**20
-"""Of a profiler's file that takes a second and more to read."""
+"""Size of a profiler's file from which reading it takes a second or more."""
 _STARTED = monotonic()
 
 
 class StatusLine:
-    """Draws only when it is called: a drawing thread would share the host with what is timed.
+    """The line that says what a command is doing. It has no thread, which would disturb what is timed on the host.
 
-    Use it as a context manager, and print results after it: on a terminal it takes its line away at the end.
+    Use it as a context manager, and print results after it: at its end it removes the line from a terminal.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class StatusLine:
 
     def __enter__(self) -> "StatusLine":
         if sys.stderr.isatty() and not self._console.is_dumb_terminal:
-            # what is printed meanwhile goes above the line, unless standard output goes elsewhere
+            # rich prints other output above the line, if both go to the terminal
             self._live = Live(
                 console=self._console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
             )
             self._live.start()
-            self._console.show_cursor()  # a process that is killed could not bring it back
+            self._console.show_cursor()  # rich hides the cursor, which a killed process could not show again
         return self
 
     def __exit__(
@@ -42,19 +42,19 @@ class StatusLine:
         self.end()
 
     def end(self) -> None:
-        """Take the line away, before results are printed."""
+        """Remove the line, before results are printed."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def reading(self, path: Path) -> None:
-        """Say that the file is read, unless that takes no time to speak of."""
+        """Say that a file is being read, if it is so large that reading takes a while."""
         size = path.stat().st_size
         if size >= LARGE_BYTES or path.suffix == ".nsys-rep":
             self(f"reading {path.name}, {size / 2**20:.0f} MiB")
 
     def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
-        """Say what begins; where it is one of several parts of a task, how many of the `total` are done."""
+        """Say what begins now, and for one of `total` parts of a task how many are done."""
         count = f"{done + 1} of {total}: " if total else ""
         line = f"[{monotonic() - _STARTED:5.1f} s] {count}{inert_line(doing)}"
         if self._live is not None:

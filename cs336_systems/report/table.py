@@ -1,4 +1,8 @@
-"""One table for people: rows of values below known columns, a title, and notes."""
+"""One table for people: rows of values, the columns that show them, a title, and notes.
+
+A section of a report makes rows, which are dicts of values, chooses columns from `columns.py`, and gives both to
+`make_table`, which writes the cells. `formats.py` writes the finished table to a file or a terminal.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table for people: every cell is text, rounded and scaled for reading; `frame` has the values."""
+    """A table for people. Its cells are text, rounded and scaled for reading; `frame` has the values themselves."""
 
     title: str
     headings: tuple[Column, ...]
@@ -20,9 +24,9 @@ class Table:
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
     failed: frozenset[int] = frozenset()
-    """Indices of rows that stand out on a terminal: runs without times."""
+    """Indices of the rows of failed runs, which a terminal shows in another colour."""
     values: tuple[Row, ...] = ()
-    """The rows by key, unrounded, in the units of CSV files."""
+    """The values that the rows were made from, by key: unrounded, in the units of CSV files."""
 
     def __post_init__(self) -> None:
         for index, row in enumerate(self.rows):
@@ -31,15 +35,15 @@ class Table:
 
     @property
     def frame(self) -> "pd.DataFrame":
-        """The values below the headings that have a key, with None for unknown."""
-        import pandas as pd  # takes half a second, which a printed table can spare
+        """The values of the columns that have a key, and their standard deviations; None is unknown."""
+        import pandas as pd  # slow to import, and a table that is only printed does not need it
 
         keys = list(dict.fromkeys(key for column in self.headings for key in (column.key, column.std) if key))
         return pd.DataFrame([{key: row[key] for key in keys} for row in self.values], columns=keys, dtype=object)
 
 
 def findings_table(findings: Sequence[str], none: str = "") -> Table:
-    """What stands out, the most important first; without any, the note `none`."""
+    """A table of numbered findings; if there are none, its note is `none`."""
     columns: list[Column] = [
         Column("no.", key="number", write=str),
         Column("finding", key="finding", numeric=False, write=str),
@@ -49,12 +53,12 @@ def findings_table(findings: Sequence[str], none: str = "") -> Table:
 
 
 def with_note(table: Table, note: str) -> Table:
-    """The table with the note before its own."""
+    """The table with one more note, before the others."""
     return replace(table, notes=(note, *table.notes))
 
 
 def known(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """The columns below which at least one row has something."""
+    """The columns that are not empty in every row."""
     return [column for column in columns if any(column.cell(row) for row in rows)]
 
 
@@ -64,7 +68,7 @@ def quantity_table(
     notes: Iterable[str] = (),
     keys: Sequence[str] = ("quantity", "amount", "unit"),
 ) -> Table:
-    """Quantities of different kinds, each a row of values below these keys."""
+    """A table with one quantity on each line. Each row holds the values of the columns with these keys, in order."""
     return make_table(title, [column(key) for key in keys], [dict(zip(keys, row, strict=True)) for row in rows], notes)
 
 
@@ -75,7 +79,7 @@ def make_table(
     notes: Iterable[str] = (),
     failed: Callable[[Row], bool] | None = None,
 ) -> Table:
-    """Fill the columns from the rows."""
+    """Make a table: write the cell of each column for each row; `failed` says which rows are those of failed runs."""
     kept = tuple(rows)
     return Table(
         title=title,

@@ -1,4 +1,4 @@
-"""What the commands print at their end."""
+"""Prints results on standard output: tables, lines, and the summary of a run or a sweep."""
 
 import os
 import shutil
@@ -17,21 +17,21 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line, shortened
 
 UNLIMITED = 1_000_000
-"""Characters of a line that rich may write where nothing limits it."""
+"""Width that rich is given for an unlimited width."""
 LONGEST_TRACEBACK = 20_000
 HEIGHT = 25
 """Lines of the terminal. Nothing printed here depends on it, but without it rich looks for the width by itself."""
 
 
 def print_table(table: Table, directory: Path | None = None) -> None:
-    """One table, within the terminal's width; `directory` holds the files that it was written to, if it was."""
+    """Print a table within the terminal's width; `directory` is where its files are, if it was written."""
     width = _width()
     where = "" if directory is None else f"; the CSV and Markdown files in {directory} have them"
     _console(width).print(to_rich(table, width, where))
 
 
 def _width() -> int | None:
-    """COLUMNS, where it is set; else the terminal's. None where the output is no terminal: nothing is cut then."""
+    """The width to use: COLUMNS if set, else the terminal's; None, which is unlimited, if the output is no terminal."""
     try:
         asked = int(os.environ.get("COLUMNS", ""))
     except ValueError:
@@ -46,18 +46,18 @@ def _console(width: int | None) -> Console:
 
 
 def print_line(text: str) -> None:
-    """One line, however long."""
+    """Print one line, however long."""
     _console(None).print(_inert(text), soft_wrap=True)
 
 
 def _inert(text: str) -> str:
-    """The text as it is: nothing in it is markup or controls the terminal."""
+    """The text without control characters, and escaped so that rich reads no markup in it."""
     return escape(inert_line(text))
 
 
 def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
-    """The table of one run, what puts it in doubt, and where its record is."""
-    from cs336_systems.report.frame import to_frame  # pandas, half a second that other prints can spare
+    """Print the table of one run, its failure or warnings, and the path of its record."""
+    from cs336_systems.report.frame import to_frame  # pandas is slow to import, and the other functions do not need it
     from cs336_systems.report.sections.steps import results_table
 
     print_table(results_table(to_frame([record], ceilings), has_csv=False))
@@ -73,7 +73,7 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
 
 
 def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory: Path) -> None:
-    """The tables of a sweep, which of its runs failed, and where its files are."""
+    """Print the tables of a sweep, its failed runs, and its directory."""
     for table in tables:
         print_table(table, directory)
     console = _console(_width())

@@ -1,4 +1,4 @@
-"""How tables and pictures name the end of a run, its mode, and its warnings."""
+"""Words that tables and pictures use for statuses, modes and warnings."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ STEP_WORDS = {
 
 
 def status_text(status: str) -> str:
-    """How a run, or a cell of a study, ended: `out of memory`."""
+    """A status in words: `out of memory` for `oom`."""
     return STATUS_WORDS[Status(status)]
 
 
 def warning_counts(codes: Sequence[str | None], rows: str) -> str:
-    """`drift in 2 of 4 rows, unstable in 1 of 4 rows`; empty without warnings.
+    """How many rows have each warning: `drift in 2 of 4 rows, unstable in 1 of 4 rows`; empty without warnings.
 
-    `codes` of each row are joined by semicolons, as in CSV files; `rows` is what the rows are called.
+    `codes` has the warnings of each row, joined by semicolons; `rows` is what the rows are called.
     """
     counts = Counter(code for found in codes if found for code in found.split(";"))
     return ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())

@@ -37,7 +37,7 @@ SOFTMAX_FLOPS = {LaunchPhase.FORWARD: SOFTMAX_FORWARD_FLOPS, LaunchPhase.BACKWAR
 SOFTMAX_TENSORS = {LaunchPhase.FORWARD: 2, LaunchPhase.BACKWARD: 3}
 """Tensors like the scores that softmax moves: scores in, weights out; weights and gradient in, gradient out."""
 FUSED, ALL_KERNELS = "fused attention", "all kernels"
-"""Name of the part of fused attention, and how parts end that count all kernels of a module."""
+"""Name of the part of fused attention, and ending of the names of parts that count all kernels of a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class StepPart:
     name: str
     phase: LaunchPhase
     precision: ProductPrecision
-    """Precision whose measured ceiling is the part's."""
+    """Precision of the measured ceiling that limits the part."""
     flops: float
     moved_bytes: float
-    """The least that the part has to move."""
+    """The least bytes that the part must move."""
     time_s: float
     """Time of the part's kernels."""
     causal_flops: float | None = None

@@ -244,7 +244,7 @@ def test_speed_up_is_over_the_same_configuration_in_fp32(grid):
     known = frame[frame["precision"] == "bf16"]
     assert known["speed_up"].tolist() == pytest.approx([2, 2, 2, math.nan], nan_ok=True)
     assert known["speed_up_std"].iloc[0] == pytest.approx(2 * math.sqrt(2) * 0.1)
-    assert known["full_status"].tolist() == ["ok", "ok", "ok", "oom"]
+    assert known["fp32_status"].tolist() == ["ok", "ok", "ok", "oom"]
     assert frame[frame["precision"] == "fp32"]["speed_up"].isna().all()
 
 

@@ -67,7 +67,7 @@ class Attribution:
     A forward range inside backward has no parent: it begins a path of its own.
     """
     plans: Mapping[int, Plan]
-    """The phases and steps of each process that has kernels or copies."""
+    """The phases and steps of each process that has kernels or copies, by process id."""
     notes: tuple[str, ...]
 
     @property
@@ -129,7 +129,7 @@ def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, Plan]]:
 
 
 class _Modules:
-    """Looks up the innermost module range on each thread. Ranges of phases and steps, and those around them, are none.
+    """Looks up the innermost range of a module on each thread. Ranges of phases, of steps and around them do not count.
 
     A forward range inside backward counts as a module, so that recomputed work has a name of its own.
     """

@@ -53,7 +53,7 @@ class DeviceSteps(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWindows(Columns):
-    """Start and end of each phase on the host and on the device, where the phases of a step leave no gap.
+    """Start and end of each phase on the host and on the device. On the device, each phase begins where the last ended.
 
     Work that a step launches after its last phase, or without any phase, is in a window of the phase `unattributed`.
     """
@@ -106,15 +106,15 @@ def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[De
     first, is_first = _first_windows(windows, len(steps))
     begin = np.append(windows.start_ns, 0)[first]
     begin = np.where(first < 0, steps.start_ns, begin)
-    through = np.empty(len(windows), dtype=np.int64)
+    finished = np.empty(len(windows), dtype=np.int64)
     done, before = np.empty_like(begin), np.empty_like(begin)
     for process, in_process in groups(steps.process):
-        through_at = _Through(jobs, by_process.get(process, NO_ROWS))
+        finished_at = _Completion(jobs, by_process.get(process, NO_ROWS))
         in_windows = np.flatnonzero(steps.process[windows.step] == process)
-        through[in_windows] = through_at(windows.end_ns[in_windows])
-        done[in_process], before[in_process] = through_at(steps.end_ns[in_process]), through_at(begin[in_process])
+        finished[in_windows] = finished_at(windows.end_ns[in_windows])
+        done[in_process], before[in_process] = finished_at(steps.end_ns[in_process]), finished_at(begin[in_process])
     begin = np.maximum(begin, before)
-    end = _running_maximum(np.maximum(windows.end_ns, through), windows.step, begin)
+    end = _running_maximum(np.maximum(windows.end_ns, finished), windows.step, begin)
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
 
     # the time after the last phase, or the whole of a step without phases
@@ -135,8 +135,8 @@ def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[De
     )
 
 
-class _Through:
-    """For a time, when the device has finished all work that a process launched before it."""
+class _Completion:
+    """Looks up when the device has finished all work that a process launched before a given time."""
 
     def __init__(self, jobs: Jobs, rows: Ints) -> None:
         rows = rows[np.argsort(jobs.launch_ns[rows], kind="stable")]
@@ -144,8 +144,8 @@ class _Through:
         self._end = np.append(-MAX_TIME_NS, np.maximum.accumulate(jobs.end_ns[rows]))
 
     def __call__(self, time: Ints) -> Ints:
-        through: Ints = self._end[np.searchsorted(self._launch, time)]
-        return through
+        finished: Ints = self._end[np.searchsorted(self._launch, time)]
+        return finished
 
 
 def _first_windows(windows: HostWindows, num_steps: int) -> tuple[Ints, Mask]:

@@ -1,4 +1,7 @@
-"""Explain a profiler's file: read it and make its `StepProfile`."""
+"""Explains a profiler's file: trace, then the phase, step and module of each kernel, then sums as a `StepProfile`.
+
+`reading.py` reads the file, `attribution.py` places the kernels, and `summary.py` adds them up.
+"""
 
 from multiprocessing.util import get_temp_dir
 from pathlib import Path

@@ -15,13 +15,13 @@ from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase
 
 
 def frame_of(columns: Columns) -> pd.DataFrame:
-    """The same columns, and the durations, as a data frame."""
+    """The columns as a data frame, with one more, `duration_ns`."""
     frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
     return frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:
-    """Yield each phase that has rows, with these."""
+    """Yield each phase that has rows, and its rows."""
     for code, phase in enumerate(PHASES):
         if len(rows := frame[frame["phase"] == code]):
             yield phase, rows

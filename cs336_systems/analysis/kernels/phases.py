@@ -86,7 +86,10 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Time windows of one process; a launch on any of its threads belongs to the window that contains it."""
+    """The phases and steps of one process as time windows on the host.
+
+    A launch on any thread of the process belongs to the window that contains it.
+    """
 
     source: PhaseSource
     start: Ints
@@ -96,7 +99,7 @@ class Plan:
     step_end: Ints
     step_is_warmup: Mask
     around_steps: Ints
-    """Ranges that contain whole phases, so they are not modules."""
+    """Ranges that contain whole phases, and so are not ranges of modules."""
     notes: tuple[str, ...] = ()
 
     def phase_at(self, time: Ints) -> Codes:
@@ -112,7 +115,7 @@ NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
 def make_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> Plan:
-    """The windows of a process; `rows` are its ranges and `launched` its kernels with a known launch."""
+    """Find the phases and steps of a process; `rows` are its ranges and `launched` its kernels with a known launch."""
     ranges = trace.ranges
     of_phase = _named(trace, rows, names.forward, names.backward, names.optimizer)
     if len(of_phase):

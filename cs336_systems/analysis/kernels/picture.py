@@ -1,4 +1,4 @@
-"""The data of a picture of one step: its phases, and the kernels on its streams."""
+"""Chooses one step, and reduces its phases and kernels to the data of a picture."""
 
 import numpy as np
 

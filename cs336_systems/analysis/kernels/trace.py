@@ -1,4 +1,7 @@
-"""A profile in columns. The readers make a `Trace`, and only they know file formats."""
+"""The events of a profile as tables, the same for nsys and torch.profiler.
+
+`reading.py` chooses the reader of a file, which makes a `Trace`; nothing else depends on the file's format.
+"""
 
 import re
 from collections.abc import Mapping
@@ -95,7 +98,7 @@ class Trace:
 
 
 def with_copies_apart(trace: Trace) -> Trace:
-    """The trace with the driver's kernels that copy and fill moved from the kernels to the copies.
+    """The trace, with kernels of the CUDA driver that copy or fill memory moved from the kernels to the copies.
 
     torch.profiler shows copies and fills in CUDA graphs as such kernels.
     """

@@ -1,4 +1,4 @@
-"""Replays the events of one device: which allocations there were, from when to when, and what they add up to.
+"""Replays the events of one device: which allocations there were, when each existed, and their sums over time.
 
 A recording begins in the middle of a program's life and may have lost its oldest events. So it is read from its end:
 what is allocated when the snapshot is taken, and was not allocated by an event, existed before the recording.
@@ -10,10 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, Mask
+from cs336_systems.analysis.columns import Ints, Mask, joined
 from cs336_systems.analysis.memory.block_sizes import block_sizes, may_be_larger, rounds_to_powers
 from cs336_systems.analysis.memory.device_memory import NO_STACK, Action, BlockState, DeviceMemory
-from cs336_systems.analysis.memory.lifetimes import BEFORE, LifetimeReader, Lifetimes, always, joined
+from cs336_systems.analysis.memory.lifetimes import BEFORE, LifetimeReader, Lifetimes, always
 from cs336_systems.analysis.memory.snapshot import Setting
 from cs336_systems.text import counted
 
@@ -31,11 +31,11 @@ class Replay:
 
     memory: DeviceMemory
     allocations: Allocations
-    """First those that events allocated or freed, by address, then those held throughout the recording."""
+    """First the allocations that events made or freed, by address; then those held throughout the recording."""
     reserved_bytes: Ints
     """Bytes that the allocator had from CUDA, at each moment."""
     are_sizes_known: bool
-    """False if the size of any block is a conclusion that may be wrong."""
+    """False if the size of some block was inferred and may be wrong."""
     notes: tuple[str, ...]
     """Sentences about sizes that are not known, and about events and segments that do not fit together."""
 
@@ -46,7 +46,7 @@ class Replay:
 
     @cached_property
     def requested_bytes(self) -> Ints:
-        """Requested bytes of the blocks in use, at each moment: exact even where `num_bytes` is a conclusion."""
+        """Requested bytes of the blocks in use, at each moment: exact even if `num_bytes` was inferred."""
         return self.curve(self.allocations.requested_bytes, self.allocations.end)
 
     @cached_property
@@ -102,7 +102,7 @@ def replay(memory: DeviceMemory, settings: Mapping[str, Setting]) -> Replay:
 
 
 def _num_bytes(memory: DeviceMemory, lifetimes: Lifetimes, settings: Mapping[str, Setting]) -> Ints:
-    """The sizes of the blocks: known for those still in use, and concluded from the requests for the others."""
+    """The sizes of the blocks: known for those still in use, and inferred from the requests for the others."""
     num_bytes = block_sizes(lifetimes, _segments(memory), settings)
     used = np.flatnonzero(memory.blocks.state != BlockState.INACTIVE)
     used = used[np.argsort(memory.blocks.address[used], kind="stable")]

@@ -15,8 +15,8 @@ from cs336_systems.analysis.memory.snapshot import Setting
 ROUNDING_BYTES = 512
 SMALL_BYTES = 2**20
 """Requests up to this size come from small segments, where a rest of 512 bytes is already split off."""
-NOWHERE = np.iinfo(np.int64).max
-"""An address beyond all others."""
+NO_LIMIT = np.iinfo(np.int64).max
+"""An address above all others."""
 
 
 def rounded(requested_bytes: Ints) -> Ints:
@@ -45,11 +45,11 @@ def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, S
     end = blocks.address[rows] + sizes[rows]
     moment = np.maximum(blocks.start[rows], 0)
     largest = settings.get("max_split_size", -1)
-    is_whole = sizes[rows] >= (largest if isinstance(largest, int) and largest >= 0 else NOWHERE)
-    limit = np.where(is_whole, NOWHERE - 1, end + SMALL_BYTES)
-    behind = np.full(len(rows), NOWHERE)
+    is_whole = sizes[rows] >= (largest if isinstance(largest, int) and largest >= 0 else NO_LIMIT)
+    limit = np.where(is_whole, NO_LIMIT - 1, end + SMALL_BYTES)
+    behind = np.full(len(rows), NO_LIMIT)
     for memory, boundary in ((blocks, blocks.address), (segments, segments.address + segments.num_bytes)):
         found = nearest(boundary, memory.start, memory.end, end, limit, moment)
-        behind = np.minimum(behind, np.append(boundary, NOWHERE)[found])  # NONE is the last
-    sizes[rows] += np.where(behind < NOWHERE, behind - end, 0)
+        behind = np.minimum(behind, np.append(boundary, NO_LIMIT)[found])  # NONE is the last
+    sizes[rows] += np.where(behind < NO_LIMIT, behind - end, 0)
     return sizes

@@ -1,4 +1,4 @@
-"""What each block of memory holds: seen by the live process, or concluded from when the block was in use."""
+"""What each block of memory holds: seen by the live process, or inferred from when the block was in use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

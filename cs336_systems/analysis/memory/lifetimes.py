@@ -6,7 +6,7 @@ start < m <= end.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,11 +15,11 @@ from cs336_systems.analysis.memory.device_memory import NO_STACK, Action, Events
 from cs336_systems.text import counted
 
 BEFORE = -1
-"""Number of an event that came before the recording."""
+"""Stands for the number of an event that happened before the recording."""
 NONE = -1
-"""Row of memory that does not exist."""
+"""Stands for the row of memory if there is no such memory."""
 MAX_ADDRESSES = 4096
-"""Addresses that are searched for memory that exists at a moment."""
+"""Most addresses that `nearest` looks at for one wanted address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,6 @@ class Lifetimes(Columns):
     """Number of the event after which it could be used again; the number of all events if there is none."""
     stack: Ints
     """Stack of the event that allocated it."""
-
-
-def joined(*parts: Lifetimes) -> Lifetimes:
-    """The rows of all parts, one part after the other."""
-    return Lifetimes(
-        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Lifetimes)}
-    )
 
 
 def always(address: Ints, num_bytes: Ints, stream: Ints, num_events: int) -> Lifetimes:
@@ -89,10 +82,10 @@ def nearest(address: Ints, start: Ints, end: Ints, wanted: Ints, limit: Ints, mo
 
 
 class LifetimeReader:
-    """Finds lifetimes: at each address, what lies between one allocation and the next."""
+    """Finds the lifetimes in the events: at each address, each allocation and the frees that follow it."""
 
     def __init__(self, events: Events, allocate: Action, free: Action, request_free: Action | None = None) -> None:
-        """`request_free` is the first of two events of which `free` is the second, where it takes two."""
+        """The actions that begin and end a lifetime; `request_free` is the first of two, if a free takes two events."""
         self._events, self._num_events = events, len(events)
         self._allocate, self._request_free, self._free = allocate, request_free, free
         actions = [action for action in (allocate, request_free, free) if action is not None]

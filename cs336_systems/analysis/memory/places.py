@@ -13,7 +13,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[
 
 
 def places_of(stack: Stack) -> tuple[Place, ...]:
-    """The innermost lines of Python outside of PyTorch, and outside of other installed packages if any are."""
+    """The innermost calls in Python code outside of PyTorch; those in other packages only if there are no others."""
     of_python = [frame for frame in stack if frame.filename.endswith(".py") and not _TORCH.search(frame.filename)]
     own = [frame for frame in of_python if not _INSTALLED.search(frame.filename)] or of_python
     return tuple(

@@ -1,4 +1,4 @@
-"""Finds the moments that notes tell of, such as the ends of phases, among the events of a snapshot."""
+"""Finds the positions in the notes beside a snapshot, such as the ends of phases, among its events."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _NEXT_PHASE = {
 
 
 def moments_of(positions: Sequence[Position], events: Events, end: Position) -> Ints:
-    """For each position the first moment at which the allocator had counted so much; NOWHERE if none fits.
+    """For each position the first moment at which the allocator's counts were those of the position; NOWHERE if none.
 
     The counts go backwards from `end`, the position of the last event, because the first events may be lost.
     """

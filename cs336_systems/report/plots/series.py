@@ -108,9 +108,9 @@ def speed_up_lines(rows: Iterable[Row], precision: Precision) -> list[Line]:
     length, an int, and there is one line per size.
     """
     pairs = [
-        row | {"failure": _pair_failure(Status(row["full_status"]), precision, Status(row["status"]))}
+        row | {"failure": _pair_failure(Status(row["fp32_status"]), precision, Status(row["status"]))}
         for row in rows
-        if row["precision"] == precision and row["full_status"] is not None
+        if row["precision"] == precision and row["fp32_status"] is not None
     ]
     if len({row["context_length"] for row in pairs}) > len({row["name"] for row in pairs}):
         return lines(pairs, "name", "context_length", "speed_up", "speed_up_std")

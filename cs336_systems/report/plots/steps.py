@@ -16,7 +16,7 @@ from cs336_systems.config import SETTINGS, Mode, Precision
 from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord
 from cs336_systems.report.frame import describe, over_warmup, steady, to_frame
-from cs336_systems.report.identity import apart_from, file_name, identities, names_of, telling
+from cs336_systems.report.identity import apart_from, distinguishing, file_name, identities, names_of
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.series import AXES, Line, Row, line, lines, named_rows, speed_up_lines, split
@@ -126,7 +126,7 @@ def _named(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, st
     rows = apart_from(identities(runs), (*AXES, *across))
     names = names_of(rows, always=(), without=("mode", "precision"))
     for part, name in zip(parts, names, strict=True):
-        yield part, f"_{file_name(name)}" if name else "", telling(rows, always=())
+        yield part, f"_{file_name(name)}" if name else "", distinguishing(rows, always=())
 
 
 def pages(rows: Sequence[Row]) -> Iterator[list[Row]]:

@@ -27,8 +27,7 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
-from cs336_systems.report.columns import column
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, rounded, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, make_table, quantity_table
@@ -52,11 +51,11 @@ def account_section(
     top: int,
     ceiling_flops_per_s: float | None = None,
 ) -> Section:
-    """What is known of one configuration of this project's model; the CSV has a row for each part of the model.
+    """The cost of one configuration of this project's model; the CSV has a row for each part of the model.
 
-    `device` adds what its data sheet says, `step_s` the rates of a step that takes so long, `ceiling_flops_per_s` their
-    share of what products were measured to reach on this device, `memory_bytes` what fits a GPU of so much; `top`
-    limits the tables of the peak and of a block.
+    `device` adds the ridge point of its data sheet, `step_s` (the measured time of a step) its rates,
+    `ceiling_flops_per_s` (the highest measured rate of matmuls on the device) their shares of it, and `memory_bytes`
+    the largest batch and context that fit. `top` is the most rows of the tables of the peak and of a block.
     """
     prediction, parts = predict_memory(config), _parts(config)
     whole = parts[ALL]
@@ -100,9 +99,9 @@ def account_json(
     }
 
 
-def _parts(config: RunConfig) -> dict[str, Values]:
+def _parts(config: RunConfig) -> dict[str, Row]:
     """A row for each part of the model by its name, and one for their sum; None for what a part has none of."""
-    rows: dict[str, Values] = {name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in Component}
+    rows: dict[str, Row] = {name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in Component}
     for component, count in parameters_by_component(config.model).items():
         rows[component]["parameters"] = count
     for flops in component_flops(config):
@@ -127,7 +126,7 @@ def _tokens(config: RunConfig) -> int:
     return config.batch_size * config.model.context_length
 
 
-def _cost_table(config: RunConfig, whole: Values, prediction: MemoryPrediction | None) -> Table:
+def _cost_table(config: RunConfig, whole: Row, prediction: MemoryPrediction | None) -> Table:
     again, batch = whole["recomputed_flops"], f"batch {config.batch_size}"
     rows = [
         ("parameters", whole["parameters"], ""),
@@ -157,7 +156,7 @@ def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]
     yield from ((f"allocated after {phase}", num_bytes) for phase, num_bytes in prediction.after_bytes.items())
 
 
-def _flops_table(parts: Mapping[str, Values]) -> Table:
+def _flops_table(parts: Mapping[str, Row]) -> Table:
     backward, again = parts[ALL]["backward_flops"], parts[ALL]["recomputed_flops"]
     columns = [
         column("component"),
@@ -178,7 +177,7 @@ def _flops_table(parts: Mapping[str, Values]) -> Table:
     return make_table("FLOPs by part of the model", columns, parts.values(), notes)
 
 
-def _state_table(config: RunConfig, whole: Values) -> Table:
+def _state_table(config: RunConfig, whole: Row) -> Table:
     state = state_bytes(config)
     until = "backward has used them" if state.gradients else "forward ends"
     held = [
@@ -201,7 +200,7 @@ def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
     columns = [column("what", name="part"), column("flops", name="FLOPs", drop_order=3, write=rounded),
                column("moved_mib", name="moves at least", drop_order=2),
                column("flops_per_byte", drop_order=0, write=rounded)]  # fmt: skip
-    rows: list[Values] = [
+    rows: list[Row] = [
         {"what": work.name, "flops": work.flops, "moved_mib": work.moved_bytes / MIB, "flops_per_byte": work.intensity}
         for work in _work(config)
     ]
@@ -236,7 +235,7 @@ def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
     )
 
 
-def _rule_table(config: RunConfig, parts: Mapping[str, Values]) -> Table:
+def _rule_table(config: RunConfig, parts: Mapping[str, Row]) -> Table:
     whole = parts[ALL]
     multiplying = whole["parameters"] - parts[Component.EMBEDDING]["parameters"]
     rows = []
@@ -260,7 +259,7 @@ def _rule_table(config: RunConfig, parts: Mapping[str, Values]) -> Table:
 
 
 def _rates(
-    config: RunConfig, whole: Values, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
+    config: RunConfig, whole: Row, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
 ) -> dict[str, float | None]:
     """What a step that takes so long achieves; None for shares of what is not known."""
     peak = device.peak_flops_per_s.get(config.precision) if device else None
@@ -277,7 +276,7 @@ def _rates(
 
 
 def _rates_table(
-    config: RunConfig, whole: Values, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
+    config: RunConfig, whole: Row, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
 ) -> Table:
     rates = _rates(config, whole, device, step_s, ceiling_flops_per_s)
     peak = device.peak_flops_per_s.get(config.precision) if device else None
@@ -330,7 +329,7 @@ def _largest_table(title: str, parts: tuple[Part, ...], top: int, *notes: str) -
     return make_table(title, columns, rows, notes=(*more, *notes))
 
 
-def _fit(config: RunConfig, memory_bytes: int) -> Values:
+def _fit(config: RunConfig, memory_bytes: int) -> Row:
     """What fits; None where it is not predicted."""
     return {
         "fits": fits(config, memory_bytes),

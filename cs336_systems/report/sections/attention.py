@@ -10,8 +10,7 @@ from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Phase
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, column, three_digits
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention_plots import attention_pictures, settings
@@ -45,18 +44,18 @@ CSV_COLUMNS = (
     "forward_warnings", "backward_warnings",
 )  # fmt: skip
 SHAPE = ("d_head", "context_length")
-Rows = Sequence[Values]
+Rows = Sequence[Row]
 
 
-def attention_rows(study: AttentionStudy) -> list[Values]:
+def attention_rows(study: AttentionStudy) -> list[Row]:
     """A row for each cell, failed ones too; None for what is not known."""
     return [_values(study, result) for result in study.results]
 
 
-def _values(study: AttentionStudy, result: CellResult) -> Values:
+def _values(study: AttentionStudy, result: CellResult) -> Row:
     grid, cell, memory = study.grid, result.cell, result.memory
     closed_form = naive_saved_bytes(grid, cell) / MIB
-    row: Values = {
+    row: Row = {
         "implementation": cell.implementation, "precision": cell.precision, "d_head": cell.d_head,
         "context_length": cell.context_length, "batch_size": grid.batch_size, "causal": grid.causal,
         "device_name": study.environment.identity.device_name if study.environment else None, "passes": grid.passes,
@@ -87,7 +86,7 @@ def attention_section(study: AttentionStudy) -> Section:
     return Section(name="results", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
 
 
-def _shape(row: Values) -> tuple[int, int]:
+def _shape(row: Row) -> tuple[int, int]:
     return row["context_length"], row["d_head"]
 
 
@@ -108,7 +107,7 @@ def _available(study: AttentionStudy, rows: Rows) -> list[Implementation]:
     return study.available(rows[0]["precision"])
 
 
-def _of(rows: Rows, implementation: Implementation, *known: str) -> list[Values]:
+def _of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
     """The rows of one implementation that have values by these keys, the smallest shape first."""
     own = [row for row in rows if row["implementation"] is implementation]
     return [row for row in own if all(row[key] is not None for key in known)]
@@ -138,7 +137,7 @@ def _time_notes(study: AttentionStudy, rows: Rows, phase: Phase) -> Iterator[str
         yield from _first_passes(study, rows)
 
 
-def _at(row: Values) -> str:
+def _at(row: Row) -> str:
     return f"d_head {row['d_head']}, context {row['context_length']}"
 
 
@@ -163,7 +162,7 @@ def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
     return _table(study, rows, "Memory in use before backward", columns, _memory_notes(study, rows))
 
 
-def _held(row: Values) -> str:
+def _held(row: Row) -> str:
     """What was allocated before backward, and in brackets what forward added to it."""
     if row["saved_mib"] is None:
         return str(row["ended"])
@@ -189,7 +188,7 @@ def _memory_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
         yield from _growth(_of(rows, name, "saved_mib"))
 
 
-def _out_of_memory(row: Values) -> str:
+def _out_of_memory(row: Row) -> str:
     """At which size written-out attention runs out of memory."""
     asked = row["requested_mib"]
     request = "" if asked is None else f" when it asked for {_gib(asked)} GiB"
@@ -199,7 +198,7 @@ def _out_of_memory(row: Values) -> str:
     )
 
 
-def _would_run_out(row: Values, total_bytes: int | None) -> str:
+def _would_run_out(row: Row, total_bytes: int | None) -> str:
     """At which context written-out attention would run out of memory."""
     peak, context = row["peak_mib"], row["context_length"]
     sentence = (

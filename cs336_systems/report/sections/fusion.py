@@ -11,8 +11,7 @@ from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
-from cs336_systems.report.columns import column, three_digits
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section
@@ -58,7 +57,7 @@ def settings(study: FusionStudy) -> str:
     )
 
 
-def _by_direction(study: FusionStudy) -> Iterator[list[Values]]:
+def _by_direction(study: FusionStudy) -> Iterator[list[Row]]:
     """The rows of each precision and direction that has any."""
     rows = fusion_rows(study)
     for precision in dict.fromkeys(row["precision"] for row in rows):
@@ -67,12 +66,12 @@ def _by_direction(study: FusionStudy) -> Iterator[list[Values]]:
                 yield found
 
 
-def fusion_rows(study: FusionStudy) -> list[Values]:
+def fusion_rows(study: FusionStudy) -> list[Row]:
     """A row for each version and direction; None for what is not known."""
     return [_values(study, row, study.eager(row)) for row in study.rows]
 
 
-def _values(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Values:
+def _values(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
     device_name = study.environment.identity.device_name
     rate, is_ok = row.must_move_bytes_per_s, row.status is Status.OK
     own, slow = times_ms(row.measurement, row.warnings), times_ms(eager.measurement, eager.warnings)
@@ -92,7 +91,7 @@ def _values(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Values:
     }  # fmt: skip
 
 
-def _notes(study: FusionStudy, rows: Sequence[Values]) -> Iterator[str]:
+def _notes(study: FusionStudy, rows: Sequence[Row]) -> Iterator[str]:
     yield (
         "must move: inputs read once and results written once; moved: operands and results of every operation that was "
         f"launched. Median ± standard deviation of {study.grid.passes} passes; error against the same mathematics in "
@@ -107,7 +106,7 @@ def _notes(study: FusionStudy, rows: Sequence[Values]) -> Iterator[str]:
     yield from (f"{row['op']} {row['version']}: {row['error']}" for row in rows if row["error"] is not None)
 
 
-def _savings(versions: Mapping[Version, Values]) -> Iterator[str]:
+def _savings(versions: Mapping[Version, Row]) -> Iterator[str]:
     """What fusing one operation saves."""
     eager = versions[Version.EAGER]
     if eager["status"] is not Status.OK or eager["moved_mib"] is None:
@@ -120,7 +119,7 @@ def _savings(versions: Mapping[Version, Values]) -> Iterator[str]:
     yield f"{eager['op']}: {'; '.join(texts)}."
 
 
-def _arithmetic(study: FusionStudy, rows: Sequence[Values]) -> Iterator[str]:
+def _arithmetic(study: FusionStudy, rows: Sequence[Row]) -> Iterator[str]:
     """Where matrix products, not the bytes, set the least time."""
     spec = find_device(study.environment.identity.device_name)
     for row in rows if spec else ():
@@ -153,7 +152,7 @@ def draw_fusion(study: FusionStudy, precision: Precision) -> Figure:
     return figure
 
 
-def _draw_panel(panel: Axes, rows: Sequence[Values], bandwidth: float | None) -> dict[str, Any]:
+def _draw_panel(panel: Axes, rows: Sequence[Row], bandwidth: float | None) -> dict[str, Any]:
     drawing.style(panel)
     drawing.categories(panel, [row["version"] for row in rows])
     for index, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""What of the results people read: one selection for every format, and the files of a results directory."""
+"""The section of a sweep's step times: the tables that people read, and results.csv with every column."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,22 +20,22 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import text_of
 
 ALWAYS = ("size", "context_length", "precision")
-"""Settings that every row gives."""
+"""Settings that are columns even if all rows have the same value."""
 PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms")
-"""In the order of a step."""
+"""Columns of the phases, in the order of a step."""
 DERIVED = ("step_cv", "tokens_per_s", "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib", "speed_up")
-"""Columns that follow from the times, and those of memory."""
+"""Columns that are computed from the times, and those of memory."""
 ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
-"""Columns of results.csv; settings that these leave out come after them."""
+"""First columns of results.csv; all other settings come after them."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
 CEILING = "Of ceiling: of the highest rate that matrix products were measured to reach."
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
 
 
 def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
-    """The times of every configuration, its failures in words; settings that all share are said once, below.
+    """The table of step times: a row for each configuration, failed ones too, and the shared settings in a note.
 
-    Warnings are counted where there is a CSV that names them by row.
+    With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
     """
     notes = [
         *([OFFERED] if any(config.model_factory for config in frame.index) else []),
@@ -50,14 +50,14 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
 
 
 def warmup_table(frame: pd.DataFrame) -> Table | None:
-    """The same step after different numbers of warm-up steps; None where that number does not vary."""
+    """The table of step times by the number of warm-up steps; None if that number does not vary."""
     frame = over_warmup(frame)
     keys = ("step_ci95_low_ms", "step_cv", "first_step_ms")
     return None if frame.empty else _table("Time of a step by warm-up", frame, keys, [])
 
 
 def _table(title: str, frame: pd.DataFrame, keys: Sequence[str], notes: Sequence[str]) -> Table:
-    """What tells the rows apart, the step, what is known below these keys, and how runs ended if any failed."""
+    """A table of distinguishing settings, the step, the columns of `keys` that are not empty, and any failures."""
     rows, shared = rows_of(frame), describe(frame)
     columns = [column("step_mean_ms"), *known([column(key) for key in keys], rows)]
     status = [] if (frame["status"] == Status.OK).all() else [column("status")]
@@ -76,7 +76,7 @@ def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilin
 
 
 def results_section(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> Section:
-    """The tables of the steps, and every configuration with all that is known of it."""
+    """The tables of step times, and for results.csv a row with every value of each configuration."""
     frame = to_frame(records, ceilings)
     rows = [row | {name: text_of(row[name]) for name in UNLISTED} for row in rows_of(frame)]
     added = [name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS]
@@ -85,7 +85,7 @@ def results_section(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILIN
 
 
 def interval_notes(counts: Iterable[int]) -> list[str]:
-    """What the interval of the step is over, by the number of processes of each row; why there is none of two."""
+    """Notes on the confidence interval: how many processes it is over, and why two processes give none."""
     numbers = sorted(set(counts))
     enough = [count for count in numbers if count >= FEWEST]
     number = " to ".join(str(count) for count in dict.fromkeys(enough[:1] + enough[-1:]))
@@ -94,12 +94,12 @@ def interval_notes(counts: Iterable[int]) -> list[str]:
 
 
 def too_few_note(counts: Iterable[int]) -> list[str]:
-    """What to do where there were two processes, which give no interval."""
+    """A note for rows of two processes, which have no interval, on how to get one."""
     return [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."] if 2 in set(counts) else []
 
 
 def mfu_notes(frame: pd.DataFrame) -> list[str]:
-    """What MFU is a share of, where it stands beside that of another precision; the peaks, if all are of one device."""
+    """A note on the peaks that MFU refers to, if precisions differ; with their values, if all runs have one device."""
     timed = frame[frame["mfu"].notna()]
     precisions = [precision for precision in Precision if precision in set(timed["precision"])]
     if len(precisions) < 2:
@@ -115,6 +115,6 @@ def mfu_notes(frame: pd.DataFrame) -> list[str]:
 
 
 def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:
-    """How many rows, or what they are called here, carry each warning."""
+    """A note that counts the rows with each warning; `rows` is what the rows are called."""
     counted = warning_counts(codes, rows.removesuffix("s") if len(codes) == 1 else rows)
     return [f"Warnings, named by row in the CSV: {counted}."] if counted else []

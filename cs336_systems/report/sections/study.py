@@ -1,4 +1,4 @@
-"""What the studies share: values of a row, what puts its times in doubt, pivoted tables, and the writer of files."""
+"""What the sections of all studies share: values of rows, doubtful times, pivoted tables, and writing the files."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +10,7 @@ from cs336_systems.analysis.warnings import Repeated, in_doubt
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
-from cs336_systems.report.columns import Column
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Column, Row
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS, warning_counts
@@ -20,20 +19,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def end_of(status: Status, failure: Failure | None) -> Values:
-    """How a cell ended; in words where it has no time."""
+def end_of(status: Status, failure: Failure | None) -> Row:
+    """How a cell ended: its status, its error, and under `ended` the words that a table shows in place of a time."""
     ended = "" if status is Status.OK else STATUS_WORDS[status]
     return {"status": status, "error": failure.message if failure else None, "ended": ended}
 
 
-def doubts_of(warnings: Sequence[RunWarning], prefix: str = "") -> Values:
-    """What puts a time in doubt, and whether anything does."""
+def doubts_of(warnings: Sequence[RunWarning], prefix: str = "") -> Row:
+    """The codes of the warnings about a time, and whether they put it in doubt; the keys begin with `prefix`."""
     codes = [warning.code for warning in warnings]
     return {f"{prefix}warnings": ";".join(codes) or None, f"{prefix}is_doubted": in_doubt(codes)}
 
 
-def times_ms(measured: Measurement | None, warnings: Sequence[RunWarning], prefix: str = "") -> Values:
-    """Statistics of the times in milliseconds, None where there are none; what puts them in doubt."""
+def times_ms(measured: Measurement | None, warnings: Sequence[RunWarning], prefix: str = "") -> Row:
+    """Median, mean and deviation of the times in milliseconds, their cv, and their doubts; None if there are no times.
+
+    The keys begin with `prefix`.
+    """
     times_s = (None,) * 3 if measured is None else (measured.median_s, measured.mean_s, measured.stdev_s)
     values = zip(("median", "mean", "std"), times_s, strict=True)
     return {
@@ -43,14 +45,20 @@ def times_ms(measured: Measurement | None, warnings: Sequence[RunWarning], prefi
     }
 
 
-def derived(key: str, value: float | None, *times: Values, prefix: str = "") -> Values:
-    """What was computed from the times of these rows, for a `derived` column: value, deviation, whether in doubt."""
+def derived(key: str, value: float | None, *times: Row, prefix: str = "") -> Row:
+    """A value that was computed from the times of these rows, for a column that is `derived`.
+
+    Returns the value, its deviation and whether it is in doubt; the keys of the times begin with `prefix`.
+    """
     std = None if value is None else quotient_stdev(value, *(row[f"{prefix}cv"] for row in times))
     return {key: value, f"{key}_std": std, f"{key}_is_doubted": any(row[f"{prefix}is_doubted"] for row in times)}
 
 
 def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> Iterator[str]:
-    """How many of the rows, or what they are called here, carry each warning, and what to do; nothing without any."""
+    """A note that counts the rows with each warning and says what to do; none without warnings.
+
+    `rows` is what the rows are called, and `repeated` what was timed.
+    """
     if said := warning_counts(codes, rows):
         yield (
             f"{DOUBT} marks a time in doubt, and what is computed from it, with its deviation: {said}. "
@@ -59,19 +67,20 @@ def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> I
 
 
 def promised_bandwidth(device_name: str) -> float | None:
-    """The data sheet's bytes per second of the device's memory, or None where they are not known."""
+    """Bandwidth of the device's memory in bytes per second by its data sheet; None for an unknown device."""
     spec = find_device(device_name)
     return None if spec is None else spec.memory_bandwidth_bytes_per_s
 
 
-def pivoted(rows: Iterable[Values], index: Sequence[str], name: str) -> list[Values]:
-    """One row for each combination of values by the keys of the index, with the rows that have it by their `name`.
+def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
+    """Pivot the rows, as pandas does: one row for each combination of the values under the keys `index`.
 
-    Each of their values has a key too that begins with that name; None where there is no such row.
+    `name` is the key whose values become columns. A pivoted row holds the original row under its value of `name`, for
+    `across`, and each value of it under `NAME KEY`, for the table's frame; None if there is no such row.
     """
     kept = list(rows)
     unknown = {f"{row[name]} {key}": None for row in kept for key in row}
-    found: dict[tuple[object, ...], Values] = {}
+    found: dict[tuple[object, ...], Row] = {}
     for row in kept:
         cells = found.setdefault(tuple(row[key] for key in index), {**unknown})
         cells |= {row[name]: row} | {f"{row[name]} {key}": value for key, value in row.items()}
@@ -79,7 +88,7 @@ def pivoted(rows: Iterable[Values], index: Sequence[str], name: str) -> list[Val
 
 
 def across(name: str, cell: Column) -> Column:
-    """The column of a pivoted table that shows the cell of each row of this name; empty where there is no row."""
+    """The column of a pivoted table for this name: `cell` writes the original row; the text is empty without one."""
     key = f"{name} {cell.key}"
     return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key=key, std="")
 
@@ -87,11 +96,11 @@ def across(name: str, cell: Column) -> Column:
 def write_study(
     name: str, study: object, sections: Iterable[Section], pictures: Mapping[str, "Figure | None"], directory: Path
 ) -> list[Path]:
-    """Write the record of the study, each section and plots/ into the directory, which is made; return the paths.
+    """Write the record of the study to the file `name`, each section, and the pictures to plots/; return the paths.
 
-    `name` is that of the record's file. A picture that is None shows nothing: an earlier one of its name is removed.
+    The directory is made if need be. For a picture that is None, an earlier file of the same name is removed.
     """
-    from cs336_systems.report.plots.drawing import to_png  # brings matplotlib, which printing does not need
+    from cs336_systems.report.plots.drawing import to_png  # matplotlib is slow to import, and printing does not need it
 
     files: dict[str, str | bytes] = {name: encode_json(study)}
     for section in sections:

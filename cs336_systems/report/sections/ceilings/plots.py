@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import GIGA, MIB, TERA
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.sections.ceilings.tables import (
@@ -72,12 +72,12 @@ def draw_products(study: CeilingsStudy) -> Figure | None:
     return figure
 
 
-def plot_rows(panel: Axes, rows: Sequence[Values], x: str, y: str, **look: Any) -> list[Line2D]:  # noqa: ANN401 (matplotlib's)
+def plot_rows(panel: Axes, rows: Sequence[Row], x: str, y: str, **look: Any) -> list[Line2D]:  # noqa: ANN401 (matplotlib's)
     """Draw the values by two keys."""
     return panel.plot([row[x] for row in rows], [row[y] for row in rows], markersize=5, **look)
 
 
-def name_slow_layers(panel: Axes, rows: Sequence[Values], x: str) -> None:
+def name_slow_layers(panel: Axes, rows: Sequence[Row], x: str) -> None:
     """Name, to the right of their points, the layers that are far below the others of their precision.
 
     Precisions that have the same value by the key `x`, which is along the axis, share a name.

@@ -1,10 +1,9 @@
-"""The parts of a profiled step beside the roof that the measured ceilings are for them."""
+"""The section of the roofline: the rate of each part of a profiled step, and its roof by the measured ceilings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from cs336_systems.report.columns import column, three_digits
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.numbers import MIB, TERA, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import make_table
@@ -12,7 +11,7 @@ from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecisi
 from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
 
 COLUMNS = (
-    column("part", about="What of the step it is."), column("phase"), column("flops"), column("least_mib"),
+    column("part", about="Which part of the step it is."), column("phase"), column("flops"), column("least_mib"),
     column("flops_per_byte", drop_order=5), column("time_ms"), column("tflops_per_s", drop_order=2, derived=False),
     column("roof_tflops_per_s"), column("roof_share"), column("limit"),
 )  # fmt: skip
@@ -21,7 +20,7 @@ ABOVE = 1.005
 
 
 def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
-    """The parts beside the roof that the measured ceilings are for them; empty without parts."""
+    """A table with a row for each part of the step; empty without parts."""
     if parts is None:
         return Section(name="roofline")
     rows = [_values(study, parts.label, part) for part in parts.parts]
@@ -30,7 +29,7 @@ def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
     return Section(name="roofline", tables=(table,), rows=rows)
 
 
-def _values(study: CeilingsStudy, run: str, part: StepPart) -> Values:
+def _values(study: CeilingsStudy, run: str, part: StepPart) -> Row:
     highest, ceiling = roof(study, part), study.product_ceiling(part.precision)
     return {
         "run": run, "device_name": study.device_name, "part": part.name, "phase": part.phase,
@@ -43,8 +42,8 @@ def _values(study: CeilingsStudy, run: str, part: StepPart) -> Values:
     }  # fmt: skip
 
 
-def _notes(rows: Sequence[Values], mixed: Sequence[str]) -> Iterator[str]:
-    """What the columns mean, and of the exceptions those that are in the table."""
+def _notes(rows: Sequence[Row], mixed: Sequence[str]) -> Iterator[str]:
+    """Notes on what the columns mean, and on the exceptions that occur in the table."""
     yield (
         "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
         "measured product rate, or the measured copy bandwidth times the intensity where that is less."
@@ -74,9 +73,9 @@ def _notes(rows: Sequence[Values], mixed: Sequence[str]) -> Iterator[str]:
 
 
 def causal_roof_share(study: CeilingsStudy, part: StepPart) -> float | None:
-    """Share of the roof with attention counted as causal; None for other parts, and where a ceiling is not known.
+    """Share of the roof with attention counted as causal; None for other parts, and if a ceiling is unknown.
 
-    It is half, or more: with fewer FLOPs for each byte the roof is lower too where memory sets it.
+    Half of the FLOPs give half of the share, or more: fewer FLOPs per byte also lower the roof if memory sets it.
     """
     if part.causal_flops is None:
         return None

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device
-from cs336_systems.report.columns import column
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.ceilings.plots import ceilings_pictures
@@ -36,7 +35,7 @@ BUSY = 1.5
 """Load for each CPU above which other programs must have been running too."""
 
 
-def ceilings_of(study: CeilingsStudy) -> list[Values]:
+def ceilings_of(study: CeilingsStudy) -> list[Row]:
     """The fastest cell of each kind that has a time; of passes over memory the largest, which fits no cache."""
     products, streams = timed(product_rows(study)), timed(stream_rows(study))
     by_precision = [[row for row in products if row["precision"] is name] for name in study.product_ceilings]
@@ -57,7 +56,7 @@ def ceilings_of(study: CeilingsStudy) -> list[Values]:
     ]
 
 
-def _ceiling(row: Values, name: str, key: str, unit: str, reached_at: str = "") -> Values:
+def _ceiling(row: Row, name: str, key: str, unit: str, reached_at: str = "") -> Row:
     """The row of the cell that sets a ceiling, by the columns of the summary; `key` is that of the ceiling."""
     std = None if row["cv"] is None else row[key] * row["cv"]
     unknown = dict.fromkeys(("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted"))
@@ -65,7 +64,7 @@ def _ceiling(row: Values, name: str, key: str, unit: str, reached_at: str = "") 
     return unknown | row | measured | {"ceiling": name, "reached_at": reached_at}
 
 
-def _all_reduce(row: Values) -> str:
+def _all_reduce(row: Row) -> str:
     return f"all-reduce among {row['world_size']} (bus)"
 
 
@@ -116,7 +115,7 @@ def _findings(study: CeilingsStudy) -> Iterator[str]:
         )
     yield from _padding(study)
     yield from _cached_adamw(study)
-    yield from _company(study)
+    yield from _busy_machine(study)
     yield from doubts(study)
 
 
@@ -146,7 +145,7 @@ def _padding(study: CeilingsStudy) -> Iterator[str]:
 
 
 def _cached_adamw(study: CeilingsStudy) -> Iterator[str]:
-    """What moves the most bytes for each element cannot be faster than a copy if all of them come from memory."""
+    """A note if AdamW's rate is above a copy's, which is impossible if all bytes come from memory."""
     copy, adamw = study.bandwidth(Stream.COPY), study.bandwidth(Stream.ADAMW)
     if copy is not None and adamw is not None and adamw > copy:
         on_cpu = study.grid.device is Device.CPU
@@ -169,8 +168,8 @@ def doubts(study: CeilingsStudy) -> Iterator[str]:
         )
 
 
-def _company(study: CeilingsStudy) -> Iterator[str]:
-    """Whether other programs slowed a CPU, where an operation waits for the slowest of its threads."""
+def _busy_machine(study: CeilingsStudy) -> Iterator[str]:
+    """A note if other programs slowed a CPU, on which an operation waits for its slowest thread."""
     load, cpus = study.environment.load_1min, study.environment.cpu_count
     if study.grid.device is Device.CPU and load is not None and load > BUSY * cpus:
         yield f"The machine was busy (load {load:.1f} on {cpus} CPUs): it can reach more than this."

@@ -6,8 +6,7 @@ from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, promised_bandwidth
@@ -43,7 +42,7 @@ def launch_words(study: CeilingsStudy, launch: Launch) -> str:
     return "launched one by one" if launch is Launch.EAGER else "in a CUDA graph"
 
 
-def timing_values(timing: Timing, unit: str = "ms", per_s: float = 1e3) -> Values:
+def timing_values(timing: Timing, unit: str = "ms", per_s: float = 1e3) -> Row:
     """How a cell ended, its time in that unit, and what puts it in doubt."""
     loops = timing.loops
     return {
@@ -56,12 +55,12 @@ def timing_values(timing: Timing, unit: str = "ms", per_s: float = 1e3) -> Value
     }
 
 
-def timed(rows: Sequence[Values]) -> list[Values]:
+def timed(rows: Sequence[Row]) -> list[Row]:
     """The rows that have a time."""
     return [row for row in rows if row["loop_spread"] is not None]
 
 
-def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Sequence[Values], *notes: str) -> Table:
+def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Sequence[Row], *notes: str) -> Table:
     """The columns that have values; what puts times in doubt, and why there are none, each reason once."""
 
     def all_notes() -> Iterator[str]:
@@ -100,12 +99,12 @@ def products_section(study: CeilingsStudy) -> Section:
     return Section(name="products", tables=tuple(tables), rows=rows, keys=PRODUCTS)
 
 
-def product_rows(study: CeilingsStudy) -> list[Values]:
+def product_rows(study: CeilingsStudy) -> list[Row]:
     """A row for each matrix product."""
     return [_product(study, cell) for cell in study.products]
 
 
-def _product(study: CeilingsStudy, cell: ProductCell) -> Values:
+def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
     """The share of the best is in doubt where either time is; that of the best itself is 100 %, whatever its time."""
     shape, best, own = cell.shape, study.best_product(cell.precision), timing_values(cell.timing)
     promised = promised_flops(find_device(study.device_name), cell.precision)
@@ -135,7 +134,7 @@ def streams_section(study: CeilingsStudy) -> Section:
     return Section(name="bandwidth", tables=(table,), rows=rows, keys=STREAMS)
 
 
-def stream_rows(study: CeilingsStudy) -> list[Values]:
+def stream_rows(study: CeilingsStudy) -> list[Row]:
     """A row for each pass over memory."""
     promised, rows = promised_bandwidth(study.device_name), []
     for cell in study.streams:
@@ -158,7 +157,7 @@ def launches_section(study: CeilingsStudy) -> Section:
     return Section(name="launches", tables=(table,), rows=rows, keys=LAUNCHES)
 
 
-def launch_rows(study: CeilingsStudy) -> list[Values]:
+def launch_rows(study: CeilingsStudy) -> list[Row]:
     """A row for each way to launch a kernel."""
     return [
         {"launch": cell.launch, "label": cell.launch, "launched": launch_words(study, cell.launch),
@@ -179,7 +178,7 @@ def reductions_section(study: CeilingsStudy) -> Section:
     return Section(name="all_reduce", tables=(table,) if rows else (), rows=rows, keys=REDUCTIONS)
 
 
-def reduction_rows(study: CeilingsStudy) -> list[Values]:
+def reduction_rows(study: CeilingsStudy) -> list[Row]:
     """A row for each all-reduce."""
     rows = []
     for cell in study.reductions:

@@ -13,7 +13,8 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336_systems.config import Phase
-from cs336_systems.report.entries import Values, labels
+from cs336_systems.report.columns import Row
+from cs336_systems.report.entries import labels
 from cs336_systems.report.numbers import label, significant
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, idle, kernel_s, top_kernel
@@ -31,9 +32,9 @@ PARTS: Mapping[str, Sequence[LaunchPhase]] = {
 }
 """Parts of a step that the questions are about."""
 NUM_CLASSES = 4
-"""Classes to name beside the matrix products."""
+"""Most classes that are named besides the matrix products."""
 SAME_TIME = 0.02
-"""Difference between trace and clock that two runs of one program may have."""
+"""Largest relative difference between trace and clock that counts as agreement, since both are runs of their own."""
 NO_BACKWARD = "There is no backward pass in this run: --mode train has one"
 
 
@@ -66,7 +67,7 @@ def answers(entries: Sequence[Explained]) -> str:
 
 
 def answer(question: Question, facts: pd.DataFrame, profile: StepProfile) -> str:
-    """The answer over the traces that have a forward pass. The `profile` of any of them says what work is called."""
+    """The answer over the traces that have a forward pass; the `profile` of one of them says whether it has kernels."""
     found = facts[facts[f"{FORWARD} time"] > 0]
     if not found.empty:
         return _ANSWERS[question](found, profile)
@@ -77,14 +78,14 @@ def answer(question: Question, facts: pd.DataFrame, profile: StepProfile) -> str
 
 
 def facts_of(named: Mapping[str, Explained]) -> pd.DataFrame:
-    """A row for each trace, named as its configuration."""
+    """The facts about all traces: a row for each, whose index is its name."""
     return pd.DataFrame([_facts(entry) for entry in named.values()], index=list(named))
 
 
-def _facts(entry: Explained) -> Values:
+def _facts(entry: Explained) -> Row:
     """All numbers about one trace in the answers: seconds and launches per step, shares of the kernels' time."""
     profile, steps = entry.profile, entry.profile.num_steps
-    found: Values = {
+    found: Row = {
         "wall": forward_wall_s(profile),
         "in kernels": kernel_s(profile, (LaunchPhase.FORWARD, LaunchPhase.LOSS)) / steps,
         "clock": entry.clock_s(Phase.FORWARD) or None,

@@ -10,8 +10,7 @@ from statistics import median
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile, Work
 from cs336_systems.ranges import Range
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import label, percent, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, wall_s
@@ -57,7 +56,7 @@ def kernels_section(profile: StepProfile, top: int) -> Section:
     return Section(name="kernels", tables=tuple(tables), rows=rows, keys=_KERNEL_CSV)
 
 
-def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: float) -> Values:
+def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: float) -> Row:
     each_s = (kernel.mean_s, kernel.median_s, kernel.min_s, kernel.max_s, kernel.stdev_s)
     return {
         "phase": kernel.phase or WHOLE_STEP,
@@ -72,11 +71,11 @@ def _kernel(profile: StepProfile, kernel: KernelTimes, total_s: float) -> Values
     }
 
 
-def _per_step(part: KernelTimes | Sum, steps: int) -> Values:
+def _per_step(part: KernelTimes | Sum, steps: int) -> Row:
     return {"count_per_step": part.count / steps, "total_ms_per_step": part.total_s / steps * 1e3}
 
 
-def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, rows: Sequence[Values], top: int) -> Table:
+def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, rows: Sequence[Row], top: int) -> Table:
     words = terms(profile)
     columns = [
         column("share"),
@@ -129,7 +128,7 @@ def _phases(profile: StepProfile) -> list[LaunchPhase]:
     return [phase.phase for phase in profile.phases if any(phase.launches)]
 
 
-def _module_rows(profile: StepProfile, sums: ByModule) -> list[Values]:
+def _module_rows(profile: StepProfile, sums: ByModule) -> list[Row]:
     """A row for each module and phase."""
     whole_s = added(profile.modules).total_s
     return [
@@ -204,7 +203,7 @@ def idle_section(profile: StepProfile, top: int) -> Section:
     return Section(name="idle", tables=tables, rows=rows[:-1], keys=keys)
 
 
-def _gaps(profile: StepProfile) -> list[Values]:
+def _gaps(profile: StepProfile) -> list[Row]:
     return [
         {
             "step": gap.step,
@@ -221,7 +220,7 @@ def _gaps(profile: StepProfile) -> list[Values]:
     ]
 
 
-def _gaps_table(gaps: Iterable[Values]) -> Table:
+def _gaps_table(gaps: Iterable[Row]) -> Table:
     columns = [
         column("idle_ms"),
         column("step", drop_order=5),
@@ -247,7 +246,7 @@ def host_calls_section(profile: StepProfile) -> Section:
     steps, kinds = profile.num_steps, {"launches": False, "waits": True}
     chosen = [row for row in profile.host_calls if row.is_launch or row.is_wait]
     sums = grouped(chosen, lambda row: (row.phase, row.is_wait))
-    rows: list[Values] = []
+    rows: list[Row] = []
     for phase in LaunchPhase:
         own = {kind: sums.get((phase, is_wait), Sum()) for kind, is_wait in kinds.items()}
         if any(part.count for part in own.values()):

@@ -29,26 +29,26 @@ a percent or two, at its start; one that the CPU limits half and more."""
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Calls added up."""
+    """Number and total time of some calls."""
 
     count: int = 0
     total_s: float = 0.0
 
 
 Timed: TypeAlias = KernelTimes | ClassTimes | AttentionTimes | ModuleTimes | IdleTimes | HostCalls | Sum
-"""Some calls, with the time that they took together."""
+"""Any part of a profile that has a count and a total time."""
 R = TypeVar("R", bound=Timed)
 K = TypeVar("K", bound=Hashable)
 
 
 def added(rows: Iterable[Timed]) -> Sum:
-    """Count and time of all rows together."""
+    """The sum of counts and of times over all rows."""
     kept = list(rows)
     return Sum(sum(row.count for row in kept), sum(row.total_s for row in kept))
 
 
 def grouped(rows: Iterable[R], key: Callable[[R], K]) -> dict[K, Sum]:
-    """Count and time of the rows of each key, the longest first."""
+    """The sums of the rows by key, the longest time first."""
     groups: dict[K, list[R]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)

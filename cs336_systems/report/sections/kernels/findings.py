@@ -59,7 +59,7 @@ _MOVING = (KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL, KernelClass.NORM
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A sentence, with the time over all steps of what it is about."""
+    """A sentence, and the time over all steps that the problem costs."""
 
     cost_s: float
     text: str
@@ -84,12 +84,12 @@ def _texts(found: Iterable[_Finding]) -> Iterator[str]:
 
 
 def _from(least_s: float, cost_s: float, text: str) -> Sequence[_Finding]:
-    """The finding, if it costs at least `least_s` and more than nothing."""
+    """The finding, unless it costs nothing or less than `least_s`."""
     return (_Finding(cost_s, text),) if cost_s and cost_s >= least_s else ()
 
 
 class _Findings:
-    """All findings of one profile; times are over all steps, and per step in the sentences."""
+    """Makes the findings of one profile. Times are sums over all steps; sentences give them per step."""
 
     def __init__(self, profile: StepProfile, config: RunConfig | None) -> None:
         """The `config` is that of the run, if it is known."""

@@ -9,7 +9,7 @@ from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile
 from cs336_systems.report.sections.kernels.facts import wall_s
 
 MIN_TIMES = 20
-"""A call this many times longer than its kernel's median may be a one-off."""
+"""Smallest ratio of a one-off call to the median call of its kernel."""
 MIN_SHARE = 0.01
 """Smallest share of the wall time that all one-offs of a phase must take to be reported."""
 MIN_SHARE_EACH = 0.001
@@ -18,19 +18,19 @@ MIN_SHARE_EACH = 0.001
 
 @dataclass(frozen=True, slots=True)
 class OneOff:
-    """A kernel that took longer in one phase of one step than in the same phase of any other."""
+    """A kernel that took longer in a phase of one step than in the same phase of the other steps."""
 
     kernel: KernelTimes
     phase: LaunchPhase
     step: int
     excess_s: float
-    """Time beyond what the kernel takes in the other steps."""
+    """How much longer it took than in the other steps."""
 
 
 def find_one_offs(profile: StepProfile) -> list[OneOff]:
-    """All of them, the longest first; none where there is a single step, which has nothing to compare with.
+    """Find all one-offs, the longest first; a single step has none, because there is no other to compare it with.
 
-    The phase must have been longer in one step than in the others by at least half of what these calls took.
+    The longest step of a phase is examined. It must exceed the median of the others by half of its one-offs' time.
     """
     found: list[OneOff] = []
     for phase in profile.phases:
@@ -50,11 +50,12 @@ def find_one_offs(profile: StepProfile) -> list[OneOff]:
 
 
 def _excess_s(kernel: KernelTimes, times_s: Sequence[float], step: int) -> float:
-    """By how much the kernel may have made that step longer than the others; 0 where all steps may have been alike.
+    """By how much the kernel made the phase of that step longer; 0 if it may have been the same in all steps.
 
-    What has fewer calls than there are steps is not in every step. What takes more than the other steps have room for
-    is longer in this one. And a call far longer than the others is not in every step if all other calls together leave
-    no room for one like it in half of the other steps.
+    A profile has no times of single calls, so this is inferred from sums. A kernel with fewer calls than steps did not
+    run in every step: all of its time counts. A kernel whose total exceeds the time of the phase in the other steps,
+    scaled to all steps, was longer in this one. A call far longer than the median is a one-off if the kernel's other
+    calls together are too short to hold one as long in half of the other steps.
     """
     num_steps, others_s = len(times_s), sum(times_s) - times_s[step]
     if kernel.count < num_steps:
@@ -66,7 +67,7 @@ def _excess_s(kernel: KernelTimes, times_s: Sequence[float], step: int) -> float
 
 
 def without(profile: StepProfile, one_offs: Iterable[OneOff]) -> StepProfile:
-    """The profile as if those calls had taken as long as the others of their kernel."""
+    """The profile as it would be without the excess time of these one-offs."""
     for one_off in one_offs:
         kernel, phase, excess_s = one_off.kernel, one_off.phase, one_off.excess_s
         profile = replace(

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import bars, drawing
 from cs336_systems.report.plots.drawing import CLASS_COLOURS
@@ -30,7 +30,7 @@ STYLES: dict[str, dict[str, Any]] = {
 BAR_INCHES = 4.1
 """Approximate length of the longest bar."""
 OVERLAP = 0.01
-"""Share of the step's wall time in which kernels ran side by side, from which the picture says so."""
+"""Smallest share of the step's wall time with kernels side by side that the picture mentions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TimeBar:
     It is longer than the wall time where kernels ran side by side.
     """
 
-    row: Values
+    row: Row
     parts_ms: Mapping[str, float]
     """Classes of kernels, copies by the driver and the idle rest of the wall time, as far as there are any."""
 
@@ -63,7 +63,7 @@ def time_bars(profile: StepProfile) -> list[TimeBar]:
     return [_time_bar(row, classes.get(row["phase"], {})) for row in phase_rows(entry) if is_shown(row)]
 
 
-def _time_bar(row: Values, classes: Values) -> TimeBar:
+def _time_bar(row: Row, classes: Row) -> TimeBar:
     parts_ms = {str(kind): classes.get(f"{CLASS_KEYS[kind]}_ms_per_step", 0.0) for kind in CLASS_COLOURS}
     idle_ms = 0.0 if row["busy_mean_ms"] is None else row["wall_mean_ms"] - row["busy_mean_ms"]
     parts_ms |= {COPIES: row["copy_mean_ms"], IDLE: idle_ms}

@@ -6,8 +6,8 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import AttentionPart, StepProfile
 from cs336_systems.config import Arch, CompileMode, RunConfig
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import in_percent, label, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
@@ -15,7 +15,7 @@ from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, ker
 from cs336_systems.report.sections.kernels.words import WHOLE_STEP, terms
 
 MAX_OTHERS = 10
-"""Kernels of class `other` to name below the table of classes."""
+"""Most kernels of class `other` that are named below the table of classes."""
 PRODUCTS = ("linear", "attention", "unknown")
 """Kinds of matrix products, by what they belong to."""
 CLASS_KEYS = {kind: kind.lower().replace(" ", "_").replace("-", "_") for kind in KernelClass}
@@ -39,14 +39,14 @@ def _share(part: float) -> str:
     return in_percent(part) if part else ""
 
 
-def class_rows(entry: Explained) -> Iterator[Values]:
+def class_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase with kernels, then one for the whole step."""
     profile = entry.profile
     chosen = {phase.phase: (phase.phase,) for phase in profile.phases} | {WHOLE_STEP: tuple(LaunchPhase)}
     for name, of in chosen.items():
         sums = grouped((row for row in profile.classes if row.phase in of), lambda row: row.kind)
         whole_s = sum(part.total_s for part in sums.values())
-        row: Values = {"phase": name}
+        row: Row = {"phase": name}
         for kind, key in CLASS_KEYS.items():
             part = sums.get(kind, Sum())
             row[f"{key}_share"] = ratio(part.total_s, whole_s)
@@ -57,7 +57,7 @@ def class_rows(entry: Explained) -> Iterator[Values]:
 
 
 def _others(profile: StepProfile) -> Iterator[str]:
-    """The kernels that no rule knows, by name."""
+    """A note with the names of kernels of class `other`, which no rule matches."""
     rows = [row for row in profile.kernels if row.phase is None and row.kind is KernelClass.OTHER]
     named = {label(row.short_name): row.total_s for row in rows[:MAX_OTHERS]}
     if rest := rows[MAX_OTHERS:]:
@@ -106,7 +106,7 @@ def products(entries: Sequence[Explained]) -> Section:
     )  # fmt: skip
 
 
-def _products(entry: Explained) -> Iterator[Values]:
+def _products(entry: Explained) -> Iterator[Row]:
     """A row for each phase; `as_expected` is empty if the expected number or the kind of some products is unknown."""
     steps = entry.profile.num_steps
     for row in entry.profile.products:
@@ -136,12 +136,12 @@ def attention(entries: Sequence[Explained]) -> Section:
     return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], every, notes)
 
 
-def attention_rows(entry: Explained) -> Iterator[Values]:
+def attention_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase in which the parts of attention are known; ratios are softmax over products."""
     profile, steps = entry.profile, entry.profile.num_steps
     for phase in dict.fromkeys(row.phase for row in profile.attention):
         rows = [row for row in profile.attention if row.phase is phase]
-        row: Values = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
+        row: Row = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
         for part in rows:
             times_ms = (part.total_s / steps * 1e3, part.product_s / steps * 1e3)
             flops = (None, None) if part.flops is None else (part.flops / steps, ratio(part.flops, part.total_s))

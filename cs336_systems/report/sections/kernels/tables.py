@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import PhaseTimes, StepProfile, Work
 from cs336_systems.config import Phase
-from cs336_systems.report.columns import column
-from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.columns import Row, column
+from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import mean_and_std, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
@@ -47,7 +47,7 @@ def phases(entries: Sequence[Explained]) -> Section:
     )  # fmt: skip
 
 
-def phase_rows(entry: Explained) -> Iterator[Values]:
+def phase_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase in order, then their sum, named WHOLE_STEP."""
     profile = entry.profile
     for phase in profile.phases:
@@ -55,13 +55,13 @@ def phase_rows(entry: Explained) -> Iterator[Values]:
     yield _phase(entry, profile.phases, WHOLE_STEP)
 
 
-def is_shown(row: Values) -> bool:
+def is_shown(row: Row) -> bool:
     """Whether anything ran in the phase, or it took a noticeable part of the step."""
     ran = row["kernels_per_step"] or row["copies_per_step"]
     return bool(ran or row["wall_mean_ms"] >= NOTICEABLE * row["step_ms"])
 
 
-def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Values:
+def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Row:
     """The row of these phases together; what a device does beside its host is None for a trace of a CPU."""
     profile, steps, on_device = entry.profile, entry.profile.num_steps, entry.profile.work is Work.KERNELS
     calls = sum(
@@ -91,7 +91,7 @@ def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Values:
     }
 
 
-def _mean_and_std(chosen: Sequence[PhaseTimes], field: str) -> Values:
+def _mean_and_std(chosen: Sequence[PhaseTimes], field: str) -> Row:
     """Mean and deviation over the steps in ms of the phases together; no deviation of one step."""
     times_s = [sum(times) for times in zip(*(getattr(phase, f"{field}_s") for phase in chosen), strict=True)]
     return {
@@ -100,7 +100,7 @@ def _mean_and_std(chosen: Sequence[PhaseTimes], field: str) -> Values:
     }
 
 
-def _meanings(entries: Sequence[Explained], rows: Sequence[Values]) -> str:
+def _meanings(entries: Sequence[Explained], rows: Sequence[Row]) -> str:
     profile = entries[0].profile
     words = terms(profile)
     if profile.work is Work.OPERATORS:
@@ -151,7 +151,7 @@ def slowdown(entries: Sequence[Explained]) -> Section:
     )  # fmt: skip
 
 
-def _slowdown(entry: Explained) -> Iterator[Values]:
+def _slowdown(entry: Explained) -> Iterator[Row]:
     if entry.profiled is None:
         return
     measured, plain_s = entry.profiled.measurement(Phase.STEP), entry.clock_s(Phase.STEP)
@@ -182,7 +182,7 @@ def top_kernels(entries: Sequence[Explained]) -> Section:
     )  # fmt: skip
 
 
-def _top_kernels(entry: Explained) -> Iterator[Values]:
+def _top_kernels(entry: Explained) -> Iterator[Row]:
     profile = entry.profile
     for where, chosen in ((LaunchPhase.FORWARD, [LaunchPhase.FORWARD]), (WHOLE_STEP, [*LaunchPhase])):
         if kernel := top_kernel(profile, chosen):

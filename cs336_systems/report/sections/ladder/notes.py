@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import OptimizerKind
 from cs336_systems.costs.traffic import OPTIMIZER_BYTES
-from cs336_systems.report.columns import column
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.sections.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, fastest_row, is_slowed
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.sweep.ladder import GATE_STEPS
 
-Rows = Sequence[Values]
+Rows = Sequence[Row]
 
 
 def speed_notes(rows: Rows) -> Iterator[str]:
@@ -37,7 +36,7 @@ def speed_notes(rows: Rows) -> Iterator[str]:
 
 
 def gate_notes(rows: Rows) -> Iterator[str]:
-    """What the losses are compared with, and which compilation is told."""
+    """Notes on what the losses are compared with, why verdicts are missing, and which compilation is shown."""
     yield (
         f"Losses of the first {GATE_STEPS} steps, on the same data from the same weights: their distance from those of "
         "the first rung, at the last step and at the worst, as a share of how far these fall. Of several processes the "
@@ -53,7 +52,7 @@ def gate_notes(rows: Rows) -> Iterator[str]:
 
 
 def count_notes(rows: Rows) -> Iterator[str]:
-    """Where the counts come from, and which bytes are counted."""
+    """Notes on where the counts come from, and on which bytes are counted."""
     if any(row["launches_per_step"] is not None for row in rows):
         yield "Counts are those of a run of its own under torch.profiler."
     if any(row["busy_share"] is not None for row in rows):
@@ -67,7 +66,7 @@ def count_notes(rows: Rows) -> Iterator[str]:
 
 
 def reason_notes(rows: Rows) -> Iterator[str]:
-    """Of which run the class times are, and where they are left out."""
+    """Notes on which run the class times are from, and for which rungs they are left out."""
     if any(row["launches_per_step"] is not None for row in rows):
         yield "Class times are those of the profiled run."
     slowed = [(row["rung"], row["slowdown"]) for row in rows if is_slowed(row)]
@@ -90,7 +89,7 @@ def _intervals(rows: Rows) -> Iterator[str]:
 
 
 def _shares(rows: Rows) -> Iterator[str]:
-    """What MFU and the share of the ceiling are of, as far as they are known."""
+    """A note on the rates that MFU and the share of the ceiling refer to, if these columns have values."""
     wholes = {
         "mfu": "MFU: of the promised dense peak.",
         "ceiling_share": "Of ceiling: of the highest rate that matrix products were measured to reach.",
@@ -104,8 +103,8 @@ def _shares(rows: Rows) -> Iterator[str]:
         )
 
 
-def _fastest(rows: Rows, first: Values) -> Iterator[str]:
-    """The credited rung with the shortest step, over the first that counts; whose of their times are in doubt."""
+def _fastest(rows: Rows, first: Row) -> Iterator[str]:
+    """A note on the fastest credited rung: its speed-up over the first, and which of the two times are in doubt."""
     if best := fastest_row(rows):
         times = column("speed_up_over_first").cell(best)
         gain = f", {times} times as fast as {first['rung']}" if times else ""

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.plots import drawing
 
@@ -15,7 +15,7 @@ _FRACTION = 5
 UNCREDITED = "did not pass the gate"
 
 
-def draw_ladder(rows: Sequence[Values], settings: str) -> Figure:
+def draw_ladder(rows: Sequence[Row], settings: str) -> Figure:
     """Mean time of a step by rung, with the interval over processes where there are three or more.
 
     Rungs that the slowest would make all look alike stand a second time below, on a scale of their own.
@@ -36,14 +36,14 @@ def draw_ladder(rows: Sequence[Values], settings: str) -> Figure:
     return figure
 
 
-def _fast(rows: Sequence[Values]) -> list[Values]:
+def _fast(rows: Sequence[Row]) -> list[Row]:
     """The rungs whose bars would be short beside the slowest's."""
     times = [row["step_mean_ms"] for row in rows]
     slowest_ms = max((time for time in times if time is not None), default=0.0)
     return [row for row, time in zip(rows, times, strict=True) if time is not None and time * _FRACTION < slowest_ms]
 
 
-def _draw_rungs(panel: Axes, rows: Sequence[Values]) -> None:
+def _draw_rungs(panel: Axes, rows: Sequence[Row]) -> None:
     drawing.style(panel)
     drawing.categories(panel, [row["rung"] for row in rows])
     panel.set_ylabel("step (ms)", fontsize=9)
@@ -52,7 +52,7 @@ def _draw_rungs(panel: Axes, rows: Sequence[Values]) -> None:
     panel.set_ylim(0, panel.get_ylim()[1] * 1.16)
 
 
-def _draw_bar(panel: Axes, index: int, row: Values) -> None:
+def _draw_bar(panel: Axes, index: int, row: Row) -> None:
     mean_ms = row["step_mean_ms"]
     if mean_ms is None:
         drawing.write_upright(panel, index, row["ended"])

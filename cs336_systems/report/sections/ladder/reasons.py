@@ -1,26 +1,25 @@
-"""Why a rung is faster than the one before: what it changes of kernels, bytes and times, in a sentence."""
+"""Why a rung is faster than the one before: the changes of its kernels, bytes and times, in a sentence."""
 
 from collections.abc import Iterator, Mapping
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import Work
-from cs336_systems.report.columns import short
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row, short
 from cs336_systems.report.numbers import GIGA
 from cs336_systems.report.sections.ladder.rows import is_slowed
 
 MIN_CHANGE = 0.01
-"""Smallest relative change of a count, of bytes, of the peak, or of a class over the busy time, that is said."""
+"""Smallest relative change that is mentioned, of a count, of bytes, of the peak, or of a class over the busy time."""
 MIN_SHARE_CHANGE = 0.02
-"""Smallest change that is said of the share of the step in which the GPU is busy."""
+"""Smallest change that is mentioned of the share of the step in which the GPU is busy."""
 MIN_CLASS_PART = 0.25
-"""Smallest part of the change of the busy time that the change of a class must come to."""
+"""Smallest change of a class that is mentioned, as a part of the change of the busy time."""
 MAX_CLASSES = 3
 """Most classes of kernels that are named: those whose time changes most."""
 
 
-def reasons(row: Values, last: Values | None) -> str:
-    """`450 -> 310 kernels; GPU busy 9.50 -> 8.20 ms; ...`, from `last` to the row; without it, what there is."""
+def reasons(row: Row, last: Row | None) -> str:
+    """`450 -> 310 kernels; GPU busy 9.50 -> 8.20 ms; ...`: the changes from `last` to the row, or the row's values."""
     unit = " operators" if row["work"] is Work.OPERATORS else " kernels"
     found = [
         *_change("", "launches_per_step", unit, row, last),
@@ -33,7 +32,7 @@ def reasons(row: Values, last: Values | None) -> str:
     return "; ".join(found) or "no change that is counted here"
 
 
-def _change(words: str, key: str, unit: str, row: Values, last: Values | None, scale: float = 1) -> Iterator[str]:
+def _change(words: str, key: str, unit: str, row: Row, last: Row | None, scale: float = 1) -> Iterator[str]:
     """`words 450 -> 310 unit` where that is a change, `words 310 unit` where nothing is known from before."""
     now = row[key]
     if now is None:
@@ -44,7 +43,7 @@ def _change(words: str, key: str, unit: str, row: Values, last: Values | None, s
         yield f"{words}{short(last[key] * scale)} -> {short(now * scale)}{unit}"
 
 
-def _busy(row: Values, last: Values | None) -> Iterator[str]:
+def _busy(row: Row, last: Row | None) -> Iterator[str]:
     """Always said where it is known; the share of the step where it changes: the GPU waited less, or longer."""
     if row["busy_share"] is None:
         return
@@ -57,7 +56,7 @@ def _busy(row: Values, last: Values | None) -> Iterator[str]:
     yield f"GPU busy {short(last['busy_ms'])} -> {now} ms{shares}"
 
 
-def _classes(row: Values, last: Values | None) -> Iterator[str]:
+def _classes(row: Row, last: Row | None) -> Iterator[str]:
     """The classes that account for the change of the busy time; without an earlier profile, those with the most time.
 
     None where either profiled step was too slow to stand for the plain one.

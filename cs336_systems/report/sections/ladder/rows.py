@@ -9,7 +9,7 @@ from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SETTINGS, RunConfig
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.numbers import ratio
@@ -39,14 +39,14 @@ def ladder_rows(
     records: Sequence[RunRecord],
     profiles: Sequence[Profiled],
     ceilings: Ceilings = NO_CEILINGS,
-) -> list[Values]:
+) -> list[Row]:
     """One row for each rung, in order, by the records of its configuration among `records`.
 
     A rung that fails its gate, or has no verdict, is not credited: later rungs are compared with the last before them
     that is, whose name is `last`, and with the first.
     """
     references = _reference_losses(ladder[0], records)
-    rows: list[Values] = []
+    rows: list[Row] = []
     means_s: dict[str, list[float]] = {}
     for rung in ladder:
         own = _records_of(rung.config, records)
@@ -75,15 +75,15 @@ def ladder_rows(
     return rows
 
 
-def fastest_row(rows: Sequence[Values]) -> Values | None:
+def fastest_row(rows: Sequence[Row]) -> Row | None:
     """The credited rung with the shortest step; None where there is none."""
     return min((row for row in rows if row["is_credited"]), key=lambda row: float(row["step_mean_ms"]), default=None)
 
 
 def speed_up(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float | None, float | None] | None:
-    """How many times faster, by process means in seconds, and the ends of the interval; None where a side has no means.
+    """The speed-up and its interval, from the process means of both sides in seconds; None if a side has no means.
 
-    The ratio of the geometric means, with the interval of `cs336 compare` inverted where both sides have enough means.
+    It is the ratio of the geometric means. The interval is that of `cs336 compare`, inverted; it needs several means.
     """
     if not slow or not fast or not all((*slow, *fast)):
         return None
@@ -95,7 +95,7 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float
     return 1 / found.ratio, 1 / found.high, 1 / found.low
 
 
-def _settings(rung: Rung) -> Values:
+def _settings(rung: Rung) -> Row:
     config = rung.config
     return {
         "rung": rung.name,
@@ -109,7 +109,7 @@ def _settings(rung: Rung) -> Values:
     }
 
 
-def _gate(gate: Gate, has_run: bool) -> Values:
+def _gate(gate: Gate, has_run: bool) -> Row:
     """Distances and the bound are shares of the fall of the reference's loss."""
     return {
         "gate": VERDICTS[gate.passed] if has_run else "",
@@ -121,20 +121,20 @@ def _gate(gate: Gate, has_run: bool) -> Values:
     }
 
 
-def _compiled(done: Sequence[RunRecord]) -> Values:
+def _compiled(done: Sequence[RunRecord]) -> Row:
     """The longest compilation, that of the process which found least in the compiler's cache; the largest counts."""
     found = [record.compilation for record in done if record.compilation is not None]
     counts = {name: max((int(getattr(each, name)) for each in found), default=None) for name in COMPILED}
     return {"compile_s": max((each.seconds for each in found), default=None), **counts}
 
 
-def _least(config: RunConfig) -> Values:
+def _least(config: RunConfig) -> Row:
     """The least bytes that a step must move; None where they are not known."""
     found = traffic(config)
     return {f"least_{name}_bytes": getattr(found, name, None) for name in LEAST}
 
 
-def _over(key: str, slower: Sequence[Values], row: Values, means_s: Mapping[str, Sequence[float]]) -> Values:
+def _over(key: str, slower: Sequence[Row], row: Row, means_s: Mapping[str, Sequence[float]]) -> Row:
     """The speed-up over the other rung, if there is one, with its interval and what puts it in doubt."""
     found = speed_up(means_s[slower[0]["rung"]], means_s[row["rung"]]) if slower else None
     times, low, high = found or (None, None, None)
@@ -157,7 +157,7 @@ def _reference_losses(first: Rung, records: Sequence[RunRecord]) -> list[tuple[f
     return []
 
 
-def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -> Values:
+def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -> Row:
     """Counts of the rung's last profile, beside the mean step without a profiler; None for what is not known.
 
     `busy_share` is over the plain step: a profiler slows the host, not the kernels. It is at most 1, and unknown on a
@@ -176,7 +176,7 @@ def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -
     }
 
 
-def counts_of(profile: StepProfile) -> Values:
+def counts_of(profile: StepProfile) -> Row:
     """Sums over the profile, per step: kernels (on a CPU operators), busy time, and durations of kernels by class."""
     steps = profile.num_steps
     class_s: dict[KernelClass, float] = {}
@@ -191,6 +191,6 @@ def counts_of(profile: StepProfile) -> Values:
     }
 
 
-def is_slowed(row: Values | None) -> bool:
+def is_slowed(row: Row | None) -> bool:
     """Whether the profiled step was so slow that its class times do not explain the plain one."""
     return row is not None and row["slowdown"] is not None and row["slowdown"] > MAX_SLOWDOWN

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cs336_systems.config import Device
-from cs336_systems.report.columns import column, short
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Row, column, short
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
@@ -15,7 +14,7 @@ from cs336_systems.report.sections.ladder.rows import COMPILED, FIELDS, TIMES
 from cs336_systems.report.table import known, make_table
 from cs336_systems.sweep.ladder import GATE_STEPS
 
-Rows = Sequence[Values]
+Rows = Sequence[Row]
 SPEED_UPS = ("speed_up_over_last", "speed_up_over_last_ci95_low", "speed_up_over_last_ci95_high",
              "speed_up_over_first", "speed_up_over_first_ci95_low", "speed_up_over_first_ci95_high")  # fmt: skip
 DISTANCES = (f"loss_{GATE_STEPS}", "distance_last", "distance_largest", "bound", "gate")
@@ -60,7 +59,7 @@ def ladder_section(rows: Rows) -> Section:
     return Section(name="ladder", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
 
 
-def _stands_out(row: Values) -> bool:
+def _stands_out(row: Row) -> bool:
     return not row["is_credited"]
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import label, percent, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot
@@ -25,7 +25,7 @@ _LIKE_KEYS = (
 _SAVED_KEYS = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
 
 
-def _tensor(row: LikeAllocations | SavedTensor) -> Values:
+def _tensor(row: LikeAllocations | SavedTensor) -> Row:
     return fields_of(row) | {
         "bytes": row.num_bytes,
         "shape": " x ".join(map(str, row.shape)),
@@ -33,7 +33,7 @@ def _tensor(row: LikeAllocations | SavedTensor) -> Values:
     }
 
 
-def _like(row: LikeAllocations) -> Values:
+def _like(row: LikeAllocations) -> Row:
     return {
         **_tensor(row),
         "mib": row.num_bytes / MIB,
@@ -45,7 +45,7 @@ def _like(row: LikeAllocations) -> Values:
 def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
     """The `top` largest allocations of each entry, with the code that made them; the CSV of one snapshot has all."""
 
-    def ranked(entry: Snapshot) -> Iterator[Values]:
+    def ranked(entry: Snapshot) -> Iterator[Row]:
         found = entry.profile.largest
         for rank, row in enumerate(found[:top] if entry.is_run else found):
             yield _like(row) | {"rank": rank}
@@ -104,7 +104,7 @@ def blocks(profile: MemoryProfile) -> Section:
     """What each block saves for backward and holds: its range over the blocks, and the tensors of a typical block."""
     if not profile.blocks:
         return Section(name="blocks")
-    rows: list[Values] = [
+    rows: list[Row] = [
         {
             "block": block.name,
             "saved_bytes": block.saved_bytes,
@@ -158,7 +158,7 @@ def _tensors(block: BlockMemory) -> list[tuple[str, tuple[int, ...], str, int]]:
     return [(tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes) for tensor in block.saved]
 
 
-def _saved(block: BlockMemory) -> Iterator[Values]:
+def _saved(block: BlockMemory) -> Iterator[Row]:
     for tensor in block.saved:
         yield {
             **_tensor(tensor),

@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import Values
+from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import label, ratio
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.peaks import WHOLE
@@ -44,7 +43,7 @@ def changes_json(a: MemoryProfile, b: MemoryProfile) -> dict[str, object]:
     }
 
 
-def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Values]:
+def _category_changes(a: MemoryProfile, b: MemoryProfile) -> list[Row]:
     """Changes of each category that either profile has, of all categories together, and of the reserved memory."""
     return [row for row in _changes(_totals(a), _totals(b)) if row["before_bytes"] or row["after_bytes"]]
 
@@ -54,13 +53,13 @@ def _totals(profile: MemoryProfile) -> dict[tuple[str, str], int]:
     return totals | {(WHOLE, ""): profile.peak.allocated_bytes, ("reserved at most", ""): profile.peak_reserved_bytes}
 
 
-def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Values]:
+def _place_changes(a: MemoryProfile, b: MemoryProfile) -> list[Row]:
     """Changes by name and place, the largest first."""
     changed = [row for row in _changes(_places(a), _places(b)) if row["grown_bytes"]]
     return sorted(changed, key=lambda row: -abs(row["grown_bytes"]))
 
 
-def _changes(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> list[Values]:
+def _changes(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> list[Row]:
     rows = []
     for name, place in {**before, **after}:
         sizes = before.get((name, place), 0), after.get((name, place), 0)
@@ -85,7 +84,7 @@ def _value_columns(unit: Unit) -> list[Column]:
     def grown(num_bytes: int) -> str:
         return f"{'-' if num_bytes < 0 else '+'}{unit.cell(abs(num_bytes))}" if num_bytes else "0"
 
-    def relative(row: Values) -> str:
+    def relative(row: Row) -> str:
         if row["grown_share"] is None:
             return "new"
         return f"{100 * row['grown_share']:+.1f}" if row["grown_share"] else "0"

@@ -1,21 +1,17 @@
-"""Memory profiles to report: a single snapshot of any program, or the recorded runs of a sweep."""
+"""The entries of tables about memory: a single snapshot of any program, or the recorded runs of a sweep."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.profile import MemoryProfile, read_memory_profile
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
-from cs336_systems.report.entries import identities_of
-from cs336_systems.report.frame import order
+from cs336_systems.report.entries import identities_of, load_entries
 from cs336_systems.report.identity import apart_from
 from cs336_systems.sweep.store import memory_profile_path
-from cs336_systems.text import inert_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +23,11 @@ class Snapshot:
     plain: RunRecord | None = None
 
     is_run: ClassVar[bool] = False
-    """Whether it is a run of a sweep, to be seen beside others; else its tables show all of it."""
+    """Whether it is a run of a sweep, which has a row in each table; a single snapshot has tables of its own."""
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether the peak is only what the program had before memory ran out."""
+        """Whether memory ran out, so that the peak is only what was allocated before."""
         return self.profile.work.out_of_memory > 0
 
     @property
@@ -77,22 +73,21 @@ def grouped(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntr
 
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
-    """The memory-recorded runs among `records`, in the order of tables; a missing profile is a warning on stderr."""
+    """The runs of a sweep whose memory was recorded, with their profiles in `directory`/memory, in the order of tables.
+
+    A missing profile is left out, with a warning.
+    """
     plain = {_apart_from_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
-    found = []
-    for record in sorted(records, key=lambda record: order(record.config)):
-        if record.config.profiler is not Profiler.MEMORY:
-            continue
-        try:
-            profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
-        except ProfileError as error:
-            print(inert_line(f"warning: {record.config.label}, {record.status}: {error}"), file=sys.stderr)
-            continue
-        twin = plain.get(_apart_from_steps(record.config.unprofiled))
-        found.append(MemoryEntry(config=record.config, profile=profile, plain=twin))
-    return found
+
+    def load(record: RunRecord) -> MemoryEntry:
+        profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
+        return MemoryEntry(
+            config=record.config, profile=profile, plain=plain.get(_apart_from_steps(record.config.unprofiled))
+        )
+
+    return load_entries(records, (Profiler.MEMORY,), load)
 
 
 def _apart_from_steps(config: RunConfig) -> tuple[RunConfig, bool]:
-    """The configuration without its numbers of steps, as a recorded run has fewer; and whether it uses a CUDA graph."""
+    """What a recorded run and the same run without a recording share: all settings but the numbers of steps."""
     return replace(config.configuration, cuda_graph=False, warmup_steps=0, measured_steps=1), config.cuda_graph

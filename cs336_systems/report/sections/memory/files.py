@@ -25,9 +25,9 @@ from cs336_systems.report.table import Table, findings_table, with_note
 Bar = tuple[str, MemoryEntry]
 """Label of a run, and the run."""
 MAX_BARS = 40
-"""Most bars in one picture; more would not fit on a page."""
+"""Most bars in one picture; more would not fit on a printed page."""
 TOP = 10
-"""Allocations of a single snapshot that a table lists if the caller does not say how many."""
+"""Default number of allocations of a single snapshot that a table lists."""
 
 
 def sections(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
 from cs336_systems.config import Mode
 from cs336_systems.record import Status
-from cs336_systems.report.columns import COLUMNS, Column, column
-from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.columns import COLUMNS, Column, Row, column
+from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
@@ -36,13 +36,13 @@ _ALONE = (
     "reserved_at_peak_bytes", "fragmentation_bytes", "peak_reserved_bytes", "outside_bytes", "residual_stream_bytes",
     "gpu_index", "recorded_steps",
 )  # fmt: skip
-"""Columns that are shown for a single snapshot, one on each line."""
+"""Values that a single snapshot's table of the peak shows, one on each line, by the keys of their columns."""
 _FULL_NAMES = {"peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": "peak reserved",
                "residual_stream_bytes": "residual stream"}  # fmt: skip
-"""Names on these lines of columns that have short headings elsewhere."""
+"""Names of values on such lines, if they differ from the headings of their columns."""
 
 
-def _peak(entry: Snapshot) -> Iterator[Values]:
+def _peak(entry: Snapshot) -> Iterator[Row]:
     """One row with all values of the peak apart from its categories."""
     profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
     yield {
@@ -115,15 +115,15 @@ def allocator(profile: MemoryProfile) -> Section:
     return _value_lines("allocator", "Work of the allocator", values, notes)
 
 
-def _value_lines(name: str, title: str, values: Values, notes: Iterable[str]) -> Section:
-    """A section of single values, by the keys of their columns: each on a line with its explanation."""
+def _value_lines(name: str, title: str, values: Row, notes: Iterable[str]) -> Section:
+    """A section with one value on each line, and the explanation of its column; `values` are by the keys of columns."""
 
-    def cell(line: Values) -> str:
+    def cell(line: Row) -> str:
         if line["value"] is None:
             return "unknown"
         return size(line["value"]) if line["unit"] == "bytes" else f"{line['value']:,}"
 
-    def exact(line: Values) -> str:
+    def exact(line: Row) -> str:
         return f"{line['value']:,}" if line["value"] is not None and line["unit"] == "bytes" else ""
 
     rows = [
@@ -157,7 +157,7 @@ def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
         return ()
     groups = {id(group[0]): group for group in grouped(entries, "mode")}
 
-    def by_mode(first: MemoryEntry) -> Iterator[Values]:
+    def by_mode(first: MemoryEntry) -> Iterator[Row]:
         found = {entry.config.mode: entry for entry in groups[id(first)]}
         yield {str(mode): found.get(mode) for mode in modes}
 
@@ -188,7 +188,7 @@ def categories(entries: Sequence[Snapshot]) -> Section:
     return over_configurations("categories", "What the peaks consist of", rows, columns, keys, notes)
 
 
-def _categories(entry: MemoryEntry) -> Iterator[Values]:
+def _categories(entry: MemoryEntry) -> Iterator[Row]:
     (peak,) = _peak(entry)
     yield {key: peak[key] for key in ("status", "peak_phase", "peak_allocated_bytes")} | category_values(
         entry.profile.peak

@@ -6,8 +6,8 @@ from operator import itemgetter
 
 from cs336_systems.analysis.memory.profile import Category, CategoryBytes, MemoryProfile, Moment
 from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import Values, over_configurations, rows_of
+from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import label, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot, recorded_runs
@@ -45,10 +45,10 @@ _MOMENT_KEYS = (
 )  # fmt: skip
 
 
-def category_values(moment: Moment) -> Values:
+def category_values(moment: Moment) -> Row:
     """Bytes, requested bytes, blocks and share of each category at the moment."""
     found = {row.category: row for row in moment.categories}
-    values: Values = {}
+    values: Row = {}
     for name in Category:
         row = found.get(name) or CategoryBytes(category=name, num_bytes=0, requested_bytes=0, count=0)
         values[category_key(name, "bytes")] = row.num_bytes
@@ -58,7 +58,7 @@ def category_values(moment: Moment) -> Values:
     return values
 
 
-def category_columns(rows: Sequence[Values], unit: Unit, whole: str, quantity: str = "bytes") -> list[Column]:
+def category_columns(rows: Sequence[Row], unit: Unit, whole: str, quantity: str = "bytes") -> list[Column]:
     """One column for each category; those that never reach SMALL of the largest `whole` are dropped first."""
     small = SMALL * max((row[whole] for row in rows), default=0)
     return [
@@ -92,7 +92,7 @@ def boundaries(entries: Sequence[Snapshot]) -> Section:
     return replace(found, tables=(*found.tables, *_requested(rows, names, unit, moments).tables))
 
 
-def _requested(rows: Sequence[Values], names: Sequence[Column], unit: Unit, moments: Sequence[Moment]) -> Section:
+def _requested(rows: Sequence[Row], names: Sequence[Column], unit: Unit, moments: Sequence[Moment]) -> Section:
     """The same moments by the bytes that the program asked for."""
     columns = [
         *names,
@@ -106,7 +106,7 @@ def _requested(rows: Sequence[Values], names: Sequence[Column], unit: Unit, mome
     return over_configurations("", "Memory asked for, from phase to phase", rows, columns, (), notes)
 
 
-def _moments(entry: Snapshot) -> Iterable[Values]:
+def _moments(entry: Snapshot) -> Iterable[Row]:
     """Rows of all boundaries of phases; for a single snapshot with the peak among them, by time."""
     profile = entry.profile
     if entry.is_run:
@@ -124,7 +124,7 @@ def _boundary_name(moment: Moment) -> str:
     return START if moment.phase == START else f"end of {label(moment.phase)}"
 
 
-def _moment(moment: Moment, name: str, is_shown: bool = True) -> Values:
+def _moment(moment: Moment, name: str, is_shown: bool = True) -> Row:
     return {
         **fields_of(moment),
         **category_values(moment),
@@ -137,7 +137,7 @@ def _moment(moment: Moment, name: str, is_shown: bool = True) -> Values:
     }
 
 
-def _step_column(rows: Sequence[Values]) -> list[Column]:
+def _step_column(rows: Sequence[Row]) -> list[Column]:
     """The column of steps if the shown rows are of several steps."""
     return [column("step")] if len({row["step"] for row in rows if row["is_shown"]}) > 1 else []
 
@@ -183,7 +183,7 @@ def phases(entries: Sequence[Snapshot]) -> Section:
     return over_configurations("phases", title, rows, columns, _PHASE_KEYS, notes, shown=itemgetter("is_shown"))
 
 
-def _phases(profile: MemoryProfile, is_every: bool) -> Iterator[Values]:
+def _phases(profile: MemoryProfile, is_every: bool) -> Iterator[Row]:
     for phase in profile.phases:
         yield {
             **fields_of(phase),
