@@ -12,6 +12,10 @@ from cs336_systems.record import RunRecord, Status
 
 ENOUGH = 5
 """Number of processes of each side from which on a verdict is reliable."""
+CONFIDENCE = 0.99
+"""Of the interval of a ratio."""
+LEAST_EFFECT = 0.005
+"""Smallest relative difference that matters."""
 WIDE = 2.0
 """Intervals that reach beyond this factor are written as factors, others in percent."""
 
@@ -32,12 +36,12 @@ class Comparison:
     """Geometric mean of B's times over that of A's: below 1, B is faster."""
     low: float | None
     high: float | None
-    """Confidence interval of the ratio; None if a side has fewer than FEWEST processes."""
+    """Confidence interval of the ratio; None if there are too few processes or steps for one."""
     confidence: float
     least_effect: float
     """Smallest relative difference that matters."""
     p_value: float | None
-    """Two-sided p value of Welch's t test on the logarithms; None without an interval."""
+    """Two-sided p value of Welch's t test on the logarithms; None where a side has fewer than FEWEST processes."""
     num_a: int
     num_b: int
 
@@ -83,7 +87,7 @@ def _percent(ratio: float) -> str:
 
 
 def compare(
-    a: Sequence[float], b: Sequence[float], *, confidence: float = 0.99, least_effect: float = 0.005
+    a: Sequence[float], b: Sequence[float], *, confidence: float = CONFIDENCE, least_effect: float = LEAST_EFFECT
 ) -> Comparison:
     """Compare B with A by their process means in seconds, at least 2 of each, measured alternately.
 
@@ -97,9 +101,9 @@ def compare(
     if min(len(a), len(b)) >= FEWEST:
         half_width, p_value = _welch(logs_a, logs_b, difference, confidence)
     return Comparison(
-        ratio=_exp(difference),
-        low=None if half_width is None else _exp(difference - half_width),
-        high=None if half_width is None else _exp(difference + half_width),
+        ratio=exp(difference),
+        low=None if half_width is None else exp(difference - half_width),
+        high=None if half_width is None else exp(difference + half_width),
         confidence=confidence,
         least_effect=least_effect,
         p_value=p_value,
@@ -121,7 +125,8 @@ def _welch(a: Sequence[float], b: Sequence[float], difference: float, confidence
     return float(stdtrit(freedom, (1 + confidence) / 2)) * error, 2 * float(stdtr(freedom, -abs(difference) / error))
 
 
-def _exp(logarithm: float) -> float:
+def exp(logarithm: float) -> float:
+    """The ratio whose logarithm this is, as far as a float holds it."""
     return math.exp(min(logarithm, 700))  # two processes 10x apart give an interval beyond what a float holds
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 
 from cs336_systems.report.numbers import (
     DOUBT,
+    MIN_DIGITS,
     amount,
     change,
     count,
@@ -22,6 +23,8 @@ from cs336_systems.report.words import status_text
 
 LEAST_DISTANCE = 0.001
 """Smallest distance between losses that is written as a number, in percent of the fall of the loss."""
+WIDEST_RATIO = 1000
+"""An interval of a ratio that reaches beyond this factor says nothing."""
 
 Row: TypeAlias = dict[str, Any]
 """The values of one row by key; None is unknown."""
@@ -155,6 +158,22 @@ def _speed_up(key: str) -> Callable[[Row], str]:
         return f"{significant(row[key], interval_digits(low, high))}{doubt}"
 
     return text
+
+
+def _ratio(row: Row) -> str:
+    """A ratio to the digits of its interval, which would else seem to leave it out."""
+    if row["ratio"] is None:
+        return ""
+    low, high = row["ratio_low"], row["ratio_high"]
+    digits = MIN_DIGITS if low is None else interval_digits(low, high)
+    return f"{significant(row['ratio'], digits)}{f' {DOUBT}' if row['ratio_is_doubted'] else ''}"
+
+
+def _ratio_interval(row: Row) -> str:
+    low, high = row["ratio_low"], row["ratio_high"]
+    if high is not None and (high > WIDEST_RATIO or low < 1 / WIDEST_RATIO):
+        return f"wider than {WIDEST_RATIO:,} times"
+    return interval_text(low, high)
 
 
 def _flops(name: str, about: str, drop_order: int) -> Column:
@@ -398,6 +417,17 @@ COLUMNS: dict[str, Column] = {
     "processes": Column("processes", "", "Fresh processes that were measured.", drop_order=2, write=str),
     "process_means": Column("step of each process", "ms", numeric=False, drop_order=3, write=str,
                             about="Mean step of each process."),
+    # two sweeps compared
+    "a_step_mean_ms": Column("step of A", "ms", "Mean step of A, with its deviation; how its runs ended without one.",
+                             drop_order=3, std="a_step_std_ms", instead="a_ended"),
+    "b_step_mean_ms": Column("step of B", "ms", "Mean step of B, with its deviation; how its runs ended without one.",
+                             drop_order=3, std="b_step_std_ms", instead="b_ended"),
+    "ratio": Column("B / A", "", "Step of B over step of A: below 1, B is faster.", text=_ratio),
+    "ratio_low": Column("interval", "", "Interval of the ratio beside it.", numeric=False, drop_order=2,
+                        text=_ratio_interval),
+    "verdict": _text("B is", "Faster or slower than A, or why that is not known."),
+    "a_processes": Column("processes of A", "", "Fresh processes of A that were measured.", drop_order=5, write=str),
+    "b_processes": Column("processes of B", "", "Fresh processes of B that were measured.", drop_order=5, write=str),
     # tables of quantities
     "amount": Column("value", "", "How much of the quantity.", write=amount),
     "unit": _text("unit", "Unit of the value."),

@@ -126,6 +126,11 @@ def _setting(name: str) -> Setting:
     return OTHERS.get(name) or SETTINGS.get(name, Setting())
 
 
+def heading(name: str) -> str:
+    """What stands above the column of this name."""
+    return heading_of(name, _setting(name))
+
+
 def size_text(config: RunConfig) -> str:
     """The name of the size; for a user's own model, the sizes that its factory was offered and may have ignored.
 
@@ -183,7 +188,7 @@ def identity_columns(
     """The distinguishing columns of a table, except those in `without`; each row has its identity under `identity`."""
     found = [row["identity"] for row in rows]
     return [
-        Column(heading_of(name, _setting(name)), numeric=_is_numeric(found, name), key=name, text=_identity_cell(name))
+        Column(heading(name), numeric=_is_numeric(found, name), key=name, text=_identity_cell(name))
         for name in distinguishing(found, always)
         if name not in without
     ]

@@ -1,19 +1,23 @@
 """The figures of docs/METHOD.md, each computed from a committed file or taken from the code that applies it."""
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
 
-from cs336_systems.analysis import compare, warnings
+import scipy.stats
+
+from cs336_systems.analysis import compare, few_processes, warnings
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
-from cs336_systems.config import Precision, RunConfig
+from cs336_systems.config import Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
+from cs336_systems.record import Measurement
 from cs336_systems.sweep.ladder import GATE_STEPS
 from tests.statements.data import cost_of_ranges
 from tests.statements.documents import ROOT, Row, Value, claim, linked, one, read, some, table, table_claim
-from tests.statements.results import METHOD, README, number
+from tests.statements.results import METHOD, README, number, records
 
 
 @claim(METHOD, r"One nsys report, (\w+) steps of small at context 512")
@@ -102,6 +106,40 @@ def confidence_over_processes() -> Sequence[Value]:
 @claim(METHOD, r"with a (\d+) % interval\. A sweep")
 def confidence_of_a_comparison() -> Sequence[Value]:
     return (100 * default_of(compare.compare, "confidence"),)
+
+
+@claim(METHOD, r"at least (\w+) processes, it rests")
+def fewest_processes_of_both_sides() -> Sequence[Value]:
+    return (FEWEST,)
+
+
+@claim(METHOD, r"a standard deviation of ([\d.]+) %, and besides of (\w+) that of its steps, and the (\d+) % interval")
+def rule_for_few_processes() -> Sequence[Value]:
+    return 100 * few_processes.PROCESS_DEVIATION, few_processes.STEP_FACTOR, 100 * compare.CONFIDENCE
+
+
+@claim(
+    METHOD,
+    r"it holds more than (\d+) pairs of processes of one configuration under the same conditions, more than (\d+) of "
+    r"them from different sweeps, and none of them is told apart. An interval over the steps alone would tell more "
+    r"than a (\w+) of them apart",
+)
+def pairs_of_processes() -> Sequence[Value]:
+    """The interval over the steps alone is Welch's, as SciPy computes it."""
+    alike: dict[object, list[tuple[str, Measurement]]] = {}
+    for directory in sorted(str(path.parent.relative_to(ROOT / "data")) for path in (ROOT / "data").rglob("runs")):
+        for record in records(directory):
+            measured = record.measurement(Phase.STEP)
+            if record.environment and measured and measured.cv and record.config.profiler is Profiler.NONE:
+                key = record.config.configuration, record.environment.identity
+                alike.setdefault(key, []).append((directory, measured))
+    pairs = [pair for own in alike.values() for pair in itertools.combinations(own, 2)]
+    for (_, a), (_, b) in pairs:
+        assert few_processes.compare_processes([a], [b]).verdict is compare.Verdict.CANNOT_TELL
+    by_steps = [scipy.stats.ttest_ind(a.times_s, b.times_s, equal_var=False).pvalue for (_, a), (_, b) in pairs]
+    across = sum(one != other for (one, _), (other, _) in pairs)
+    share = sum(float(p) < 0.01 for p in by_steps) / len(pairs)
+    return min(300, len(pairs) - 1), min(70, across - 1), min(1 / 3, share)
 
 
 def default_of(function: Callable[..., object], name: str) -> float:

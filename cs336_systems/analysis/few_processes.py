@@ -1,0 +1,68 @@
+"""Whether B is faster than A where a side has one or two processes, too few for an interval over processes.
+
+The steps of one process resemble each other, so an interval over them alone would be far too narrow. Here a process's
+mean is taken to have a standard deviation of PROCESS_DEVIATION, and besides of STEP_FACTOR times that of its steps.
+Both were chosen so that no two processes of one configuration in data/ are told apart (docs/METHOD.md).
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from cs336_systems.analysis.compare import CONFIDENCE, LEAST_EFFECT, Comparison, compare, exp
+from cs336_systems.analysis.statistics import FEWEST
+from cs336_systems.record import Measurement
+
+PROCESS_DEVIATION = 0.005
+"""Relative standard deviation between processes of one configuration, where their steps hardly scatter."""
+STEP_FACTOR = 2.0
+"""Standard deviation between processes over that of the steps within one, where the steps scatter more."""
+MAX_FREEDOM = 1e6
+"""Degrees of freedom from which on Student's t is the normal distribution."""
+
+
+def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Comparison:
+    """Compare B with A, each at least one process, by the times of the same phase in each process.
+
+    Welch's interval over the processes if each side has FEWEST or more; otherwise the interval of this module, or none
+    if a process measured a single step, whose scatter nobody knows.
+    """
+    means_a, means_b = ([measured.mean_s for measured in side] for side in (a, b))
+    if min(len(a), len(b)) >= FEWEST:
+        return compare(means_a, means_b)
+    for name, means in (("A", means_a), ("B", means_b)):
+        if not means or not all(0 < mean_s < math.inf for mean_s in means):
+            raise ValueError(f"{name} needs mean step times that are positive and finite seconds, got {means}")
+    difference = statistics.fmean(map(math.log, means_b)) - statistics.fmean(map(math.log, means_a))
+    half_width = _half_width(a, b)
+    return Comparison(
+        ratio=exp(difference),
+        low=None if half_width is None else exp(difference - half_width),
+        high=None if half_width is None else exp(difference + half_width),
+        confidence=CONFIDENCE,
+        least_effect=LEAST_EFFECT,
+        p_value=None,
+        num_a=len(a),
+        num_b=len(b),
+    )
+
+
+def _half_width(*sides: Sequence[Measurement]) -> float | None:
+    """Half the width of the interval of the difference of the mean logarithms, by Welch and Satterthwaite.
+
+    Of the variance, the part that the steps tell of has the steps' degrees of freedom, and PROCESS_DEVIATION is known.
+    """
+    from scipy.special import stdtrit  # slow to import, and few commands need it
+
+    known, estimated = 0.0, []
+    for side in sides:
+        for measured in side:
+            if measured.cv is None:
+                return None
+            known += (PROCESS_DEVIATION / len(side)) ** 2
+            estimated.append(((STEP_FACTOR * measured.cv / len(side)) ** 2, len(measured.times_s) - 1))
+    variance = known + sum(own for own, _ in estimated)
+    share = sum((own / variance) ** 2 / of_steps for own, of_steps in estimated)
+    freedom = min(1 / share, MAX_FREEDOM) if share else MAX_FREEDOM
+    quantile = float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    return quantile * math.sqrt(variance)

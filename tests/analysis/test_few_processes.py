@@ -1,0 +1,87 @@
+"""A verdict from one or two processes: seldom wrong for A against A, and it finds a difference of 10 %."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from cs336_systems.analysis.compare import Verdict, compare
+from cs336_systems.analysis.few_processes import compare_processes
+from cs336_systems.config import Phase
+from cs336_systems.record import Measurement
+
+
+def simulate(generator, truth_s, num_processes, cv, num_steps=10) -> list[Measurement]:
+    """Processes whose means deviate as docs/METHOD.md says: by 0.5 %, and by twice the deviation of their steps."""
+    found = []
+    for _ in range(num_processes):
+        mean_s = truth_s * math.exp(math.hypot(0.005, 2 * cv) * generator.standard_normal())
+        scatter = generator.standard_normal(num_steps)
+        scatter = (scatter - scatter.mean()) * cv
+        found.append(Measurement(Phase.STEP, tuple((mean_s * (1 + scatter)).tolist())))
+    return found
+
+
+@pytest.mark.parametrize(("num_a", "num_b"), [(1, 1), (2, 2), (1, 5)])
+@pytest.mark.parametrize("cv", [0.0002, 0.003, 0.02])
+def test_a_against_a_is_told_apart_in_one_of_a_hundred_at_most(num_a, num_b, cv) -> None:
+    generator = np.random.default_rng(num_a + 10 * num_b)
+    trials = 500
+    pairs = ((simulate(generator, 0.1, num_a, cv), simulate(generator, 0.1, num_b, cv)) for _ in range(trials))
+    told = sum(compare_processes(*pair).verdict is not Verdict.CANNOT_TELL for pair in pairs)
+    assert told <= scipy.stats.binom.ppf(0.999, trials, 0.01)
+
+
+@pytest.mark.parametrize(("truth_s", "verdict"), [(0.09, Verdict.FASTER), (0.11, Verdict.SLOWER)])
+def test_a_difference_of_ten_percent_is_found(truth_s, verdict) -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        found = compare_processes(simulate(generator, 0.1, 1, 0.003), simulate(generator, truth_s, 1, 0.003))
+        assert found.verdict is verdict
+        assert found.ratio == pytest.approx(truth_s / 0.1, rel=0.05)
+
+
+def test_without_any_scatter_the_interval_is_that_of_two_deviations_of_half_a_percent() -> None:
+    found = compare_processes([Measurement(Phase.STEP, (0.1, 0.1))], [Measurement(Phase.STEP, (0.2, 0.2))])
+    half_width = scipy.stats.norm.ppf(0.995) * 0.005 * math.sqrt(2)
+    assert (found.low, found.ratio, found.high) == pytest.approx(
+        (2 * math.exp(-half_width), 2, 2 * math.exp(half_width))
+    )
+
+
+def test_where_the_steps_scatter_much_the_interval_is_that_of_welch() -> None:
+    """Against 8 % of scatter 0.5 % is nothing, and then the formula is Welch's with a deviation that is doubled."""
+    a = Measurement(Phase.STEP, tuple(0.1 * (1 + 0.08 * sign) for sign in (-1, 1) * 3))
+    b = Measurement(Phase.STEP, tuple(0.1 * (1 + 0.16 * sign) for sign in (-1, 1) * 2))
+    found = compare_processes([a], [b])
+    deviations = [2 * np.std(each.times_s, ddof=1) / np.mean(each.times_s) for each in (a, b)]
+    variances = [deviation**2 for deviation in deviations]
+    freedom = sum(variances) ** 2 / (variances[0] ** 2 / 5 + variances[1] ** 2 / 3)
+    half_width = scipy.stats.t.ppf(0.995, freedom) * math.sqrt(sum(variances))
+    assert math.log(found.high / found.ratio) == pytest.approx(half_width, rel=0.01)
+
+
+def test_three_processes_of_each_side_are_compared_by_their_means_alone() -> None:
+    generator = np.random.default_rng(1)
+    a, b = simulate(generator, 0.1, 3, 0.02), simulate(generator, 0.12, 4, 0.02)
+    assert compare_processes(a, b) == compare(*([each.mean_s for each in side] for side in (a, b)))
+
+
+def test_a_single_step_tells_nothing_of_the_scatter() -> None:
+    found = compare_processes([Measurement(Phase.STEP, (0.1,))], [Measurement(Phase.STEP, (0.2, 0.2))])
+    assert (found.ratio, found.low, found.verdict) == (pytest.approx(2), None, Verdict.CANNOT_TELL)
+
+
+def test_swapping_the_sides_inverts_the_interval() -> None:
+    generator = np.random.default_rng(2)
+    a, b = simulate(generator, 0.1, 1, 0.01), simulate(generator, 0.2, 2, 0.003)
+    there, back = compare_processes(a, b), compare_processes(b, a)
+    assert (there.low, there.high) == pytest.approx((1 / back.high, 1 / back.low))
+
+
+@pytest.mark.parametrize("times_s", [(), (0.0, 0.0)])
+def test_times_are_positive(times_s) -> None:
+    side = [Measurement(Phase.STEP, times_s)] if times_s else []
+    with pytest.raises(ValueError, match="B needs mean step times that are positive"):
+        compare_processes([Measurement(Phase.STEP, (0.1, 0.1))], side)

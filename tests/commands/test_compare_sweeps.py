@@ -1,0 +1,180 @@
+"""`cs336 compare` of two sweeps: files, exit statuses, refusals, and the order of what it measures."""
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import cli
+from cs336_systems.commands import compare as command
+from cs336_systems.config import Device, Profiler, RunConfig
+from cs336_systems.record import RunRecord, load_records, write_record
+from tests.report.making import make_config, make_record
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+GRID = "--device cpu --sizes tiny --context-lengths 8 16"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def compare(*argv: object) -> int:
+    return cli.main(["compare", *map(str, argv)])
+
+
+def sweep(name: str, *steps_s: float, **fields: object) -> Path:
+    """A directory of one process for each context length from 128 on."""
+    runs = Path(name) / "runs"
+    runs.mkdir(parents=True)
+    for i, step_s in enumerate(steps_s):
+        write_record(make_record(make_config("small", 128 * 2**i, **fields), [step_s] * 5), runs)
+    return Path(name)
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "percent", "status", "said"),
+    [
+        ((0.1, 0.24), 15, 1, "in 1 of 2 configurations; of 1 it"),
+        ((0.1, 0.24), 25, 0, "in 0 of 2 configurations; of 1 it"),
+        ((0.1005, 0.1), 0, 0, "in 0 of 2 configurations; of 1 it"),  # half a percent cannot be told
+        ((0.05, 0.21), 0, 1, "in 1 of 2 configurations; of 0 it"),
+    ],
+)
+def test_slower_rows_fail_and_rows_that_cannot_be_told_do_not(steps_s, percent, status, said, capsys) -> None:
+    a, b = sweep("a", 0.1, 0.2), sweep("b", *steps_s, precision="bf16")
+    assert compare(a, b) == 0
+    assert compare(a, b, "--fail-if-slower", percent) == status
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("a", "b", "status"), [("fast", "slow", 1), ("slow", "fast", 0), ("fast", "fast", 0)])
+def test_two_configurations_are_guarded_too(a, b, status, capsys) -> None:
+    for name, step_s in (("fast", 0.1), ("slow", 0.12)):
+        (Path(name) / "runs").mkdir(parents=True)
+        for i in range(5):
+            write_record(make_record(make_config(repeat=i), [step_s + i / 1e5] * 5), Path(name) / "runs")
+    assert compare(a, b, "--fail-if-slower", "10") == status
+    assert "of 1 configuration;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("percent", ["-1", "nan", "inf"])
+def test_a_percentage_that_cannot_be_meant_is_wrong_usage(percent, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare(sweep("a", 0.1), sweep("b", 0.1), f"--fail-if-slower={percent}")
+    assert "--fail-if-slower" in capsys.readouterr().err
+
+
+def test_sweeps_on_disk_are_written_under_their_name_alone_and_as_json(here, capsys) -> None:
+    a, b = sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.2, 0.3)
+    before = sorted(here.rglob("*"))
+    assert compare(a, b, "--json") == 0
+    assert sorted(here.rglob("*")) == before
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [row["verdict"] for row in rows] == ["slower", "cannot tell", "only in B"]
+    assert rows[0]["b_step_mean_s"] == pytest.approx(0.2)
+    assert compare(a, b, "--name", "mine", "--output", "out") == 0
+    directory = here / "out/comparisons/mine"
+    assert {path.suffix for path in directory.iterdir()} == {".csv", ".md", ".tex", ".typ"}
+    with (directory / "comparison.csv").open(newline="") as file:
+        assert [row["verdict"] for row in csv.DictReader(file)] == [row["verdict"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"warmup_steps": 2}, "A had 5 warm-up steps and B had 2"),
+        ({"profiler": Profiler.KINETO}, "B has times under a profiler"),
+    ],
+)
+def test_what_must_not_be_compared_is_refused_in_one_line(fields, said, capsys) -> None:
+    assert compare(sweep("a", 0.1, 0.2), sweep("b", 0.1, 0.2, **fields)) == 2
+    assert re.fullmatch(rf"error: {said}[^\n]*\n", capsys.readouterr().err)
+
+
+def test_an_empty_directory_is_refused(here, capsys) -> None:
+    (here / "b/runs").mkdir(parents=True)
+    assert compare(sweep("a", 0.1), "b") == 2
+    assert capsys.readouterr().err.startswith("error: b: no records")
+
+
+class Measured:
+    """Stands in for the sweep: writes records, and keeps the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.order: list[RunConfig] = []
+
+    def __call__(self, configs: Sequence[RunConfig], directory: Path, *_: object) -> int:
+        (directory / "runs").mkdir(parents=True, exist_ok=True)
+        for config in configs:
+            write_record(self.record(config), directory / "runs")
+        self.order = list(configs)
+        return 0
+
+    @staticmethod
+    def record(config: RunConfig) -> RunRecord:
+        """A step that takes twice as long with another seed."""
+        step_s = config.model.context_length * (0.02 if config.seed else 0.01) + config.repeat * 1e-6
+        return make_record(config, [step_s] * 5)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    found = Measured()
+    monkeypatch.setattr(command, "measure_all", found)
+    return found
+
+
+def test_the_grids_of_two_sweeps_run_a_b_b_a_for_each_configuration(measured, here, capsys) -> None:
+    assert compare(GRID, f"{GRID} 32 --seed 1", "--repeats", "4", "--fail-if-slower", "50") == 1
+    assert "ctx 32" in capsys.readouterr().err, "it is named, and not measured"
+    asked = [(config.model.context_length, "AB"[config.seed]) for config in measured.order]
+    assert asked == [(context, side) for context in (8, 16) for side in "ABBAABBA"]
+    (directory,) = (here / "data/e2e_benchmark").iterdir()
+    with (directory / "comparison.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["verdict"], row["a_processes"], row["b_processes"]) for row in rows] == [("slower", "4", "4")] * 2
+    before = {path.name: path.read_bytes() for path in directory.glob("comparison.*")}
+    for path in directory.glob("comparison.[cmt]*"):
+        path.unlink()
+    assert {path.name for path in directory.glob("comparison.*")} == {command.COMPARISON_FILE}
+    command.rebuild(directory)
+    assert {path.name: path.read_bytes() for path in directory.glob("comparison.*")} == before
+
+
+def test_the_configurations_of_two_directories_are_measured_again(measured, here) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        (here / name / "runs").mkdir(parents=True)
+        for context in (128, 256):
+            config = replace(make_config("tiny", context, seed=seed), device=Device.CPU)
+            write_record(make_record(config, (0.1, 0.1)), here / name / "runs")
+    before = load_records(here / "a/runs")
+    assert compare("a", "b", "--measure", "--repeats", "2") == 0
+    assert [(c.model.context_length, c.seed, c.repeat) for c in measured.order] == [
+        (context, seed, repeat) for context in (128, 256) for seed, repeat in ((0, 0), (1, 1), (1, 3), (0, 2))
+    ]
+    assert load_records(here / "a/runs") == before
+    assert compare("a", "b", "--measure", "--repeats", "2") == 0, "the same comparison goes on"
+    assert compare("a", "a", "--measure", "--name", "x") == compare("b", "b", "--measure", "--name", "x") - 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--nsys", "a profiler makes a run slower"),
+        ("--name x", "leave out --name"),
+        ("--repeats 3", "leave out --repeats"),
+        ("--fresh", "leave out --fresh"),
+        ("--warmup-steps 2", "warm-up steps"),
+    ],
+)
+def test_a_side_is_a_grid_and_no_more(flags, said, capsys, here) -> None:
+    assert compare(GRID, f"{GRID} {flags}") == 2
+    assert said in capsys.readouterr().err
+    assert not list(here.iterdir())
