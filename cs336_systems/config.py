@@ -161,8 +161,8 @@ class ModelConfig:
     attention: Annotated[
         Attention,
         Setting(
-            "naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention.", chosen_by_fast=True,
-            word="", label=1, note="{} attention",
+            "naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention.", plural="attention",
+            chosen_by_fast=True, word="", label=1, note="{} attention", axis="attention",
         ),
     ] = Attention.NAIVE
     sdpa_backend: Annotated[
@@ -273,7 +273,9 @@ class RunConfig:
     model: ModelConfig
     batch_size: Annotated[
         int,
-        Setting("Sequences in a batch.", least=1, heading="batch", note="batch {}", axis="batch size"),
+        Setting(
+            "Sequences in a batch.", plural="batch_size", least=1, heading="batch", note="batch {}", axis="batch size"
+        ),
     ] = 4
     mode: Annotated[
         Mode,
@@ -306,14 +308,15 @@ class RunConfig:
     optimizer: Annotated[
         OptimizerKind,
         Setting(
-            "adamw: written out, one tensor at a time. foreach, fused: PyTorch's.", chosen_by_fast=True, word="",
-            label=1, note="{} optimizer",
+            "adamw: written out, one tensor at a time. foreach, fused: PyTorch's.", plural="optimizer",
+            chosen_by_fast=True, word="", label=1, note="{} optimizer", axis="optimizer",
         ),
     ] = OptimizerKind.ADAMW
     compile: Annotated[
         CompileMode,
         Setting(
-            "Mode of torch.compile; none is eager.", chosen_by_fast=True, is_shortcut=True, label=1, note="compile {}"
+            "Mode of torch.compile; none is eager.", plural="compile", chosen_by_fast=True, is_shortcut=True, label=1,
+            note="compile {}", axis="mode of torch.compile",
         ),
     ] = CompileMode.NONE
     compile_blocks: Annotated[

@@ -9,7 +9,7 @@ from pathlib import Path
 from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
-    AXES,
+    FIRST,
     Flags,
     Flat,
     ModelArguments,
@@ -37,7 +37,7 @@ TOP = 10
 """Rows of a table about a profile."""
 
 
-@with_flags(*AXES)
+@with_flags(*FIRST)
 class BenchmarkArguments(Flags):
     """Time one step of training: forward, backward and optimizer, with warm-up and synchronisation.
 

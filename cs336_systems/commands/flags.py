@@ -5,7 +5,7 @@ Flags of settings are made from the declarations of these in config.py.
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -88,11 +88,13 @@ FIELDS = {each.name: (each, setting) for each, setting in _all_settings()}
 """The settings of a run by name, those of the model in the place of the model."""
 AXES = tuple(name for name, (_, setting) in FIELDS.items() if setting.plural)
 """Settings that a sweep takes several values of."""
+FIRST = ("size", "context_length", "mode", "precision", "warmup_steps", "checkpoint_blocks")
+"""Settings whose flags, and parts of default names, come before those of the model and of the step."""
 OF_MODEL = tuple(
     name for name, (each, setting) in FIELDS.items()
-    if setting.help and name not in AXES and (name == "model_factory" or (each, setting) in declared(ModelConfig))
+    if setting.help and name not in FIRST and (name == "model_factory" or (each, setting) in declared(ModelConfig))
 )  # fmt: skip
-OF_STEP = tuple(name for name, (_, setting) in FIELDS.items() if setting.help and name not in (*AXES, *OF_MODEL))
+OF_STEP = tuple(name for name, (_, setting) in FIELDS.items() if setting.help and name not in (*FIRST, *OF_MODEL))
 NOT_ALONE = tuple(name for name, (each, setting) in FIELDS.items() if each.default is False and setting.rules)
 """Switches with rules: most need other settings, which --fast may have to choose first."""
 
@@ -116,18 +118,18 @@ class Flags:
 
 
 def with_flags(
-    *names: str, many: bool = False, rules: Mapping[str, str] | None = None, **defaults: object
+    *names: str, many: Collection[str] = (), rules: Mapping[str, str] | None = None, **defaults: object
 ) -> Callable[[type[T]], type[T]]:
     """Make a class of arguments a dataclass that begins with a flag for each of these settings.
 
-    With `many` each flag takes several values. `defaults` are the command's own default values, by the names of
-    settings. `rules` are defaults that the command chooses by a rule, in the words of the help; such a flag is None if
-    it is not given.
+    Flags of the settings in `many` take several values. `defaults` are the command's own default values, by the names
+    of settings. `rules` are defaults that the command chooses by a rule, in the words of the help; such a flag is None
+    if it is not given.
     """
 
     def add(kind: type[T]) -> type[T]:
         flags = {
-            name: _made(*FIELDS[name], many=many, rule=(rules or {}).get(name), own_default=defaults.get(name))
+            name: _made(*FIELDS[name], many=name in many, rule=(rules or {}).get(name), own_default=defaults.get(name))
             for name in names
         }
         return _add_flags(kind, flags)
@@ -197,8 +199,20 @@ class ModelArguments(Flags):
     """What differs from the preset."""
 
 
+@with_flags(*OF_MODEL, many=AXES)
+class SweepModelArguments(Flags):
+    """What differs from the preset."""
+
+
 @with_flags(*OF_STEP)
 class StepArguments(Flags):
+    """What one step does."""
+
+    device: DeviceFlag = "auto"
+
+
+@with_flags(*OF_STEP, many=AXES)
+class SweepStepArguments(Flags):
     """What one step does."""
 
     device: DeviceFlag = "auto"

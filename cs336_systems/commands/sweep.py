@@ -14,12 +14,13 @@ from cs336_systems.commands.device import device_word, explain_cpu_fallback, pla
 from cs336_systems.commands.flags import (
     AXES,
     FIELDS,
+    FIRST,
     MAX_NAME_LENGTH,
     Flags,
     Flat,
     MeasuringArguments,
-    ModelArguments,
-    StepArguments,
+    SweepModelArguments,
+    SweepStepArguments,
     Switch,
     check_repeats,
     checked_name,
@@ -53,9 +54,13 @@ from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 from cs336_systems.text import counted, inert_line
 
 
-@with_flags(*AXES, many=True)
+@with_flags(*FIRST, many=AXES)
 class SweepArguments(Flags):
-    """Time a grid of sizes, context lengths, modes and precisions, each run in a fresh process, and write tables.
+    """Time a grid of sizes, context lengths, modes, precisions and other settings, each run in a fresh process, and
+    write tables.
+
+    Every flag that takes several values is an axis of the grid: --compile none default --attention naive sdpa makes
+    four runs of each configuration.
 
     Records, tables (CSV, Markdown, LaTeX, Typst) and plots go to OUTPUT/e2e_benchmark/NAME/. The same command
     again goes on where an interrupted sweep stopped; what ran out of memory or failed has a row of its own.
@@ -68,8 +73,8 @@ class SweepArguments(Flags):
     fast: Switch = False
     """Compute the same steps in the fastest way known for this device, on a GPU in bf16. Rules choose the settings, and
     they are printed; flags that contradict them are refused."""
-    model: Flat[ModelArguments] = field(default_factory=ModelArguments)
-    step: Flat[StepArguments] = field(default_factory=StepArguments)
+    model: Flat[SweepModelArguments] = field(default_factory=SweepModelArguments)
+    step: Flat[SweepStepArguments] = field(default_factory=SweepStepArguments)
     nsys: Switch = False
     """Run every configuration once more under Nsight Systems, and say where its time went, kernel by kernel. Results go
     to OUTPUT/nsys_profiles/NAME/, the reports (.nsys-rep) too."""
@@ -92,9 +97,10 @@ class SweepArguments(Flags):
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
-        for name in self.settings:
-            if getattr(self, name) == ():
-                raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
+        for group in (self, self.model, self.step):
+            for name in group.settings:
+                if getattr(group, name) == ():
+                    raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
         check_repeats(self.repeats)
 
     @property
@@ -107,10 +113,9 @@ class SweepArguments(Flags):
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = resolve_device(self.step.device)
         on_gpu = device is Device.CUDA
-        common = {**self.model.given(), **self.step.given()}
         axes = self._axes(on_gpu)
         grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        once = [self._config(device, common, point) for point in grid]
+        once = [self._config(device, point) for point in grid]
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
@@ -140,14 +145,19 @@ class SweepArguments(Flags):
             for name in AXES
             if (found := FIELDS[name][1].by_device) is not None
         }
-        values = usual | self.given() | {"precision": self.chosen_precisions}
-        return {name: values[name] for name in AXES}
+        values = usual | self._given() | {"precision": self.chosen_precisions}
+        return {name: values[name] for name in AXES if name in values}
 
-    def _config(self, device: Device, common: Mapping[str, Any], point: Mapping[str, Any]) -> RunConfig:
+    def _given(self) -> dict[str, Any]:
+        """The flags of all groups by the names of their settings."""
+        return {**self.given(), **self.model.given(), **self.step.given()}
+
+    def _config(self, device: Device, point: Mapping[str, Any]) -> RunConfig:
+        given = self._given()
+        settings = {**given, **point}
         if not self.fast:
-            return make_config(device, **common, **point)
-        asked = {} if self.precisions is None else {"precision": point["precision"]}
-        return make_fast_config(device, {**common, **asked}, many=True, **common, **point)
+            return make_config(device, **settings)
+        return make_fast_config(device, {name: settings[name] for name in given}, many=True, **settings)
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
@@ -182,9 +192,11 @@ def _differences(group: Flags, skip: tuple[str, ...] = ()) -> Iterator[str]:
     """The flags whose values are not the usual ones, with these: `attention-sdpa`."""
     for flag, name in group.settings.items():
         value, (each, setting) = getattr(group, flag), FIELDS[name]
-        usual = (getattr(type(group), flag), each.default if setting.chosen_by_fast else None)
-        if flag not in skip and value not in usual:
-            yield f"{flag}-{'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
+        if flag in skip or value == getattr(type(group), flag):
+            continue
+        values = dict.fromkeys(value if isinstance(value, tuple) else (value,))
+        if not (setting.chosen_by_fast and [*values] == [each.default]):
+            yield f"{flag}-{'-'.join(map(str, values))}"
 
 
 def run(arguments: SweepArguments) -> int:

@@ -214,6 +214,12 @@ COLUMNS: dict[str, Column] = {
                                  drop_order=11, write=three_digits),
     "speed_up": Column("speed-up", "vs fp32", "How many times faster than the same configuration in fp32.",
                        drop_order=4, derived=True, write=three_digits),
+    "attention_speed_up": Column("speed-up", "vs naive", "How many times faster than the same configuration with "
+                                 "naive attention.", drop_order=4, derived=True, write=three_digits),
+    "compile_speed_up": Column("speed-up", "vs eager", "How many times faster than the same configuration without "
+                               "torch.compile.", drop_order=4, derived=True, write=three_digits),
+    "optimizer_speed_up": Column("speed-up", "vs adamw", "How many times faster than the same configuration with "
+                                 "AdamW written out.", drop_order=4, derived=True, write=three_digits),
     # kernels, per step
     "kernels_per_step": Column("kernels", "", "Kernels that were launched.", drop_order=4, write=count),
     "kernel_mean_ms": Column("GPU time", "ms", "Durations of the kernels, added up.", write=rounded),

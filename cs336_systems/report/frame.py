@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -34,10 +35,21 @@ RESULTS = (
 """Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
 QUANTITIES = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("warnings")]
 """Columns that were measured or computed from measurements; NaN is unknown."""
-BESIDE = ("processes", "first_step_ms", "speed_up", "speed_up_std", "fp32_status", "speed_up_is_doubted")
+SPEED_UPS: Mapping[str, tuple[str, ...]] = {
+    "speed_up": ("precision",),
+    "attention_speed_up": ("attention", "sdpa_backend"),
+    "compile_speed_up": ("compile", "compile_blocks"),
+    "optimizer_speed_up": ("optimizer",),
+}
+"""Columns of speed-ups, by the settings in which a run differs from the one that it is compared with.
+
+That one has the first value of the first of these settings: fp32, naive attention, no compilation, the plain AdamW.
+"""
+BESIDE = ("processes", "first_step_ms", "fp32_status",
+          *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms",
-           "speed_up", "speed_up_std")  # fmt: skip
+           *SPEED_UPS, *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
 
 
 def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
@@ -53,40 +65,44 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     processes.
 
     `speed_up` is how many times faster a row is than the same configuration in fp32 on the same device. It is NaN for
-    fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated). `fp32_status` is
-    how the fp32 run ended, None if there is none; `speed_up_is_doubted` says whether a warning of either run puts
-    its time in doubt.
+    fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated);
+    `speed_up_is_doubted` says whether a warning of either run puts its time in doubt. The others of SPEED_UPS are the
+    same for other settings. `fp32_status` is how the fp32 run ended, None if there is none.
     """
     groups = _repeats(records)
     configs = [group[0].config.configuration for group in groups]
     rows = [_row(group, ceilings) for group in groups]
-    keys = [apart_from(config, "precision") for config in configs]
-    fp32_rows = {
-        (key, row["device_name"]): row
-        for key, row in zip(keys, rows, strict=True)
-        if row["precision"] == Precision.FP32
-    }
-    for key, row in zip(keys, rows, strict=True):
-        # a run that failed before it could name its device has none
-        baseline = fp32_rows.get((key, row["device_name"])) or fp32_rows.get((key, None))
-        row |= _speed_up(row, None if row["precision"] == Precision.FP32 else baseline)
+    for name, settings in SPEED_UPS.items():
+        keys = [apart_from(config, *settings) for config in configs]
+        is_first = [_has_first_value(config, settings[0]) for config in configs]
+        first = {
+            (key, row["device_name"]): row for key, row, is_one in zip(keys, rows, is_first, strict=True) if is_one
+        }
+        for key, row, is_one in zip(keys, rows, is_first, strict=True):
+            # a run that failed before it could name its device has none
+            baseline = first.get((key, row["device_name"])) or first.get((key, None))
+            row |= _speed_up(name, row, None if is_one else baseline)
+            if name == "speed_up" and baseline is not None and not is_one:
+                row["fp32_status"] = baseline["status"]
     index = pd.Index(configs, dtype="object", name="config")
     frame = pd.DataFrame(rows, columns=[*RESULTS, *BESIDE], index=index, dtype="object")
     return frame.astype(dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(SHAPE, "Int64"))
 
 
-def _speed_up(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, object]:
-    if baseline is None:
-        return {"speed_up_is_doubted": False}
-    base_ms, step_ms = baseline.get("step_mean_ms"), row.get("step_mean_ms")
-    if not base_ms or not step_ms:
-        return {"fp32_status": baseline["status"], "speed_up_is_doubted": False}
+def _has_first_value(config: RunConfig, setting: str) -> bool:
+    value: StrEnum = settings_of(config)[setting]
+    return value is next(iter(type(value)))
+
+
+def _speed_up(name: str, row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, object]:
+    base_ms, step_ms = (baseline or {}).get("step_mean_ms"), row.get("step_mean_ms")
+    if baseline is None or not base_ms or not step_ms:
+        return {f"{name}_is_doubted": False}
     ratio = base_ms / step_ms
     return {
-        "speed_up": ratio,
-        "speed_up_std": quotient_stdev(ratio, baseline.get("step_cv"), row.get("step_cv")),
-        "fp32_status": baseline["status"],
-        "speed_up_is_doubted": in_doubt([*codes_of(baseline), *codes_of(row)]),
+        name: ratio,
+        f"{name}_std": quotient_stdev(ratio, baseline.get("step_cv"), row.get("step_cv")),
+        f"{name}_is_doubted": in_doubt([*codes_of(baseline), *codes_of(row)]),
     }
 
 
@@ -157,12 +173,19 @@ def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
 
 
 def order(config: RunConfig) -> tuple[Any, ...]:
-    """Key to sort configurations by, in the order of tables: by size, then shape, context, precision, mode."""
+    """Key to sort configurations by, in the order of tables: by size, then shape, context, precision, mode.
+
+    Attention, compilation and optimizer come last, their values in the order in which they are declared.
+    """
     sizes, model = list(SIZES), config.model
     rank = sizes.index(config.size) if config.size in sizes else len(sizes)
     shape = (model.d_model, model.num_layers, model.d_ff, model.num_heads, model.context_length)
     precision, mode = list(Precision).index(config.precision), list(Mode).index(config.mode)
-    return rank, config.size, *shape, precision, mode, config.warmup_steps, config.checkpoint_blocks
+    choices = [
+        list(type(each)).index(each) for each in (model.attention, model.sdpa_backend, config.compile, config.optimizer)
+    ]
+    numbers = config.warmup_steps, config.checkpoint_blocks, config.batch_size
+    return rank, config.size, *shape, precision, mode, *numbers, *choices
 
 
 def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:

@@ -372,7 +372,9 @@ def test_repeats_go_forth_and_back() -> None:
     assert len({c.key for c in configs}) == 6
 
 
-@pytest.mark.parametrize("flag", ["--sizes", "--context-lengths", "--modes", "--precisions", "--warmup-steps"])
+@pytest.mark.parametrize(
+    "flag", ["--sizes", "--context-lengths", "--modes", "--precisions", "--warmup-steps", "--attention", "--batch-size"]
+)
 def test_an_axis_needs_a_value(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         grid(flag)
@@ -502,6 +504,41 @@ def test_checkpointing_is_an_axis_of_a_sweep() -> None:
         (blocks, steps) for steps in (1, 2) for blocks in (0, 1, 2)
     ]
     assert name("--checkpoint-blocks 0 1 2") == "train_fp32_checkpoint-blocks-0-1-2_cpu"
+
+
+def test_a_grid_over_settings_of_the_step_is_their_product() -> None:
+    found = grid("--context-lengths 64 --compile none default --attention naive sdpa --optimizer adamw fused "
+                 "--batch-size 4 8")  # fmt: skip
+    seen = {(c.compile.value, c.model.attention.value, c.optimizer.value, c.batch_size) for c in found}
+    by_hand = {
+        (compiled, attention, optimizer, batch)
+        for compiled in ("none", "default") for attention in ("naive", "sdpa") for optimizer in ("adamw", "fused")
+        for batch in (4, 8)
+    }  # fmt: skip
+    assert (len(found), seen) == (16, by_hand)
+    assert {c.key for c in grid("--attention sdpa naive --context-lengths 64")} < {c.key for c in found}
+
+
+def test_one_value_of_a_setting_of_the_step_is_the_run_of_that_value() -> None:
+    flags = "--attention sdpa --optimizer fused --compile default --batch-size 8"
+    assert grid(f"{flags} --context-lengths 64") == [one(f"{flags} --context-length 64")]
+    assert name(f"{flags} --d-ff 64 --checkpoint-blocks 1 --repeats 3") == (
+        "train_fp32_checkpoint-blocks-1_repeats-3_d-ff-64_attention-sdpa_batch-size-8_optimizer-fused_compile-default_cpu"
+    ), "where the sweeps of earlier versions are found"
+    assert name("--attention naive sdpa --batch-size 4 8") == "train_fp32_attention-naive-sdpa_batch-size-4-8_cpu"
+    assert name("--compile none none --optimizer adamw adamw --attention naive naive") == name()
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [("--attention naive sdpa --sdpa-backend math", "sdpa_backend math needs attention sdpa, got attention naive"),
+     ("--compile none default --compile-blocks", "--compile-blocks needs a mode"),
+     ("--optimizer fused adamw --precisions bf16 --cast-once", "--cast-once needs --optimizer fused, got --optimizer "),
+     ("--batch-size 4 0", "batch_size must be at least 1, got 0")],
+)  # fmt: skip
+def test_a_grid_with_a_combination_that_excludes_itself_is_refused(flags: str, needed: str) -> None:
+    with pytest.raises(ValueError, match=needed):
+        grid(flags)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -258,6 +258,46 @@ def test_speed_up_compares_no_two_runs_that_differ_in_more(other):
     assert to_frame(records)["speed_up"].isna().all()
 
 
+def test_each_speed_up_is_over_the_first_value_of_one_setting_alone():
+    """Eager and naive takes 1.2 s; attention makes it 2 times as fast, compilation 3 times, the optimizer 1.5 times."""
+    made = {
+        (attention, compiled, optimizer): make_record(
+            make_config(model={"attention": attention}, compile=compiled, optimizer=optimizer), (1.2 / speed,)
+        )
+        for attention, compiled, optimizer, speed in [
+            ("naive", "none", "adamw", 1), ("sdpa", "none", "adamw", 2), ("naive", "default", "adamw", 3),
+            ("sdpa", "default", "adamw", 6), ("sdpa", "default", "fused", 9),
+        ]
+    }  # fmt: skip
+    frame = to_frame(made.values())
+    rows = {(row["attention"], row["compile"], row["optimizer"]): row for _, row in frame.iterrows()}
+    expected = {
+        ("naive", "none", "adamw"): (None, None, None),
+        ("sdpa", "none", "adamw"): (2, None, None),
+        ("naive", "default", "adamw"): (None, 3, None),
+        ("sdpa", "default", "adamw"): (2, 3, None),
+        ("sdpa", "default", "fused"): (None, None, 1.5),
+    }
+    for name, values in expected.items():
+        columns = ("attention_speed_up", "compile_speed_up", "optimizer_speed_up")
+        assert [rows[name][key] for key in columns] == pytest.approx(
+            [math.nan if value is None else value for value in values], nan_ok=True
+        )
+    assert frame["speed_up"].isna().all()
+
+
+def test_choices_are_listed_in_the_order_in_which_they_are_declared():
+    choices = ["none", "default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+    frame = to_frame([make_record(make_config(compile=choice), (0.1,)) for choice in reversed(choices)])
+    assert frame["compile"].tolist() == choices
+
+
+def test_compiled_blocks_are_compared_with_the_eager_model():
+    records = [make_record(make_config(), (0.4,))]
+    records.append(make_record(make_config(compile="default", compile_blocks=True), (0.1,)))
+    assert to_frame(records)["compile_speed_up"].tolist() == pytest.approx([math.nan, 4], nan_ok=True)
+
+
 def test_speed_up_compares_no_two_devices():
     full = make_record(make_config(), (0.2,), device_name="NVIDIA A100")
     assert to_frame([full, make_record(make_config(precision=Precision.BF16), (0.1,))])["speed_up"].isna().all()

@@ -1,4 +1,7 @@
-"""Pictures of a step over any number that a sweep varies, such as warm-up steps; a column of panels for each size."""
+"""Pictures of a step over a setting that a sweep varies: lines over numbers such as warm-up steps, bars by choices.
+
+A column of panels for each size.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,21 +47,30 @@ def draw_over_setting(
 
 
 def _draw_panel(panel: Axes, lines: Sequence[Line], setting: str) -> dict[str, Any]:
-    """The lines beside each other by a little, so that equal values are seen; failed runs as crosses on the axis."""
-    values = sorted({int(point.x) for line in lines for point in line.points})
+    """The lines, or bars, beside each other, so that equal values are seen; failed runs as crosses on the axis."""
+    found = dict.fromkeys(point.x for line in lines for point in line.points)
+    is_number = all(isinstance(value, int) for value in found)
+    values = sorted(found, key=int) if is_number else list(found)
     drawing.style(panel)
     labels = ["none" if (setting, value) == ("checkpoint_blocks", 0) else str(value) for value in values]
     drawing.categories(panel, labels, MAX_VALUES)
     places = {value: place for place, value in enumerate(values)}
     handles: dict[str, Any] = {}
-    failures: dict[int, dict[str, list[str]]] = {}
+    failures: dict[str | int, dict[str, list[str]]] = {}
+    width = 0.12 if is_number else 0.8 / len(lines)
     for index, line in enumerate(lines):
-        aside = 0.12 * (index - (len(lines) - 1) / 2)
+        aside = width * (index - (len(lines) - 1) / 2)
         positions: dict[str | int, float] = {value: place + aside for value, place in places.items()}
-        if line.known:
+        if line.known and is_number:
             handles[line.name] = drawing.draw_line(panel, line, positions, *STYLES[line.name])
+        elif line.known:
+            heights, errors = ([getattr(point, name) or 0.0 for point in line.known] for name in ("value", "error"))
+            handles[line.name] = panel.bar(
+                [positions[point.x] for point in line.known], heights, 0.9 * width,
+                yerr=errors if any(errors) else None, ecolor="#888888", capsize=3, color=STYLES[line.name][0],
+            )  # fmt: skip
         for point in line.failed:
-            failures.setdefault(int(point.x), {}).setdefault(point.failure or "", []).append(line.name)
+            failures.setdefault(point.x, {}).setdefault(point.failure or "", []).append(line.name)
     for value, reasons in failures.items():
         words = [why if len(names) == len(lines) else f"{', '.join(names)}: {why}" for why, names in reasons.items()]
         drawing.write_upright(panel, places[value], "; ".join(words))

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from cs336_systems.config import SETTINGS, Mode, Precision
 from cs336_systems.files import write_atomically
 from cs336_systems.record import RunRecord
-from cs336_systems.report.frame import describe, over_warmup, steady, to_frame
+from cs336_systems.report.frame import SPEED_UPS, describe, over_warmup, steady, to_frame
 from cs336_systems.report.identity import apart_from, distinguishing, file_name, identities, names_of
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import drawing
@@ -26,7 +26,9 @@ from cs336_systems.report.words import STEP_WORDS
 Item = TypeVar("Item")
 
 SETTINGS_ALONG = {name: setting.axis for name, setting in SETTINGS.items() if setting.axis}
-"""Numeric settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
+"""Settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
+CHOICES = {name for settings in SPEED_UPS.values() for name in settings}
+"""Settings with named values, which tables list in the order in which they are declared."""
 WARMUP = "warmup_steps"
 WIDEST = 15.0
 """Inches that a row of panels may take."""
@@ -89,7 +91,8 @@ def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure
     """Time, and below it the peak of memory or the spread, over each setting that varies; a picture per context."""
     for setting, axis in {**SETTINGS_ALONG, WARMUP: "warm-up steps"}.items():
         over, across = (over_warmup(frame), ()) if setting == WARMUP else (steady(frame), ("precision",))
-        for part, name, also in _named(over.sort_values(setting, kind="stable"), setting, *across):
+        over = over if setting in CHOICES else over.sort_values(setting, kind="stable")
+        for part, name, also in _named(over, setting, *across):
             stem = _stem("warmup", part) if setting == WARMUP else f"{setting}_{part['mode'].iloc[0]}"
             for context_length, own in part.groupby("context_length"):
                 if own[setting].nunique() < 2:

@@ -10,7 +10,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import column
-from cs336_systems.report.frame import RESULTS, describe, over_warmup, rows_of, to_frame
+from cs336_systems.report.frame import RESULTS, SPEED_UPS, describe, over_warmup, rows_of, to_frame
 from cs336_systems.report.identity import UNLISTED, identity_columns, trailing
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section, texts_of, write_files
@@ -23,7 +23,8 @@ ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
 PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms")
 """Columns of the phases, in the order of a step."""
-DERIVED = ("step_cv", "tokens_per_s", "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib", "speed_up")
+DERIVED = ("step_cv", "tokens_per_s", "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib",
+           *SPEED_UPS)  # fmt: skip
 """Columns that are computed from the times, and those of memory."""
 ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 """First columns of results.csv; all other settings come after them."""
@@ -44,7 +45,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *mfu_notes(frame),
         *([CEILING] if frame["ceiling_share"].notna().any() else []),
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
-        *([DOUBTED] if frame["speed_up_is_doubted"].any() else []),
+        *([DOUBTED] if frame[[f"{key}_is_doubted" for key in SPEED_UPS]].any(axis=None) else []),
     ]
     return _table("Time of a step", frame, ("step_ci95_low_ms", *PHASES, *DERIVED), notes)
 

@@ -126,6 +126,23 @@ def test_any_numeric_setting_has_its_picture_and_failures_are_in_it(figures, tmp
     assert write_plots([done[0], failed], tmp_path) == [], "one time alone is no line"
 
 
+def test_a_setting_with_named_values_has_bars_and_no_lines(figures, tmp_path):
+    times_s = {("none", "fp32"): 0.4, ("default", "fp32"): 0.3, ("none", "bf16"): 0.2, ("default", "bf16"): 0.1}
+    done = [make_record(make_config(compile=choice, precision=precision), (time_s, time_s))
+            for (choice, precision), time_s in times_s.items()]  # fmt: skip
+    failed = make_failure(make_config(compile="reduce-overhead"))
+    names = [path.name for path in write_plots([*done, failed], tmp_path)]
+    figure = figures[names.index("compile_train_ctx128.png")]
+    times, peaks = figure.axes
+    heights = {(round(bar.get_x() + bar.get_width() / 2), round(bar.get_height(), 6)) for bar in times.patches}
+    assert heights == {(0, 400), (1, 300), (0, 200), (1, 100)}, "in the order of declaration"
+    assert {bar.get_height() for bar in peaks.patches} == {1}
+    assert {"none", "default", "reduce-overhead", "out of memory"} <= {
+        text.removeprefix("fp32: ") for text in texts(figure)
+    }
+    assert overlaps(figure) == []
+
+
 def test_a_speed_up_of_one_configuration_is_no_picture(tmp_path):
     both = [make_record(make_config(precision=precision), (0.1,)) for precision in (Precision.FP32, Precision.BF16)]
     assert write_plots(both, tmp_path) == []
