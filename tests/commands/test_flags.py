@@ -522,8 +522,8 @@ def test_a_grid_over_settings_of_the_step_is_their_product() -> None:
 def test_one_value_of_a_setting_of_the_step_is_the_run_of_that_value() -> None:
     flags = "--attention sdpa --optimizer fused --compile default --batch-size 8"
     assert grid(f"{flags} --context-lengths 64") == [one(f"{flags} --context-length 64")]
-    assert name(f"{flags} --d-ff 64 --checkpoint-blocks 1 --repeats 3") == (
-        "train_fp32_checkpoint-blocks-1_repeats-3_d-ff-64_attention-sdpa_batch-size-8_optimizer-fused_compile-default_cpu"
+    assert name("--attention sdpa --optimizer fused --batch-size 8 --d-ff 64 --checkpoint-blocks 1 --repeats 3") == (
+        "train_fp32_checkpoint-blocks-1_repeats-3_d-ff-64_attention-sdpa_batch-size-8_optimizer-fused_cpu"
     ), "where the sweeps of earlier versions are found"
     assert name("--attention naive sdpa --batch-size 4 8") == "train_fp32_attention-naive-sdpa_batch-size-4-8_cpu"
     assert name("--compile none none --optimizer adamw adamw --attention naive naive") == name()

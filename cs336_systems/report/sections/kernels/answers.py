@@ -20,7 +20,7 @@ from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, idle, kernel_s, top_kernel
 from cs336_systems.report.sections.kernels.shares import attention_rows
 from cs336_systems.report.sections.kernels.words import launches, ms, terms
-from cs336_systems.report.sentences import answers_markdown, percent_of
+from cs336_systems.report.sentences import answers_markdown, between, percent_of
 
 FORWARD, BACKWARD, BOTH, OPTIMIZER, STEP = "forward", "backward", "forward and backward", "optimizer", "step"
 PARTS: Mapping[str, Sequence[LaunchPhase]] = {
@@ -112,11 +112,7 @@ def _facts(entry: Explained) -> Row:
 
 def _range(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
     """The least and the largest with their names; one value if they read the same, empty without any."""
-    known = values.dropna().astype(float)
-    if known.empty:
-        return ""
-    low, high = text(known.min()), text(known.max())
-    return low if low == high else f"{low} ({known.idxmin()}) to {high} ({known.idxmax()})"
+    return between({str(name): float(value) for name, value in values.dropna().items()}, text)
 
 
 def _shares(values: "pd.Series[float]") -> str:

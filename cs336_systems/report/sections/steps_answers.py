@@ -1,0 +1,225 @@
+"""The questions that CS336 (assignment 2) asks of times, answered from the frame of results.
+
+Every number comes from a row of the frame, and every sentence names the rows that it is about. A question that the
+frame does not support has no answer, and is left out.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pandas as pd
+
+from cs336_systems.analysis.warnings import MAX_CV
+from cs336_systems.config import Precision
+from cs336_systems.record import RunRecord
+from cs336_systems.report.frame import SPEED_UPS, over_warmup, rows_of, steady, to_frame
+from cs336_systems.report.identity import names_of
+from cs336_systems.report.numbers import DOUBT, mean_and_std, significant
+from cs336_systems.report.plots.series import Row
+from cs336_systems.report.sentences import answers_markdown, between, percent_of
+
+FIRST_STEPS = 1.05
+"""The first measured step over the mean step after enough warm-up, above which the reason is given."""
+Answers = list[tuple[str, list[tuple[str, str]]]]
+"""Questions with their paragraphs; each paragraph has the name of its configuration, or none."""
+
+
+def step_answers(frame: pd.DataFrame) -> Answers:
+    """The questions that the frame answers, in the order of the course."""
+    rows = [row for row in rows_of(steady(frame)) if row["step_mean_ms"]]
+    every = {
+        "How long are forward, backward and the optimizer, beside each other?": _phases(rows),
+        "Is the spread of a step small?": _spread(rows),
+        "What do too few warm-up steps change?": _warmup(rows_of(over_warmup(frame))),
+        "What does low precision change, and how does that change over sizes and contexts?": _precision(rows),
+        "What do compilation, another attention or another optimizer change?": _choices(rows),
+        "What does activation checkpointing cost and save, and which group has the least peak?": _checkpoints(rows),
+    }
+    return [(question, found) for question, sentences in every.items() if (found := list(sentences))]
+
+
+def answers_text(records: Iterable[RunRecord]) -> str:
+    """Markdown: each question as a heading, and below it the answers; empty where nothing is answered."""
+    found = step_answers(to_frame(records))
+    return answers_markdown("How long a step takes: the questions of CS336", found) if found else ""
+
+
+def _named(rows: Sequence[Row], *without: str) -> list[str]:
+    """A few words for each row, with what tells it from the others."""
+    return names_of([row["identity"] for row in rows], without=without)
+
+
+def _by_name(rows: Sequence[Row], value: Callable[[Row], float]) -> dict[str, float]:
+    return {name: value(row) for name, row in zip(_named(rows), rows, strict=True)}
+
+
+def _times(ratio: float) -> str:
+    return significant(ratio, 3)
+
+
+def _ms(time_ms: float) -> str:
+    return f"{significant(time_ms)} ms"
+
+
+def _phases(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    both = [row for row in rows if row["forward_mean_ms"] and row["backward_mean_ms"]]
+    if both:
+        ratios = _by_name(both, lambda row: row["backward_mean_ms"] / row["forward_mean_ms"])
+        yield "", f"Backward takes {between(ratios, _times)} times as long as forward, which includes the loss."
+    trained = [row for row in rows if row["optimizer_mean_ms"]]
+    if trained:
+        shares = _by_name(trained, lambda row: row["optimizer_mean_ms"] / row["step_mean_ms"])
+        yield "", f"The optimizer takes {between(shares, _percent)} of a training step."
+
+
+def _percent(share: float) -> str:
+    return percent_of(share, 1)
+
+
+def _spread(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    known = [row for row in rows if row["step_cv"] is not None]
+    if not known:
+        return
+    spreads = _by_name(known, lambda row: row["step_cv"])
+    large = {name: spread for name, spread in spreads.items() if spread > MAX_CV}
+    limit = f"{100 * MAX_CV:g} %"
+    text = f"The standard deviation of a step over its mean is {between(spreads, _percent)}"
+    if not large:
+        yield "", f"{text}: at most {limit} everywhere."
+    else:
+        named = ", ".join(large)
+        yield "", f"{text}: above {limit} in {len(large)} of {len(known)} configurations ({named})."
+
+
+def _groups(rows: Sequence[Row], setting: str) -> Iterator[tuple[str, list[Row]]]:
+    """Rows that differ in this setting alone, smallest value first, with a name for each group of them."""
+    groups: dict[str, list[Row]] = {}
+    for name, row in zip(_named(rows, setting), rows, strict=True):
+        groups.setdefault(name, []).append(row)
+    for name, own in groups.items():
+        yield name, sorted(own, key=lambda row: row[setting])
+
+
+def _warmup(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    timed = [row for row in rows if row["step_mean_ms"] and row["first_step_ms"]]
+    for name, own in _groups(timed, "warmup_steps"):
+        *few, most = own
+        if not few:
+            continue
+        enough_ms = most["step_mean_ms"]
+        told = [
+            f"after {_steps(row['warmup_steps'])} the mean step is {_ms(row['step_mean_ms'])} "
+            f"({_times(row['step_mean_ms'] / enough_ms)} times that), the first measured one "
+            f"{_ms(row['first_step_ms'])} ({_times(row['first_step_ms'] / enough_ms)} times)" + _spread_of(row)
+            for row in few
+        ]
+        why = (
+            " The first steps also load kernels, fill the allocator's cache and make the optimizer's state."
+            if max(row["first_step_ms"] for row in few) > FIRST_STEPS * enough_ms
+            else ""
+        )
+        yield (
+            name,
+            (
+                f"After {_steps(most['warmup_steps'])} the mean step is {_ms(enough_ms)}{_spread_of(most)}; "
+                f"{'; '.join(told)}.{why}"
+            ),
+        )
+
+
+def _steps(count: int) -> str:
+    return "no warm-up" if count == 0 else f"{count} warm-up step{'s' if count > 1 else ''}"
+
+
+def _spread_of(row: Row) -> str:
+    return "" if row["step_cv"] is None else f", with a deviation of {_percent(row['step_cv'])}"
+
+
+def _precision(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    for precision in Precision:
+        known = [row for row in rows if row["precision"] == precision and row["speed_up"]]
+        if known:
+            gains = _by_name(known, lambda row: row["speed_up"])
+            yield (
+                str(precision),
+                " ".join(
+                    [
+                        f"A step is {between(gains, _times)} times as fast as in fp32.{_doubts(known, 'speed_up')}",
+                        *_trend(known, "size", "context_length", "At context"),
+                        *_trend(known, "context_length", "size", "With"),
+                    ]
+                ),
+            )
+
+
+def _doubts(rows: Sequence[Row], key: str) -> str:
+    number = sum(bool(row[f"{key}_is_doubted"]) for row in rows)
+    return f" In {number} of {len(rows)} of these a time is in doubt ({DOUBT})." if number else ""
+
+
+def _trend(rows: Sequence[Row], along: str, across: str, word: str) -> Iterator[str]:
+    """How the speed-up changes along one setting, at the last value of another, and whether it grows at all of them."""
+    lines: dict[object, list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row[across], *_rest(row)), []).append(row)
+    lines = {key: own for key, own in lines.items() if len({row[along] for row in own}) > 1}
+    if not lines:
+        return
+    grows = sum(own[-1]["speed_up"] > own[0]["speed_up"] for own in lines.values())
+    last = [*lines.values()][-1] if across == "size" else max(lines.values(), key=lambda own: own[0][across])
+    gains = ", ".join(f"{_times(row['speed_up'])} {_at(row, along)}" for row in last)
+    ends = "the smallest to the largest size" if along == "size" else "the shortest to the longest context"
+    yield f"{word} {last[0][across]} it is {gains}. From {ends} it grows in {grows} of {len(lines)} cases."
+
+
+def _rest(row: Row) -> tuple[str, ...]:
+    """What else tells the row apart, so that a line holds one configuration at each size and context."""
+    return tuple(str(value) for name, value in row["identity"].items() if name not in _OF_TREND)
+
+
+_OF_TREND = ("size", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "digest")
+
+
+def _at(row: Row, along: str) -> str:
+    return f"for {row[along]}" if along == "size" else f"at context {row[along]}"
+
+
+def _choices(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    for key, (setting, *_) in SPEED_UPS.items():
+        first = {"attention": "naive attention", "compile": "the eager model", "optimizer": "the plain AdamW"}
+        known = [row for row in rows if setting in first and row[key]]
+        for value in dict.fromkeys(row[setting] for row in known):
+            own = [row for row in known if row[setting] == value]
+            gains = dict(zip(_named(own), [row[key] for row in own], strict=True))
+            text = f"A step is {between(gains, _times)} times as fast as with {first[setting]}.{_doubts(own, key)}"
+            yield f"{setting} {value}", text
+
+
+def _checkpoints(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    known = [row for row in rows if row["peak_allocated_gib"]]
+    for name, own in _groups(known, "checkpoint_blocks"):
+        if len(own) < 2:
+            continue
+        best = min(own, key=lambda row: row["peak_allocated_gib"])
+        text = f"The least peak, {_gib(best)}, is that with {_checkpoint(best)}; its step takes {_time(best)}."
+        others = "; ".join(f"with {_checkpoint(row)} {_against(row, best)}" for row in own if row is not best)
+        yield name, f"{text} The others: {others}."
+
+
+def _against(row: Row, best: Row) -> str:
+    peaks, times = (row[key] / best[key] for key in ("peak_allocated_gib", "step_mean_ms"))
+    return f"{_gib(row)} ({_times(peaks)} times that) and {_time(row)} ({_times(times)} times)"
+
+
+def _gib(row: Row) -> str:
+    return f"{significant(row['peak_allocated_gib'], 3)} GiB"
+
+
+def _time(row: Row) -> str:
+    return f"{mean_and_std(row['step_mean_ms'], row['step_std_ms'])} ms"
+
+
+def _checkpoint(row: Row) -> str:
+    blocks: int = row["checkpoint_blocks"]
+    return {0: "no checkpoints", 1: "a checkpoint for every block"}.get(
+        blocks, f"a checkpoint for every {blocks} blocks"
+    )
