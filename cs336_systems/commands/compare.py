@@ -71,6 +71,8 @@ class CompareArguments(MeasuringArguments):
     """End with status 1 if the verdict on any configuration is that B is slower, by more than this."""
     repeats: int = 5
     """Fresh processes of each; two give no interval, and so no verdict on two configurations."""
+    allow_mixed: Switch = False
+    """Go on with records that come from another GPU, driver, torch, code, own model, token file or warm-up."""
     name: Annotated[str | None, unset("NAME", "made of A and B; finished sweeps are compared without writing")] = None
     """Name of the directory, under OUTPUT/e2e_benchmark/ for what is measured, under OUTPUT/comparisons/ otherwise."""
     output: Path = Path("data")

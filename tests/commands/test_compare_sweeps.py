@@ -98,6 +98,15 @@ def test_what_must_not_be_compared_is_refused_in_one_line(fields, said, capsys) 
     assert re.fullmatch(rf"error: {said}[^\n]*\n", capsys.readouterr().err)
 
 
+def test_records_of_another_driver_are_refused_in_one_line_unless_allowed(capsys) -> None:
+    a, b = sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.3)
+    for path in (b / "runs").iterdir():
+        path.write_text(path.read_text().replace('"driver": "580"', '"driver": "590"'))
+    assert compare(a, b) == 2
+    assert re.fullmatch(r"error: [^\n]*driver 580 and 590[^\n]*\n", capsys.readouterr().err)
+    assert compare(a, b, "--allow-mixed") == 0
+
+
 def test_an_empty_directory_is_refused(here, capsys) -> None:
     (here / "b/runs").mkdir(parents=True)
     assert compare(sweep("a", 0.1), "b") == 2
