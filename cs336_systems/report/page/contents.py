@@ -2,21 +2,32 @@
 
 import base64
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler
 from cs336_systems.files import encode_json
-from cs336_systems.record import RunRecord, encode_record
+from cs336_systems.record import RunRecord, Status, WarningCode, encode_record
+from cs336_systems.report.columns import Row
+from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order, to_frame
-from cs336_systems.report.page import figures
-from cs336_systems.report.page.write import Block, Chapter, Figure, Page, Run, TableBlock
+from cs336_systems.report.identity import identities, names_of
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.page import figures, profiles
+from cs336_systems.report.page.command import command_of
+from cs336_systems.report.page.refusals import by_warmup, separated, warmup_reasons
+from cs336_systems.report.page.write import Block, Chapter, Figure, Page, Prose, Run, TableBlock
 from cs336_systems.report.plots.steps import pictures
 from cs336_systems.report.results import Results
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.files import SUBJECTS
+from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
+from cs336_systems.report.sections.kernels.words import WHOLE_STEP
 from cs336_systems.report.sections.memory.files import sections as memory_sections
+from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.steps import results_section
+from cs336_systems.report.table import Table
 from cs336_systems.report.words import status_text
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.store import VIEWERS, raw_profile_path
@@ -24,19 +35,48 @@ from cs336_systems.text import inert_json, inert_line, shortened
 
 LONGEST_TEXT = 20_000
 """Characters of a traceback or of the end of a log."""
+DOUBTED = " Warnings of the two runs put it in doubt."
+Sentence = tuple[str, str]
+"""A sentence, and the identifier of the cell that it rests on."""
 
 
 def sweep_page(results: Results, directory: Path, ceilings: Ceilings = NO_CEILINGS) -> Page:
     """The page of what was measured into the directory; the PNGs are those in its plots/."""
-    chapters = (
-        _time(results.published, directory, ceilings),
-        _kernels(results, directory),
-        _memory(results, directory),
-        _runs(results.records, directory),
+    apart = separated(results)
+    is_alone = len(apart.groups) == 1
+    found = [
+        _Contents(own, directory, ceilings, "" if is_alone else f"-{number}")
+        for number, own in enumerate(apart.groups, 1)
+    ]
+    refused = [*apart.reasons, *(text for own in apart.groups for text in warmup_reasons(own.published))]
+    limits, stands_out, doubts = (
+        [sentence for own in found for sentence in sentences(own)]
+        for sentences in (_Contents.limits, _Contents.stands_out, _Contents.doubts)
     )
+    prose = {
+        "What limits each configuration": limits,
+        "What stands out": stands_out,
+        "What is in doubt": doubts,
+        "What is not side by side, and why": [(text, "") for text in refused],
+    }
+    source = provenance(results.records, directory)
+    blocks = [Prose(heading=heading, paragraphs=sentences) for heading, sentences in prose.items() if sentences]
+    chapters = [Chapter(id="findings", title="Findings", blocks=blocks, source=source)]
+    chapters += [
+        Chapter(
+            id=f"{name}{own.ending}",
+            title=inert_line(title if is_alone else f"{title}: {own.conditions}"),
+            blocks=made,
+            source=own.source,
+        )
+        for name, title in (("time", "Time of a step"), ("kernels", "Kernels"), ("memory", "Memory"))
+        for own in found
+        if (made := getattr(own, name))
+    ]
+    chapters.append(_runs(results.records, directory))
     return Page(
         title=inert_line(f"Time and memory of a training step: {directory.name}"),
-        source=provenance(results.records, directory),
+        source=source,
         chapters=[chapter for chapter in chapters if chapter.blocks],
     )
 
@@ -44,22 +84,28 @@ def sweep_page(results: Results, directory: Path, ceilings: Ceilings = NO_CEILIN
 def provenance(records: Iterable[RunRecord], directory: Path) -> str:
     """Where what is shown comes from: directory, device, software, commit and time of measurement."""
     found = list(records)
-    environments = [record.environment for record in found if record.environment is not None]
+    times = sorted(record.started_at for record in found)
+    measured = " to ".join(dict.fromkeys(time[:19] for time in (*times[:1], *times[-1:])))
+    return inert_line(
+        "; ".join([str(directory), *_conditions(found), *([f"measured {measured} UTC"] if times else [])])
+    )
+
+
+def _conditions(records: Sequence[RunRecord]) -> list[str]:
+    """Device, software and commit of the records, each value once."""
+    environments = [record.environment for record in records if record.environment is not None]
     commits = [
         f"{environment.git_commit[:9]}{' with changes' if environment.git_dirty else ''}"
         for environment in environments
         if environment.git_commit
     ]
-    times = sorted(record.started_at for record in found)
-    parts = [
-        str(directory),
+    return [
         *_each("", [environment.identity.device_name for environment in environments]),
         *_each("driver ", [environment.identity.driver for environment in environments]),
         *_each("PyTorch ", [environment.identity.torch for environment in environments]),
+        *_each("measuring code ", [environment.identity.code[:9] for environment in environments]),
         *_each("commit ", commits),
-        *([f"measured {' to '.join(dict.fromkeys((times[0][:19], times[-1][:19])))} UTC"] if times else []),
     ]
-    return inert_line("; ".join(parts))
 
 
 def _each(words: str, values: Iterable[str | None]) -> list[str]:
@@ -68,74 +114,220 @@ def _each(words: str, values: Iterable[str | None]) -> list[str]:
     return [f"{words}{', '.join(known)}"] if known else []
 
 
-def _time(records: Sequence[RunRecord], directory: Path, ceilings: Ceilings) -> Chapter:
-    """The time of a step: tables, and the pictures that the results support."""
-    source = provenance(records, directory)
-    blocks: list[Block] = []
-    if records:
-        blocks += _tables([results_section(records, ceilings)], source)
-        for stem, draw in pictures(to_frame(records, ceilings)):
+class _Contents:
+    """What records that can be compared show: the blocks of each chapter, and sentences on them."""
+
+    def __init__(self, results: Results, directory: Path, ceilings: Ceilings, ending: str) -> None:
+        """`ending` tells identifiers from those of other records in the page."""
+        self.results, self.directory, self.ceilings, self.ending = results, directory, ceilings, ending
+        self.source = provenance(results.records, directory)
+        self.conditions = ", ".join(_conditions(results.records)[:3])
+        self.steps = self._steps()
+        self.time = self._time()
+        self.kernels = self._kernels()
+        self.memory = self._memory()
+
+    def _steps(self) -> list[TableBlock]:
+        """The times of each configuration, in a table for each number of warm-up steps."""
+        groups = by_warmup(self.results.published)
+        found = []
+        for number, own in enumerate(groups):
+            section = results_section(own, self.ceilings)
+            table = section.tables[0]
+            if len(groups) > 1:
+                table = replace(table, title=f"{table.title} after {own[0].config.warmup_steps} warm-up steps")
+            found.append(self._table(f"results{f'-warmup-{number}' if number else ''}", section, table))
+        return found
+
+    def _time(self) -> list[Block]:
+        """Tables of steps, and the pictures that the results support."""
+        published = self.results.published
+        if not published:
+            return []
+        frame = to_frame(published, self.ceilings)
+        blocks: list[Block] = list(self.steps)
+        if len(self.steps) > 1:
+            section = results_section(published, self.ceilings)
+            blocks += [self._table("warmup", section, table) for table in section.tables[1:]]
+        for stem, draw in pictures(frame):
             title, settings, spec, height = figures.picture(draw)
-            blocks.append(_figure(stem, f"{title}: {settings}", spec, directory, source, height))
-    return Chapter(id="time", title="Time of a step", blocks=blocks, source=source)
+            blocks.append(self._figure(stem, f"{title}: {settings}", spec, height))
+        return blocks
+
+    def _kernels(self) -> list[Block]:
+        """What the kernels of the profiled runs did: tables, and pictures and findings of each run."""
+        entries = self.results.kernels
+        if not entries:
+            return []
+        blocks: list[Block] = list(self._tables(make(entries) for make in SUBJECTS))
+        for number, (name, entry) in enumerate(zip(labels(entries), entries, strict=True)):
+            source, profile = provenance([entry.profiled], self.directory), entry.profile
+            sentences = [(text, "") for text in map(inert_line, kernel_findings(profile, entry.config))]
+            blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
+            if (spec := profiles.step_picture(profile)) is not None:
+                stem = f"{entry.config.key}_timeline"
+                blocks.append(self._figure(stem, f"One step, kernel by kernel: {name}", spec, 320, source, number))
+            spec = profiles.classes_picture(profile)
+            blocks.append(
+                self._figure(f"{entry.config.key}_classes", f"Time by class: {name}", spec, 340, source, number)
+            )
+        return blocks
+
+    def _memory(self) -> list[Block]:
+        """What the memory of the recorded runs held: tables, peaks, and memory over time of each run."""
+        entries = sorted(self.results.memory, key=lambda entry: order(entry.config))
+        if not entries:
+            return []
+        names, blocks = labels(entries), list[Block](self._tables(memory_sections(entries), "memory-"))
+        spec = profiles.peaks_picture(names, [entry.profile for entry in entries])
+        blocks.append(self._figure("peaks", "What the peak of each run consists of", spec, 160 + 30 * len(entries)))
+        records = {record.config: record for record in self.results.records}
+        for number, (name, entry) in enumerate(zip(names, entries, strict=True)):
+            source = provenance([records[entry.config]], self.directory)
+            sentences = [(text, "") for text in map(inert_line, memory_findings(entry.profile))]
+            blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
+            if (timeline := profiles.memory_picture(entry.profile)) is not None:
+                stem = f"{entry.config.key}_timeline"
+                blocks.append(self._figure(stem, f"Memory over time: {name}", timeline, 460, source, number))
+        return blocks
+
+    def limits(self) -> Iterator[Sentence]:
+        """What each configuration takes, and what limits it."""
+        for block, named in self._named_steps():
+            for number, (name, row) in enumerate(named):
+                if row["status"] != Status.OK:
+                    yield f"{name}: {status_text(row['status'])}.", _cell(block, number, "status")
+                    continue
+                share = "" if row["mfu"] is None else f", at {significant(100 * row['mfu'], 3)} % of the promised rate"
+                is_launched = WarningCode.LAUNCH_BOUND in (row["warnings"] or "").split(";")
+                limit = "; the host's launches limit it" if is_launched else ""
+                took = f"{significant(row['step_mean_ms'], 4)} ms per step"
+                yield inert_line(f"{name}: {took}{share}{limit}."), _cell(block, number, "step_mean_ms")
+        kernels, memory = self.results.kernels, self.results.memory
+        found = [
+            *zip(labels(kernels), kernels, [kernel_findings(own.profile, own.config) for own in kernels], strict=True),
+            *zip(labels(memory), memory, [memory_findings(own.profile) for own in memory], strict=True),
+        ]
+        for name, entry, texts in found:
+            for text in texts[:1]:
+                yield inert_line(f"{name}: {text}"), self._cell_of(entry)
+
+    def _named_steps(self) -> list[tuple[TableBlock, list[tuple[str, Row]]]]:
+        """The tables of steps with their rows, each with what tells it from those of all of them."""
+        names = iter(names_of([row["identity"] for block in self.steps for row in block.table.values]))
+        return [(block, [(next(names), row) for row in block.table.values]) for block in self.steps]
+
+    def _cell_of(self, entry: object) -> str:
+        """The cell of the time, or of the peak, of a profiled run."""
+        blocks = [*self.kernels, *self.memory]
+        found = (
+            _find(blocks, key, lambda row: row.get("entry") is entry and row.get("phase") in (None, WHOLE_STEP))
+            for key in ("wall_mean_ms", "peak_allocated_bytes")
+        )
+        return next(filter(None, found), "")
+
+    def stands_out(self) -> Iterator[Sentence]:
+        """The extremes of the steps, of those after most warm-up."""
+        for block, named in self._named_steps()[:1]:
+            rows = list(enumerate(named))
+            for key, scale, words in (
+                ("speed_up", 1, "The largest speed-up over fp32 is {} times: {}."),
+                ("step_cv", 100, "The widest spread of steps is {} % of their mean: {}."),
+                ("mfu", 100, "The highest share of the promised rate is {} %: {}."),
+            ):
+                known = [(row[key], number, name) for number, (name, row) in rows if row[key] is not None]
+                if len(known) > 1:
+                    value, number, name = max(known)
+                    doubt = DOUBTED if key == "speed_up" and block.table.values[number]["speed_up_is_doubted"] else ""
+                    sentence = words.format(significant(value * scale, 3), name) + doubt
+                    yield inert_line(sentence), _cell(block, number, key)
+            for number, (name, row) in rows:
+                if row["speed_up"] is not None and row["speed_up"] < 1 and not row["speed_up_is_doubted"]:
+                    slower = f"{name} is slower than in fp32: {significant(row['speed_up'], 3)} times as fast."
+                    yield inert_line(slower), _cell(block, number, "speed_up")
+
+    def doubts(self) -> Iterator[Sentence]:
+        """The warnings of the runs whose times are shown."""
+        records = sorted(self.results.published, key=lambda record: order(record.config))
+        runs = [(r.config, r.environment.identity.device_name if r.environment else None) for r in records]
+        for name, record in zip(names_of(identities(runs)), records, strict=True):
+            for warning in record.warnings:
+                yield inert_line(f"{name}: {warning.code}: {warning.message}."), self._cell_of_step(record)
+
+    def _cell_of_step(self, record: RunRecord) -> str:
+        return _find(self.steps, "step_mean_ms", lambda row: row["config"] == record.config.configuration)
+
+    def _tables(self, sections: Iterable[Section], before: str = "") -> Iterator[TableBlock]:
+        """The tables of the sections, whose names come after `before`."""
+        for section in sections:
+            for number, table in enumerate(section.tables):
+                yield self._table(f"{before}{section.name}{number or ''}", section, table)
+
+    def _table(self, name: str, section: Section, table: Table) -> TableBlock:
+        is_first = table.values == section.tables[0].values
+        return TableBlock(
+            id=f"{name}{self.ending}", table=table, csv=section.csv if is_first else "", source=self.source
+        )
+
+    def _figure(
+        self, stem: str, title: str, spec: figures.Spec, height: int, source: str = "", number: int = 0
+    ) -> Figure:
+        """The picture; the PNG of this name stands in its place where there is no plotly.
+
+        `number` tells pictures of one name apart, as those of one configuration from several directories.
+        A PNG of the directory shows all records, so it stands for none that are shown apart from others.
+        """
+        png = self.directory / "plots" / f"{stem}.png"
+        has_png = not self.ending and importlib.util.find_spec("plotly") is None and png.is_file()
+        address = f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}" if has_png else ""
+        again = f"-{number}" if number else ""
+        return Figure(
+            id=f"figure-{stem}{again}{self.ending}", title=inert_line(title), spec=spec, png=address,
+            source=source or self.source, height=height,
+        )  # fmt: skip
 
 
-def _kernels(results: Results, directory: Path) -> Chapter:
-    """What the kernels of the profiled runs did."""
-    source = provenance([entry.profiled for entry in results.kernels], directory)
-    blocks = _tables([make(results.kernels) for make in SUBJECTS], source) if results.kernels else []
-    return Chapter(id="kernels", title="Kernels", blocks=blocks, source=source)
+def _find(blocks: Iterable[Block], key: str, is_it: Callable[[Row], bool]) -> str:
+    """The cell below this key in the first row that is it; an empty text where no table has one."""
+    for block in blocks:
+        if isinstance(block, TableBlock):
+            for number, row in enumerate(block.table.values):
+                if is_it(row) and (found := _cell(block, number, key)):
+                    return found
+    return ""
 
 
-def _memory(results: Results, directory: Path) -> Chapter:
-    """What the memory of the recorded runs held."""
-    configs = {entry.config for entry in results.memory}
-    source = provenance([record for record in results.records if record.config in configs], directory)
-    entries = sorted(results.memory, key=lambda entry: order(entry.config))
-    blocks = _tables(memory_sections(entries), source) if entries else []
-    return Chapter(id="memory", title="Memory", blocks=blocks, source=source)
-
-
-def _tables(sections: Iterable[Section], source: str) -> list[TableBlock]:
-    """The tables of the sections; the first of a section is copied as CSV with all values of the subject."""
-    return [
-        TableBlock(id=f"{section.name}{number or ''}", table=table, csv="" if number else section.csv, source=source)
-        for section in sections
-        for number, table in enumerate(section.tables)
-    ]
-
-
-def _figure(stem: str, title: str, spec: figures.Spec, directory: Path, source: str, height: int) -> Figure:
-    """The picture; the PNG of this name stands in its place where there is no plotly."""
-    png = directory / "plots" / f"{stem}.png"
-    has_png = importlib.util.find_spec("plotly") is None and png.is_file()
-    address = f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}" if has_png else ""
-    return Figure(id=f"figure-{stem}", title=inert_line(title), spec=spec, png=address, source=source, height=height)
+def _cell(block: TableBlock, number: int, key: str) -> str:
+    """The identifier of the cell in this row; empty where the table has no such column."""
+    keys = [heading.key for heading in block.table.headings]
+    return f"{block.id}.{number}.{keys.index(key)}" if key in keys else ""
 
 
 def _runs(records: Iterable[RunRecord], directory: Path) -> Chapter:
     """Every run, failed ones too."""
     found = sorted(records, key=lambda record: (*order(record.config), record.config.profiler, record.config.repeat))
-    blocks = [_run(record, directory) for record in found]
+    blocks = [_run(record, directory, number) for number, record in enumerate(found)]
     return Chapter(id="runs", title="Runs", blocks=blocks, source=provenance(found, directory))
 
 
-def _run(record: RunRecord, directory: Path) -> Run:
+def _run(record: RunRecord, directory: Path, number: int) -> Run:
     """All that is kept of one run, in words and as its record."""
     step = record.measurement(Phase.STEP)
     profiler = "" if record.config.profiler is Profiler.NONE else f", under {record.config.profiler}"
     mean = "" if step is None else f", {step.mean_s * 1e3:.2f} ms"
     title = f"{record.config.label}{profiler}: {status_text(record.status)}{mean}"
     texts = [(heading, text) for heading, text in _run_texts(record, directory) if text]
-    return Run(id=f"run-{record.key}", title=inert_line(title), texts=texts)
+    return Run(id=f"run-{number}", title=inert_line(title), texts=texts)
 
 
 def _run_texts(record: RunRecord, directory: Path) -> Iterator[tuple[str, str]]:
+    """Headings and texts; an empty text is not known."""
+    failure, profiler = record.failure, record.config.profiler
+    yield "Repeat it with", inert_line(command_of(record.config))
+    yield "Source", provenance([record], directory)
     yield "Warnings", _lines(f"{warning.code}: {warning.message}" for warning in record.warnings)
-    failure = record.failure
     if failure is not None:
-        where = f" (in {failure.where})" if failure.where else ""
-        yield "Failure", inert_line(f"{failure.message}{where}")
+        yield "Failure", inert_line(f"{failure.message}{f' (in {failure.where})' if failure.where else ''}")
         yield "Traceback", _long(failure.traceback)
         yield "End of the log", _long(failure.log_tail)
     yield "Warm-up steps in order (ms)", _times(record.warmup_times_s)
@@ -145,14 +337,14 @@ def _run_texts(record: RunRecord, directory: Path) -> Iterator[tuple[str, str]]:
     yield "Memory", _json(record.memory)
     yield "State of the GPU", _json(record.telemetry)
     yield "Environment", _json(record.environment)
-    if record.config.profiler is not Profiler.NONE:
+    if profiler is not Profiler.NONE:
         path = raw_profile_path(record.config, directory / "runs")
-        yield "Raw profile", inert_line(f"{path}: open it with {VIEWERS[record.config.profiler]}")
+        yield "Raw profile", inert_line(f"{path}: open it with {VIEWERS[profiler]}")
     yield "Record", inert_json(encode_record(record)).decode()
 
 
 def _lines(texts: Iterable[str]) -> str:
-    return "\n".join(inert_line(text) for text in texts)
+    return "\n".join(map(inert_line, texts))
 
 
 def _long(text: str | None) -> str:

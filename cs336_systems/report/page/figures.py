@@ -19,7 +19,6 @@ Spec: TypeAlias = dict[str, Any]
 SYMBOLS = {"o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
            "X": "x", "<": "triangle-left", ">": "triangle-right", "*": "star", "h": "hexagon"}  # fmt: skip
 """Plotly's names of the markers."""
-BELOW = {"orientation": "h", "y": -0.25, "yanchor": "top"}
 FAILED = {"symbol": "x", "size": 10, "color": drawing.FAILURE_COLOUR}
 
 
@@ -68,8 +67,7 @@ def _phases(rows: Sequence[Row], step: str, settings: str) -> tuple[str, str, Sp
             }
         )  # fmt: skip
     layout = {"barmode": "stack", "yaxis": {"title": {"text": "time (ms)"}, "rangemode": "tozero"},
-              "xaxis": {"type": "multicategory"}, "hovermode": "x unified",
-              "legend": BELOW | {"y": -0.4}}  # fmt: skip
+              "xaxis": {"type": "multicategory"}, "hovermode": "x unified"}  # fmt: skip
     return f"Time of one {step} by phase", settings, {"data": data, "layout": layout}, 440
 
 
@@ -80,7 +78,6 @@ def _contexts(lines: Sequence[Line], step: str, settings: str) -> tuple[str, str
         "xaxis": {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks],
                   "title": {"text": "context length (tokens)"}},
         "yaxis": {"type": "log", "title": {"text": "time (ms)"}},
-        "legend": BELOW,
     }  # fmt: skip
     data = _lines(lines, drawing.shades(len(lines)), "ms")
     return f"Time of one {step} against context length", settings, {"data": data, "layout": layout}, 440
@@ -97,7 +94,6 @@ def _speed_ups(lines: Sequence[Line], precision: Precision, step: str, settings:
         "yaxis": {"title": {"text": f"fp32 time / {precision} time"}, "rangemode": "tozero"},
         "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
                     "line": {"dash": "dash", "color": "#888888", "width": 1}}],
-        "legend": BELOW,
     }  # fmt: skip
     data = _lines(lines, drawing.tints(drawing.PRECISION_COLOURS[precision], len(lines)), "times", as_names=True)
     return f"Speed-up of one {step}, {precision} over fp32", settings, {"data": data, "layout": layout}, 420
@@ -110,7 +106,7 @@ def _settings(
     every = next(iter(sizes.values()))
     labels = [label for label in every if any(line.known for panels in sizes.values() for line in panels[label])]
     data: list[Spec] = []
-    layout: Spec = {"legend": BELOW, "grid": {"rows": len(labels), "columns": len(sizes), "pattern": "independent"},
+    layout: Spec = {"grid": {"rows": len(labels), "columns": len(sizes), "pattern": "independent"},
                     "annotations": []}  # fmt: skip
     named: set[str] = set()
     for row, label in enumerate(labels):

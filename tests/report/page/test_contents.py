@@ -1,0 +1,319 @@
+"""The page shows what the records hold, and refuses to put side by side what cannot be compared."""
+
+import csv
+import json
+import re
+import shlex
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import cli
+from cs336_systems.commands.benchmark import BenchmarkArguments
+from cs336_systems.commands.flags import parse
+from cs336_systems.config import SIZES, Device, Phase, Precision, Profiler
+from cs336_systems.record import Measurement, load_records
+from cs336_systems.report.page.command import command_of
+from cs336_systems.report.page.contents import sweep_page
+from cs336_systems.report.page.refusals import without_contradictions
+from cs336_systems.report.page.write import Figure, TableBlock, to_html, write_page
+from cs336_systems.report.results import Results
+from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
+from tests.report.making import make_config, make_record
+from tests.report.sections.kernels.profiles import make_entry
+
+DATA = Path(__file__).parents[3] / "data"
+GRID = DATA / "e2e_benchmark/train"
+MOST_S = 3.0
+"""Of processor time, for the page of the grid."""
+VOCABULARY = 10_000
+
+
+class Cells(HTMLParser):
+    """The tables of a page by identifier: headings, and the cells with the values that they are sorted by."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.headings, self.cells, self._into, self._table = {}, {}, None, ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "div" and "table" in (found.get("class") or "").split():
+            self._table = found["id"]
+        elif tag == "th":
+            self._into = [""]
+            self.headings.setdefault(self._table, []).append(self._into)
+        elif tag == "td":
+            self._into = ["", found.get("data-order")]
+            self.cells[found["id"]] = self._into
+
+    def handle_endtag(self, tag):
+        if tag in ("th", "td"):
+            self._into = None
+
+    def handle_data(self, data):
+        if self._into is not None:
+            self._into[0] += data
+
+
+@pytest.fixture(scope="module")
+def grid():
+    """The page of the 30 runs as text, and the processor time that it took."""
+    records, _ = load_records(GRID / "runs")
+    ceilings = load_ceilings(ceilings_beside(GRID))
+    begin_s = time.process_time()
+    page = to_html(sweep_page(Results.load(records, GRID), GRID, ceilings))
+    return page, time.process_time() - begin_s
+
+
+def expected(run, fp32, row):
+    """What each heading of the table of steps stands above, from the JSON of a run; `row` is that of results.csv."""
+    times_ms = {each["phase"]: [1e3 * time_s for time_s in each["times_s"]] for each in run["measurements"]}
+    model, tokens = SIZES[run["config"]["size"]], run["config"]["batch_size"] * run["config"]["model"]["context_length"]
+    mean_ms, cv = (
+        statistics.fmean(times_ms["step"]),
+        statistics.stdev(times_ms["step"]) / statistics.fmean(times_ms["step"]),
+    )
+    weights = model.num_layers * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff) + VOCABULARY * model.d_model
+    attention = 4 * model.num_layers * run["config"]["model"]["context_length"] * model.d_model
+    peak = {"fp32": 67e12, "bf16": 989.5e12}[run["config"]["precision"]]
+    speed_up = statistics.fmean(fp32) * 1e3 / mean_ms if run["config"]["precision"] == "bf16" else None
+    return {
+        "size": run["config"]["size"], "context": run["config"]["model"]["context_length"],
+        "precision": run["config"]["precision"],
+        "step ms": mean_ms, "std/mean %": cv, "tokens/s": tokens / mean_ms * 1e3,
+        **{f"{phase} ms": statistics.fmean(times_ms[phase]) for phase in ("forward", "backward", "optimizer")},
+        "MFU %": 3 * (2 * weights + attention) * tokens / (mean_ms / 1e3) / peak,
+        "peak GiB": run["memory"]["peak_allocated_bytes"] / 2**30, "speed-up vs fp32": speed_up,
+        "predicted GiB": float(row["predicted_peak_gib"]), "of ceiling %": float(row["ceiling_share"]),
+    }  # fmt: skip
+
+
+def test_every_cell_of_the_grid_is_what_its_record_says(grid):
+    page, _ = grid
+    found = Cells(page)
+    runs = [json.loads(path.read_text()) for path in sorted((GRID / "runs").glob("*.json"))]
+    by_setting = {
+        (r["config"]["size"], str(r["config"]["model"]["context_length"]), r["config"]["precision"]): r for r in runs
+    }
+    with (GRID / "results.csv").open(newline="") as file:
+        rows = {(row["size"], row["context_length"], row["precision"]): row for row in csv.DictReader(file)}
+    assert list(found.headings) == ["results"]
+    headings = [" ".join(heading.split()) for (heading,) in found.headings["results"]]
+    assert len(found.cells) == 30 * len(headings)
+    seen = set()
+    for number in range(30):
+        cells = {heading: found.cells[f"results.{number}.{place}"] for place, heading in enumerate(headings)}
+        key = tuple(cells[name][0] for name in ("size", "context", "precision"))
+        seen.add(key)
+        (fp32,) = (each["times_s"] for each in by_setting[*key[:2], "fp32"]["measurements"] if each["phase"] == "step")
+        wanted = expected(by_setting[key], fp32, rows[key])
+        assert wanted.keys() == cells.keys()
+        for heading, (text, order) in cells.items():
+            value = wanted[heading]
+            if value is None:
+                assert (text, order or "") == ("", ""), (key, heading)
+            elif isinstance(value, str):
+                assert text == value
+            else:
+                assert float(order) == pytest.approx(value, rel=1e-6), (key, heading)
+                shown = re.match(r"[\d,.]+", text)[0].replace(",", "")
+                unit = 10.0 ** -len(shown.partition(".")[2])
+                scaled = value * (100 if heading.endswith("%") else 1)
+                assert abs(float(shown) - scaled) <= max(0.5 * unit, 0.05 * scaled if unit == 1 else 0) * 1.0001
+    assert seen == set(by_setting)
+
+
+def test_the_page_of_the_grid_takes_three_seconds_at_most(grid):
+    page, took_s = grid
+    print(f"the page of 30 runs: {took_s:.2f} s of processor time, {len(page) / 1e6:.2f} MB")
+    assert took_s < MOST_S
+    assert len(page) < 6e6
+
+
+def test_each_run_is_on_the_page_with_its_raw_times(grid):
+    blocks = {}
+    for chapter in sweep_page(Results.load(load_records(GRID / "runs")[0], GRID), GRID).chapters:
+        blocks |= {json.loads(dict(b.texts)["Record"])["started_at"]: b for b in chapter.blocks if b.kind == "run"}
+    for path in (GRID / "runs").glob("*.json"):
+        run = json.loads(path.read_text())
+        texts = dict(blocks[run["started_at"]].texts)
+        record = json.loads(texts["Record"])
+        assert {name: record[name] for name in run if name != "config"} == {
+            n: v for n, v in run.items() if n != "config"
+        }
+        (step,) = (each["times_s"] for each in run["measurements"] if each["phase"] == "step")
+        shown = [float(word) for word in texts["Measured in order: step (ms)"].split(", ")]
+        assert shown == pytest.approx([1e3 * time_s for time_s in step], abs=1e-4)
+        for warning in run["warnings"]:
+            assert warning["message"] in texts["Warnings"]
+
+
+@pytest.mark.parametrize("runs", sorted(DATA.glob("*/*/runs")), ids=lambda path: str(path.parent.relative_to(DATA)))
+def test_the_command_line_of_a_run_makes_its_configuration_again(runs, monkeypatch):
+    monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device(asked))
+    for record in load_records(runs)[0]:
+        argv = shlex.split(command_of(record.config))
+        begin = argv.index("benchmark.py") + 1
+        again = parse(BenchmarkArguments, "benchmark.py", argv[begin:]).config()
+        under_nsys = record.config.profiler is Profiler.NSYS
+        assert (argv[0] == "nsys") == under_nsys
+        if under_nsys:
+            again = replace(again, profiler=Profiler.NSYS)
+        assert again == record.config.configuration
+
+
+# What cannot be compared
+
+
+def steps_of(page):
+    """The rows of each table of steps, by what is in them of size and context."""
+    blocks = [block for chapter in page.chapters for block in chapter.blocks if isinstance(block, TableBlock)]
+    return [[row[0] for row in block.table.rows] for block in blocks if block.table.title.startswith("Time of a step")]
+
+
+def refused(page):
+    return " ".join(
+        text
+        for block in page.chapters[0].blocks
+        if getattr(block, "heading", "") == "What is not side by side, and why"
+        for text, _ in block.paragraphs
+    )
+
+
+def measured(size="small", step_s=(0.02, 0.02), **identity):
+    record = make_record(make_config(size), step_s)
+    environment = record.environment
+    return replace(record, environment=replace(environment, identity=replace(environment.identity, **identity)))
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("device_name", ("NVIDIA H200", "NVIDIA A100")),
+        ("driver", ("580", "535")),
+        ("torch", ("2.11.0", "2.12.0")),
+        ("code", ("abc", "def")),
+    ],
+)
+def test_records_of_other_conditions_have_tables_of_their_own(field, values, tmp_path):
+    alike = [measured("small", **{field: values[0]}), measured("medium", **{field: values[0]})]
+    page = sweep_page(Results(records=alike), tmp_path)
+    assert steps_of(page) == [["small", "medium"]]
+    assert refused(page) == ""
+    apart = [alike[0], measured("medium", **{field: values[1]})]
+    page = sweep_page(Results(records=apart), tmp_path)
+    assert steps_of(page) == [["small"], ["medium"]]
+    assert all(value in refused(page) for value in values)
+    assert not [b for c in page.chapters for b in c.blocks if isinstance(b, Figure)], "no picture has one run"
+    to_html(page)
+
+
+def test_runs_after_other_warmup_have_tables_of_their_own(tmp_path):
+    records = [
+        make_record(make_config("small"), (0.02, 0.02)),
+        make_record(make_config("medium", warmup_steps=1), (0.05, 0.05)),
+    ]
+    page = sweep_page(Results(records=records), tmp_path)
+    assert steps_of(page) == [["small"], ["medium"]]
+    assert "after 5" in refused(page)
+    assert "after 1" in refused(page)
+
+
+def test_a_profiled_time_is_in_no_table_of_steps(tmp_path):
+    profiled = make_record(make_config("medium", profiler=Profiler.KINETO), (0.09, 0.09))
+    page = sweep_page(Results(records=[measured("small"), profiled]), tmp_path)
+    assert steps_of(page) == [["small"]]
+    assert "1 run under a profiler" in refused(page)
+
+
+def test_a_slowdown_by_the_profiler_is_not_given_against_a_run_under_other_conditions(tmp_path):
+    entry = make_entry()
+    other = replace(entry.plain.environment, identity=replace(entry.plain.environment.identity, code="other"))
+    plain = replace(entry.plain, environment=other)
+
+    def kernel_cells(plain_run):
+        own = replace(entry, plain=plain_run)
+        page = sweep_page(Results(records=[plain_run, own.profiled], kernels=[own]), tmp_path)
+        to_html(page)
+        tables = [b.table for c in page.chapters if c.id.startswith("kernels") for b in c.blocks if b.kind == "table"]
+        return {cell for table in tables for row in table.rows for cell in row}, refused(page)
+
+    plain_ms = "25.00"  # mean of 24 and 26
+    cells, _ = kernel_cells(entry.plain)
+    assert plain_ms in cells
+    cells, reasons = kernel_cells(plain)
+    assert cells
+    assert plain_ms not in cells
+    assert entry.config.label in reasons
+
+
+def test_phases_longer_than_their_step_are_not_shown_as_its_parts(tmp_path):
+    whole = measured("small", step_s=(0.02, 0.02))
+    forward = Measurement(Phase.FORWARD, (0.03, 0.03))
+    wrong = replace(whole, measurements=(forward, *whole.measurements[1:]))
+    page = sweep_page(Results(records=[wrong, measured("medium")]), tmp_path)
+    (table,) = (b.table for c in page.chapters for b in c.blocks if isinstance(b, TableBlock))
+    rows = [dict(zip([heading.name for heading in table.headings], row, strict=True)) for row in table.rows]
+    assert [row["forward"] for row in rows] == ["", "5.000 ± 0"]
+    assert rows[0]["step"] == "20.00 ± 0"
+    assert "42.5 ms" in refused(page)
+    assert "20 ms" in refused(page)
+
+
+def test_a_peak_above_what_was_reserved_is_not_shown(tmp_path):
+    whole = measured("small")
+    wrong = replace(whole, memory=replace(whole.memory, peak_allocated_bytes=5 * 2**30, peak_reserved_bytes=2**30))
+    page = sweep_page(Results(records=[wrong]), tmp_path)
+    (table,) = (b.table for c in page.chapters for b in c.blocks if isinstance(b, TableBlock))
+    assert "peak" not in [heading.name for heading in table.headings]
+    assert f"{5 * 2**30:,}" in refused(page)
+
+
+def test_no_committed_sweep_contradicts_itself():
+    for runs in DATA.glob("*/*/runs"):
+        for record in load_records(runs)[0]:
+            assert without_contradictions(record) == (record, [])
+
+
+# The command
+
+
+def test_report_writes_the_page_and_names_it(tmp_path, capsys, monkeypatch, no_pictures):
+    sweep = tmp_path / "a"
+    shutil.copytree(DATA / "e2e_benchmark/out_of_memory/runs", sweep / "runs")
+    assert cli.main(["report", str(sweep)]) == 0
+    page = sweep / "index.html"
+    assert str(page) in capsys.readouterr().out.splitlines()[-1]
+    whole = page.read_bytes()
+    assert b"out of memory" in whole
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cs336_systems.report.page.write.to_html", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_page(sweep_page(Results(records=load_records(sweep / "runs")[0]), sweep), page)
+    assert page.read_bytes() == whole
+    assert sorted(path.name for path in sweep.iterdir() if path.name.startswith(".")) == []
+
+
+def test_speed_up_is_drawn_from_the_two_times(tmp_path):
+    records = [
+        make_record(make_config(size, precision=precision), (step_s, step_s))
+        for size, step_s in (("small", 0.02), ("medium", 0.06))
+        for precision in (Precision.FP32, Precision.BF16)
+    ]
+    records = [
+        record if record.config.precision is Precision.FP32 else
+        make_record(record.config, (record.measurements[-1].times_s[0] / 4,) * 2) for record in records
+    ]  # fmt: skip
+    page = sweep_page(Results(records=records), tmp_path)
+    (figure,) = (b for c in page.chapters for b in c.blocks if b.kind == "figure" and "speed_up" in b.id)
+    assert [trace["y"] for trace in figure.spec["data"]] == [[pytest.approx(4), pytest.approx(4)]]
