@@ -342,7 +342,7 @@ class RunConfig:
             flag="model", metavar="MODULE:FACTORY", default="this project's model", word="", label=1, column="",
             rules=(
                 Rule(
-                    lambda run: _is_factory(run.model_factory),
+                    lambda run: is_import_name(run.model_factory),
                     "model must be package.module:factory, got {config.model_factory!r}",
                 ),
             ),
@@ -612,6 +612,7 @@ def _is_unicode(text: str) -> bool:
     return text.encode(errors="ignore").decode() == text
 
 
-def _is_factory(text: str) -> bool:
-    module, separator, factory = text.partition(":")
-    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *factory.split(".")])
+def is_import_name(text: str) -> bool:
+    """Whether the text has the form package.module:name."""
+    module, separator, name = text.partition(":")
+    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])

@@ -1,7 +1,10 @@
 """`cs336 attention`: the grid of attention alone."""
 
+from dataclasses import replace
+
 from cs336_systems.commands.outcome import FAILED, OK
 from cs336_systems.commands.study import StudyArguments, measure_and_show, with_grid
+from cs336_systems.measure.inputs import check_factory, source_of
 from cs336_systems.studies.attention_records import AttentionGrid
 
 
@@ -11,9 +14,21 @@ class AttentionArguments(StudyArguments):
 
     Without heads, as in the course's exercise. Cells that run out of memory or for which there is no kernel have rows
     of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw time, tables and plots.
+
+    --own flash:FlashAttention adds yours, from flash.py in this directory. The course's grid for it:
+    --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256 512 1024 2048 4096
+    8192 16384 32768 65536.
     """
 
     GRID, FOLDER = AttentionGrid, "attention"
+
+    def grid(self, **others: object) -> AttentionGrid:
+        """The grid that the flags mean, with the state of the user's source; ValueError if there is no such name."""
+        grid: AttentionGrid = super().grid(**others)
+        if grid.own is None:
+            return grid
+        check_factory(grid.own, "--own")
+        return replace(grid, source=source_of(grid.own))
 
 
 def run(arguments: AttentionArguments) -> int:

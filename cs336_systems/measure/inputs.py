@@ -1,8 +1,9 @@
-"""The user's own inputs of a run: the source of a model, a token file. The source is found without importing it.
+"""The user's own inputs of a run: the source of a model or kernel, a token file. Source is found without importing it.
 
-Left out: installed packages, and any files that the model's code reads.
+Left out: installed packages, and any files that the code reads.
 """
 
+import ast
 import contextlib
 import datetime
 import difflib
@@ -35,7 +36,7 @@ def inputs_of(config: RunConfig) -> tuple[Input, ...]:
     """Current state of the user's files that the run depends on; none for this project's model on random tokens."""
     found = []
     if (factory := config.model_factory) is not None:
-        found.append(Input(name=f"source of {factory}", state=source_digest(factory.partition(":")[0])))
+        found.append(source_of(factory))
     if config.tokens is not None:
         found.append(Input(name=f"token file {config.tokens}", state=_file_state(Path(config.tokens))))
     return tuple(found)
@@ -45,6 +46,11 @@ def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
     """Inputs of all the runs; each is listed once and read once."""
     alike = {(config.model_factory, config.tokens): config for config in configs}
     return tuple(dict.fromkeys(found for config in alike.values() for found in inputs_of(config)))
+
+
+def source_of(name: str) -> Input:
+    """Current state of the source of `package.module:name`."""
+    return Input(name=f"source of {name}", state=source_digest(name.partition(":")[0]))
 
 
 def source_digest(module: str) -> str | None:
@@ -68,27 +74,29 @@ def source_digest(module: str) -> str | None:
     return digest.hexdigest()[:16] if files else None
 
 
-def check_factory(name: str) -> None:
-    """Raise ValueError if `package.module:factory` cannot exist; nothing is imported to find that out.
+def check_factory(name: str, flag: str = "--model") -> None:
+    """Raise ValueError if `package.module:factory` cannot exist or be called; nothing is imported to find that out.
 
-    A module that may add names or submodules to itself while it is imported is accepted.
+    A module that may add names or submodules to itself while it is imported is accepted. The message names `flag`.
     """
     module, _, attribute = name.partition(":")
     first, *below = module.split(".")
     spec = _find(first)
     if spec is None:
         here = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
-        raise ValueError(f"--model {name}: no module {first!r}, in this directory or installed{_meant(first, here)}")
+        raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed{_meant(first, here)}")
     for part in below:
         package, spec = spec, _submodule(spec, part)
         if spec is None and _names(package) is not None:
             hint = "; leave .py out" if part == "py" else ""
-            raise ValueError(f"--model {name}: no module {part!r} in {package.name!r}{hint}")
+            raise ValueError(f"{flag} {name}: no module {part!r} in {package.name!r}{hint}")
         if spec is None:
             return
     known, wanted = _names(spec), attribute.partition(".")[0]
     if known is not None and wanted not in known and _submodule(spec, wanted) is None:
-        raise ValueError(f"--model {name}: no {wanted!r} in module {module!r}{_meant(wanted, known)}")
+        raise ValueError(f"{flag} {name}: no {wanted!r} in module {module!r}{_meant(wanted, known)}")
+    if known is not None and wanted == attribute and (constant := _constant(spec, wanted)) is not None:
+        raise ValueError(f"{flag} {name}: needed something that can be called, got {constant}")
 
 
 def _meant(wanted: str, known: Iterable[str]) -> str:
@@ -117,6 +125,21 @@ def _names(spec: ModuleSpec) -> Collection[str] | None:
         source = importlib.util.decode_source(Path(spec.origin).read_bytes())
         return None if _DYNAMIC.search(source) else symtable.symtable(source, spec.name, "exec").get_identifiers()
     except (OSError, SyntaxError, ValueError):  # importing it will say more
+        return None
+
+
+def _constant(spec: ModuleSpec, name: str) -> str | None:
+    """Type of the literal that the module binds to the name at its top and nowhere else to anything; None otherwise."""
+    try:
+        tree = ast.parse(Path(spec.origin or "").read_bytes())
+        nodes = list(ast.walk(tree))
+        names = [getattr(node, key, None) for node in nodes for key in ("name", "asname")]
+        stores = [
+            node for node in nodes if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        ]
+        (value,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets == stores)
+        return None if name in names else type(ast.literal_eval(value)).__name__
+    except (OSError, SyntaxError, ValueError):  # no source, several values, or one that is no literal
         return None
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,15 @@ def make_model(config: RunConfig) -> nn.Module:
 
 
 def load_factory(name: str) -> Callable[..., nn.Module]:
-    """Import `package.module:factory`, looking in the current directory too; raise ValueError where it is not there."""
+    """The factory that --model names; raise ValueError where it is not there."""
+    return load_callable(name, "--model", "a callable that makes a model")
+
+
+def load_callable(name: str, flag: str, needed: str) -> Callable[..., Any]:
+    """Import `package.module:name`, looking in the current directory too; raise ValueError where it is not there.
+
+    Messages name the flag, and say what was needed.
+    """
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -32,9 +41,9 @@ def load_factory(name: str) -> Callable[..., nn.Module]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {name}: {error}") from error
+        raise ValueError(f"{flag} {name}: {error}") from error
     if not callable(found):
-        raise ValueError(f"--model {name}: needed a callable that makes a model, got {type(found).__name__}")
+        raise ValueError(f"{flag} {name}: needed {needed}, got {type(found).__name__}")
     return found
 
 

@@ -17,17 +17,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.config import Device, Phase
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
+from cs336_systems.measure.failure import classify
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.transformer import naive_attention
 from cs336_systems.record import Failure, Measurement, Status
+from cs336_systems.studies.attention_exact import exact_errors
+from cs336_systems.studies.attention_own import call_own, described, fault_of, load_own
 from cs336_systems.studies.attention_records import (
     AttentionCell,
     AttentionGrid,
     CellMemory,
     CellResult,
+    ExactError,
     Implementation,
 )
-from cs336_systems.studies.cell import Passes, make_generator, make_inputs
+from cs336_systems.studies.cell import Inputs, Passes, make_generator, make_inputs
 
 Rows = Float[Tensor, "batch seq d_head"]
 AttentionFunction = Callable[[Rows, Rows, Rows], Rows]
@@ -54,6 +58,9 @@ def full_attention(
 
 def make_attention(grid: AttentionGrid, cell: AttentionCell) -> AttentionFunction:
     """The function that the cell's implementation names; it compiles when it is first called."""
+    if cell.implementation is Implementation.OWN:
+        torch._dynamo.reset()  # the user's may be compiled too, and refuse the ninth shape as ours would
+        return partial(call_own, load_own(str(grid.own)), grid.causal)
     if cell.implementation not in (Implementation.NAIVE, Implementation.COMPILED):
         return partial(_sdpa, _BACKENDS.get(cell.implementation), grid.causal)
     function: AttentionFunction = full_attention
@@ -88,10 +95,15 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
     apply_math_mode(cell.precision)
     shape = (grid.batch_size, cell.context_length, cell.d_head)
     inputs = make_inputs([shape] * 3, cell.precision, make_generator(grid))
-    passes = Passes(attention or make_attention(grid, cell), inputs)
+    function = attention or make_attention(grid, cell)
+    passes = Passes(function, inputs)
     run = partial(_timed, passes, EventClock() if grid.device is Device.CUDA else HostClock())
     started = perf_counter()
-    if reason := _why_unavailable(run):
+    if cell.implementation is Implementation.OWN:
+        if fault := fault_of(function, inputs):
+            message = f"{described(str(grid.own))} {fault}"
+            return CellResult(cell=cell, status=Status.INVALID, failure=Failure(message=message, where=cell.label))
+    elif reason := _why_unavailable(run):
         return CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
     first_pass_s = perf_counter() - started
     for _ in range(grid.warmup_passes - 1):
@@ -105,7 +117,22 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
         ),
         first_pass_s=first_pass_s,
         memory=_memory(passes) if grid.device is Device.CUDA else None,
+        # from new inputs, since a faulty kernel may have written to those of the passes
+        errors=_errors(passes, make_inputs([shape] * 3, cell.precision, make_generator(grid)), grid)
+        if grid.own
+        else (),
     )
+
+
+def _errors(passes: Passes, inputs: Inputs, grid: AttentionGrid) -> tuple[ExactError, ...]:
+    """How far one more pass is from float64; nothing where there is no memory for that."""
+    try:
+        output = passes.forward()
+        return exact_errors((output, *passes.backward(output)), inputs, causal=grid.causal)
+    except Exception as error:
+        if classify(error) is not Status.OOM:
+            raise
+        return ()
 
 
 def _timed(passes: Passes, clock: Clock) -> dict[Phase, float]:

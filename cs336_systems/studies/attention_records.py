@@ -9,14 +9,14 @@ from itertools import product
 from typing import Annotated, ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
-from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision
-from cs336_systems.record import Count, Environment, Failure, Measurement, RunWarning, Status
-from cs336_systems.settings import ByDevice, Setting, check
+from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision, is_import_name
+from cs336_systems.record import Count, Environment, Failure, Input, Measurement, RunWarning, Status
+from cs336_systems.settings import ByDevice, Rule, Setting, check
 from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
 
 
 class Implementation(StrEnum):
-    """How attention is computed: operation by operation, these compiled, PyTorch's choice, or one of its kernels."""
+    """How attention is computed: op by op, these compiled, PyTorch's choice, one of its kernels, or the user's own."""
 
     NAIVE = "naive"
     COMPILED = "compiled"
@@ -25,10 +25,14 @@ class Implementation(StrEnum):
     EFFICIENT = "efficient"
     CUDNN = "cudnn"
     MATH = "math"
+    OWN = "own"
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether forward keeps the T x T weights for backward; fused kernels compute them again."""
+        """Whether forward keeps the T x T weights for backward; fused kernels compute them again.
+
+        The user's own is taken for a fused one.
+        """
         return self in (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
 
 
@@ -74,13 +78,31 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
         tuple[Implementation, ...],
         Setting(
             "naive: written out. compiled: naive under torch.compile. sdpa: the kernel that PyTorch chooses. "
-            "flash, efficient, cudnn, math: that kernel of PyTorch's.", metavar="NAME",
+            "flash, efficient, cudnn, math: that kernel of PyTorch's. own: yours, which --own adds.", metavar="NAME",
             by_device=ByDevice(
-                gpu=tuple(name for name in Implementation if name is not Implementation.SDPA),
+                gpu=tuple(name for name in Implementation if name not in (Implementation.SDPA, Implementation.OWN)),
                 cpu=(Implementation.NAIVE, Implementation.COMPILED, Implementation.SDPA),
             ),
         ),
     ]
+    own: Annotated[
+        str | None,
+        Setting(
+            "Your own attention as package.module:name, a function or a torch.autograd.Function, as one more "
+            "implementation. Function or Function.apply is called as own(q, k, v, is_causal) with three tensors "
+            "(batch, seq, d_head) of the precision's data type and a bool; it returns one such tensor, which has "
+            "gradients with respect to q, k and v. Then all implementations are compared with float64 too.",
+            metavar="MODULE:NAME", default="none",
+            rules=(
+                Rule(
+                    lambda grid: is_import_name(grid.own),
+                    "{flag} must be package.module:name, got {config.own!r}",
+                ),
+            ),
+        ),
+    ] = None
+    source: Input | None = None
+    """The source of `own`, as it was when the study began."""
     precisions: Annotated[tuple[Precision, ...], Setting(PRECISIONS_HELP)] = (Precision.FP32,)
     causal: Annotated[bool, Setting("Hide from each token those that follow it.")] = False
     passes: Annotated[
@@ -97,6 +119,10 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
 
     def __post_init__(self) -> None:
         check(self)
+        if self.own is not None and Implementation.OWN not in self.implementations:
+            object.__setattr__(self, "implementations", (*self.implementations, Implementation.OWN))
+        if self.own is None and Implementation.OWN in self.implementations:
+            raise ValueError("implementation own needs --own MODULE:NAME, which says what it is")
         longest = max(self.context_lengths)
         if self.batch_size * longest * max(longest, *self.d_heads) > MAX_ELEMENTS:
             raise ValueError(
@@ -137,6 +163,31 @@ class CellMemory:
         return self.before_backward_bytes - self.before_forward_bytes
 
 
+class Quantity(StrEnum):
+    """What is compared with attention in float64: the output, and the gradients of queries, keys and values."""
+
+    OUTPUT = "output"
+    DQ = "dq"
+    DK = "dk"
+    DV = "dv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactError:
+    """How far one quantity is from the same mathematics in float64, on the same inputs."""
+
+    quantity: Quantity
+    max_error: float | None
+    """Largest distance of an element; None if an element is not finite."""
+    max_exact: float
+    """Largest magnitude of an element in float64."""
+
+    @property
+    def relative(self) -> float | None:
+        """Largest distance over largest magnitude; None where either is not known, or all elements are 0."""
+        return None if self.max_error is None or not self.max_exact else self.max_error / self.max_exact
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult(Row):
     """Raw times and memory of one cell, or its failure."""
@@ -150,13 +201,17 @@ class CellResult(Row):
     """First forward and backward by the host's clock, which includes compiling, loading libraries and autotuning."""
     memory: CellMemory | None = None
     """None on a CPU, which has no CUDA allocator."""
+    errors: tuple[ExactError, ...] = ()
+    """Of every quantity, in studies of an own implementation; empty also where float64 does not fit into memory."""
 
     def measurement(self, phase: Phase) -> Measurement | None:
-        """Times of forward or backward, or None where the cell has none."""
+        """Times of forward, backward, or with `Phase.STEP` both together; None where the cell has none."""
+        if phase is Phase.STEP and self.measurements:
+            return Measurement(phase, tuple(map(sum, zip(*(m.times_s for m in self.measurements), strict=True))))
         return next((m for m in self.measurements if m.phase is phase), None)
 
     def warnings(self, phase: Phase) -> tuple[RunWarning, ...]:
-        """Reasons to doubt the times of forward or backward."""
+        """Reasons to doubt the times of forward, backward or both together."""
         return measurement_warnings(self.measurement(phase), PASSES)
 
     @property
@@ -191,13 +246,14 @@ class AttentionStudy:
 
 
 def matmul_flops(grid: AttentionGrid, cell: AttentionCell, phase: Phase) -> int:
-    """FLOPs of the matmuls of forward (scores and values) or of backward (the gradients of their factors).
+    """FLOPs of the matmuls of forward (scores and values), of backward (the gradients of their factors), or of both.
 
     A multiply-add counts as 2; causal attention counts as full. Backward is 2 x forward if the weights are kept and
     2.5 x if the kernel computes the scores again (Dao 2023); softmax is left out.
     """
     matmul = 2 * grid.batch_size * cell.context_length**2 * cell.d_head
-    return matmul * (2 if phase is Phase.FORWARD else 4 if cell.implementation.keeps_weights else 5)
+    backward = 4 if cell.implementation.keeps_weights else 5
+    return matmul * {Phase.FORWARD: 2, Phase.BACKWARD: backward, Phase.STEP: 2 + backward}[phase]
 
 
 def weights_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:

@@ -17,6 +17,8 @@ MIB = 2**20
 
 
 def make_grid(**fields):
+    if Implementation.OWN in fields.get("implementations", ()):
+        fields = {"own": "mine:flash", **fields}
     return AttentionGrid(**{
         "device": Device.CUDA, "batch_size": 2, "d_heads": (16, 64), "context_lengths": (512, 1024, 2048),
         "implementations": (Implementation.NAIVE, Implementation.FLASH), "passes": 3, **fields,

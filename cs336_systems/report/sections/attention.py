@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from cs336_systems.config import Phase
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, significant
+from cs336_systems.report.failures import place_in
+from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, scientific, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention_plots import attention_pictures, settings
 from cs336_systems.report.sections.study import (
@@ -28,12 +30,12 @@ from cs336_systems.studies.attention_records import (
     AttentionStudy,
     CellResult,
     Implementation,
+    Quantity,
     matmul_flops,
     naive_saved_bytes,
     rows_bytes,
     weights_bytes,
 )
-from cs336_systems.studies.fusion_records import PHASES
 
 CSV_COLUMNS = (
     "implementation", "precision", "d_head", "context_length", "batch_size", "causal", "device_name", "passes",
@@ -42,8 +44,17 @@ CSV_COLUMNS = (
     "backward_mean_ms", "backward_std_ms", "backward_tflops_per_s",
     "before_forward_mib", "before_backward_mib", "saved_mib", "naive_saved_closed_form_mib", "peak_mib", "compile_s",
     "forward_warnings", "backward_warnings",
+    "together_mean_ms", "together_std_ms", "together_tflops_per_s", "together_warnings",
 )  # fmt: skip
+ERROR_COLUMNS = tuple(f"{quantity}_{name}" for quantity in Quantity for name in ("max_error", "relative_error"))
+"""Of studies of an own implementation."""
 SHAPE = ("d_head", "context_length")
+TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
+TITLES = {
+    "forward": "Forward pass of attention",
+    "backward": "Backward pass of attention",
+    "together": "Forward and backward pass of attention together",
+}
 Rows = Sequence[Row]
 
 
@@ -59,7 +70,7 @@ def _values(study: AttentionStudy, result: CellResult) -> Row:
         "implementation": cell.implementation, "precision": cell.precision, "d_head": cell.d_head,
         "context_length": cell.context_length, "batch_size": grid.batch_size, "causal": grid.causal,
         "device_name": study.environment.identity.device_name if study.environment else None, "passes": grid.passes,
-        **end_of(result.status, result.failure),
+        **end_of(result.status, result.failure), **_end_of_own(study, result),
         "requested_mib": ratio(result.failure.requested_bytes if result.failure else None, MIB),
         "before_forward_mib": memory and memory.before_forward_bytes / MIB,
         "before_backward_mib": memory and memory.before_backward_bytes / MIB,
@@ -68,22 +79,40 @@ def _values(study: AttentionStudy, result: CellResult) -> Row:
         "closed_form_mib": closed_form, "matrix_mib": weights_bytes(grid, cell) / MIB,
         "queries_mib": rows_bytes(grid, cell) / MIB, "compile_s": result.compile_s,
     }  # fmt: skip
-    for phase in PHASES:
-        row |= times_ms(result.measurement(phase), result.warnings(phase), f"{phase}_")
-        rate = ratio(matmul_flops(grid, cell, phase) / TERA * 1e3, row[f"{phase}_mean_ms"])
-        row |= derived(f"{phase}_tflops_per_s", rate, row, prefix=f"{phase}_")
-    return row
+    for timed, phase in TIMED.items():
+        row |= times_ms(result.measurement(phase), result.warnings(phase), f"{timed}_")
+        rate = ratio(matmul_flops(grid, cell, phase) / TERA * 1e3, row[f"{timed}_mean_ms"])
+        row |= derived(f"{timed}_tflops_per_s", rate, row, prefix=f"{timed}_")
+    errors = {error.quantity: error for error in result.errors}
+    for quantity in Quantity:
+        error = errors.get(quantity)
+        row[f"{quantity}_max_error"] = error and error.max_error
+        row[f"{quantity}_relative_error"] = error and error.relative
+    return row | {"errors": errors}
+
+
+def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
+    """How a cell of the user's own function ended, where that was not well: the error with the place in the file."""
+    if result.cell.implementation is not Implementation.OWN or result.failure is None:
+        return {}
+    place = place_in(study.grid.own or "", result.failure)
+    error = f"{result.failure.message} ({place})" if place else result.failure.message
+    return {"error": error} | ({"ended": "wrong output"} if result.status is Status.INVALID else {})
 
 
 def attention_section(study: AttentionStudy) -> Section:
-    """For each precision a table of forward, one of backward, and, where there is an allocator to ask, of memory."""
+    """For each precision tables of forward, of backward, of both, of memory and of errors, if these two are known."""
     rows, tables = attention_rows(study), []
     for precision in study.precisions:
         own = sorted((row for row in rows if row["precision"] is precision), key=_shape)
-        tables += [_time_table(study, own, phase) for phase in PHASES]
+        tables += [_time_table(study, own, timed) for timed in TIMED]
         if any(row["saved_mib"] is not None for row in own):
             tables.append(_memory_table(study, own))
-    return Section(name="results", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+        if any(row["errors"] for row in own):
+            tables.append(_error_table(study, own, "output", (Quantity.OUTPUT,)))
+            tables.append(_error_table(study, own, "gradients", (Quantity.DQ, Quantity.DK, Quantity.DV)))
+    keys = (*CSV_COLUMNS, *(ERROR_COLUMNS if study.grid.own else ()))
+    return Section(name="results", tables=tuple(tables), rows=rows, keys=keys)
 
 
 def _shape(row: Row) -> tuple[int, int]:
@@ -97,10 +126,10 @@ def _table(study: AttentionStudy, rows: Rows, title: str, columns: Sequence[Colu
     return make_table(title, [*map(column, SHAPE), *columns], by_shape, notes)
 
 
-def _time_table(study: AttentionStudy, rows: Rows, phase: Phase) -> Table:
-    time = column(f"{phase}_mean_ms", unit="", drop_order=0, doubt=f"{phase}_is_doubted", instead="ended")
+def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
+    time = column(f"{timed}_mean_ms", unit="", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended")
     columns = [across(implementation, time) for implementation in _available(study, rows)]
-    return _table(study, rows, f"{phase.capitalize()} pass of attention", columns, _time_notes(study, rows, phase))
+    return _table(study, rows, TITLES[timed], columns, _time_notes(study, rows, timed))
 
 
 def _available(study: AttentionStudy, rows: Rows) -> list[Implementation]:
@@ -113,28 +142,55 @@ def _of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
     return [row for row in own if all(row[key] is not None for key in known)]
 
 
-def _time_notes(study: AttentionStudy, rows: Rows, phase: Phase) -> Iterator[str]:
-    mean = f"{phase}_mean_ms"
+def _time_notes(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
+    mean = f"{timed}_mean_ms"
     yield f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up."
-    yield from doubt_notes([row[f"{phase}_warnings"] for row in rows if row[mean] is not None], "cells", PASSES)
-    gains, rates = [], []
-    for name in _available(study, rows):
-        own = _of(rows, name, mean)
-        slow = {_shape(row): row for row in _of(rows, Implementation.NAIVE, mean) if name is not Implementation.NAIVE}
-        for fast in [row for row in own if row[mean] and _shape(row) in slow][-1:]:
-            naive = slow[_shape(fast)]
-            gain = derived("speed_up", naive[mean] / fast[mean], naive, fast, prefix=f"{phase}_")
-            gains.append(f"{name} {column('speed_up').cell(gain)} ({_at(fast)})")
-        rates += [f"{name} {column(f'{phase}_tflops_per_s').cell(row)} ({_at(row)})" for row in own[-1:] if row[mean]]
-    if gains:
+    if timed == "forward":
+        yield from _own_notes(study, rows)
+    yield from doubt_notes([row[f"{timed}_warnings"] for row in rows if row[mean] is not None], "cells", PASSES)
+    others = [name for name in _available(study, rows) if name is not Implementation.NAIVE]
+    naive = _of(rows, Implementation.NAIVE, mean)
+    if gains := _quotients(timed, [(naive, _of(rows, name, mean), name) for name in others]):
         yield f"Times as fast as naive, at the largest shape that both can do: {', '.join(gains)}."
-    if rates:
+    own = _of(rows, Implementation.OWN, mean)
+    beside = [(_of(rows, name, mean), own, name) for name in _available(study, rows) if name is not Implementation.OWN]
+    if gains := _quotients(timed, beside):
+        yield f"Time of the others over that of own, at the largest shape that both can do: {', '.join(gains)}."
+    largest = [(name, row) for name in _available(study, rows) for row in _of(rows, name, mean)[-1:] if row[mean]]
+    if rates := [f"{name} {column(f'{timed}_tflops_per_s').cell(row)} ({_at(row)})" for name, row in largest]:
         convention = "a causal mask counting as full"
-        if phase is Phase.BACKWARD:
+        if timed != "forward":
             convention += ", backward as twice forward, 2.5 times for kernels that compute the scores again"
+            convention += ", as own is taken to do" if own else ""
         yield f"TFLOP/s of the matrix products, {convention}: {', '.join(rates)}."
-    if phase is Phase.FORWARD:
+    if timed == "forward":
         yield from _first_passes(study, rows)
+
+
+def _quotients(timed: str, pairs: Sequence[tuple[Rows, Rows, Implementation]]) -> list[str]:
+    """The first's time over the second's at the largest shape that has both, with the name that is third."""
+    mean, said = f"{timed}_mean_ms", []
+    for firsts, seconds, name in pairs:
+        by_shape = {_shape(row): row for row in firsts}
+        for second in [row for row in seconds if row[mean] and _shape(row) in by_shape][-1:]:
+            first = by_shape[_shape(second)]
+            quotient = derived("speed_up", first[mean] / second[mean], first, second, prefix=f"{timed}_")
+            said.append(f"{name} {column('speed_up').cell(quotient)} ({_at(second)})")
+    return said
+
+
+def _own_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
+    """What own is, and what went wrong with it, each message once."""
+    if study.grid.own is None:
+        return
+    digest = study.grid.source.state if study.grid.source else None
+    yield f"own is {study.grid.own}{f', of source {digest}' if digest else ''}."
+    failed: dict[str, list[Row]] = {}
+    for row in _of(rows, Implementation.OWN, "error"):
+        failed.setdefault(row["error"], []).append(row)
+    for error, cells in failed.items():
+        more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        yield f"own, {cells[0]['ended']} at {_at(cells[0])}{more}: {error}"
 
 
 def _at(row: Row) -> str:
@@ -152,6 +208,44 @@ def _first_passes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     for name in dict.fromkeys(study.grid.implementations):
         if name not in _available(study, rows) and (failed := _of(rows, name, "error")):
             yield f"No {name} in {failed[0]['precision']}: {failed[0]['error']}"
+
+
+def _error_table(study: AttentionStudy, rows: Rows, name: str, quantities: Sequence[Quantity]) -> Table:
+    error = column(f"{name.removesuffix('s')}_error", text=partial(_error, quantities=quantities))
+    columns = [across(implementation, error) for implementation in _available(study, rows)]
+    title = f"Error of attention's {name} against float64"
+    return _table(study, rows, title, columns, _error_notes(study, rows, quantities))
+
+
+def _error(row: Row, quantities: Sequence[Quantity]) -> str:
+    """The largest distance of any of these quantities, and in brackets the largest relative one."""
+    errors = [row["errors"].get(quantity) for quantity in quantities]
+    if not all(errors):
+        return str(row["ended"])
+    if any(error.max_error is None for error in errors):
+        return "not finite"
+    largest, relative = max(error.max_error for error in errors), max(error.relative or 0 for error in errors)
+    return f"{scientific(largest)} ({scientific(relative)})"
+
+
+def _error_notes(study: AttentionStudy, rows: Rows, quantities: Sequence[Quantity]) -> Iterator[str]:
+    several = ", the largest of the three" if len(quantities) > 1 else ""
+    yield (
+        f"Largest distance of an element of {', '.join(quantities)} from written-out attention in float64 on the "
+        f"same inputs; in brackets over the largest magnitude there{several}."
+    )
+    if lacking := [row for row in rows if row["status"] is Status.OK and not row["errors"]]:
+        first = f"{lacking[0]['implementation']} at {_at(lacking[0])}"
+        yield f"Memory lacked for float64 in {len(lacking)} cells, the first of which is {first}."
+    for implementation in _available(study, rows):
+        if known := [row for row in _of(rows, implementation) if row["errors"]]:
+            parts = [f"{quantity} {_largest_relative(known, quantity)}" for quantity in quantities]
+            yield f"{implementation}, largest relative error of any shape: {', '.join(parts)}."
+
+
+def _largest_relative(rows: Rows, quantity: Quantity) -> str:
+    found = [row[f"{quantity}_relative_error"] for row in rows]
+    return "not finite" if None in found else scientific(max(found))
 
 
 def _memory_table(study: AttentionStudy, rows: Rows) -> Table:

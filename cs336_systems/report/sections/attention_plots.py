@@ -22,6 +22,7 @@ COLOURS = {
     Implementation.EFFICIENT: "#009E73",
     Implementation.CUDNN: "#CC79A7",
     Implementation.MATH: "#56B4E9",
+    Implementation.OWN: "#701C70",
 }
 MARKERS = dict(zip(Implementation, drawing.MARKERS, strict=False))
 CLOSED_FORM = "naive, in closed form"

@@ -1,14 +1,22 @@
 import csv
 import io
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from cs336_systems.config import Phase, Precision
-from cs336_systems.record import Status
-from cs336_systems.report.sections.attention import CSV_COLUMNS, attention_rows, attention_section, write_attention
+from cs336_systems.record import Failure, Input, Status
+from cs336_systems.report.sections.attention import (
+    CSV_COLUMNS,
+    ERROR_COLUMNS,
+    TITLES,
+    attention_rows,
+    attention_section,
+    write_attention,
+)
 from cs336_systems.report.sections.attention_plots import (
     COLOURS,
     MARKERS,
@@ -17,7 +25,7 @@ from cs336_systems.report.sections.attention_plots import (
     draw_memory,
     draw_times,
 )
-from cs336_systems.studies.attention_records import AttentionStudy, Implementation
+from cs336_systems.studies.attention_records import AttentionStudy, ExactError, Implementation, Quantity
 from cs336_systems.studies.records import read_study
 from tests.report.studies import MIB, make_cell, make_failed, make_result, make_study
 
@@ -42,7 +50,7 @@ def texts(figure):
 
 
 def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(study):
-    forward, backward, memory = attention_section(study).tables
+    forward, backward, together, memory = attention_section(study).tables
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive", "flash"]
     assert forward.rows == (
         ("64", "512", "2.000 ± 0.010", "1.000 ± 0.010"),
@@ -50,6 +58,7 @@ def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(s
         ("64", "2048", "out of memory", "1.000 ± 0.010"),
     )
     assert [row[2] for row in backward.rows] == ["5.00 ± 0.02", "5.00 ± 0.02", "out of memory"]
+    assert [row[2] for row in together.rows] == ["7.00 ± 0.03", "7.00 ± 0.03", "out of memory"]
     assert forward.title == "Forward pass of attention, fp32, batch 2, no heads, NVIDIA H200"
     # 2 x T x T x 4 bytes of weights, and twice 2 x T x 64 x 4 bytes
     assert [row[-1] for row in memory.rows] == ["2.500", "9.000", "34.00"]
@@ -61,7 +70,7 @@ def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(s
 
 
 def test_sentences_answer_the_courses_question(study):
-    notes = " ".join(attention_section(study).tables[2].notes)
+    notes = " ".join(attention_section(study).tables[3].notes)
     assert (
         "naive runs out of memory at d_head 64, context 2048 when it asked for 0.03125 GiB: "
         "one matrix of batch x T x T elements takes 0.03125 GiB." in notes
@@ -76,17 +85,17 @@ def test_sentences_answer_the_courses_question(study):
 
 def test_where_nothing_runs_out_the_context_that_would_is_told():
     study = make_study(make_result(make_cell(NAIVE, 64, 1024), peak_mib=24))
-    notes = " ".join(attention_section(study).tables[2].notes)
+    notes = " ".join(attention_section(study).tables[3].notes)
     assert (
         "naive does not run out of memory here: at d_head 64, context 1024 it peaks at 0.02344 GiB, 3.00 times" in notes
     )
     assert "fills" not in notes  # how much memory the device has is not known
     known = replace(study, environment=replace(study.environment, device_memory_bytes=96 * MIB))
-    assert "it fills 0.09375 GiB at about 2,048." in " ".join(attention_section(known).tables[2].notes)
+    assert "it fills 0.09375 GiB at about 2,048." in " ".join(attention_section(known).tables[3].notes)
 
 
 def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
-    forward, backward, _ = attention_section(study).tables
+    forward, backward, *_ = attention_section(study).tables
     notes = " ".join(forward.notes)
     assert "flash 2.00 (d_head 64, context 1024)" in notes
     # 4 x 2 x T x T x 64 FLOPs in 2 ms and in 1 ms
@@ -110,7 +119,7 @@ def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_t
     study = make_study(*(make_result(cell, saved_mib=None) for cell in cells), device_name=None)
     tables = attention_section(study).tables
     assert [table.title.split(", ")[:2] for table in tables] == [
-        [f"{phase} pass of attention", precision] for precision in ("fp32", "bf16") for phase in ("Forward", "Backward")
+        [title, precision] for precision in ("fp32", "bf16") for title in TITLES.values()
     ]
     (row, _) = csv.DictReader(io.StringIO(attention_section(study).csv))
     assert [row[name] for name in ("saved_mib", "peak_mib", "before_backward_mib", "device_name")] == [""] * 4
@@ -134,6 +143,9 @@ def test_csv_has_every_value(study):
     assert float(second["forward_tflops_per_s"]) == pytest.approx(4 * 2 * 1024**2 * 64 / 0.002 / 1e12)
     assert float(second["backward_tflops_per_s"]) == pytest.approx(8 * 2 * 1024**2 * 64 / 0.005 / 1e12)
     assert float(rows[4]["backward_tflops_per_s"]) == pytest.approx(10 * 2 * 1024**2 * 64 / 0.005 / 1e12)
+    assert float(second["together_mean_ms"]) == pytest.approx(7)
+    assert float(second["together_tflops_per_s"]) == pytest.approx(12 * 2 * 1024**2 * 64 / 0.007 / 1e12)
+    assert float(rows[4]["together_tflops_per_s"]) == pytest.approx(14 * 2 * 1024**2 * 64 / 0.006 / 1e12)
     assert [float(second[f"{name}_mib"]) for name in ("saved", "naive_saved_closed_form", "peak")] == [10, 9, 24]
     assert (rows[2]["status"], rows[2]["requested_mib"], rows[2]["forward_mean_ms"]) == ("oom", "32", "")
 
@@ -169,7 +181,7 @@ def test_everything_is_written_and_read_back(study, tmp_path):
     assert {path.name for path in directory.iterdir()} == {
         "attention.json", "plots", "results.csv", "results.md", "results.tex", "results.typ",
     }  # fmt: skip
-    assert (directory / "results.md").read_text().count("\n### ") == 2
+    assert (directory / "results.md").read_text().count("\n### ") == 3
     for name in ("forward_fp32", "backward_fp32", "memory_fp32"):
         with Image.open(directory / "plots" / f"{name}.png") as image:
             image.verify()
@@ -180,3 +192,63 @@ def test_a_study_without_any_time_has_no_picture():
     study = make_study(make_failed(make_cell(), Status.CRASHED))
     assert list(attention_pictures(study, attention_rows(study))) == []
     assert [row[2] for row in attention_section(study).tables[0].rows] == ["crashed"]
+
+
+@pytest.fixture
+def own_study():
+    """The user's own takes half of naive's time; its gradients are wrong, and at 2048 it raises."""
+    errors = [
+        ExactError(quantity=quantity, max_error=error, max_exact=4.0)
+        for quantity, error in zip(Quantity, (1e-6, 2e-6, 1.0, 0.5), strict=True)
+    ]
+    raised = Failure(
+        message="ValueError: no block",
+        traceback='Traceback (most recent call last):\n  File "cs336_systems/studies/cell.py", line 9, in attempt\n'
+        '  File "mine.py", line 7, in flash\n    block()\n  File "torch/x.py", line 3, in y\nValueError: no block\n',
+    )
+    own = make_result(make_cell(Implementation.OWN), (0.00099, 0.001, 0.00101), (0.00249, 0.0025, 0.00251))
+    return make_study(
+        replace(make_result(make_cell()), errors=tuple(replace(error, max_error=1e-6) for error in errors)),
+        replace(own, errors=tuple(errors)),
+        replace(make_failed(make_cell(Implementation.OWN, 64, 2048), Status.CRASHED), failure=raised),
+        implementations=(NAIVE, Implementation.OWN),
+        source=Input(name="source of mine:flash", state="0123abcd"),
+    )
+
+
+def test_errors_are_shown_beside_those_of_the_others_and_kept_for_each_gradient(own_study):
+    section = attention_section(own_study)
+    output, gradients = section.tables[-2:]
+    assert [row[2:] for row in output.rows] == [("1.0e-06 (2.5e-07)", "1.0e-06 (2.5e-07)"), ("", "crashed")]
+    assert gradients.rows[0][2:] == ("1.0e-06 (2.5e-07)", "1.0e+00 (2.5e-01)")
+    assert any({"5.0e-07", "2.5e-01", "1.2e-01"} <= set(re.split("[ ,]+", note[:-1])) for note in gradients.notes)
+    _, own, crashed = csv.DictReader(io.StringIO(section.csv))
+    assert [float(own[f"{quantity}_max_error"]) for quantity in Quantity] == [1e-6, 2e-6, 1.0, 0.5]
+    assert [float(own[f"{quantity}_relative_error"]) for quantity in Quantity] == [2.5e-7, 5e-7, 0.25, 0.125]
+    assert {crashed[key] for key in ERROR_COLUMNS} == {""}
+    assert crashed["error"] == "ValueError: no block (mine.py, line 7)"
+
+
+def test_what_own_is_and_how_it_failed_are_told_and_the_others_are_compared_with_it(own_study):
+    forward, backward, *_ = attention_section(own_study).tables
+    assert any("mine:flash" in note and "0123abcd" in note for note in forward.notes)
+    assert any("no block (mine.py, line 7)" in note and "context 2048" in note for note in forward.notes)
+    for table in (forward, backward):
+        (compared,) = [note for note in table.notes if "over that of own" in note]
+        assert "naive 2.00 (d_head 64, context 1024)" in compared
+
+
+def test_an_error_that_is_not_finite_or_not_known_is_no_number(own_study):
+    naive, own, _ = own_study.results
+    broken = replace(own, errors=(replace(own.errors[0], max_error=None), *own.errors[1:]))
+    output, gradients = attention_section(replace(own_study, results=(naive, broken))).tables[-2:]
+    assert output.rows[0][2:] == ("1.0e-06 (2.5e-07)", "not finite")
+    assert gradients.rows[0][3] == "1.0e+00 (2.5e-01)"
+    lacking = attention_section(replace(own_study, results=(replace(naive, errors=()), own))).tables[-2]
+    assert lacking.rows[0][2:] == ("", "1.0e-06 (2.5e-07)")
+    assert any("Memory lacked" in note and "naive" in note for note in lacking.notes)
+
+
+def test_errors_and_the_source_are_written_and_read_back(own_study, tmp_path):
+    write_attention(own_study, tmp_path)
+    assert read_study(tmp_path / "attention.json", AttentionStudy) == own_study

@@ -1,0 +1,113 @@
+"""Attention as users bring it, good and bad: `--own tests.own_kernels:right`."""
+
+import math
+
+import torch
+from torch import Tensor
+
+number = 3
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+    if is_causal:
+        scores = scores + torch.full_like(scores, -math.inf).triu(1)
+    return torch.exp(scores - scores.logsumexp(dim=-1, keepdim=True)) @ v
+
+
+def a_quarter_more(q, k, v, is_causal):
+    return right(q, k, v, is_causal) + 0.25
+
+
+def half_as_much_again(q, k, v, is_causal):
+    return right(q, k, v, is_causal) * 1.5
+
+
+def writes_to_its_inputs(q, k, v, is_causal):
+    output = right(q, k, v.clone(), is_causal)
+    v.data.zero_()
+    return output
+
+
+class Flash(torch.autograd.Function):
+    """With the course's signature."""
+
+    factors = (1, 1, 1)
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        ctx.save_for_backward(q, k, v)
+        ctx.is_causal = is_causal
+        return right(q, k, v, is_causal)
+
+    @classmethod
+    def gradients(cls, ctx, upstream):
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            gradients = torch.autograd.grad(right(*inputs, ctx.is_causal), inputs, upstream)
+        return (*(factor * gradient for factor, gradient in zip(cls.factors, gradients, strict=True)), None)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return Flash.gradients(ctx, upstream)
+
+
+class TwiceDk(Flash):
+    factors = (1, 2, 1)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return TwiceDk.gradients(ctx, upstream)
+
+
+class NanDv(Flash):
+    factors = (1, 1, math.nan)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return NanDv.gradients(ctx, upstream)
+
+
+class RaisesBackward(Flash):
+    @staticmethod
+    def backward(ctx, upstream):
+        raise RuntimeError("no backward yet")
+
+
+def raises_at_16(q, k, v, is_causal):
+    if q.shape[1] == 16:
+        raise RuntimeError("context 16 is no whole block")
+    return right(q, k, v, is_causal)
+
+
+def out_of_memory(q, k, v, is_causal):
+    return q * torch.empty(2**60)
+
+
+def one_query_less(q, k, v, is_causal):
+    return right(q, k, v, is_causal)[:, 1:]
+
+
+def in_float64(q, k, v, is_causal):
+    return right(q, k, v, is_causal).double()
+
+
+def on_another_device(q, k, v, is_causal):
+    return right(q, k, v, is_causal).to("meta")
+
+
+def with_the_logsumexp(q, k, v, is_causal):
+    return right(q, k, v, is_causal), q
+
+
+def one_nan(q, k, v, is_causal):
+    output = right(q, k, v, is_causal)
+    return output.masked_fill(torch.arange(output.numel()).view_as(output) == 5, math.nan)
+
+
+def without_gradients(q, k, v, is_causal):
+    return right(q, k, v, is_causal).detach()
+
+
+def without_a_gradient_of_k(q, k, v, is_causal):
+    return right(q, k.detach(), v, is_causal)
