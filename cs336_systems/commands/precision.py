@@ -1,4 +1,4 @@
-"""`precision.py`: what accumulation and autocast do to precision."""
+"""`precision.py`: what accumulation, layer norm and autocast do to precision."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionArguments:
-    """Show what accumulation and autocast do to precision, as observed on this machine."""
+    """Show what accumulation, layer norm and autocast do to precision, as observed on this machine."""
 
     device: DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
     json: Switch = False
     """Print JSON instead of tables."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
-    """Directory to write both tables to, as CSV, Markdown, LaTeX and Typst, and all values as JSON."""
+    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, and all values as JSON."""
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
@@ -35,7 +35,7 @@ class PrecisionArguments:
 
 
 def run(arguments: PrecisionArguments) -> int:
-    """Observe sums and data types, print them, and write them into the directory if one is given."""
+    """Observe sums, layer norm and data types, print them, and write them into the directory if one is given."""
     explain_cpu_fallback(arguments.device)
     devices = checked(arguments.devices)
     if arguments.output is not None:

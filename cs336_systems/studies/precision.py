@@ -1,5 +1,6 @@
-"""What low precision does to a sum, and which data types autocast chooses, both observed by running PyTorch."""
+"""What low precision does to a sum and to layer norm, and which data types autocast chooses, as observed."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -8,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, layer_norm
 
 from cs336_systems.config import SIZES, Arch, Device, Precision
 from cs336_systems.measure.precision import autocast
@@ -19,6 +20,7 @@ from cs336_systems.studies.precision_records import (
     NORM_INPUT,
     NORM_OUTPUT,
     Accumulation,
+    NormalisedActivations,
     ObservedDtype,
     PrecisionStudy,
 )
@@ -27,15 +29,18 @@ SHORT_NAMES = MappingProxyType({torch.float32: "fp32", torch.float16: "fp16", to
 
 
 def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]) -> PrecisionStudy:
-    """Observe sums, and autocast on each of the devices; `status` is called with a text before each part."""
+    """Observe sums, layer norm, and autocast on each of the devices; `status` is called with a text for each part."""
     status("adding up in low precision")
     sums = accumulation_study()
+    status("layer norm in low precision")
+    norms = layer_norm_study()
     status(f"data types under autocast on {' and '.join(devices)}")
     return PrecisionStudy(
         torch=str(torch.__version__),
         gpu=torch.cuda.get_device_name() if Device.CUDA in devices else None,
         accumulation=sums,
         dtypes=tuple(dtype_study(devices)),
+        layer_norm=norms,
     )
 
 
@@ -71,6 +76,49 @@ def accumulation_study() -> tuple[Accumulation, ...]:
         for *dtypes, cast in ((dtype, dtype, False), (torch.float32, dtype, False), (torch.float32, dtype, True))
     ]
     return (accumulate(torch.float32, torch.float32), *low_precision)
+
+
+ACTIVATIONS = ((0.0, 1e-4), (0.0, 1.0), (0.0, 300.0), (1024.0, 1.0))
+"""Centre and scale: the square underflows in fp16, fits, overflows in fp16; the deviation is lost in bf16."""
+NORM_EPS = 1e-5
+"""Added to the variance, as in torch.nn.LayerNorm."""
+NUM_ACTIVATIONS = 8
+
+
+def normalise(centre: float, scale: float, dtype: torch.dtype) -> NormalisedActivations:
+    """Layer norm on the CPU, with every operation in this data type, beside the same in fp64 and PyTorch's own."""
+    exact_variance, exact_output, _ = _normalised(centre, scale, torch.float64)
+    variance, output, library_output = _normalised(centre, scale, dtype)
+    return NormalisedActivations(
+        centre=centre,
+        scale=scale,
+        dtype=short_name(dtype),
+        variance=_finite(variance),
+        exact_variance=exact_variance,
+        output=_finite(output),
+        exact_output=exact_output,
+        library_output=_finite(library_output),
+    )
+
+
+def _normalised(centre: float, scale: float, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Variance, first normalised value, and that of PyTorch's layer norm."""
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(NUM_ACTIVATIONS // 2)
+    x = (centre + scale * signs).to(dtype)
+    deviation = x - x.mean()
+    variance = (deviation * deviation).mean()
+    output = deviation / (variance + NORM_EPS).sqrt()
+    library = layer_norm(x, x.shape, eps=NORM_EPS)
+    return variance.item(), output[0].item(), library[0].item()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def layer_norm_study() -> tuple[NormalisedActivations, ...]:
+    """Each kind of activations in fp32, fp16 and bf16."""
+    return tuple(normalise(*kind, dtype) for kind in ACTIVATIONS for dtype in SHORT_NAMES)
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""The record of the precision study: sums in low precision, and data types under autocast."""
+"""The record of the precision study: sums and layer norm in low precision, and data types under autocast."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -58,6 +58,35 @@ class ObservedDtype:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormalisedActivations:
+    """Activations `centre + scale` and `centre - scale`, in equal numbers, normalised in one data type throughout."""
+
+    centre: float
+    scale: float
+    dtype: str
+    variance: float | None
+    """As computed in the data type, with the activations as it holds them; None beyond its range."""
+    exact_variance: float
+    """As computed in fp64."""
+    output: float | None
+    """Normalised value of `centre + scale`, as computed in the data type; None beyond its range."""
+    exact_output: float
+    """As computed in fp64."""
+    library_output: float | None
+    """What torch.nn.functional.layer_norm makes of activations in the data type."""
+
+    @property
+    def error(self) -> float | None:
+        """The output over the exact one, less 1."""
+        return None if self.output is None else self.output / self.exact_output - 1
+
+    @property
+    def library_error(self) -> float | None:
+        """The library's output over the exact one, less 1."""
+        return None if self.library_output is None else self.library_output / self.exact_output - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionStudy:
     """Everything kept of a study of precision."""
 
@@ -69,4 +98,6 @@ class PrecisionStudy:
     """Name of the GPU on which autocast was observed, or None."""
     accumulation: tuple[Accumulation, ...]
     dtypes: tuple[ObservedDtype, ...]
+    layer_norm: tuple[NormalisedActivations, ...] = ()
+    """Empty in records of earlier versions."""
     format_version: int = FORMAT_VERSION

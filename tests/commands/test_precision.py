@@ -32,7 +32,7 @@ def test_nothing_is_written_unless_asked(
     assert main(["--device", "cpu", "--output", "deep/er"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("deep/er")
     written = {path.name for path in (tmp_path / "deep" / "er").iterdir()}
-    tables = {f"{name}.{ending}" for name in ("accumulation", "dtypes") for ending in FORMATS}
+    tables = {f"{name}.{ending}" for name in ("accumulation", "layer_norm", "dtypes") for ending in FORMATS}
     assert written == {*tables, "precision.json"}
     with (tmp_path / "deep/er/accumulation.csv").open(newline="") as file:
         totals = [float(row["total"]) for row in csv.DictReader(file)]

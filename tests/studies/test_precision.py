@@ -18,6 +18,7 @@ from cs336_systems.studies.precision import (
     accumulate,
     accumulation_study,
     dtype_study,
+    normalise,
     observed_dtypes,
 )
 
@@ -51,6 +52,36 @@ def test_sums_are_those_of_numpy(row: Accumulation) -> None:
 
 def test_sums_are_those_the_course_asks_about() -> None:
     assert [round(row.total, 4) for row in accumulation_study()[:4]] == [10.0001, 9.9531, 10.0021, 10.0021]
+
+
+FP16_LARGEST, FP16_SMALLEST = 65504, 2**-24
+
+
+@pytest.mark.parametrize("scale", [2**-15, 2**-12, 2**-11, 0.5, 1.0, 16.0, 255.0, 256.0, 2048.0])
+def test_the_variance_of_plus_and_minus_one_number_is_its_square(scale: float) -> None:
+    """Powers of 2 square exactly in every type; fp16 ends at 65,504, and rounds half of its least number to 0."""
+    exact = scale**2
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = normalise(0.0, scale, dtype)
+        assert found.exact_variance == pytest.approx(exact, rel=1e-15)
+        if dtype is torch.float16 and exact > FP16_LARGEST:
+            assert (found.variance, found.output) == (None, 0), "a finite number over infinity"
+        elif dtype is torch.float16 and exact <= FP16_SMALLEST / 2:
+            assert found.variance == 0
+        else:
+            assert found.variance == pytest.approx(exact, rel=2**-8)
+            assert found.output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=2**-6)
+        assert found.exact_output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=1e-12)
+        assert found.library_output == pytest.approx(found.exact_output, rel=2**-7), "in fp32 inside"
+
+
+def test_a_deviation_below_the_spacing_of_bf16_is_lost() -> None:
+    """Around 1024 fp16 has every whole number, bf16 every fourth below and every eighth above."""
+    for deviation, kept in ((1.0, False), (32.0, True)):
+        found = {dtype: normalise(1024.0, deviation, dtype) for dtype in (torch.float16, torch.bfloat16)}
+        assert found[torch.float16].variance == deviation**2
+        assert found[torch.bfloat16].variance == (deviation**2 if kept else 0)
+        assert (found[torch.bfloat16].library_output != 0) == kept
 
 
 def test_error_is_what_storing_and_rounding_cost() -> None:

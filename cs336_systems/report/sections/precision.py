@@ -1,4 +1,4 @@
-"""The precision study for people: two tables, and below each what its values say."""
+"""The precision study for people: its tables, and below each what its values say."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cs336_systems.config import Precision
 from cs336_systems.report.columns import column
+from cs336_systems.report.numbers import rounded, scientific, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.study import across, pivoted, write_study
 from cs336_systems.report.table import make_table
@@ -15,12 +16,16 @@ from cs336_systems.studies.precision_records import (
     NORM_INPUT,
     NORM_OUTPUT,
     Accumulation,
+    NormalisedActivations,
     ObservedDtype,
     PrecisionStudy,
 )
 
 ACCUMULATION = ("sum_dtype", "addend_dtype", "cast", "total", "error", "storage_error", "rounding_error",
                 "growing_additions")  # fmt: skip
+
+
+LAYER_NORM = ("activations", "dtype", "variance", "exact_variance", "output", "exact_output", "library_output")
 
 
 def accumulation_section(rows: Sequence[Accumulation]) -> Section:
@@ -105,11 +110,70 @@ def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
 
 
+def layer_norm_section(rows: Sequence[NormalisedActivations]) -> Section:
+    """Variance and output of each kind of activations in each data type, beside the exact ones."""
+    values = [
+        asdict(row) | {
+            "activations": _activations(row),
+            "variance_failure": f"beyond {row.dtype}",
+            "output_failure": f"beyond {row.dtype}",
+        }
+        for row in rows
+    ]  # fmt: skip
+    table = make_table(
+        "Layer norm with every operation in one data type", [column(key) for key in LAYER_NORM], values,
+        interpret_layer_norm(rows),
+    )  # fmt: skip
+    return Section(name="layer_norm", tables=(table,), rows=[asdict(row) for row in rows])
+
+
+def _activations(row: NormalisedActivations) -> str:
+    return f"{row.centre:g} ± {row.scale:g}" if row.centre else f"± {row.scale:g}"
+
+
+def interpret_layer_norm(rows: Sequence[NormalisedActivations]) -> list[str]:
+    """Say in sentences which values each data type cannot hold, and how far its outputs are off."""
+    sentences = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        own = [row for row in rows if row.dtype == dtype]
+        lost = [row for row in own if row.variance == 0 or row.variance is None]
+        sentences += [_loss(row) for row in lost]
+        errors = [abs(row.error) for row in own if row not in lost and row.error is not None]
+        if errors:
+            others = "Its other outputs" if lost else f"In {dtype} all outputs"
+            sentences.append(f"{others} are at most {significant(100 * max(errors), 2)} % off.")
+    return [*sentences, *_library(rows)]
+
+
+def _loss(row: NormalisedActivations) -> str:
+    """Which part of the computation the data type cannot hold, and what becomes of the output."""
+    if row.variance is None:
+        what = f"the square of a deviation, {row.scale**2:g}, is beyond its largest number"
+    elif row.output == 0:
+        what = "both activations are stored as the same number, which leaves no variance"
+    else:
+        what = f"the variance, {row.exact_variance:.2g}, is below its smallest number, which leaves epsilon alone"
+    found = "has no value" if row.output is None else f"is {rounded(row.output)} for {rounded(row.exact_output)}"
+    return f"In {row.dtype}, of activations {_activations(row)}, {what}: the output {found}."
+
+
+def _library(rows: Sequence[NormalisedActivations]) -> Iterator[str]:
+    """What PyTorch's own layer norm makes of the cases whose variance the data type cannot hold."""
+    beyond = [row for row in rows if row.variance is None and row.library_error is not None]
+    if beyond:
+        error = max(abs(row.library_error or 0.0) for row in beyond)
+        yield (
+            f"Where {beyond[0].dtype} overflows, the output of PyTorch's layer norm is off by {scientific(error)} of "
+            "the exact one: its statistics are in fp32. It cannot recover digits that the activations themselves lack."
+        )
+
+
 def precision_sections(study: PrecisionStudy) -> list[Section]:
-    """Sums, and data types."""
-    return [accumulation_section(study.accumulation), dtype_section(study.dtypes)]
+    """Sums, layer norm, and data types; records of earlier versions have no layer norm."""
+    norms = [layer_norm_section(study.layer_norm)] if study.layer_norm else []
+    return [accumulation_section(study.accumulation), *norms, dtype_section(study.dtypes)]
 
 
 def write_precision(study: PrecisionStudy, directory: Path) -> None:
-    """Write precision.json, and `accumulation` and `dtypes` in every format, into the directory."""
+    """Write precision.json, and `accumulation`, `layer_norm` and `dtypes` in every format, into the directory."""
     write_study("precision.json", study, precision_sections(study), {}, directory)

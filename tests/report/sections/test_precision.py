@@ -1,13 +1,19 @@
 """Tables and sentences of the precision study say what was observed."""
 
+import torch
+
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.sections.precision import (
     accumulation_section,
     dtype_section,
     interpret_accumulation,
     interpret_dtypes,
+    interpret_layer_norm,
+    layer_norm_section,
+    precision_sections,
 )
-from cs336_systems.studies.precision import NORM_INPUT, NORM_OUTPUT, ObservedDtype, accumulation_study
+from cs336_systems.studies.precision import NORM_INPUT, NORM_OUTPUT, ObservedDtype, accumulation_study, normalise
+from cs336_systems.studies.precision_records import PrecisionStudy
 
 
 def observed(quantity: str, device: Device, precision: Precision, dtype: str) -> ObservedDtype:
@@ -43,6 +49,28 @@ def test_sentences_on_dtypes_follow_what_was_observed() -> None:
         "Layer norm on cuda: bf16 in, fp32 out.",
     ]
     assert "different places" in interpret_dtypes([*rows, observed("x", Device.CPU, Precision.BF16, "fp32")])[2]
+
+
+def test_sentences_on_layer_norm_name_what_each_type_loses() -> None:
+    large, small, close = (
+        [normalise(*kind, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+        for kind in ((0.0, 300.0), (0.0, 2**-14), (1024.0, 1.0))
+    )
+    lost = {
+        name: [sentence for sentence in interpret_layer_norm(rows) if "of activations" in sentence]
+        for name, rows in {"large": large, "small": small, "close": close}.items()
+    }
+    assert {name: len(sentences) for name, sentences in lost.items()} == {"large": 1, "small": 1, "close": 1}
+    assert all("In fp16" in lost[name][0] for name in ("large", "small"))
+    assert "In bf16" in lost["close"][0]
+    variances = [row[2] for row in layer_norm_section(large).tables[0].rows]
+    assert variances == ["9e+04", "beyond fp16", "9.01e+04"], "bf16 has 90,112 and 89,600"
+
+
+def test_a_study_of_an_earlier_version_has_no_layer_norm() -> None:
+    rows = (observed("a", Device.CPU, Precision.FP16, "fp16"), observed("a", Device.CPU, Precision.BF16, "bf16"))
+    study = PrecisionStudy(torch="2.11.0", gpu=None, accumulation=accumulation_study(), dtypes=rows)
+    assert [section.name for section in precision_sections(study)] == ["accumulation", "dtypes"]
 
 
 def test_a_quantity_that_one_model_lacks_is_an_empty_cell() -> None:
