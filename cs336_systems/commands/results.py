@@ -56,7 +56,7 @@ def show_results(
     written.write(output, ceilings, status)
     status("writing the page")
     page = output / PAGE_FILE
-    write_page(sweep_page(written, output, ceilings), page)
+    write_page(sweep_page(written, output, ceilings, found), page)
     status.end()
     if print_json is None:
         print_sweep(together.tables(ceilings), together.records, output)

@@ -2,7 +2,7 @@
 
 import base64
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from cs336_systems.report.identity import identities, names_of
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.page import figures, profiles
 from cs336_systems.report.page.command import command_of
-from cs336_systems.report.page.refusals import by_warmup, separated, warmup_reasons
+from cs336_systems.report.page.refusals import by_warmup, id_of, separated, warmup_reasons
 from cs336_systems.report.page.write import Block, Chapter, Figure, Page, Prose, Run, TableBlock
 from cs336_systems.report.plots.steps import pictures
 from cs336_systems.report.results import Results
@@ -36,16 +36,31 @@ from cs336_systems.text import inert_json, inert_line, shortened
 LONGEST_TEXT = 20_000
 """Characters of a traceback or of the end of a log."""
 DOUBTED = " Warnings of the two runs put it in doubt."
+PlaceOf = Callable[[RunRecord], Path]
+"""The directory that a record comes from."""
 Sentence = tuple[str, str]
 """A sentence, and the identifier of the cell that it rests on."""
 
 
-def sweep_page(results: Results, directory: Path, ceilings: Ceilings = NO_CEILINGS) -> Page:
-    """The page of what was measured into the directory; the PNGs are those in its plots/."""
+def sweep_page(
+    results: Results,
+    directory: Path,
+    ceilings: Ceilings = NO_CEILINGS,
+    found_in: Mapping[Path, Sequence[RunRecord]] | None = None,
+) -> Page:
+    """The page of what was measured; the PNGs are those in plots/ of the directory.
+
+    `found_in` has the records by the directory that each comes from, if that is not the directory of the page.
+    """
+    places = {id_of(record): path for path, own in (found_in or {}).items() for record in own}
+
+    def place_of(record: RunRecord) -> Path:
+        return places.get(id_of(record), directory)
+
     apart = separated(results)
     is_alone = len(apart.groups) == 1
     found = [
-        _Contents(own, directory, ceilings, "" if is_alone else f"-{number}")
+        _Contents(own, directory, place_of, ceilings, "" if is_alone else f"-{number}")
         for number, own in enumerate(apart.groups, 1)
     ]
     refused = [*apart.reasons, *(text for own in apart.groups for text in warmup_reasons(own.published))]
@@ -59,7 +74,7 @@ def sweep_page(results: Results, directory: Path, ceilings: Ceilings = NO_CEILIN
         "What is in doubt": doubts,
         "What is not side by side, and why": [(text, "") for text in refused],
     }
-    source = provenance(results.records, directory)
+    source = provenance(results.records, place_of)
     blocks = [Prose(heading=heading, paragraphs=sentences) for heading, sentences in prose.items() if sentences]
     chapters = [Chapter(id="findings", title="Findings", blocks=blocks, source=source)]
     chapters += [
@@ -73,7 +88,7 @@ def sweep_page(results: Results, directory: Path, ceilings: Ceilings = NO_CEILIN
         for own in found
         if (made := getattr(own, name))
     ]
-    chapters.append(_runs(results.records, directory))
+    chapters.append(_runs(results.records, place_of))
     return Page(
         title=inert_line(f"Time and memory of a training step: {directory.name}"),
         source=source,
@@ -81,13 +96,14 @@ def sweep_page(results: Results, directory: Path, ceilings: Ceilings = NO_CEILIN
     )
 
 
-def provenance(records: Iterable[RunRecord], directory: Path) -> str:
-    """Where what is shown comes from: directory, device, software, commit and time of measurement."""
+def provenance(records: Iterable[RunRecord], place_of: PlaceOf) -> str:
+    """Where what is shown comes from: directories, device, software, commit and time of measurement."""
     found = list(records)
     times = sorted(record.started_at for record in found)
+    places = dict.fromkeys(str(place_of(record)) for record in found)
     measured = " to ".join(dict.fromkeys(time[:19] for time in (*times[:1], *times[-1:])))
     return inert_line(
-        "; ".join([str(directory), *_conditions(found), *([f"measured {measured} UTC"] if times else [])])
+        "; ".join([", ".join(places), *_conditions(found), *([f"measured {measured} UTC"] if times else [])])
     )
 
 
@@ -117,10 +133,11 @@ def _each(words: str, values: Iterable[str | None]) -> list[str]:
 class _Contents:
     """What records that can be compared show: the blocks of each chapter, and sentences on them."""
 
-    def __init__(self, results: Results, directory: Path, ceilings: Ceilings, ending: str) -> None:
+    def __init__(self, results: Results, directory: Path, place_of: PlaceOf, ceilings: Ceilings, ending: str) -> None:
         """`ending` tells identifiers from those of other records in the page."""
         self.results, self.directory, self.ceilings, self.ending = results, directory, ceilings, ending
-        self.source = provenance(results.records, directory)
+        self.place_of = place_of
+        self.source = provenance(results.records, place_of)
         self.conditions = ", ".join(_conditions(results.records)[:3])
         self.steps = self._steps()
         self.time = self._time()
@@ -161,7 +178,7 @@ class _Contents:
             return []
         blocks: list[Block] = list(self._tables(make(entries) for make in SUBJECTS))
         for number, (name, entry) in enumerate(zip(labels(entries), entries, strict=True)):
-            source, profile = provenance([entry.profiled], self.directory), entry.profile
+            source, profile = provenance([entry.profiled], self.place_of), entry.profile
             sentences = [(text, "") for text in map(inert_line, kernel_findings(profile, entry.config))]
             blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
             if (spec := profiles.step_picture(profile)) is not None:
@@ -183,7 +200,7 @@ class _Contents:
         blocks.append(self._figure("peaks", "What the peak of each run consists of", spec, 160 + 30 * len(entries)))
         records = {record.config: record for record in self.results.records}
         for number, (name, entry) in enumerate(zip(names, entries, strict=True)):
-            source = provenance([records[entry.config]], self.directory)
+            source = provenance([records[entry.config]], self.place_of)
             sentences = [(text, "") for text in map(inert_line, memory_findings(entry.profile))]
             blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
             if (timeline := profiles.memory_picture(entry.profile)) is not None:
@@ -197,6 +214,7 @@ class _Contents:
             for number, (name, row) in enumerate(named):
                 if row["status"] != Status.OK:
                     yield f"{name}: {status_text(row['status'])}.", _cell(block, number, "status")
+                if row["step_mean_ms"] is None:
                     continue
                 share = "" if row["mfu"] is None else f", at {significant(100 * row['mfu'], 3)} % of the promised rate"
                 is_launched = WarningCode.LAUNCH_BOUND in (row["warnings"] or "").split(";")
@@ -303,28 +321,28 @@ def _cell(block: TableBlock, number: int, key: str) -> str:
     return f"{block.id}.{number}.{keys.index(key)}" if key in keys else ""
 
 
-def _runs(records: Iterable[RunRecord], directory: Path) -> Chapter:
+def _runs(records: Iterable[RunRecord], place_of: PlaceOf) -> Chapter:
     """Every run, failed ones too."""
     found = sorted(records, key=lambda record: (*order(record.config), record.config.profiler, record.config.repeat))
-    blocks = [_run(record, directory, number) for number, record in enumerate(found)]
-    return Chapter(id="runs", title="Runs", blocks=blocks, source=provenance(found, directory))
+    blocks = [_run(record, place_of, number) for number, record in enumerate(found)]
+    return Chapter(id="runs", title="Runs", blocks=blocks, source=provenance(found, place_of))
 
 
-def _run(record: RunRecord, directory: Path, number: int) -> Run:
+def _run(record: RunRecord, place_of: PlaceOf, number: int) -> Run:
     """All that is kept of one run, in words and as its record."""
     step = record.measurement(Phase.STEP)
     profiler = "" if record.config.profiler is Profiler.NONE else f", under {record.config.profiler}"
     mean = "" if step is None else f", {step.mean_s * 1e3:.2f} ms"
     title = f"{record.config.label}{profiler}: {status_text(record.status)}{mean}"
-    texts = [(heading, text) for heading, text in _run_texts(record, directory) if text]
+    texts = [(heading, text) for heading, text in _run_texts(record, place_of) if text]
     return Run(id=f"run-{number}", title=inert_line(title), texts=texts)
 
 
-def _run_texts(record: RunRecord, directory: Path) -> Iterator[tuple[str, str]]:
+def _run_texts(record: RunRecord, place_of: PlaceOf) -> Iterator[tuple[str, str]]:
     """Headings and texts; an empty text is not known."""
     failure, profiler = record.failure, record.config.profiler
     yield "Repeat it with", inert_line(command_of(record.config))
-    yield "Source", provenance([record], directory)
+    yield "Source", provenance([record], place_of)
     yield "Warnings", _lines(f"{warning.code}: {warning.message}" for warning in record.warnings)
     if failure is not None:
         yield "Failure", inert_line(f"{failure.message}{f' (in {failure.where})' if failure.where else ''}")
@@ -338,7 +356,7 @@ def _run_texts(record: RunRecord, directory: Path) -> Iterator[tuple[str, str]]:
     yield "State of the GPU", _json(record.telemetry)
     yield "Environment", _json(record.environment)
     if profiler is not Profiler.NONE:
-        path = raw_profile_path(record.config, directory / "runs")
+        path = raw_profile_path(record.config, place_of(record) / "runs")
         yield "Raw profile", inert_line(f"{path}: open it with {VIEWERS[profiler]}")
     yield "Record", inert_json(encode_record(record)).decode()
 

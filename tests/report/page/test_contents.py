@@ -215,6 +215,17 @@ def test_records_of_other_conditions_have_tables_of_their_own(field, values, tmp
     to_html(page)
 
 
+def test_what_is_shown_names_the_directory_that_it_comes_from(tmp_path):
+    first, second = measured("small", code="abc"), measured("medium", code="def")
+    found = {tmp_path / "one": [first], tmp_path / "two": [second]}
+    page = sweep_page(Results(records=[first, second]), tmp_path / "both", found_in=found)
+    sources = {b.table.rows[0][0]: b.source for c in page.chapters for b in c.blocks if isinstance(b, TableBlock)}
+    assert sources.keys() == {"small", "medium"}
+    for size, own, other in (("small", "one", "two"), ("medium", "two", "one")):
+        assert str(tmp_path / own) in sources[size]
+        assert str(tmp_path / other) not in sources[size]
+
+
 def test_runs_after_other_warmup_have_tables_of_their_own(tmp_path):
     records = [
         make_record(make_config("small"), (0.02, 0.02)),
