@@ -1,6 +1,7 @@
 """The user's own attention on a CPU: errors that are known beforehand, faults that are named, and the grid goes on."""
 
 import inspect
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +18,18 @@ from cs336_systems.measure.inputs import source_digest
 from cs336_systems.record import Status
 from cs336_systems.report.sections.attention import attention_rows
 from cs336_systems.studies import attention_exact
-from cs336_systems.studies.attention_cell import measure_cell
+from cs336_systems.studies.attention_cell import measure_cell, measure_rows
 from cs336_systems.studies.attention_exact import exact_attention, exact_errors
 from cs336_systems.studies.attention_records import (
     AttentionCell,
     AttentionGrid,
+    AttentionStudy,
     CellResult,
     ExactError,
     Implementation,
     Quantity,
 )
-from cs336_systems.studies.cell import make_generator, make_inputs
+from cs336_systems.studies.cell import attempt, make_generator, make_inputs
 from cs336_systems.studies.runner import run_study
 from tests import own_kernels
 
@@ -164,6 +166,19 @@ def test_a_cell_that_fails_names_the_line_and_the_next_is_measured(name: str, st
     assert (own.status, naive.status) == (status, Status.OK)
     assert attention_rows(study)[0]["error"].endswith(f"({line_with(line)})")
     assert max(error.relative for error in naive.errors) < ROUNDING
+
+
+def test_a_file_that_cannot_be_imported_is_a_row_that_names_its_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unfinished.py").write_text("\n\ndef flash(q, k, v, is_causal)\n    return q\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    grid = replace(SMALL, own="unfinished:flash")
+    (cell,) = grid.groups()[0]
+    (row,), _ = attempt(grid, cell, measure_rows)
+    study = AttentionStudy(grid=grid, results=(row,))
+    assert row.status is Status.CRASHED
+    assert attention_rows(study)[0]["error"].count("unfinished.py, line 3") == 1
 
 
 def test_the_flag_adds_an_implementation_and_keeps_the_state_of_its_source() -> None:

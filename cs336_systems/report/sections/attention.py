@@ -96,7 +96,9 @@ def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
     if result.cell.implementation is not Implementation.OWN or result.failure is None:
         return {}
     place = place_in(study.grid.own or "", result.failure)
-    error = f"{result.failure.message} ({place})" if place else result.failure.message
+    error = result.failure.message
+    if place and place not in error:  # that of a syntax error has it
+        error += f" ({place})"
     return {"error": error} | ({"ended": "wrong output"} if result.status is Status.INVALID else {})
 
 
