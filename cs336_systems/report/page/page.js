@@ -146,6 +146,7 @@ function themed(layout) {
   const axes = Object.fromEntries([...names].map((name) => [name, { ...axis, ...layout[name] }]));
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: style("--text"), family: "system-ui, sans-serif", size: 13 },
+    colorway: ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442"],
     hoverlabel: { namelength: -1, bgcolor: style("--raised"), bordercolor: style("--line"), font: { color: style("--text") } },
     margin: { t: 30, r: 20, b: 40, l: 50 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, modebar: { color: style("--quiet"), activecolor: style("--text") },
     ...layout, ...axes,
@@ -275,8 +276,8 @@ async function drawStep(library, place, figure, height) {
   const layout = themed({
     height, dragmode: "zoom", barmode: "overlay", legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, itemclick: false, itemdoubleclick: false },
     xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y" }, margin: { t: 10, r: 20, b: 40, l: 60 }, hovermode: "closest",
-    yaxis: { type: "category", categoryorder: "array", categoryarray: figure.lanes.map((lane) => lane.label), autorange: "reversed", fixedrange: true, domain: [0, rows ? above - 0.03 : 1], showgrid: false },
-    ...(rows ? { yaxis2: { type: "category", categoryorder: "array", categoryarray: figure.rows.map((row) => row.label), autorange: "reversed", fixedrange: true, domain: [above, 1], showgrid: false } } : {}),
+    yaxis: { type: "category", categoryorder: "array", categoryarray: figure.lanes.map((lane) => lane.label), range: [figure.lanes.length - 0.5, -0.5], fixedrange: true, domain: [0, rows ? above - 0.03 : 1], showgrid: false },
+    ...(rows ? { yaxis2: { type: "category", categoryorder: "array", categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], fixedrange: true, domain: [above, 1], showgrid: false } } : {}),
   });
   let view = place.range?.().map((value) => value * 1e6) ?? whole, next = null, busy = null;
   const show = async () => { // the latest wish only
@@ -290,7 +291,7 @@ async function drawStep(library, place, figure, height) {
     busy = null;
   };
   const isNew = !place.zoom;
-  place.range = () => view.map((ns) => ns / 1e6);
+  place.range = () => (next ?? view).map((ns) => ns / 1e6); // what is wished already, while it is being drawn
   place.zoom = (range) => { next = range ? range.map((value) => value * 1e6) : whole; return (busy ??= show()); };
   next = view;
   await (busy = show());

@@ -232,7 +232,8 @@ def _check_links(page: Page, blocks: Sequence[Block]) -> None:
 def _inert(value: object) -> object:
     """A copy of a figure's specification in which plotly reads no markup, but for what is a `Markup` already."""
     if isinstance(value, str):
-        return str(escape(value if isinstance(value, Markup) else inert_line(value, LONGEST_IN_FIGURE)))
+        text = escape(value if isinstance(value, Markup) else inert_line(value, LONGEST_IN_FIGURE))
+        return str(text).replace("$", "&#36;")  # between two of these plotly reads mathematics
     if isinstance(value, Mapping):
         return {str(key): _inert(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

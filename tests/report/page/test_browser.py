@@ -1,0 +1,207 @@
+"""What a reader does with a page, in Chromium."""
+
+import importlib.util
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from cs336_systems.report.page.write import LIBRARIES, to_html, write_page
+from cs336_systems.text import inert_line
+from tests.report.page.pages import HOSTILE_TEXTS, figure_page, page_with, table_page
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[dev]'")
+    for package, _ in LIBRARIES.values():
+        if importlib.util.find_spec(package) is None:
+            pytest.skip("needs the extra report: pip install -e '.[report]'")
+    binary = shutil.which("chromium") or shutil.which("chromium-browser")
+    if binary is None:
+        pytest.skip("needs the browser of Debian: apt-get install chromium")
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=sandbox)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(chromium, tmp_path):
+    """Opens a page from disk; at the end, its console must be empty and nothing requested but the file."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    context.set_default_timeout(60_000)
+    seen = SimpleNamespace(requests=[], console=[])
+
+    def opened(page, width=1280, fragment=""):
+        path = tmp_path / "index.html"
+        write_page(page, path)
+        tab = context.new_page()
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.on("request", lambda request: seen.requests.append(request.url))
+        tab.on("console", lambda message: seen.console.append(message.text))
+        tab.on("pageerror", lambda error: seen.console.append(str(error)))
+        tab.goto(path.as_uri() + fragment)
+        first = "#steps" if tab.query_selector("#steps") else "#kernels"
+        tab.locator(first).scroll_into_view_if_needed()
+        tab.wait_for_selector(f"{first} .tools:visible, {first} .main-svg")
+        return tab
+
+    yield opened
+    context.close()
+    assert [url for url in seen.requests if not url.startswith(("data:", "blob:"))] == [
+        url for url in seen.requests if url.startswith(tmp_path.as_uri())
+    ]
+    assert seen.console == []
+
+
+def sizes(tab):
+    return tab.locator("#steps tbody tr td:first-child").all_inner_texts()
+
+
+def test_a_column_is_sorted_by_its_unrounded_values_and_what_is_unknown_comes_last(show) -> None:
+    tab = show(table_page())
+    head = tab.locator("#steps th", has_text="time")
+    head.click()
+    assert sizes(tab) == ["xl", "small", "medium", "large"]
+    head.locator("[role=button]").press("Enter")
+    assert sizes(tab) == ["medium", "small", "xl", "large"]
+
+
+def test_rows_are_filtered_and_columns_hidden_and_a_link_to_a_cell_brings_both_back(show) -> None:
+    tab = show(table_page())
+    tab.fill("#steps input[type=search]", "medium")
+    assert sizes(tab) == ["medium"]
+    tab.click("#steps summary:text('Columns')")
+    tab.get_by_role("checkbox", name="time ms").uncheck()
+    assert "time" not in tab.inner_text("#steps thead")
+    tab.keyboard.press("Escape")
+    assert not tab.is_visible("#steps .columns")
+    tab.click("text=Show the cell")
+    cell = tab.locator("[id='steps.3.1']")
+    assert "marked" in cell.get_attribute("class")
+    assert cell.inner_text() == "10"
+    assert tab.locator("tr.failed td").nth(1).inner_text() == "out of memory"
+
+
+def test_a_table_is_copied_as_its_files_have_it(show) -> None:
+    page = table_page()
+    tab = show(page)
+    for name, text in page.chapters[0].blocks[1].copies.items():
+        tab.click("#steps summary:text('Copy')")
+        tab.click(f"[data-copy={name}]")
+        tab.wait_for_selector(f"#page-message:has-text('{name}')")
+        assert tab.evaluate("navigator.clipboard.readText()") == text
+
+
+def test_a_heading_explains_itself_to_the_mouse_and_to_the_keyboard(show) -> None:
+    tab = show(table_page())
+    about = tab.locator("#page-about")
+    tab.hover("#steps th:has-text('time')")
+    assert about.inner_text() == "Time of one step."
+    tab.mouse.move(0, 0)
+    assert not about.is_visible()
+    tab.focus("#steps th:has-text('time') [role=button]")
+    assert about.inner_text() == "Time of one step."
+
+
+def test_a_run_opens_by_keyboard_and_by_a_link(show) -> None:
+    tab = show(table_page())
+    assert not tab.is_visible("text='key'")
+    tab.focus("#run-a summary")
+    tab.keyboard.press("Enter")
+    assert tab.inner_text("#run-a pre") == '{\n "key": "a"\n}'
+    tab.keyboard.press("Enter")
+    assert not tab.is_visible("#run-a pre")
+    tab.click("text=There is a run. >> a")
+    tab.wait_for_selector("#run-a pre", state="visible")
+
+
+def drawn(tab):
+    return tab.evaluate("document.querySelector('#kernels .drawing').data[0].type")
+
+
+def test_one_step_is_zoomed_by_wheel_and_keys_to_one_kernel_and_back(show) -> None:
+    tab = show(figure_page())
+    place = tab.locator("#kernels .drawing")
+    assert drawn(tab) == "heatmap"  # 2,001 kernels
+    assert "idle" in place.inner_text()
+    assert "forward" in place.inner_text()
+    place.evaluate("async (place) => place.zoom([3.98995, 3.9902])")
+    tab.wait_for_function("document.querySelector('#kernels .drawing').data[0].type === 'bar'")
+    area = tab.locator("#kernels .nsewdrag").first.evaluate("(place) => place.getBoundingClientRect().toJSON()")
+    tab.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.75)
+    tab.wait_for_selector("#kernels .hoverlayer:has-text('tiny gemm')")
+    assert "0.05 µs" in tab.text_content("#kernels .hoverlayer")
+    place.focus()
+    tab.keyboard.press("0")
+    tab.wait_for_function("document.querySelector('#kernels .drawing').range()[1] === 4")
+    tab.keyboard.press("+")
+    tab.wait_for_function("document.querySelector('#kernels .drawing').range().join() === '1,3'")
+    tab.mouse.wheel(0, -250)
+    tab.wait_for_function("(([from, to]) => to - from < 1)(document.querySelector('#kernels .drawing').range())")
+
+
+def test_figures_follow_the_theme_and_are_printed_as_images_in_light(show, tmp_path) -> None:
+    tab = show(figure_page())
+    colour = "getComputedStyle(document.querySelector('#kernels .xtick text')).fill"
+    before = tab.evaluate(colour)
+    tab.click("#page-theme")
+    tab.wait_for_function(f"{colour} !== '{before}'")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+    tab.evaluate("prepare().then((restore) => { window.restore = restore; })")
+    tab.wait_for_function("!!window.restore")
+    tab.emulate_media(media="print")
+    assert tab.locator("img.printed:visible").count() == 2  # the run is closed
+    assert not tab.locator(".drawing:visible, button:visible, nav:visible, .keys:visible").count()
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.pdf().startswith(b"%PDF")
+    tab.emulate_media(media="screen")
+    tab.evaluate("restore()")
+    tab.wait_for_function("document.documentElement.dataset.theme === 'dark' && !document.querySelector('.printed')")
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS)
+def test_a_hostile_text_is_shown_as_it_is_and_the_layout_holds(show, text) -> None:
+    tab = show(page_with(text), width=400)
+    for name in ("bars", "kernels"):
+        tab.locator(f"#{name}").scroll_into_view_if_needed()
+        tab.wait_for_selector(f"#{name} .main-svg")
+    tab.click("#run-a summary")
+    assert all(inert_line(word) in tab.inner_text("#run-a pre") for word in text.replace("\t", " ").split(" "))
+    assert tab.inner_text("[id='steps.0.0']").split() == inert_line(text).split()
+    assert tab.evaluate("window.hacked") is None
+    assert tab.locator("main img, main script, main style, main a:not([href^='#']), svg a").count() == 0
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+    if len(text) < 120:
+        assert " ".join(inert_line(text).split()) in " ".join(tab.locator("#bars .annotation-text").all_text_contents())
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_only_wide_tables_scroll_and_only_in_their_box(show, width) -> None:
+    tab = show(table_page("A note of many words that must wrap. " * 10), width)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.is_visible("#steps .tools")
+
+
+def test_a_page_opened_at_a_cell_shows_it(show) -> None:
+    tab = show(table_page(), fragment="#steps.2.1")
+    assert tab.locator("td.marked").inner_text() == "out of memory"
+
+
+def test_a_script_that_gets_into_the_page_does_not_run(show, tmp_path) -> None:
+    """The policy of the page itself, for a text that some day is not escaped."""
+    text = to_html(table_page()).replace(
+        "</main>", "<script>window.hacked = 1</script><b onclick='window.hacked = 1'>b</b></main>"
+    )
+    (tmp_path / "other.html").write_text(text)
+    tab = show(table_page())
+    context = tab.context.new_page()
+    context.goto((tmp_path / "other.html").as_uri())
+    context.click("b:text-is('b')")
+    assert context.evaluate("window.hacked") is None

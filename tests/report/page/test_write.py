@@ -1,0 +1,162 @@
+"""The page as a file: what it holds, and what it must not."""
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from markupsafe import Markup
+
+from cs336_systems.record import load_records
+from cs336_systems.report.page import write
+from cs336_systems.report.page.contents import sweep_page
+from cs336_systems.report.page.step import Lane
+from cs336_systems.report.page.write import Figure, Prose, TableBlock, to_html, write_page
+from cs336_systems.report.results import Results
+from tests.report.page.pages import HOSTILE_TEXTS, figure_page, make_page, make_step, make_steps, page_with, table_page
+
+TRAIN = Path(__file__).parents[3] / "data" / "e2e_benchmark" / "train"
+
+
+class Parsed(HTMLParser):
+    """Tags with the names of their attributes, the text and the order of each cell, and the scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.cells, self.scripts, self.policy = [], {}, {}, ""
+        self._into = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        own = dict(attributes)
+        self.tags.append((tag, *sorted(own)))
+        if own.get("http-equiv") == "Content-Security-Policy":
+            self.policy = own["content"]
+        self._into = None
+        if tag == "td":
+            self._into = self.cells.setdefault(own["id"], ["", own.get("data-order")])
+        if tag == "script":
+            self._into = self.scripts.setdefault(own.get("id", ""), [""])
+
+    def handle_endtag(self, tag):
+        self._into = None
+
+    def handle_data(self, data):
+        if self._into is not None:
+            self._into[0] += data
+
+    @property
+    def data(self):
+        return json.loads(gzip.decompress(base64.b64decode(self.scripts["packed-data"][0])))
+
+
+def parsed(page):
+    return Parsed(to_html(page))
+
+
+def test_every_cell_of_the_grid_is_on_the_page_with_its_text_and_its_value() -> None:
+    records, _ = load_records(TRAIN / "runs")
+    page = sweep_page(Results.load(records, TRAIN), TRAIN)
+    text = to_html(page)
+    cells = Parsed(text).cells
+    tables = [block for chapter in page.chapters for block in chapter.blocks if isinstance(block, TableBlock)]
+    assert len(cells) == sum(len(row) for block in tables for row in block.table.rows) > 300
+    for block in tables:
+        for number, row in enumerate(block.table.rows):
+            for place, (heading, shown) in enumerate(zip(block.table.headings, row, strict=True)):
+                found, order = cells[f"{block.id}.{number}.{place}"]
+                value = block.table.values[number].get(heading.key)
+                assert found == shown
+                if heading.numeric and value is not None:
+                    assert float(order) == value, (heading.key, shown)
+    assert len(text.encode()) < 6e6
+
+
+def test_a_value_that_is_not_known_has_no_order_and_a_text_without_value_has_its_number() -> None:
+    table = make_steps()
+    without = replace(table, values=(), rows=(("small", "1,234 ± 5", ""), *table.rows[1:]))
+    cells = parsed(make_page(TableBlock(id="a", table=table), TableBlock(id="b", table=without))).cells
+    assert cells["a.2.1"] == ["out of memory", ""]
+    assert float(cells["a.0.1"][1]) == 0.0995
+    assert cells["b.0.1"] == ["1,234 ± 5", "1234.0"]
+    assert cells["b.0.2"] == ["", ""]
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS)
+def test_a_hostile_text_adds_no_tag_and_no_attribute(text) -> None:
+    assert parsed(page_with(text)).tags == parsed(page_with("harmless")).tags
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS)
+def test_plotly_finds_no_markup_and_no_mathematics_in_a_text(text) -> None:
+    figures = parsed(page_with(text)).data["figures"]
+
+    def texts(value):
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return [value] if isinstance(value, str) else [found for part in parts for found in texts(part)]
+
+    found = texts(figures)
+    marked = figures["bars"]["data"][1]["hovertemplate"]
+    assert marked.endswith("<extra></extra>")
+    assert not re.search(r"[<$]|&(?!\w+;|#\d+;)", "".join(own for own in found if own != marked) + marked[:-15])
+    if len(text) < 100 and text.isprintable():
+        assert text in map(html.unescape, found)
+
+
+def test_what_a_caller_marks_as_markup_stays_and_what_is_not_a_number_is_left_out() -> None:
+    spec = {"data": [{"hovertemplate": Markup("<b>{}</b>").format("a<b"), "y": (1, float("nan"), float("inf"))}]}
+    assert parsed(make_page(Figure(id="a", title="A", spec=spec))).data["figures"]["a"] == {
+        "data": [{"hovertemplate": "<b>a&lt;b</b>", "y": [1, None, None]}]
+    }
+
+
+def test_only_the_script_of_the_page_may_run_and_the_same_page_is_the_same_bytes() -> None:
+    text = to_html(figure_page())
+    found = Parsed(text)
+    digest = base64.b64encode(hashlib.sha256(found.scripts[""][0].encode()).digest()).decode()
+    rules = dict(rule.strip().split(" ", 1) for rule in found.policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"] == f"'sha256-{digest}' blob:"
+    assert not any("http" in rule or "*" in rule for rule in rules.values())
+    assert text == to_html(figure_page())
+
+
+def test_without_the_extra_the_page_has_plain_tables_and_the_pngs(monkeypatch) -> None:
+    monkeypatch.setattr(write.importlib.util, "find_spec", lambda name: None)
+    write._libraries.cache_clear()
+    figure = Figure(id="a", title="A", spec={"data": []}, png="data:image/png;base64,AAAA")
+    text = to_html(make_page(TableBlock(id="steps", table=make_steps()), figure))
+    write._libraries.cache_clear()
+    assert 'src="data:image/png;base64,AAAA"' in text
+    found = Parsed(text)
+    assert set(found.scripts) == {"", "packed-data"}
+    assert found.cells["steps.1.0"][0] == "medium"
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path) -> None:
+    path = tmp_path / "index.html"
+    write_page(table_page(), path)
+    old = path.read_bytes()
+    with pytest.raises(ValueError, match=r"steps\.9\.9"):
+        write_page(make_page(Prose(paragraphs=[("A sentence.", "steps.9.9")])), path)
+    with pytest.raises(ValueError, match="'steps' twice"):
+        write_page(make_page(*[TableBlock(id="steps", table=make_steps())] * 2), path)
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_step_names_each_kernel_once_and_gives_back_every_one() -> None:
+    step = make_step()
+    spec = step.spec
+    for lane, packed in zip(step.lanes, spec["lanes"], strict=True):
+        assert [spec["names"][number] for number in packed["name"]] == list(lane.name)
+        assert [spec["classes"][number] for number in packed["kind"]] == list(lane.kind)
+    assert spec["names"] == ["gemm", "tiny gemm"]
+    with pytest.raises(ValueError, match="stream 7"):
+        Lane(label="stream 7", start_ns=[0], end_ns=[1], kind=["a"], name=[])
