@@ -18,6 +18,7 @@ from cs336_systems.studies.attention_records import (
     AttentionGrid,
     CellResult,
     Implementation,
+    Quantity,
     naive_saved_bytes,
     rows_bytes,
     weights_bytes,
@@ -127,6 +128,20 @@ def test_attention_is_compiled_for_every_shape(causal: bool) -> None:
     for result in run_study(grid).results:
         assert result.status is Status.OK, result.failure
         assert result.compile_s > 10 * result.measurement(Phase.FORWARD).mean_s
+
+
+def test_the_users_own_attention_is_timed_and_compared_with_float64() -> None:
+    grid = replace(
+        GRID, causal=True, own="tests.own_kernels:TwiceDk", implementations=(Implementation.EFFICIENT,),
+        context_lengths=(256, 512),
+    )  # fmt: skip
+    for result in run_study(grid).results:
+        assert result.status is Status.OK, result.failure
+        assert result.memory.peak_bytes > 0
+        wrong = {Quantity.DK: 1} if result.cell.implementation is Implementation.OWN else {}
+        for error in result.errors:
+            assert error.relative == pytest.approx(wrong.get(error.quantity, 0), abs=1e-3), result.cell.label
+        assert len(result.errors) == len(Quantity)
 
 
 @pytest.fixture(scope="module")
