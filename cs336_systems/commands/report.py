@@ -19,7 +19,7 @@ from cs336_systems.text import counted
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments:
-    """Make the tables and plots of finished runs again, from one sweep's directory or several together.
+    """Make the tables, plots and page (index.html) of finished runs again, of one sweep's directory or several.
 
     A directory that holds no runs itself stands for all results below it, of sweeps, ladders and studies: each is
     written again where it is, as in `cs336 report data`.

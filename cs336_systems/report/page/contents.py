@@ -183,7 +183,16 @@ class _Contents:
             blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
             if (spec := profiles.step_picture(profile)) is not None:
                 stem = f"{entry.config.key}_timeline"
-                blocks.append(self._figure(stem, f"One step, kernel by kernel: {name}", spec, 320, source, number))
+                blocks.append(
+                    self._figure(
+                        stem,
+                        f"One step on its streams, kernels of one class that follow each other as one: {name}",
+                        spec,
+                        320,
+                        source,
+                        number,
+                    )
+                )
             spec = profiles.classes_picture(profile)
             blocks.append(
                 self._figure(f"{entry.config.key}_classes", f"Time by class: {name}", spec, 340, source, number)

@@ -138,7 +138,7 @@ def memory_picture(profile: MemoryProfile) -> Spec | None:
         begin, end = place(phase.begin_s), place(phase.end_s)
         shapes.append({"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "x0": begin, "x1": end, "layer": "below",
                        "line": {"width": 0}, "fillcolor": PHASES[index % 2], "opacity": 0.25})  # fmt: skip
-        annotations.append({"x": (begin + end) / 2, "y": 1.0, "yref": "paper", "yanchor": "bottom", "showarrow": False,
+        annotations.append({"x": (begin + end) / 2, "y": 1.0, "yref": "paper", "yanchor": "top", "showarrow": False,
                             "text": text(f"{phase.phase} {phase.step}")})  # fmt: skip
     layout = {
         "hovermode": "x unified", "shapes": shapes, "annotations": annotations,
