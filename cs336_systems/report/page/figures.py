@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from cs336_systems.config import Precision
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.series import Line, Row
-from cs336_systems.report.plots.settings import STYLES, draw_over_setting
+from cs336_systems.report.plots.settings import STYLES, draw_over_setting, values_along
 from cs336_systems.report.plots.steps import LEAST_REST, draw_contexts, draw_phases, draw_speed_ups
 from cs336_systems.text import inert_line
 
@@ -113,8 +113,9 @@ def _settings(
         for column, (size, panels) in enumerate(sizes.items()):
             number = row * len(sizes) + column + 1
             ending = "" if number == 1 else str(number)
-            values = sorted({int(point.x) for line in panels[label] for point in line.points})
-            words = ["none" if (setting, value) == ("checkpoint_blocks", 0) else str(value) for value in values]
+            values = values_along(panels[label])
+            words = ["none" if (setting, value) == ("checkpoint_blocks", 0) else text(value) for value in values]
+            joined = {} if all(isinstance(value, int) for value in values) else {"mode": "markers"}
             layout[f"xaxis{ending}"] = {"type": "category", "categoryorder": "array", "categoryarray": words,
                                         "title": {"text": axis if row == len(labels) - 1 else ""}}  # fmt: skip
             layout[f"yaxis{ending}"] = {"rangemode": "tozero", "title": {"text": label if column == 0 else ""}}
@@ -127,8 +128,9 @@ def _settings(
             for line in panels[label]:
                 colour, marker = STYLES[line.name]
                 for trace in _traces(line, colour, marker, "", known.__getitem__):
-                    data.append(trace | {"xaxis": f"x{ending}", "yaxis": f"y{ending}", "legendgroup": trace["name"],
-                                         "showlegend": trace["name"] not in named})  # fmt: skip
+                    place = {"xaxis": f"x{ending}", "yaxis": f"y{ending}"}
+                    legend = {"legendgroup": trace["name"], "showlegend": trace["name"] not in named}
+                    data.append(trace | joined | place | legend)
                     named.add(trace["name"])
     return title, settings, {"data": data, "layout": layout}, 120 + 260 * len(labels)
 

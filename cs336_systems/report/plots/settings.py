@@ -46,11 +46,16 @@ def draw_over_setting(
     return figure
 
 
+def values_along(lines: Sequence[Line]) -> list[str | int]:
+    """The values of the setting: numbers in order, names in the order of the points."""
+    found = dict.fromkeys(point.x for line in lines for point in line.points)
+    return sorted(found, key=int) if all(isinstance(value, int) for value in found) else list(found)
+
+
 def _draw_panel(panel: Axes, lines: Sequence[Line], setting: str) -> dict[str, Any]:
     """The lines, or bars, beside each other, so that equal values are seen; failed runs as crosses on the axis."""
-    found = dict.fromkeys(point.x for line in lines for point in line.points)
-    is_number = all(isinstance(value, int) for value in found)
-    values = sorted(found, key=int) if is_number else list(found)
+    values = values_along(lines)
+    is_number = all(isinstance(value, int) for value in values)
     drawing.style(panel)
     labels = ["none" if (setting, value) == ("checkpoint_blocks", 0) else str(value) for value in values]
     drawing.categories(panel, labels, MAX_VALUES)

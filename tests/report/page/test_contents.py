@@ -237,6 +237,17 @@ def test_runs_after_other_warmup_have_tables_of_their_own(tmp_path):
     assert "after 1" in refused(page)
 
 
+def test_named_values_of_a_setting_stand_in_their_order_and_no_line_joins_them(tmp_path):
+    times_s = {"none": 0.4, "default": 0.1, "reduce-overhead": 0.2}
+    records = [make_record(make_config(compile=choice), (time_s,)) for choice, time_s in times_s.items()]
+    blocks = [block for chapter in sweep_page(Results(records=records), tmp_path).chapters for block in chapter.blocks]
+    (figure,) = (block for block in blocks if isinstance(block, Figure) and "compile" in block.title)
+    times, _peaks = figure.spec["data"]
+    assert figure.spec["layout"]["xaxis"]["categoryarray"] == list(times["x"]) == list(times_s)
+    assert times["y"] == pytest.approx([1e3 * time_s for time_s in times_s.values()])
+    assert times["mode"] == "markers"
+
+
 def test_a_profiled_time_is_in_no_table_of_steps(tmp_path):
     profiled = make_record(make_config("medium", profiler=Profiler.KINETO), (0.09, 0.09))
     page = sweep_page(Results(records=[measured("small"), profiled]), tmp_path)
