@@ -137,7 +137,10 @@ def _block(profile: MemoryProfile) -> str:
         text += f" Of that, {size(again)} are there only while backward computes the block again."
     if not block.gradient_bytes:
         return f"{text} It had no gradients."
-    return f"{text} Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)."
+    text += f" Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)"
+    if block.gradient_bytes == block.parameter_bytes:
+        return f"{text}, as many as its parameters: a gradient of the same size for each of them, as expected."
+    return f"{text}, and its parameters {size(block.parameter_bytes)} ({block.parameter_bytes:,} bytes): not the same."
 
 
 def _over_contexts(
