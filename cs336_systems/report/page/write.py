@@ -221,7 +221,7 @@ def _check_links(page: Page, blocks: Sequence[Block]) -> None:
             named += [cell.id for row in block.cells for cell in row.cells]
     known = set(named)
     if len(known) < len(named):
-        twice = next(name for name in known if named.count(name) > 1)
+        twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
     for block in blocks:
         for text, target in block.paragraphs if isinstance(block, Prose) else ():

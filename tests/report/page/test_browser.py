@@ -68,8 +68,10 @@ def test_a_column_is_sorted_by_its_unrounded_values_and_what_is_unknown_comes_la
     tab = show(table_page())
     head = tab.locator("#steps th", has_text="time")
     head.click()
+    tab.wait_for_selector("#steps th[aria-sort=ascending]")
     assert sizes(tab) == ["xl", "small", "medium", "large"]
     head.locator("[role=button]").press("Enter")
+    tab.wait_for_selector("#steps th[aria-sort=descending]")
     assert sizes(tab) == ["medium", "small", "xl", "large"]
 
 
