@@ -162,7 +162,7 @@ async function draw(place) {
   if (isDark()) figure = { ...figure, ...recoloured({ data: figure.data, layout: figure.layout, colours: figure.colours }) };
   place.style.minHeight = "";
   const height = Number(place.dataset.height);
-  if (figure.kernels) return drawStep(library, place, figure, height);
+  if (figure.kernels) return drawStep(library, place, figure, place.clientWidth < 500 ? height + 140 : height); // for the legend
   const layout = themed({ height, ...figure.layout });
   if (!place.zoom) {
     await library.newPlot(place, figure.data, layout, config);
@@ -276,8 +276,8 @@ async function drawStep(library, place, figure, height) {
   const layout = themed({
     height, dragmode: "zoom", barmode: "overlay", legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, itemclick: false, itemdoubleclick: false },
     xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y" }, margin: { t: 10, r: 20, b: 40, l: 60 }, hovermode: "closest",
-    yaxis: { type: "category", categoryorder: "array", categoryarray: figure.lanes.map((lane) => lane.label), range: [figure.lanes.length - 0.5, -0.5], fixedrange: true, domain: [0, rows ? above - 0.03 : 1], showgrid: false },
-    ...(rows ? { yaxis2: { type: "category", categoryorder: "array", categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], fixedrange: true, domain: [above, 1], showgrid: false } } : {}),
+    yaxis: { type: "category", categoryorder: "array", categoryarray: figure.lanes.map((lane) => lane.label), range: [figure.lanes.length - 0.5, -0.5], dtick: 1, fixedrange: true, domain: [0, rows ? above - 0.03 : 1], showgrid: false },
+    ...(rows ? { yaxis2: { type: "category", categoryorder: "array", categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], dtick: 1, fixedrange: true, domain: [above, 1], showgrid: false } } : {}),
   });
   let view = place.range?.().map((value) => value * 1e6) ?? whole, next = null, busy = null;
   const show = async () => { // the latest wish only
