@@ -100,15 +100,33 @@ def compare(
     half_width, p_value = None, None
     if min(len(a), len(b)) >= FEWEST:
         half_width, p_value = _welch(logs_a, logs_b, difference, confidence)
+    return comparison_of(
+        difference, half_width, (len(a), len(b)), confidence=confidence, least_effect=least_effect, p_value=p_value
+    )
+
+
+def comparison_of(
+    difference: float,
+    half_width: float | None,
+    counts: tuple[int, int],
+    *,
+    confidence: float = CONFIDENCE,
+    least_effect: float = LEAST_EFFECT,
+    p_value: float | None = None,
+) -> Comparison:
+    """The comparison that follows from B's mean logarithm less A's and half the width of that difference's interval.
+
+    `counts` are the numbers of processes of A and of B.
+    """
     return Comparison(
-        ratio=exp(difference),
-        low=None if half_width is None else exp(difference - half_width),
-        high=None if half_width is None else exp(difference + half_width),
+        ratio=_exp(difference),
+        low=None if half_width is None else _exp(difference - half_width),
+        high=None if half_width is None else _exp(difference + half_width),
         confidence=confidence,
         least_effect=least_effect,
         p_value=p_value,
-        num_a=len(a),
-        num_b=len(b),
+        num_a=counts[0],
+        num_b=counts[1],
     )
 
 
@@ -125,7 +143,7 @@ def _welch(a: Sequence[float], b: Sequence[float], difference: float, confidence
     return float(stdtrit(freedom, (1 + confidence) / 2)) * error, 2 * float(stdtr(freedom, -abs(difference) / error))
 
 
-def exp(logarithm: float) -> float:
+def _exp(logarithm: float) -> float:
     """The ratio whose logarithm this is, as far as a float holds it."""
     return math.exp(min(logarithm, 700))  # two processes 10x apart give an interval beyond what a float holds
 

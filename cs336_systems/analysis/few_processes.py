@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from cs336_systems.analysis.compare import CONFIDENCE, LEAST_EFFECT, Comparison, compare, exp
+from cs336_systems.analysis.compare import CONFIDENCE, Comparison, compare, comparison_of
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.record import Measurement
 
@@ -34,17 +34,7 @@ def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Com
         if not means or not all(0 < mean_s < math.inf for mean_s in means):
             raise ValueError(f"{name} needs mean step times that are positive and finite seconds, got {means}")
     difference = statistics.fmean(map(math.log, means_b)) - statistics.fmean(map(math.log, means_a))
-    half_width = _half_width(a, b)
-    return Comparison(
-        ratio=exp(difference),
-        low=None if half_width is None else exp(difference - half_width),
-        high=None if half_width is None else exp(difference + half_width),
-        confidence=CONFIDENCE,
-        least_effect=LEAST_EFFECT,
-        p_value=None,
-        num_a=len(a),
-        num_b=len(b),
-    )
+    return comparison_of(difference, _half_width(a, b), (len(a), len(b)))
 
 
 def _half_width(*sides: Sequence[Measurement]) -> float | None:

@@ -54,16 +54,18 @@ def show_results(
     ceilings = load_ceilings_or_warn(ceilings_beside(output))
     written = replace(together, kernels=(), memory=()) if is_lost else together
     written.write(output, ceilings, status)
-    status("writing the page")
     page = output / PAGE_FILE
-    write_page(sweep_page(written, output, ceilings, found), page)
+    if written.records:
+        status("writing the page")
+        write_page(sweep_page(written, output, ceilings, found), page)
     status.end()
     if print_json is None:
         print_sweep(together.tables(ceilings), together.records, output)
     else:
         print_json(encode_json({"directory": str(output), **together.json(ceilings)}))
         print_line(f"results: {output}")
-    print_line(f"page: {page}")
+    if written.records:
+        print_line(f"page: {page}")
     for directory, own in found.items():
         print_profile_paths([record.config for record in own], directory / "runs")
 

@@ -16,6 +16,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import parse
+from cs336_systems.commands.results import show_results
 from cs336_systems.config import SIZES, Device, Phase, Precision, Profiler
 from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page.command import command_of
@@ -23,6 +24,7 @@ from cs336_systems.report.page.contents import sweep_page
 from cs336_systems.report.page.refusals import without_contradictions
 from cs336_systems.report.page.write import Figure, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
+from cs336_systems.report.status_line import StatusLine
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
 from tests.report.making import make_config, make_record
 from tests.report.sections.kernels.profiles import make_entry
@@ -324,6 +326,13 @@ def test_report_writes_the_page_and_names_it(tmp_path, capsys, monkeypatch, no_p
         write_page(sweep_page(Results(records=load_records(sweep / "runs")[0]), sweep), page)
     assert page.read_bytes() == whole
     assert sorted(path.name for path in sweep.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_sweep_that_was_stopped_before_its_first_record_has_no_page(tmp_path, capsys):
+    with StatusLine() as status:
+        show_results({tmp_path: []}, tmp_path, status)
+    assert not (tmp_path / "index.html").exists()
+    assert "index.html" not in capsys.readouterr().out
 
 
 def test_speed_up_is_drawn_from_the_two_times(tmp_path):
