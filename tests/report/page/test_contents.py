@@ -20,9 +20,9 @@ from cs336_systems.commands.results import show_results
 from cs336_systems.config import SIZES, Device, Phase, Precision, Profiler
 from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page.command import command_of
-from cs336_systems.report.page.contents import sweep_page
+from cs336_systems.report.page.contents import sweep_chapters, sweep_page
 from cs336_systems.report.page.refusals import without_contradictions
-from cs336_systems.report.page.write import Figure, TableBlock, to_html, write_page
+from cs336_systems.report.page.write import Figure, Page, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
@@ -215,6 +215,15 @@ def test_records_of_other_conditions_have_tables_of_their_own(field, values, tmp
     assert all(value in refused(page) for value in values)
     assert not [b for c in page.chapters for b in c.blocks if isinstance(b, Figure)], "no picture has one run"
     to_html(page)
+
+
+def test_a_page_holds_the_chapters_of_several_sweeps(tmp_path):
+    """Each with a prefix of its own, as a page whose parts share an identifier is not written."""
+    apart = Results(records=[measured("small", code="abc"), measured("medium", code="def")])
+    chapters = [each for name in ("a-", "b-") for each in sweep_chapters(apart, tmp_path, prefix=name)]
+    to_html(Page(title="two sweeps", chapters=chapters))
+    with pytest.raises(ValueError, match="identifier"):
+        to_html(Page(title="two sweeps", chapters=[*sweep_chapters(apart, tmp_path), *sweep_chapters(apart, tmp_path)]))
 
 
 def test_what_is_shown_names_the_directory_that_it_comes_from(tmp_path):

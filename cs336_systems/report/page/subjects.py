@@ -1,0 +1,144 @@
+"""The tables and pictures of records that can be compared: the time, the kernels and the memory of a step."""
+
+import base64
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from cs336_systems.report.entries import labels
+from cs336_systems.report.frame import order, to_frame
+from cs336_systems.report.page import figures, profiles
+from cs336_systems.report.page.provenance import PlaceOf, conditions, provenance
+from cs336_systems.report.page.refusals import by_warmup
+from cs336_systems.report.page.write import Block, Figure, Prose, TableBlock
+from cs336_systems.report.plots.steps import pictures
+from cs336_systems.report.results import Results
+from cs336_systems.report.section import Section
+from cs336_systems.report.sections.kernels.files import SUBJECTS
+from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
+from cs336_systems.report.sections.memory.files import sections as memory_sections
+from cs336_systems.report.sections.memory.findings import findings as memory_findings
+from cs336_systems.report.sections.steps import results_section
+from cs336_systems.report.table import Table
+from cs336_systems.studies.ceilings_files import Ceilings
+from cs336_systems.text import inert_line
+
+
+class Subjects:
+    """What records that can be compared show: the blocks of each chapter, and the tables that findings rest on."""
+
+    def __init__(
+        self, results: Results, directory: Path, place_of: PlaceOf, ceilings: Ceilings, prefix: str, ending: str
+    ) -> None:
+        """`prefix` begins all identifiers, and `ending` tells them from those of other records of the sweep."""
+        self.results, self.directory, self.ceilings = results, directory, ceilings
+        self.place_of, self.prefix, self.ending = place_of, prefix, ending
+        self.source = provenance(results.records, place_of)
+        self.conditions = ", ".join(conditions(results.records)[:3])
+        self.steps = self._steps()
+        self.time = self._time()
+        self.kernels = self._kernels()
+        self.memory = self._memory()
+
+    def _steps(self) -> list[TableBlock]:
+        """The times of each configuration, in a table for each number of warm-up steps."""
+        groups = by_warmup(self.results.published)
+        found = []
+        for number, own in enumerate(groups):
+            section = results_section(own, self.ceilings)
+            table = section.tables[0]
+            if len(groups) > 1:
+                table = replace(table, title=f"{table.title} after {own[0].config.warmup_steps} warm-up steps")
+            found.append(self._table(f"results{f'-warmup-{number}' if number else ''}", section, table))
+        return found
+
+    def _time(self) -> list[Block]:
+        """Tables of steps, and the pictures that the results support."""
+        published = self.results.published
+        if not published:
+            return []
+        frame = to_frame(published, self.ceilings)
+        blocks: list[Block] = list(self.steps)
+        if len(self.steps) > 1:
+            section = results_section(published, self.ceilings)
+            blocks += [self._table("warmup", section, table) for table in section.tables[1:]]
+        for stem, draw in pictures(frame):
+            title, settings, spec, height = figures.picture(draw)
+            blocks.append(self._figure(stem, f"{title}: {settings}", spec, height))
+        return blocks
+
+    def _kernels(self) -> list[Block]:
+        """What the kernels of the profiled runs did: tables, and pictures and findings of each run."""
+        entries = self.results.kernels
+        if not entries:
+            return []
+        blocks: list[Block] = list(self._tables(make(entries) for make in SUBJECTS))
+        for number, (name, entry) in enumerate(zip(labels(entries), entries, strict=True)):
+            source, profile = provenance([entry.profiled], self.place_of), entry.profile
+            sentences = [(text, "") for text in map(inert_line, kernel_findings(profile, entry.config))]
+            blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
+            if (spec := profiles.step_picture(profile)) is not None:
+                stem = f"{entry.config.key}_timeline"
+                blocks.append(
+                    self._figure(
+                        stem,
+                        f"One step on its streams, kernels of one class that follow each other as one: {name}",
+                        spec,
+                        320,
+                        source,
+                        number,
+                    )
+                )
+            spec = profiles.classes_picture(profile)
+            blocks.append(
+                self._figure(f"{entry.config.key}_classes", f"Time by class: {name}", spec, 340, source, number)
+            )
+        return blocks
+
+    def _memory(self) -> list[Block]:
+        """What the memory of the recorded runs held: tables, peaks, and memory over time of each run."""
+        entries = sorted(self.results.memory, key=lambda entry: order(entry.config))
+        if not entries:
+            return []
+        names, blocks = labels(entries), list[Block](self._tables(memory_sections(entries), "memory-"))
+        spec = profiles.peaks_picture(names, [entry.profile for entry in entries])
+        blocks.append(self._figure("peaks", "What the peak of each run consists of", spec, 160 + 30 * len(entries)))
+        records = {record.config: record for record in self.results.records}
+        for number, (name, entry) in enumerate(zip(names, entries, strict=True)):
+            source = provenance([records[entry.config]], self.place_of)
+            sentences = [(text, "") for text in map(inert_line, memory_findings(entry.profile))]
+            blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
+            if (timeline := profiles.memory_picture(entry.profile)) is not None:
+                stem = f"{entry.config.key}_timeline"
+                blocks.append(self._figure(stem, f"Memory over time: {name}", timeline, 460, source, number))
+        return blocks
+
+    def _tables(self, sections: Iterable[Section], before: str = "") -> Iterator[TableBlock]:
+        """The tables of the sections, whose names come after `before`."""
+        for section in sections:
+            for number, table in enumerate(section.tables):
+                yield self._table(f"{before}{section.name}{number or ''}", section, table)
+
+    def _table(self, name: str, section: Section, table: Table) -> TableBlock:
+        is_first = table.values == section.tables[0].values
+        return TableBlock(
+            id=f"{self.prefix}{name}{self.ending}", table=table, csv=section.csv if is_first else "", source=self.source
+        )
+
+    def _figure(
+        self, stem: str, title: str, spec: figures.Spec, height: int, source: str = "", number: int = 0
+    ) -> Figure:
+        """The picture; the PNG of this name stands in its place where there is no plotly.
+
+        `number` tells pictures of one name apart, as those of one configuration from several directories.
+        A PNG of the directory shows all records, so it stands for none that are shown apart from others.
+        """
+        png = self.directory / "plots" / f"{stem}.png"
+        has_png = not self.ending and importlib.util.find_spec("plotly") is None and png.is_file()
+        address = f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}" if has_png else ""
+        again = f"-{number}" if number else ""
+        return Figure(
+            id=f"{self.prefix}figure-{stem}{again}{self.ending}", title=inert_line(title), spec=spec, png=address,
+            source=source or self.source, height=height,
+        )  # fmt: skip
