@@ -32,7 +32,6 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.studies.step_parts import StepParts
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
@@ -175,15 +174,10 @@ class ProfiledStep:
     format_version: int = 1
 
 
-def rebuild(directory: Path, status: "StatusLine") -> None:
-    """Write the tables and plots of a directory's study again, with the step that was on its roofline."""
-    status("reading ceilings")
-    from cs336_systems.report.sections.ceilings.summary import write_ceilings
-
+def load(directory: Path) -> "tuple[CeilingsStudy, StepParts | None]":
+    """The study of a directory, and the parts of the step that is on its roofline, if there is one."""
     study, step = read_study(directory / FILE_NAME, CeilingsStudy), _earlier_step(directory)
-    parts = None if step is None else _parts(step, directory, study.device_name)
-    status("drawing and writing")
-    write_ceilings(study, directory, parts)
+    return study, None if step is None else _parts(step, directory, study.device_name)
 
 
 def _profiled_step(profile: Path, record: Path | None, directory: Path) -> ProfiledStep:

@@ -41,6 +41,7 @@ from cs336_systems.record import RecordError, RunRecord, Status, WarningCode, lo
 from cs336_systems.text import counted
 
 if TYPE_CHECKING:
+    from cs336_systems.report.section import Section
     from cs336_systems.report.table import Table
 
 COMPARISON_FILE = "comparison.json"
@@ -240,20 +241,18 @@ def _judge(names: Names, sides: Sequence[Sequence[RunRecord]]) -> _Judged:
     return _Judged(means, codes, comparison, comparison_table((names.a, names.b), means, comparison, codes))
 
 
-def rebuild(directory: Path) -> None:
-    """Write the verdict of a finished comparison again, from its records; even repeats are A's and odd ones B's."""
-    from cs336_systems.report.section import texts_of, write_files
-    from cs336_systems.report.sections.comparison import write_comparison
+def section_of(directory: Path, records: Sequence[RunRecord]) -> "Section":
+    """The verdict of a comparison that was measured, from its records; even repeats are A's and odd ones B's."""
+    from cs336_systems.report.section import Section
     from cs336_systems.report.sections.side_by_side import sweeps_section
 
     file, what = directory / COMPARISON_FILE, "the names of both sides of a comparison"
     names = read_json(file, Names, what, version=1, error=RecordError)
-    sides = _by_parity(sorted(load_records_or_warn(directory / "runs"), key=lambda record: record.config.repeat))
+    sides = _by_parity(sorted(records, key=lambda record: record.config.repeat))
     if _is_pair(sides, is_any_number=True):
-        write_comparison(_judge(names, sides).table, directory)
-    else:
-        make = functools.partial(sweeps_section, (names.a, names.b), sides, allow_mixed=True, are_alternate=True)
-        write_files(texts_of(checked(make)), directory)
+        return Section(name="comparison", tables=(_judge(names, sides).table,))
+    make = functools.partial(sweeps_section, (names.a, names.b), sides, allow_mixed=True, are_alternate=True)
+    return checked(make)
 
 
 def _by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:

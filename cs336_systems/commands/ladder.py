@@ -42,7 +42,7 @@ from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
     RUNG_NAMES,
@@ -60,8 +60,7 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.columns import Row
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.page.collection import Climbed
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -254,20 +253,18 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
     return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
 
 
-def rebuild(directory: Path, status: "StatusLine") -> "Sequence[Row]":
-    """Write the tables and the picture of a ladder again, from the records in its directory; return the rows."""
-    status("reading records and profiles")
+def load(directory: Path, beside: Ceilings) -> "Climbed":
+    """The ladder of a directory: its rungs, their records and profiles, and its rows, with shares of these ceilings."""
+    from cs336_systems.report.page.collection import Climbed
+    from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.entries import load_profiled
     from cs336_systems.report.sections.ladder.rows import ladder_rows
-    from cs336_systems.report.sections.ladder.tables import write_ladder_report
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
-    profiled, ceilings = load_profiled(records, directory), load_ceilings_or_warn(ceilings_beside(directory))
-    rows = ladder_rows(ladder, records, profiled, ceilings)
-    status("drawing and writing")
-    write_ladder_report(rows, directory)
-    return rows
+    profiled = load_profiled(records, directory)
+    rows = ladder_rows(ladder, records, profiled, beside)
+    return Climbed(rungs=ladder, results=Results(records=records, kernels=profiled), rows=tuple(rows))
 
 
 def _explain(runs: Path) -> bool:
@@ -280,12 +277,15 @@ def _explain(runs: Path) -> bool:
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from cs336_systems.report.sections.ladder.tables import ladder_section
+    from cs336_systems.report.sections.ladder.tables import ladder_section, write_ladder_report
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_line, print_table
 
     with StatusLine() as status:
-        rows = rebuild(directory, status)
+        status("reading records and profiles")
+        rows = load(directory, load_ceilings_or_warn(ceilings_beside(directory))).rows
+        status("drawing and writing")
+        write_ladder_report(rows, directory)
     if print_json is not None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_section(rows).json}))
     else:

@@ -1,7 +1,9 @@
-"""Writes the tables and plots of all results directories below a directory again, from the records in them."""
+"""Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +12,17 @@ from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, load_ceilings_or_warn
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import load_records
+from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.results import Results
+from cs336_systems.report.section import texts_of, write_files
 from cs336_systems.report.sections.attention import write_attention
+from cs336_systems.report.sections.ceilings.summary import write_ceilings
 from cs336_systems.report.sections.fusion import write_fusion
+from cs336_systems.report.sections.ladder.tables import write_ladder_report
 from cs336_systems.report.sections.precision import write_precision
 from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
-from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.studies.fusion_records import FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import StudyT, read_study
@@ -24,6 +31,32 @@ from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
+
+UNREADABLE = FileError, UsageError, SweepError
+"""What is raised where a directory's results cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A results directory below the root of a collection."""
+
+    directory: Path
+    root: Path
+    ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn
+
+    @property
+    def path(self) -> Path:
+        """The directory, relative to the root."""
+        return self.directory.relative_to(self.root)
+
+    @property
+    def beside(self) -> Ceilings:
+        """The ceilings that were measured beside the results."""
+        return self.ceilings_at(ceilings_beside(self.directory))
+
+    def read(self, file: str, kind: type[StudyT]) -> dict[Path, StudyT]:
+        """The study in this file."""
+        return {self.path: read_study(self.directory / file, kind)}
 
 
 def results_below(root: Path) -> list[Path]:
@@ -34,6 +67,29 @@ def results_below(root: Path) -> list[Path]:
         if not is_within and any((directory / name).exists() for name in _KINDS):
             found.append(directory)
     return sorted(found)
+
+
+def load_collection(root: Path, status: "StatusLine | None" = None) -> Collection:
+    """Read all results below `root`, each file once; a directory that cannot be read is among the `unreadable`."""
+    found, directories, ceilings_at = [], results_below(root), cache(load_ceilings_or_warn)
+    for number, directory in enumerate(directories):
+        if status is not None:
+            status(f"reading {directory}", number, len(directories))
+        try:
+            found.append(_load(_Place(directory=directory, root=root, ceilings_at=ceilings_at)))
+        except UNREADABLE as error:
+            found.append(_unreadable(directory, root, error))
+    return Collection.together(root, found)
+
+
+def _load(place: _Place) -> Collection:
+    """The results of one directory; raise one of UNREADABLE where they cannot be read."""
+    return _KINDS[_source(place.directory)](place)
+
+
+def _unreadable(directory: Path, root: Path, error: Exception) -> Collection:
+    why = str(error).replace(f"{root}/", "")  # a page names no place of this machine
+    return Collection(root=root, unreadable={directory.relative_to(root): why})
 
 
 def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) -> int:
@@ -47,7 +103,7 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
         try:
             is_explained &= explain_or_warn(load_records(directory / RUNS)[0], directory / RUNS, status)
             source = rebuild(directory, status)
-        except (FileError, UsageError, SweepError) as error:
+        except UNREADABLE as error:
             status.end()
             problems[directory] = str(error)
             print(inert_line(f"error: {directory} is left as it was: {error}"), file=sys.stderr)
@@ -63,48 +119,77 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
 
 def rebuild(directory: Path, status: "StatusLine") -> str:
     """Write the tables and plots of one results directory again; return what they were made from."""
-    source = next(name for name in _KINDS if (directory / name).exists())
-    _KINDS[source](directory, status)
-    return source
-
-
-def _sweep(directory: Path, status: "StatusLine") -> None:
-    """Rebuild a sweep, and the verdict of a comparison. Tables of profiles stay as they are if one is missing."""
     status("reading records and profiles")
-    records, problems = load_records(directory / RUNS)
-    if problems or not records:
-        raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
-    from cs336_systems.report.results import Results
+    write(_load(_Place(directory=directory, root=directory)), status)
+    return _source(directory)
 
-    results = Results.load(records, directory)
+
+def write(found: Collection, status: "StatusLine") -> None:
+    """Write the tables and plots of all results of a collection into their directories."""
+    for path, results in found.sweeps.items():
+        _write_sweep(results, found, path, status)
+    if not found.sweeps:
+        status("drawing and writing")
+    for path, climbed in found.ladders.items():
+        write_ladder_report(climbed.rows, found.root / path)
+    for path, study in found.ceilings.items():
+        write_ceilings(study, found.root / path, found.parts.get(path))
+    for path, attention in found.attention.items():
+        write_attention(attention, found.root / path)
+    for path, fusion in found.fusion.items():
+        write_fusion(fusion, found.root / path)
+    for path, precision in found.precision.items():
+        write_precision(precision, found.root / path)
+
+
+def _write_sweep(results: Results, found: Collection, path: Path, status: "StatusLine") -> None:
+    """Write a sweep, and the verdict of a comparison. Tables of profiles stay as they are if one is missing."""
+    directory = found.root / path
     if results.lost:
         kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
         print(inert_line(kept), file=sys.stderr)
-        results = Results(records=records)
-    results.write(directory, load_ceilings_or_warn(ceilings_beside(directory)), status)
-    if (directory / compare.COMPARISON_FILE).is_file():
-        compare.rebuild(directory)
+        results = Results(records=results.records)
+    results.write(directory, found.ceilings_of(path), status)
+    if path in found.comparisons:
+        write_files(texts_of(found.comparisons[path]), directory)
 
 
-def _study(
-    file: str, kind: type[StudyT], write: Callable[[StudyT, Path], object]
-) -> Callable[[Path, "StatusLine"], object]:
-    """A function that rebuilds a study of this kind, which is kept in `file` and written by `write`."""
+def _source(directory: Path) -> str:
+    return next(name for name in _KINDS if (directory / name).exists())
 
-    def rebuild_study(directory: Path, status: "StatusLine") -> None:
-        status("drawing and writing")
-        write(read_study(directory / file, kind), directory)
 
-    return rebuild_study
+def _sweep(place: _Place) -> Collection:
+    directory, path = place.directory, place.path
+    records, problems = load_records(directory / RUNS)
+    if problems or not records:
+        raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
+    is_compared = (directory / compare.COMPARISON_FILE).is_file()
+    return Collection(
+        root=place.root,
+        sweeps={path: Results.load(records, directory)},
+        beside={path: place.beside},
+        comparisons={path: compare.section_of(directory, records)} if is_compared else {},
+    )
+
+
+def _ladder(place: _Place) -> Collection:
+    climbed, path = ladder.load(place.directory, place.beside), place.path
+    return Collection(root=place.root, ladders={path: climbed}, beside={path: place.beside})
+
+
+def _of_ceilings(place: _Place) -> Collection:
+    study, parts = ceilings.load(place.directory)
+    of_step = {} if parts is None else {place.path: parts}
+    return Collection(root=place.root, ceilings={place.path: study}, parts=of_step)
 
 
 RUNS, ATTENTION, FUSION, PRECISION = "runs", "attention.json", "fusion.json", "precision.json"
-_KINDS: Mapping[str, Callable[[Path, "StatusLine"], object]] = {
-    ladder.LADDER_FILE: ladder.rebuild,
-    CEILINGS_FILE: ceilings.rebuild,
-    ATTENTION: _study(ATTENTION, AttentionStudy, write_attention),
-    FUSION: _study(FUSION, FusionStudy, write_fusion),
-    PRECISION: _study(PRECISION, PrecisionStudy, write_precision),
+_KINDS: Mapping[str, Callable[[_Place], Collection]] = {
+    ladder.LADDER_FILE: _ladder,
+    CEILINGS_FILE: _of_ceilings,
+    ATTENTION: lambda place: Collection(root=place.root, attention=place.read(ATTENTION, AttentionStudy)),
+    FUSION: lambda place: Collection(root=place.root, fusion=place.read(FUSION, FusionStudy)),
+    PRECISION: lambda place: Collection(root=place.root, precision=place.read(PRECISION, PrecisionStudy)),
     RUNS: _sweep,
 }
-"""The function that rebuilds a directory, by the file or folder in it; of several, the first in this order decides."""
+"""The function that reads a directory, by the file or folder in it; of several, the first in this order decides."""
