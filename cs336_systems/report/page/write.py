@@ -45,12 +45,30 @@ LONGEST_IN_FIGURE = 120
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
+Part = tuple[str, str]
+"""A text, and the identifier of what it rests on, or an empty text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """A sentence in parts, of which those with an identifier are links, such as each of its numbers to its cell."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole sentence."""
+        return "".join(text for text, _ in self.parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prose:
-    """Sentences, each with the identifier of the cell that it rests on, or an empty text."""
+    """Sentences; a sentence that is one `Part` is followed by a link to the cell."""
 
-    paragraphs: Sequence[tuple[str, str]]
+    paragraphs: Sequence[Part | Linked]
     heading: str = ""
+    more: Sequence[Part | Linked] = ()
+    """Sentences that are closed until somebody opens them."""
     kind: str = "prose"
 
 
@@ -223,8 +241,9 @@ def _check_links(page: Page, blocks: Sequence[Block]) -> None:
     if len(known) < len(named):
         twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
-    for block in blocks:
-        for text, target in block.paragraphs if isinstance(block, Prose) else ():
+    sentences = [each for block in blocks if isinstance(block, Prose) for each in (*block.paragraphs, *block.more)]
+    for sentence in sentences:
+        for text, target in sentence.parts if isinstance(sentence, Linked) else (sentence,):
             if target and target not in known:
                 raise ValueError(f"a link needs the identifier of a part of the page, got {target!r} in: {text}")
 

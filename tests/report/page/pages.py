@@ -4,7 +4,7 @@ from markupsafe import Markup
 
 from cs336_systems.report.columns import Column
 from cs336_systems.report.page.step import Lane, Span, StepPicture
-from cs336_systems.report.page.write import Chapter, Figure, Page, Prose, Run, TableBlock
+from cs336_systems.report.page.write import Chapter, Figure, Linked, Page, Prose, Run, TableBlock
 from cs336_systems.report.table import make_table
 from tests.report.making import HOSTILE
 
@@ -97,7 +97,8 @@ def page_with(text):
     chapter = Chapter(
         id="first", title=text, source=text,
         blocks=[
-            Prose(paragraphs=[(text, "steps.0.0")], heading=text),
+            Prose(paragraphs=[(text, "steps.0.0"), Linked(((text, "steps.0.1"), (text, "")))], heading=text,
+                  more=[(text, "")]),
             TableBlock(id="steps", table=table, source=text),
             Figure(id="bars", title=text, spec=spec, source=text),
             Figure(id="kernels", title=text, spec=make_step(text, text, text, text).spec, source=text),

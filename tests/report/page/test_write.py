@@ -17,7 +17,7 @@ from cs336_systems.record import load_records
 from cs336_systems.report.page import write
 from cs336_systems.report.page.contents import sweep_page
 from cs336_systems.report.page.step import Lane
-from cs336_systems.report.page.write import Figure, Prose, TableBlock, to_html, write_page
+from cs336_systems.report.page.write import Figure, Linked, Prose, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
 from tests.report.page.pages import HOSTILE_TEXTS, figure_page, make_page, make_step, make_steps, page_with, table_page
 
@@ -149,6 +149,20 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path) -> None:
         write_page(make_page(*[TableBlock(id="steps", table=make_steps())] * 2), path)
     assert path.read_bytes() == old
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_numbers_of_a_sentence_are_links_to_their_cells_even_where_it_is_closed() -> None:
+    sentence = Linked((("Between ", ""), ("10", "steps.0.1"), (" and ", ""), ("20 ms", "steps.1.1"), (".", "")))
+    table = TableBlock(id="steps", table=make_steps())
+    for prose in (Prose(paragraphs=[sentence]), Prose(paragraphs=[], more=[sentence])):
+        text = to_html(make_page(prose, table))
+        (shown,) = re.findall(r"<p>(Between.*?)</p>", text, re.DOTALL)
+        links = re.findall(r'<a href="#(.*?)">(.*?)</a>', shown)
+        assert [(label, target) for target, label in links] == [each for each in sentence.parts if each[1]]
+        assert re.sub("<.*?>", "", shown) == sentence.text
+        assert ("<details" in text.partition("<p>Between")[0]) == bool(prose.more)
+        with pytest.raises(ValueError, match=r"steps\.0\.1"):
+            to_html(make_page(prose))
 
 
 def test_a_step_names_each_kernel_once_and_gives_back_every_one() -> None:
