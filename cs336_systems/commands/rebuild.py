@@ -1,20 +1,20 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.commands import ceilings, compare, ladder
+from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.explaining import explain_or_warn
-from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, load_ceilings_or_warn
+from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.files import FileError, encode_json
-from cs336_systems.record import load_records
+from cs336_systems.record import RunRecord, load_records
+from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.results import Results
-from cs336_systems.report.section import texts_of, write_files
 from cs336_systems.report.sections.attention import write_attention
 from cs336_systems.report.sections.ceilings.summary import write_ceilings
 from cs336_systems.report.sections.fusion import write_fusion
@@ -130,6 +130,8 @@ def write(found: Collection, status: "StatusLine") -> None:
         _write_sweep(results, found, path, status)
     if not found.sweeps:
         status("drawing and writing")
+    for path, compared in found.comparisons.items():
+        compared.write(found.root / path)
     for path, climbed in found.ladders.items():
         write_ladder_report(climbed.rows, found.root / path)
     for path, study in found.ceilings.items():
@@ -143,15 +145,13 @@ def write(found: Collection, status: "StatusLine") -> None:
 
 
 def _write_sweep(results: Results, found: Collection, path: Path, status: "StatusLine") -> None:
-    """Write a sweep, and the verdict of a comparison. Tables of profiles stay as they are if one is missing."""
+    """Write a sweep. Tables of profiles stay as they are if one is missing."""
     directory = found.root / path
     if results.lost:
         kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
         print(inert_line(kept), file=sys.stderr)
         results = Results(records=results.records)
     results.write(directory, found.ceilings_of(path), status)
-    if path in found.comparisons:
-        write_files(texts_of(found.comparisons[path]), directory)
 
 
 def _source(directory: Path) -> str:
@@ -163,13 +163,18 @@ def _sweep(place: _Place) -> Collection:
     records, problems = load_records(directory / RUNS)
     if problems or not records:
         raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
-    is_compared = (directory / compare.COMPARISON_FILE).is_file()
+    is_compared = (directory / COMPARISON_FILE).is_file()
     return Collection(
         root=place.root,
         sweeps={path: Results.load(records, directory)},
         beside={path: place.beside},
-        comparisons={path: compare.section_of(directory, records)} if is_compared else {},
+        comparisons=_comparison(place, records).comparisons if is_compared else {},
     )
+
+
+def _comparison(place: _Place, records: Sequence[RunRecord] | None = None) -> Collection:
+    compared = checked(partial(load_compared, place.directory, records))
+    return Collection(root=place.root, comparisons={place.path: compared})
 
 
 def _ladder(place: _Place) -> Collection:
@@ -191,5 +196,6 @@ _KINDS: Mapping[str, Callable[[_Place], Collection]] = {
     FUSION: lambda place: Collection(root=place.root, fusion=place.read(FUSION, FusionStudy)),
     PRECISION: lambda place: Collection(root=place.root, precision=place.read(PRECISION, PrecisionStudy)),
     RUNS: _sweep,
+    COMPARISON_FILE: _comparison,
 }
 """The function that reads a directory, by the file or folder in it; of several, the first in this order decides."""

@@ -13,7 +13,7 @@ from cs336_systems import cli
 from cs336_systems.commands import compare as command
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.record import RunRecord, load_records, write_record
-from cs336_systems.report.section import texts_of, write_files
+from cs336_systems.report.compared import COMPARISON_FILE
 from tests.report.making import make_config, make_record
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -82,7 +82,7 @@ def test_sweeps_on_disk_are_written_under_their_name_alone_and_as_json(here, cap
     assert rows[0]["b_step_mean_s"] == pytest.approx(0.2)
     assert compare(a, b, "--name", "mine", "--output", "out") == 0
     directory = here / "out/comparisons/mine"
-    assert {path.suffix for path in directory.iterdir()} == {".csv", ".md", ".tex", ".typ"}
+    assert {path.suffix for path in directory.iterdir()} == {".csv", ".json", ".md", ".tex", ".typ"}
     with (directory / "comparison.csv").open(newline="") as file:
         assert [row["verdict"] for row in csv.DictReader(file)] == [row["verdict"] for row in rows]
 
@@ -153,8 +153,8 @@ def test_the_grids_of_two_sweeps_run_a_b_b_a_for_each_configuration(measured, he
     before = {path.name: path.read_bytes() for path in directory.glob("comparison.*")}
     for path in directory.glob("comparison.[cmt]*"):
         path.unlink()
-    assert {path.name for path in directory.glob("comparison.*")} == {command.COMPARISON_FILE}
-    write_files(texts_of(command.section_of(directory, load_records(directory / "runs")[0])), directory)
+    assert {path.name for path in directory.glob("comparison.*")} == {COMPARISON_FILE}
+    assert cli.main(["report", str(directory.parent)]) == 0
     assert {path.name: path.read_bytes() for path in directory.glob("comparison.*")} == before
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from cs336_systems.report.columns import Row
+from cs336_systems.report.compared import Compared
 from cs336_systems.report.results import Results
-from cs336_systems.report.section import Section
 from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
@@ -45,8 +45,8 @@ class Collection:
     root: Path
     sweeps: Mapping[Path, Results] = field(default_factory=dict)
     """Those that compare two sides are among them too."""
-    comparisons: Mapping[Path, Section] = field(default_factory=dict)
-    """The verdicts of what `cs336 compare` measured."""
+    comparisons: Mapping[Path, Compared] = field(default_factory=dict)
+    """The verdicts of what `cs336 compare` measured, whose runs are among the sweeps, and of finished sweeps."""
     ladders: Mapping[Path, Climbed] = field(default_factory=dict)
     ceilings: Mapping[Path, CeilingsStudy] = field(default_factory=dict)
     parts: Mapping[Path, StepParts] = field(default_factory=dict)
@@ -76,5 +76,13 @@ class Collection:
     @property
     def directories(self) -> list[Path]:
         """All directories with results that could be read, each once."""
-        kinds = (self.sweeps, self.ladders, self.ceilings, self.attention, self.fusion, self.precision)
+        kinds = (
+            self.sweeps,
+            self.comparisons,
+            self.ladders,
+            self.ceilings,
+            self.attention,
+            self.fusion,
+            self.precision,
+        )
         return sorted({directory for kind in kinds for directory in kind})

@@ -1,18 +1,47 @@
 """The verdict on two configurations, as a table that shows what it rests on."""
 
+import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from cs336_systems.analysis.compare import Comparison
+from cs336_systems.analysis.compare import Comparison, compare, process_means
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.analysis.warnings import STEPS, in_doubt
-from cs336_systems.report.columns import column
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.columns import Row, column
+from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, known, make_table
+from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.sweep.store import SweepError
 
 COLUMNS = ("side", "configuration", "processes", "step_mean_ms", "step_ci95_low_ms", "process_means")
+
+
+def pair_section(names: Sequence[str], sides: Sequence[Sequence[RunRecord]]) -> tuple[Section, Row, Mapping[str, Any]]:
+    """The verdict on two configurations by the processes that ended well: as tables, as values, and for JSON.
+
+    Raises SweepError for a side of which none ended well, and ValueError for too few processes.
+    """
+    means = [process_means(side) for side in sides]
+    for name, records, own in zip("AB", sides, means, strict=True):
+        if records and not own:
+            ended = STATUS_WORDS[records[0].status]
+            raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
+    comparison = compare(*means)
+    codes = [[[w.code for w in record.warnings] for record in side if record.status is Status.OK] for side in sides]
+    listed = [
+        {"side": side, "configuration": name, "process_means_s": own, "process_warnings": warned}
+        for side, name, own, warned in zip("AB", names, means, codes, strict=True)
+    ]
+    row = {
+        "verdict": str(comparison.verdict), "ratio": comparison.ratio,
+        "ratio_low": comparison.low, "ratio_high": comparison.high,
+        "ratio_is_doubted": in_doubt(itertools.chain.from_iterable(itertools.chain(*codes))),
+    }  # fmt: skip
+    section = Section(name="comparison", tables=(comparison_table(names, means, comparison, codes),))
+    return section, row, {"sides": listed, "verdict": comparison.verdict, "comparison": comparison}
 
 
 def comparison_table(
@@ -53,8 +82,3 @@ def _doubts(codes: Sequence[Sequence[Sequence[str]]]) -> Iterator[str]:
         found += [f"{code} in {count} of {len(processes)} processes of {side}" for code, count in counts.items()]
     if found:
         yield f"In doubt: {', '.join(found)}. Close other programs, or use {STEPS.more}."
-
-
-def write_comparison(table: Table, directory: Path) -> None:
-    """Write comparison.md, .tex and .typ."""
-    write_files(texts_of(Section(name="comparison", tables=(table,))), directory)
