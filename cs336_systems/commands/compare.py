@@ -83,7 +83,8 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
 
     names = (arguments.a, arguments.b)
     are_records = both_on_disk(*names)
-    sides = Sides(a=arguments.a.strip(), b=arguments.b.strip(), allow_mixed=arguments.allow_mixed)
+    shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]  # JSON has no lone surrogates
+    sides = Sides(a=shown[0], b=shown[1], allow_mixed=arguments.allow_mixed)
     if are_records and not arguments.measure:
         directory = None if arguments.name is None else arguments.output / "comparisons" / _plain(arguments.name)
         a, b = map(Path, names)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote_to_bytes
 
 from cs336_systems.analysis.matching import refuse_unlike, without_profiled
 from cs336_systems.files import read_json
@@ -26,7 +27,7 @@ class Sides:
     a: str
     b: str
     records: tuple[str, str] | None = None
-    """Where the records of A and B are, as seen from the file.
+    """Where the records of A and B are, as seen from the file, quoted as in a URL.
 
     None if they are in `runs` beside it, because they were measured alternately: even repeats are A's, odd ones B's.
     """
@@ -92,14 +93,18 @@ def load_compared(directory: Path, records: Sequence[RunRecord] | None = None) -
     what = "the names of both sides of a comparison"
     sides = read_json(directory / COMPARISON_FILE, Sides, what, version=1, error=RecordError)
     if sides.records is not None:
-        return compare_paths(sides, [Path(os.path.normpath(directory / path)) for path in sides.records])
+        return compare_paths(sides, [_found_from(directory, path) for path in sides.records])
     own = load_records(directory / "runs")[0] if records is None else records
     return compare_sides(sides, by_parity(own))
 
 
 def seen_from(directory: Path, path: Path) -> str:
-    """The path relative to the directory, so that both can be moved together."""
-    return os.path.relpath(path.resolve(), directory.resolve())
+    """The path relative to the directory, so that both can be moved together; quoted as in a URL, as JSON is UTF-8."""
+    return quote(os.fsencode(os.path.relpath(path.resolve(), directory.resolve())))
+
+
+def _found_from(directory: Path, quoted: str) -> Path:
+    return Path(os.path.normpath(directory / os.fsdecode(unquote_to_bytes(quoted))))
 
 
 def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:

@@ -87,6 +87,35 @@ def test_sweeps_on_disk_are_written_under_their_name_alone_and_as_json(here, cap
         assert [row["verdict"] for row in csv.DictReader(file)] == [row["verdict"] for row in rows]
 
 
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_named_comparison_is_written_again_from_the_records_of_both_sides(here, capsys) -> None:
+    assert compare(sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.2), "--name", "mine", "--output", "out") == 0
+    directory = here / "out/comparisons/mine"
+    before = files_in(directory)
+    for path in directory.glob("comparison.[cmt]*"):
+        path.unlink()
+    (here / "moved").mkdir()
+    for name in ("a", "b", "out"):
+        (here / name).rename(here / "moved" / name)
+    assert cli.main(["report", "moved/out"]) == 0
+    assert files_in(here / "moved/out/comparisons/mine") == before
+    (here / "moved/b").rename(here / "elsewhere")
+    assert cli.main(["report", "moved/out"]) == 1
+    assert "moved/b: no records of runs" in capsys.readouterr().err
+    assert files_in(here / "moved/out/comparisons/mine") == before, "it is left as it was"
+
+
+@pytest.mark.parametrize("name", ["\udcff", "<img src=x>\n\x1b[2J", "a b"])
+def test_a_side_may_have_any_name(name, here, capsys) -> None:
+    a, b = sweep(name, 0.1, 0.2), sweep("b", 0.2, 0.2)
+    assert compare(a, b, "--name", "mine") == 0
+    assert cli.main(["report", "data/comparisons/mine"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
