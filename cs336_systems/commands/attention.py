@@ -15,7 +15,8 @@ class AttentionArguments(StudyArguments):
     Without heads, as in the course's exercise. Cells that run out of memory or for which there is no kernel have rows
     of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw time, tables and plots.
 
-    --own flash:FlashAttention adds yours, from flash.py in this directory. The course's grid for it:
+    --own flash:FlashAttention adds yours, from flash.py in this directory; examples/flex_attention.py of the
+    repository is one. The course's grid for it:
     --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256 512 1024 2048 4096
     8192 16384 32768 65536.
     """
