@@ -13,7 +13,8 @@ async function load(id) { // a library that the page carries with it
 
 const once = (make) => { let made; return () => (made ??= make()); };
 const has = (id) => document.getElementById(`packed-${id}`) !== null;
-const data = once(async () => JSON.parse(await unpack("data")));
+const unpacked = (id) => once(async () => JSON.parse(await unpack(id)));
+const figures = unpacked("figures"), copies = unpacked("copies"), texts = unpacked("texts");
 const plotly = once(async () => { await load("plotly"); return window.Plotly; });
 
 function say(text) {
@@ -66,7 +67,7 @@ async function makeTable(block) {
   });
   for (const button of tools.querySelectorAll("[data-copy]")) {
     button.addEventListener("click", async () => {
-      const copied = await copy((await data()).copies[block.id][button.dataset.copy]);
+      const copied = await copy((await copies())[block.id][button.dataset.copy]);
       button.closest("details").open = false;
       say(copied ? `Copied the whole table as ${button.dataset.copy}.` : "The browser does not let this page copy.");
     });
@@ -158,7 +159,7 @@ const config = { responsive: true, displaylogo: false, displayModeBar: false, do
 async function draw(place) {
   if (!has("plotly")) return;
   const library = await plotly();
-  let figure = (await data()).figures[place.dataset.figure];
+  let figure = (await figures())[place.dataset.figure];
   if (isDark()) figure = { ...figure, ...recoloured({ data: figure.data, layout: figure.layout, colours: figure.colours }) };
   place.style.minHeight = "";
   const height = Number(place.dataset.height);
@@ -303,6 +304,21 @@ async function drawStep(library, place, figure, height) {
   });
   place.on("plotly_doubleclick", () => place.zoom(null));
 }
+
+// What is kept of a run is made when the run is opened.
+
+addEventListener("toggle", async ({ target }) => {
+  const place = target.open && target.querySelector(":scope > .texts");
+  if (!place || place.dataset.made) return;
+  place.dataset.made = "made";
+  for (const [heading, text] of (await texts())[place.dataset.run]) {
+    const head = document.createElement("h4"), pre = document.createElement("pre");
+    head.textContent = heading;
+    pre.textContent = text;
+    pre.tabIndex = 0;
+    place.append(head, pre);
+  }
+}, true);
 
 // Theme, print, and what is made when it comes into view.
 

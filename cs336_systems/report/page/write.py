@@ -13,7 +13,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -158,7 +158,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run, closed until somebody opens it: facts in a line each, tables and figures, then texts below headings."""
+    """One run, closed until somebody opens it: facts in a line each, tables and figures, then texts below headings.
+
+    The texts are packed, and the script of the page unpacks them when the run is opened.
+    """
 
     id: str
     title: str
@@ -175,12 +178,15 @@ Block = Prose | TableBlock | Figure | Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """What belongs together, below one heading."""
+    """What belongs together, below one heading; then the chapters that are part of it."""
 
     id: str
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[Block] = ()
     source: str = ""
+    chapters: "Sequence[Chapter]" = ()
+    is_closed: bool = False
+    """Only the title and the source are shown until somebody opens the chapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,11 +205,13 @@ def write_page(page: Page, path: Path) -> None:
 
 def to_html(page: Page) -> str:
     """The page as text; raise ValueError where two parts have one identifier, or a link leads nowhere."""
-    blocks = list(_blocks(page))
-    _check_links(page, blocks)
+    chapters = list(_chapters(page.chapters))
+    blocks = list(_blocks(chapters))
+    _check_links(chapters, blocks)
     figures = {block.id: _inert(block.spec) for block in blocks if isinstance(block, Figure)}
     copies = {block.id: block.copies for block in blocks if isinstance(block, TableBlock)}
-    text = json.dumps({"copies": copies, "figures": figures}, allow_nan=False, separators=(",", ":"))
+    texts = {block.id: [[_visible(part) for part in pair] for pair in block.texts] for block in _runs(blocks)}
+    packed = {"figures": figures, "copies": copies, "texts": texts}
     libraries = _libraries(bool(figures))
     script = _read("page.js")
     environment = jinja2.Environment(
@@ -216,22 +224,33 @@ def to_html(page: Page) -> str:
         script=Markup(script),
         formats=(*COPIES, "CSV"),
         has_plotly="plotly" in libraries,
-        packed={"data": _packed(text.encode()), **libraries},
+        packed={**{name: _packed(_encoded(own)) for name, own in packed.items()}, **libraries},
     )
 
 
-def _blocks(page: Page) -> Iterator[Block]:
-    """All blocks of the page, and those within runs."""
-    for chapter in page.chapters:
+def _chapters(chapters: Iterable[Chapter]) -> Iterator[Chapter]:
+    """The chapters and all that are part of them."""
+    for chapter in chapters:
+        yield chapter
+        yield from _chapters(chapter.chapters)
+
+
+def _blocks(chapters: Iterable[Chapter]) -> Iterator[Block]:
+    """All blocks of the chapters, and those within runs."""
+    for chapter in chapters:
         for block in chapter.blocks:
             yield block
             if isinstance(block, Run):
                 yield from block.blocks
 
 
-def _check_links(page: Page, blocks: Sequence[Block]) -> None:
+def _runs(blocks: Iterable[Block]) -> Iterator[Run]:
+    return (block for block in blocks if isinstance(block, Run))
+
+
+def _check_links(chapters: Sequence[Chapter], blocks: Sequence[Block]) -> None:
     """Raise ValueError where two parts have one identifier, or a link leads nowhere."""
-    named = [chapter.id for chapter in page.chapters]
+    named = [chapter.id for chapter in chapters]
     for block in blocks:
         if not isinstance(block, Prose):
             named.append(block.id)
@@ -269,6 +288,10 @@ def _visible(value: object) -> object:
 
 def _read(name: str) -> str:
     return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _packed(content: bytes) -> Markup:

@@ -17,7 +17,7 @@ from cs336_systems.record import load_records
 from cs336_systems.report.page import write
 from cs336_systems.report.page.contents import sweep_page
 from cs336_systems.report.page.step import Lane
-from cs336_systems.report.page.write import Figure, Linked, Prose, TableBlock, to_html, write_page
+from cs336_systems.report.page.write import Chapter, Figure, Linked, Page, Prose, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
 from tests.report.page.pages import HOSTILE_TEXTS, figure_page, make_page, make_step, make_steps, page_with, table_page
 
@@ -51,9 +51,8 @@ class Parsed(HTMLParser):
         if self._into is not None:
             self._into[0] += data
 
-    @property
-    def data(self):
-        return json.loads(gzip.decompress(base64.b64decode(self.scripts["packed-data"][0])))
+    def unpacked(self, name):
+        return json.loads(gzip.decompress(base64.b64decode(self.scripts[f"packed-{name}"][0])))
 
 
 def parsed(page):
@@ -95,7 +94,7 @@ def test_a_hostile_text_adds_no_tag_and_no_attribute(text) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE_TEXTS)
 def test_plotly_finds_no_markup_and_no_mathematics_in_a_text(text) -> None:
-    figures = parsed(page_with(text)).data["figures"]
+    figures = parsed(page_with(text)).unpacked("figures")
 
     def texts(value):
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -111,7 +110,7 @@ def test_plotly_finds_no_markup_and_no_mathematics_in_a_text(text) -> None:
 
 def test_what_a_caller_marks_as_markup_stays_and_what_is_not_a_number_is_left_out() -> None:
     spec = {"data": [{"hovertemplate": Markup("<b>{}</b>").format("a<b"), "y": (1, float("nan"), float("inf"))}]}
-    assert parsed(make_page(Figure(id="a", title="A", spec=spec))).data["figures"]["a"] == {
+    assert parsed(make_page(Figure(id="a", title="A", spec=spec))).unpacked("figures")["a"] == {
         "data": [{"hovertemplate": "<b>a&lt;b</b>", "y": [1, None, None]}]
     }
 
@@ -135,8 +134,21 @@ def test_without_the_extra_the_page_has_plain_tables_and_the_pngs(monkeypatch) -
     write._libraries.cache_clear()
     assert 'src="data:image/png;base64,AAAA"' in text
     found = Parsed(text)
-    assert set(found.scripts) == {"", "packed-data"}
+    assert set(found.scripts) == {"", "packed-figures", "packed-copies", "packed-texts"}
     assert found.cells["steps.1.0"][0] == "medium"
+
+
+def test_what_is_kept_of_a_run_is_packed_and_chapters_hold_chapters() -> None:
+    inner = Chapter(id="a/inner", title="Inner", blocks=table_page().chapters[0].blocks)
+    outer = Chapter(id="a", title="Outer", source="a/", chapters=[inner], is_closed=True)
+    text = to_html(Page(title="A report", chapters=[outer]))
+    found = Parsed(text)
+    assert found.unpacked("texts") == {"run-a": [["Record", '{\n "key": "a"\n}']]}
+    assert '"key"' not in html.unescape(text)
+    assert found.cells["steps.1.0"][0] == "medium"
+    assert [own for own in found.tags if own == ("details", "class", "id")] == [("details", "class", "id")] * 2
+    with pytest.raises(ValueError, match="'a/inner' twice"):
+        to_html(Page(title="A report", chapters=[outer, inner]))
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path) -> None:
