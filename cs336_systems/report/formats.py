@@ -58,6 +58,33 @@ _LATEX = str.maketrans(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a written table, with a part for each column."""
+
+    before: str
+    parts: tuple[str, ...]
+    between: str | None
+    """None if the line has the number of columns in place of the parts."""
+    after: str
+
+    def __str__(self) -> str:
+        inner = str(len(self.parts)) if self.between is None else self.between.join(self.parts)
+        return f"{self.before}{inner}{self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A written table, from which rows and columns can be left out: `rows` has a line for each row."""
+
+    head: tuple[Line | str, ...]
+    rows: tuple[Line, ...]
+    foot: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "".join(f"{line}\n" for line in (*self.head, *self.rows, *self.foot))
+
+
 def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """The values as CSV. None and NaN are empty; texts that a spreadsheet would read as formulas begin with a quote."""
     buffer = io.StringIO(newline="")
@@ -84,19 +111,27 @@ def _csv_text(text: str) -> str:
 
 def to_markdown(table: Table) -> str:
     """A pipe table below its title."""
+    return str(markdown_lines(table))
+
+
+def markdown_lines(table: Table) -> Lines:
+    """The lines of the table as Markdown."""
+
+    def line(cells: Iterable[str]) -> Line:
+        return Line("| ", tuple(cells), " | ", " |")
+
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
-    lines = [[inert_markdown(heading.label) for heading in table.headings], rules, *map(_markdown_row, table.rows)]
-    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n\n".join([f"### {inert_markdown(table.title)}", body, *map(_markdown_paragraph, table.notes)]) + "\n"
+    header = line(inert_markdown(heading.label) for heading in table.headings)
+    return Lines(
+        (f"### {inert_markdown(table.title)}", "", header, line(rules)),
+        tuple(line(map(inert_markdown, row)) for row in table.rows),
+        tuple(text for note in table.notes for text in ("", _markdown_paragraph(note))),
+    )
 
 
 def inert_markdown(text: str) -> str:
     """The text with everything escaped that Markdown would read as markup."""
     return inert_line(text).translate(_MARKDOWN)
-
-
-def _markdown_row(row: tuple[str, ...]) -> list[str]:
-    return [inert_markdown(cell) for cell in row]
 
 
 def _markdown_paragraph(text: str) -> str:
@@ -106,52 +141,54 @@ def _markdown_paragraph(text: str) -> str:
 
 def to_latex(table: Table) -> str:
     """A floating booktabs table."""
-    alignment = "".join("r" if heading.numeric else "l" for heading in table.headings)
-    lines = [
+    return str(latex_lines(table))
+
+
+def latex_lines(table: Table) -> Lines:
+    """The lines of the table as LaTeX."""
+    head = (
         r"% needs \usepackage{booktabs}",
         r"\begin{table}[htbp]",
         r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
         rf"\caption{{{_latex(_caption(table), LONGEST_CAPTION)}}}",
-        rf"\begin{{tabular}}{{{alignment}}}",
+        Line(r"\begin{tabular}{", tuple("r" if heading.numeric else "l" for heading in table.headings), "", "}"),
         r"\toprule",
         _latex_row(heading.label for heading in table.headings),
         r"\midrule",
-        *map(_latex_row, table.rows),
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return Lines(head, tuple(map(_latex_row, table.rows)), (r"\bottomrule", r"\end{tabular}", r"\end{table}"))
 
 
 def _latex(text: str, longest: int = LONGEST_LINE) -> str:
     return inert_line(text, longest).translate(_LATEX)
 
 
-def _latex_row(cells: Iterable[str]) -> str:
-    return " & ".join(map(_latex, cells)) + r" \\"
+def _latex_row(cells: Iterable[str]) -> Line:
+    return Line("", tuple(map(_latex, cells)), " & ", r" \\")
 
 
 def to_typst(table: Table) -> str:
     """A figure that holds a table. Every text is a string literal, in which no markup is read."""
-    alignment = ", ".join("right" if heading.numeric else "left" for heading in table.headings)
-    header = ", ".join(f"strong({_typst(heading.label)})" for heading in table.headings)
-    lines = [
+    return str(typst_lines(table))
+
+
+def typst_lines(table: Table) -> Lines:
+    """The lines of the table as Typst."""
+    alignment = tuple("right" if heading.numeric else "left" for heading in table.headings)
+    header = tuple(f"strong({_typst(heading.label)})" for heading in table.headings)
+    head = (
         "#figure(",
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
-        f"    columns: {len(table.headings)},",
-        f"    align: ({alignment},),",
+        Line("    columns: ", alignment, None, ","),
+        Line("    align: (", alignment, ", ", ",),"),
         "    stroke: none,",
         "    table.hline(),",
-        f"    table.header({header}),",
+        Line("    table.header(", header, ", ", "),"),
         "    table.hline(stroke: 0.5pt),",
-        *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
-        "    table.hline(),",
-        "  ),",
-        ")",
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    rows = tuple(Line("    ", tuple(map(_typst, row)), ", ", ",") for row in table.rows)
+    return Lines(head, rows, ("    table.hline(),", "  ),", ")"))
 
 
 def _typst(text: str, longest: int = LONGEST_LINE) -> str:

@@ -24,12 +24,9 @@ from markupsafe import Markup, escape
 
 from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
+from cs336_systems.report.page.copies import FORMATS, copies
 from cs336_systems.report.table import Table
 from cs336_systems.text import inert_line
-
-COPIES = {"Markdown": to_markdown, "LaTeX": to_latex, "Typst": to_typst}
-"""What a table is copied as, besides CSV."""
 
 LIBRARIES = {
     "tables": ("itables", "html/dt_bundle.js"),
@@ -98,7 +95,7 @@ class TableBlock:
     id: str
     table: Table
     csv: str = ""
-    """All values of the subject, for copying; the cells as they are shown where it is empty."""
+    """The CSV file of the subject, for copying; the cells as they are shown where it is empty."""
     source: str = ""
     kind: str = "table"
 
@@ -118,12 +115,6 @@ class TableBlock:
                 for place, (heading, text) in enumerate(zip(table.headings, row, strict=True))
             ]
             yield CellRow(cells=cells, failed=number in table.failed)
-
-    @property
-    def copies(self) -> dict[str, str]:
-        """The table in every format that it can be copied as."""
-        shown = to_csv([heading.label for heading in self.table.headings], self.table.rows)
-        return {name: write(self.table) for name, write in COPIES.items()} | {"CSV": self.csv or shown}
 
 
 def _order(heading: Column, values: Mapping[str, Any], text: str) -> float | None:
@@ -209,9 +200,9 @@ def to_html(page: Page) -> str:
     blocks = list(_blocks(chapters))
     _check_links(chapters, blocks)
     figures = {block.id: _inert(block.spec) for block in blocks if isinstance(block, Figure)}
-    copies = {block.id: block.copies for block in blocks if isinstance(block, TableBlock)}
+    written = {block.id: copies(block.table, block.csv) for block in blocks if isinstance(block, TableBlock)}
     texts = {block.id: [[_visible(part) for part in pair] for pair in block.texts] for block in _runs(blocks)}
-    packed = {"figures": figures, "copies": copies, "texts": texts}
+    packed = {"figures": figures, "copies": written, "texts": texts}
     libraries = _libraries(bool(figures))
     script = _read("page.js")
     environment = jinja2.Environment(
@@ -222,7 +213,7 @@ def to_html(page: Page) -> str:
         hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(_read("page.css")),
         script=Markup(script),
-        formats=(*COPIES, "CSV"),
+        formats=FORMATS,
         has_plotly="plotly" in libraries,
         packed={**{name: _packed(_encoded(own)) for name, own in packed.items()}, **libraries},
     )

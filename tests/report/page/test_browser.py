@@ -3,13 +3,15 @@
 import importlib.util
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from cs336_systems.report.formats import to_latex, to_markdown, to_typst
 from cs336_systems.report.page.write import LIBRARIES, to_html, write_page
 from cs336_systems.text import inert_line
-from tests.report.page.pages import HOSTILE_TEXTS, figure_page, page_with, table_page
+from tests.report.page.pages import HOSTILE_TEXTS, csv_of, figure_page, page_with, table_page
 
 pytestmark = pytest.mark.browser
 
@@ -91,14 +93,36 @@ def test_rows_are_filtered_and_columns_hidden_and_a_link_to_a_cell_brings_both_b
     assert tab.locator("tr.failed td").nth(1).inner_text() == "out of memory"
 
 
-def test_a_table_is_copied_as_its_files_have_it(show) -> None:
-    page = table_page()
+def copied(tab, name):
+    tab.click("#steps summary:text('Copy')")
+    tab.click(f"[data-copy={name}]")
+    tab.wait_for_selector(f"#page-message:has-text('{name}')")
+    return tab.evaluate("navigator.clipboard.readText()")
+
+
+def test_a_table_is_copied_as_its_files_have_it_and_then_as_it_is_seen(show) -> None:
+    page = table_page('A note: a | b & c "d".')
+    block = page.chapters[0].blocks[1]
+    writers = {"Markdown": to_markdown, "LaTeX": to_latex, "Typst": to_typst}
     tab = show(page)
-    for name, text in page.chapters[0].blocks[1].copies.items():
-        tab.click("#steps summary:text('Copy')")
-        tab.click(f"[data-copy={name}]")
-        tab.wait_for_selector(f"#page-message:has-text('{name}')")
-        assert tab.evaluate("navigator.clipboard.readText()") == text
+    for name, write in writers.items():
+        assert copied(tab, name) == write(block.table)
+    assert copied(tab, "CSV") == block.csv
+    tab.locator("#steps th", has_text="steps").click(click_count=2)  # the largest number first
+    tab.wait_for_selector("#steps th[aria-sort=descending]")
+    tab.fill("#steps input[type=search]", "l")
+    assert sizes(tab) == ["xl", "large", "small"]
+    tab.click("#steps summary:text('Columns')")
+    tab.get_by_role("checkbox", name="time ms").uncheck()
+    table = block.table
+    seen = replace(
+        table,
+        headings=(table.headings[0], table.headings[2]),
+        rows=tuple((table.rows[number][0], table.rows[number][2]) for number in (3, 2, 0)),
+    )
+    for name, write in writers.items():
+        assert copied(tab, name) == write(seen)
+    assert copied(tab, "CSV") == csv_of([table.values[number] for number in (3, 2, 0)], ("device", "size"))
 
 
 def test_a_heading_explains_itself_to_the_mouse_and_to_the_keyboard(show) -> None:
