@@ -19,13 +19,16 @@ from cs336_systems.commands.outcome import (
     UsageError,
     checked,
     json_alone,
+    load_ceilings_or_warn,
     load_records_or_warn,
 )
+from cs336_systems.commands.results import PAGE_FILE
 from cs336_systems.commands.sides import both_on_disk, grids_of_flags, grids_of_records, name_of, pairs
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import RunConfig
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import load_records
+from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import counted
 
@@ -129,18 +132,36 @@ def _measure(
 def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
     """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
     from cs336_systems.report.compared import COMPARISON_FILE
-    from cs336_systems.report.terminal import print_table
+    from cs336_systems.report.terminal import print_line, print_table
 
     if directory is not None:
-        compared.write(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
+        write_comparison(compared, directory)
     if print_json is not None:
         print_json(encode_json(compared.json))
     else:
         for table in compared.section.tables:
             print_table(table, directory)
+    if directory is not None:
+        print_line(f"page: {directory / PAGE_FILE}")
     if all(ratio is None for _, ratio in compared.verdicts):
         raise SweepError("no configuration ended well on both sides, so nothing could be compared")
+
+
+def write_comparison(compared: "Compared", directory: Path) -> None:
+    """Write the tables and the page of a comparison; the page has the runs too, if they are in the directory."""
+    from cs336_systems.report.page.comparison import comparison_page
+    from cs336_systems.report.page.contents import sweep_chapters
+    from cs336_systems.report.page.write import write_page
+    from cs336_systems.report.results import Results
+
+    compared.write(directory)
+    chapters = []
+    if (directory / "runs").is_dir():
+        results = Results.load([record for side in compared.records for record in side], directory)
+        chapters = sweep_chapters(results, directory, load_ceilings_or_warn(ceilings_beside(directory)))
+    write_page(comparison_page(compared, directory.resolve().name, chapters), directory / PAGE_FILE)
 
 
 def _guard(compared: "Compared", percent: float | None) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, ladder
+from cs336_systems.commands.compare import write_comparison
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.files import FileError, encode_json
@@ -131,7 +132,7 @@ def write(found: Collection, status: "StatusLine") -> None:
     if not found.sweeps:
         status("drawing and writing")
     for path, compared in found.comparisons.items():
-        compared.write(found.root / path)
+        write_comparison(compared, found.root / path)
     for path, climbed in found.ladders.items():
         write_ladder_report(climbed.rows, found.root / path)
     for path, study in found.ceilings.items():

@@ -4,14 +4,16 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from cs336_systems.commands.compare import write_comparison
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import Switch, unset
-from cs336_systems.commands.outcome import FAILED, OK, UsageError, json_alone
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, json_alone
 from cs336_systems.commands.results import show_results
 from cs336_systems.record import RecordError, load_records
 from cs336_systems.text import counted
@@ -55,11 +57,15 @@ def run(arguments: ReportArguments) -> int:
         print(f"warning: {what}", file=sys.stderr)
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
+    from cs336_systems.report.compared import COMPARISON_FILE, load_compared
     from cs336_systems.report.status_line import StatusLine
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
         is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
         show_results(found, output, status, keep=True, print_json=print_json)
+        if [*found] == [output] and (output / COMPARISON_FILE).is_file():
+            status("writing the comparison")
+            write_comparison(checked(partial(load_compared, output)), output)
     return OK if all(is_explained) and not any(problems.values()) else FAILED
 
 

@@ -52,6 +52,8 @@ class Compared:
     rows: Sequence[Row]
     """For each configuration `verdict`, `ratio`, its interval `ratio_low` to `ratio_high`, and `ratio_is_doubted`."""
     json: Mapping[str, Any]
+    sentences: Sequence[str] = ()
+    """The verdict in words, and what puts it in doubt; only where each side is one configuration."""
 
     @property
     def verdicts(self) -> list[tuple[str, float | None]]:
@@ -74,8 +76,8 @@ def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_f
     is_one = all(len({record.config.configuration for record in side}) == 1 for side in records)
     if is_one and (are_alternate or are_files or min(map(len, records)) > 1):
         refuse_unlike(records, is_mixed)
-        section, row, json = pair_section(sides.names, records)
-        return Compared(sides=sides, records=records, section=section, rows=[row], json=json)
+        section, row, json, sentences = pair_section(sides.names, records)
+        return Compared(sides=sides, records=records, section=section, rows=[row], json=json, sentences=sentences)
     section = sweeps_section(sides.names, records, allow_mixed=is_mixed, are_alternate=are_alternate)
     listed = [{"side": side, "configuration": name} for side, name in zip("AB", sides.names, strict=True)]
     json = {"sides": listed, "results": section.json}

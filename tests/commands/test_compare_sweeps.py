@@ -82,7 +82,7 @@ def test_sweeps_on_disk_are_written_under_their_name_alone_and_as_json(here, cap
     assert rows[0]["b_step_mean_s"] == pytest.approx(0.2)
     assert compare(a, b, "--name", "mine", "--output", "out") == 0
     directory = here / "out/comparisons/mine"
-    assert {path.suffix for path in directory.iterdir()} == {".csv", ".json", ".md", ".tex", ".typ"}
+    assert {path.suffix for path in directory.iterdir()} == {".csv", ".html", ".json", ".md", ".tex", ".typ"}
     with (directory / "comparison.csv").open(newline="") as file:
         assert [row["verdict"] for row in csv.DictReader(file)] == [row["verdict"] for row in rows]
 
@@ -95,7 +95,7 @@ def test_a_named_comparison_is_written_again_from_the_records_of_both_sides(here
     assert compare(sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.2), "--name", "mine", "--output", "out") == 0
     directory = here / "out/comparisons/mine"
     before = files_in(directory)
-    for path in directory.glob("comparison.[cmt]*"):
+    for path in (*directory.glob("comparison.[cmt]*"), directory / "index.html"):
         path.unlink()
     (here / "moved").mkdir()
     for name in ("a", "b", "out"):

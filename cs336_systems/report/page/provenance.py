@@ -24,12 +24,15 @@ def places(found_in: Mapping[Path, Sequence[RunRecord]], directory: Path) -> Pla
 def provenance(records: Iterable[RunRecord], place_of: PlaceOf) -> str:
     """Where what is shown comes from: directories, device, software, commit and time of measurement."""
     found = list(records)
-    times = sorted(record.started_at for record in found)
     places = dict.fromkeys(str(place_of(record)) for record in found)
+    return inert_line("; ".join([", ".join(places), conditions_and_times(found)]))
+
+
+def conditions_and_times(records: Sequence[RunRecord]) -> str:
+    """Device, software and commit of the records, and when they were measured."""
+    times = sorted(record.started_at for record in records)
     measured = " to ".join(dict.fromkeys(time[:19] for time in (*times[:1], *times[-1:])))
-    return inert_line(
-        "; ".join([", ".join(places), *conditions(found), *([f"measured {measured} UTC"] if times else [])])
-    )
+    return "; ".join([*conditions(records), *([f"measured {measured} UTC"] if times else [])])
 
 
 def conditions(records: Sequence[RunRecord]) -> list[str]:

@@ -19,8 +19,10 @@ from cs336_systems.sweep.store import SweepError
 COLUMNS = ("side", "configuration", "processes", "step_mean_ms", "step_ci95_low_ms", "process_means")
 
 
-def pair_section(names: Sequence[str], sides: Sequence[Sequence[RunRecord]]) -> tuple[Section, Row, Mapping[str, Any]]:
-    """The verdict on two configurations by the processes that ended well: as tables, as values, and for JSON.
+def pair_section(
+    names: Sequence[str], sides: Sequence[Sequence[RunRecord]]
+) -> tuple[Section, Row, Mapping[str, Any], Sequence[str]]:
+    """The verdict on two configurations by the processes that ended well: as table, values, JSON and sentences.
 
     Raises SweepError for a side of which none ended well, and ValueError for too few processes.
     """
@@ -41,7 +43,8 @@ def pair_section(names: Sequence[str], sides: Sequence[Sequence[RunRecord]]) -> 
         "ratio_is_doubted": in_doubt(itertools.chain.from_iterable(itertools.chain(*codes))),
     }  # fmt: skip
     section = Section(name="comparison", tables=(comparison_table(names, means, comparison, codes),))
-    return section, row, {"sides": listed, "verdict": comparison.verdict, "comparison": comparison}
+    json = {"sides": listed, "verdict": comparison.verdict, "comparison": comparison}
+    return section, row, json, [comparison.sentence, *_doubts(codes)]
 
 
 def comparison_table(

@@ -1,0 +1,138 @@
+"""The page of a comparison: the verdicts first, then the rows that they come from, and what each side is."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from cs336_systems.analysis.compare import Verdict
+from cs336_systems.analysis.matching import conditions_apart, has_changed_inputs
+from cs336_systems.report.columns import Row
+from cs336_systems.report.compared import Compared
+from cs336_systems.report.identity import ALWAYS, names_of
+from cs336_systems.report.numbers import DOUBT
+from cs336_systems.report.page.provenance import conditions_and_times
+from cs336_systems.report.page.write import Chapter, Linked, Page, Part, Prose, TableBlock
+from cs336_systems.report.sections.side_by_side import NOT_COMPARED, ONLY_A, ONLY_B
+from cs336_systems.text import inert_line
+
+MOST = 8
+"""Sentences below one heading that are open; the others are closed until somebody opens them."""
+COUNTS = {
+    Verdict.FASTER: "B is faster in {}",
+    Verdict.SLOWER: "B is slower in {}",
+    Verdict.CANNOT_TELL: "of {} one cannot tell",
+    NOT_COMPARED: "{} did not end well on both sides",
+    ONLY_A: "{} are only in A",
+    ONLY_B: "{} are only in B",
+}
+"""What is said of the number of configurations with each verdict."""
+Sentence = Part | Linked
+
+
+def comparison_page(compared: Compared, name: str, others: Sequence[Chapter] = ()) -> Page:
+    """The page of this name: the comparison, then the `others`, such as those of the runs that were compared."""
+    return Page(title=inert_line(f"A against B: {name}"), chapters=[*comparison_chapters(compared), *others])
+
+
+def comparison_chapters(compared: Compared, prefix: str = "") -> list[Chapter]:
+    """The verdicts, the rows that they come from, and what each side is; `prefix` begins all identifiers."""
+    section = compared.section
+    tables = [
+        TableBlock(id=f"{prefix}comparison{number or ''}", table=table, csv=section.csv)
+        for number, table in enumerate(section.tables)
+    ]
+    found = {heading: list(own) for heading, own in _verdicts(compared, tables[0])}
+    prose = [Prose(heading=heading, paragraphs=own[:MOST], more=own[MOST:]) for heading, own in found.items() if own]
+    return [
+        Chapter(id=f"{prefix}verdicts", title="B against A", blocks=prose),
+        Chapter(id=f"{prefix}rows", title="Configuration by configuration", blocks=tables),
+        Chapter(id=f"{prefix}sides", title="What A and B are", blocks=[Prose(paragraphs=_sides(compared))]),
+    ]
+
+
+class _Compared(NamedTuple):
+    """One configuration, by its name and the number of its row."""
+
+    name: str
+    number: int
+    row: Row
+
+
+def _verdicts(compared: Compared, block: TableBlock) -> Iterator[tuple[str, Iterator[Sentence]]]:
+    """What the rows say, below headings, in sentences whose numbers are those of the cells that they link to."""
+    rows = [] if compared.sentences else _named(compared.rows)
+    told = [each for each in rows if each.row["verdict"] in (Verdict.FASTER, Verdict.SLOWER)]
+    told.sort(key=lambda each: -max(each.row["ratio"], 1 / each.row["ratio"]))
+    yield "Verdict", iter([(text, block.id) for text in compared.sentences] or [_counted(rows, block)])
+    yield "Largest differences first", (_difference(each, block) for each in told)
+    yield "What has no ratio", (_missing(each, block) for each in rows if each.row["ratio"] is None)
+    yield "What is in doubt", (_doubt(each, block) for each in rows if each.row["ratio_is_doubted"])
+    yield "What else may be the reason", ((text, "") for text in _conditions(compared))
+
+
+def _named(rows: Sequence[Row]) -> list[_Compared]:
+    """The rows, each with what tells it from the others."""
+    identities = [row["identity"] for row in rows]
+    names = map(inert_line, names_of(identities, always=[name for name in ALWAYS if name in identities[0]]))
+    return [_Compared(name, number, row) for number, (name, row) in enumerate(zip(names, rows, strict=True))]
+
+
+def _counted(rows: Sequence[_Compared], block: TableBlock) -> Part:
+    counts = Counter(each.row["verdict"] for each in rows)
+    numbers = [words.format(counts[verdict]) for verdict, words in COUNTS.items() if counts[verdict]]
+    return f"Of {len(rows)} configurations: {'; '.join(numbers)}.", block.id
+
+
+def _difference(each: _Compared, block: TableBlock) -> Linked:
+    """How long the step of B takes beside that of A."""
+    verdict, doubt = each.row["verdict"], "; this is in doubt" if each.row["ratio_is_doubted"] else ""
+    times = f"{{b_step_mean_ms}} ms after {{a_step_mean_ms}} ms{doubt}."
+    return _linked(each, f": B is {verdict}, {{ratio}} times A's step ({{ratio_low}}): {times}", block)
+
+
+def _missing(each: _Compared, block: TableBlock) -> Linked:
+    """Which side has no time, and why."""
+    ended = {ONLY_A: " is only in A.", ONLY_B: " is only in B."}
+    told = [f"{side.upper()}: {{{side}_step_mean_ms}}" for side in "ab"]
+    return _linked(each, ended.get(each.row["verdict"], f" was not compared ({', '.join(told)})."), block)
+
+
+def _doubt(each: _Compared, block: TableBlock) -> Linked:
+    """The warnings of both sides."""
+    found = [(side, (each.row[f"{side.lower()}_warnings"] or "").replace(";", ", ")) for side in "AB"]
+    warned = " and ".join(f"the times of {side} have warnings ({codes})" for side, codes in found if codes)
+    return _linked(each, f": {{ratio}} times A's step is in doubt, because {warned}.", block)
+
+
+def _linked(each: _Compared, words: str, block: TableBlock) -> Linked:
+    """The name of the configuration, then the words, with a link to the cell for each `{key}` of a column."""
+    keys = [heading.key for heading in block.table.headings]
+    found = [(part, "") for part in re.split(r"\{(\w+)\}", words)]
+    for place in range(1, len(found), 2):
+        column = keys.index(found[place][0])
+        text = block.table.rows[each.number][column].removesuffix(f" {DOUBT}")
+        found[place] = text, f"{block.id}.{each.number}.{column}"
+    return Linked(((each.name, ""), *found))
+
+
+def _conditions(compared: Compared) -> Iterator[str]:
+    """What differs between the records besides the settings, where the user allowed that."""
+    records = [record for side in compared.records for record in side]
+    if apart := conditions_apart(records):
+        yield f"The records come from different hardware or software ({apart}), to which a difference may be due."
+    if any(map(has_changed_inputs, compared.records)):
+        yield "The records of one side come from different versions of a model's source or of a token file."
+    warmup = [{record.config.warmup_steps for record in side} for side in compared.records]
+    if warmup[0] != warmup[1]:
+        steps = [" or ".join(map(str, sorted(own))) for own in warmup]
+        yield f"A had {steps[0]} warm-up steps and B had {steps[1]}, to which a difference may be due."
+
+
+def _sides(compared: Compared) -> list[Part]:
+    """What the user called A and B, and where and when it was measured."""
+    sides = zip("AB", compared.sides.names, compared.records, strict=True)
+    return [
+        (inert_line(f"{side} is {name or 'without flags'}: {conditions_and_times(own)}."), "")
+        for side, name, own in sides
+    ]
