@@ -48,8 +48,8 @@ def sweep_chapters(
     apart = separated(results)
     is_alone = len(apart.groups) == 1
     found = [
-        Subjects(own, directory, place_of, ceilings, prefix, "" if is_alone else f"-{number}")
-        for number, own in enumerate(apart.groups, 1)
+        Subjects(own, directory, place_of, ceilings, prefix, "" if is_alone else f"-{number}", conditions)
+        for number, (own, conditions) in enumerate(zip(apart.groups, apart.conditions, strict=True), 1)
     ]
     refused = [*apart.reasons, *(text for own in apart.groups for text in warmup_reasons(own.published))]
     source = provenance(results.records, place_of)

@@ -1,121 +1,133 @@
-"""The sentences that a page begins with: what limits each configuration, what stands out, and what is in doubt."""
+"""The sentences that a page begins with: what limits the configurations, what stands out, and what is in doubt.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+Configurations of which the same can be said share a sentence, whose numbers are links to their cells. All warnings
+follow, closed; all findings of each profile are beside its pictures.
+"""
 
-from cs336_systems.record import RunRecord, Status, WarningCode
-from cs336_systems.report.columns import Row
-from cs336_systems.report.entries import labels
-from cs336_systems.report.frame import order
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from cs336_systems.config import Phase
+from cs336_systems.record import RunRecord, RunWarning, WarningCode
+from cs336_systems.report.frame import SPEED_UPS, order
 from cs336_systems.report.identity import identities, names_of
 from cs336_systems.report.numbers import significant
+from cs336_systems.report.page.limits import limits, milliseconds, percent, recorded_runs
+from cs336_systems.report.page.rows import Named, between, linked, named_rows
 from cs336_systems.report.page.subjects import Subjects
-from cs336_systems.report.page.write import Block, Prose, TableBlock
-from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP
-from cs336_systems.report.sections.memory.findings import findings as memory_findings
-from cs336_systems.report.words import status_text
-from cs336_systems.text import inert_line
+from cs336_systems.report.page.write import Linked, Prose
+from cs336_systems.report.sections.memory.facts import by_category
+from cs336_systems.report.sections.memory.words import parts_of, size
+from cs336_systems.text import counted, inert_line
 
-DOUBTED = " Warnings of the two runs put it in doubt."
-Sentence = tuple[str, str]
-"""A sentence, and the identifier of the cell that it rests on."""
+SPREADS = (WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT)
+"""Warnings of which that of the run with the widest spread is the worst."""
+BASELINES = {
+    "speed_up": ("precision", "in fp32"),
+    "attention_speed_up": ("attention", "with naive attention"),
+    "compile_speed_up": ("compile", "without compilation"),
+    "optimizer_speed_up": ("optimizer", "with the plain AdamW"),
+}
+"""For each of `SPEED_UPS` the setting that makes it, and what a step is compared with."""
+Warned = tuple[str, RunRecord, RunWarning, str]
+"""The name of a run, its record, a warning of it, and the cell of its step."""
 
 
 def findings(found: Sequence[Subjects], refused: Sequence[str]) -> list[Prose]:
     """The sentences on all records of a sweep, in groups that can be compared; `refused` says what cannot be."""
-    prose = {
-        "What limits each configuration": [each for own in found for each in _limits(own)],
-        "What stands out": [each for own in found for each in _stands_out(own)],
-        "What is in doubt": [each for own in found for each in _doubts(own)],
-        "What is not side by side, and why": [(text, "") for text in refused],
-    }
-    return [Prose(heading=heading, paragraphs=sentences) for heading, sentences in prose.items() if sentences]
-
-
-def _limits(own: Subjects) -> Iterator[Sentence]:
-    """What each configuration takes, and what limits it."""
-    for block, named in _named_steps(own):
-        for number, (name, row) in enumerate(named):
-            if row["status"] != Status.OK:
-                yield f"{name}: {status_text(row['status'])}.", cell_of(block, number, "status")
-            if row["step_mean_ms"] is None:
-                continue
-            share = "" if row["mfu"] is None else f", at {significant(100 * row['mfu'], 3)} % of the promised rate"
-            is_launched = WarningCode.LAUNCH_BOUND in (row["warnings"] or "").split(";")
-            limit = "; the host's launches limit it" if is_launched else ""
-            took = f"{significant(row['step_mean_ms'], 4)} ms per step"
-            yield inert_line(f"{name}: {took}{share}{limit}."), cell_of(block, number, "step_mean_ms")
-    kernels, memory = own.results.kernels, own.results.memory
-    found = [
-        *zip(labels(kernels), kernels, [kernel_findings(each.profile, each.config) for each in kernels], strict=True),
-        *zip(labels(memory), memory, [memory_findings(each.profile) for each in memory], strict=True),
+    steps = named_rows([block for own in found for block in own.steps], "step_mean_ms")
+    warned = [each for own in found for each in _warned(own, steps)]
+    doubts = [*_doubts(warned, sum(len(own.results.published) for own in found))]
+    every = [(inert_line(f"{name}: {each.code}: {each.message}."), cell) for name, _, each, cell in warned]
+    prose = [
+        Prose(heading="What limits each configuration", paragraphs=[*limits(steps, found)]),
+        Prose(heading="What stands out", paragraphs=[*_stands_out(found, steps)]),
+        Prose(heading="What is in doubt", paragraphs=doubts, more=every if len(every) > len(doubts) else ()),
+        Prose(heading="What is not side by side, and why", paragraphs=[(text, "") for text in refused]),
     ]
-    for name, entry, texts in found:
-        for text in texts[:1]:
-            yield inert_line(f"{name}: {text}"), _cell_of(own, entry)
+    return [block for block in prose if block.paragraphs]
 
 
-def _named_steps(own: Subjects) -> list[tuple[TableBlock, list[tuple[str, Row]]]]:
-    """The tables of steps with their rows, each with what tells it from those of all of them."""
-    names = iter(names_of([row["identity"] for block in own.steps for row in block.table.values]))
-    return [(block, [(next(names), row) for row in block.table.values]) for block in own.steps]
+def _stands_out(found: Sequence[Subjects], steps: Sequence[Named]) -> Iterator[Linked]:
+    """The extremes of the records that can be compared, after most warm-up; then the largest peaks of memory."""
+    several = [own for own in found if sum(len(block.table.values) for block in own.steps) > 1]
+    for own in several or found[:1]:
+        first = [step for step in steps if step.block in own.steps[:1] and step.row["step_mean_ms"] is not None]
+        begin = f"{own.conditions}: " if len(several) > 1 else ""
+        for sentence in _extremes(first):
+            yield Linked((((inert_line(begin), ""),) if begin else ()) + sentence.parts)
+    yield from _peaks(steps, found)
 
 
-def _cell_of(own: Subjects, entry: object) -> str:
-    """The cell of the time, or of the peak, of a profiled run."""
-    blocks = [*own.kernels, *own.memory]
-    found = (
-        find_cell(blocks, key, lambda row: row.get("entry") is entry and row.get("phase") in (None, WHOLE_STEP))
-        for key in ("wall_mean_ms", "peak_allocated_bytes")
-    )
-    return next(filter(None, found), "")
+def _extremes(steps: Sequence[Named]) -> Iterator[Linked]:
+    """The fastest and the slowest step, speed-ups, the share of the promised rate, and the widest spread."""
+    if steps:
+        yield linked("A step takes ", *between(steps, "step_mean_ms", milliseconds), ".")
+    for key in SPEED_UPS:
+        setting, baseline = BASELINES[key]
+        values: dict[str, list[Named]] = defaultdict(list)
+        for step in steps:
+            if step.row[key] is not None:
+                values[str(step.row[setting])].append(step)
+        for value, own in values.items():
+            gains = between(own, key, lambda gain: significant(gain, 3))
+            what = value if setting == "precision" else f"{setting} {value}"
+            yield linked(f"With {what} a step is ", *gains, f" times as fast as {baseline}{_but(own, key)}.")
+    if known := [step for step in steps if step.row["mfu"] is not None]:
+        yield linked("The model's share of the promised rate is ", *between(known, "mfu", percent), ".")
+    if known := [step for step in steps if step.row["step_cv"] is not None]:
+        widest = max(known, key=lambda step: float(step.row["step_cv"]))
+        spread = widest.link("step_cv", percent(widest.row["step_cv"]))
+        yield linked("The widest spread of the steps of a run is ", spread, f" of their mean ({widest.name}).")
 
 
-def _stands_out(own: Subjects) -> Iterator[Sentence]:
-    """The extremes of the steps, of those after most warm-up."""
-    for block, named in _named_steps(own)[:1]:
-        rows = list(enumerate(named))
-        for key, scale, words in (
-            ("speed_up", 1, "The largest speed-up over fp32 is {} times: {}."),
-            ("step_cv", 100, "The widest spread of steps is {} % of their mean: {}."),
-            ("mfu", 100, "The highest share of the promised rate is {} %: {}."),
-        ):
-            known = [(row[key], number, name) for number, (name, row) in rows if row[key] is not None]
-            if len(known) > 1:
-                value, number, name = max(known)
-                doubt = DOUBTED if key == "speed_up" and block.table.values[number]["speed_up_is_doubted"] else ""
-                sentence = words.format(significant(value * scale, 3), name) + doubt
-                yield inert_line(sentence), cell_of(block, number, key)
-        for number, (name, row) in rows:
-            if row["speed_up"] is not None and row["speed_up"] < 1 and not row["speed_up_is_doubted"]:
-                slower = f"{name} is slower than in fp32: {significant(row['speed_up'], 3)} times as fast."
-                yield inert_line(slower), cell_of(block, number, "speed_up")
+def _but(steps: Sequence[Named], key: str) -> str:
+    """In how many of the rows the step is slower, and in how many the times are in doubt."""
+    slower = sum(step.row[key] < 1 for step in steps)
+    doubted = sum(bool(step.row[f"{key}_is_doubted"]) for step in steps)
+    told = [*([f"slower in {slower}"] if slower else []), *([f"in doubt in {doubted}"] if doubted else [])]
+    return f" ({' and '.join(told)} of {len(steps)})" if told else ""
 
 
-def _doubts(own: Subjects) -> Iterator[Sentence]:
+def _peaks(steps: Sequence[Named], found: Sequence[Subjects]) -> Iterator[Linked]:
+    """The largest peak of memory; of a recorded one, what it consists of."""
+    blocks = [block for own in found for block in own.memory]
+    recorded = recorded_runs(blocks)
+    if len(recorded) > 1:
+        largest = max(recorded, key=lambda run: int(run.row["peak_allocated_bytes"]))
+        peak = largest.row["entry"].profile.peak
+        yield linked(
+            "The largest peak of memory is ", largest.link("peak_allocated_bytes", size(peak.allocated_bytes)),
+            f" ({largest.name}): {parts_of(by_category(peak), peak.allocated_bytes)}.",
+        )  # fmt: skip
+    elif not recorded and (known := [step for step in steps if step.row["peak_allocated_gib"] is not None]):
+        peaks = between(known, "peak_allocated_gib", lambda gib: size(round(gib * 2**30)))
+        yield linked("The peak of memory is ", *peaks, ".")
+
+
+def _warned(own: Subjects, steps: Sequence[Named]) -> Iterator[Warned]:
     """The warnings of the runs whose times are shown."""
     records = sorted(own.results.published, key=lambda record: order(record.config))
     runs = [(r.config, r.environment.identity.device_name if r.environment else None) for r in records]
     for name, record in zip(names_of(identities(runs)), records, strict=True):
+        rows = [step for step in steps if step.block in own.steps and step.row["config"] == record.config.configuration]
         for warning in record.warnings:
-            yield inert_line(f"{name}: {warning.code}: {warning.message}."), _cell_of_step(own, record)
+            yield name, record, warning, rows[0].link("step_mean_ms", "")[1] if rows else ""
 
 
-def _cell_of_step(own: Subjects, record: RunRecord) -> str:
-    return find_cell(own.steps, "step_mean_ms", lambda row: row["config"] == record.config.configuration)
+def _doubts(warned: Sequence[Warned], num_runs: int) -> Iterator[Linked]:
+    """How many runs have each warning, and the worst of them; what limits a step puts no time in doubt."""
+    by_code: dict[WarningCode, list[Warned]] = defaultdict(list)
+    for each in warned:
+        by_code[each[2].code].append(each)
+    by_code.pop(WarningCode.LAUNCH_BOUND, None)
+    for code, own in sorted(by_code.items(), key=lambda item: -len(item[1])):
+        name, _, warning, cell = max(own, key=lambda each: _spread(each[1])) if code in SPREADS else own[0]
+        which = "" if len(own) == 1 else "worst in " if code in SPREADS else "such as "
+        number = f"{len(own)} of {counted(num_runs, 'run')}"
+        yield linked(f"Warning {code} in {number}, {which}", (name, cell), f": {warning.message}.")
 
 
-def find_cell(blocks: Iterable[Block], key: str, is_it: Callable[[Row], bool]) -> str:
-    """The cell below this key in the first row that is it; an empty text where no table has one."""
-    for block in blocks:
-        if isinstance(block, TableBlock):
-            for number, row in enumerate(block.table.values):
-                if is_it(row) and (found := cell_of(block, number, key)):
-                    return found
-    return ""
-
-
-def cell_of(block: TableBlock, number: int, key: str) -> str:
-    """The identifier of the cell in this row; empty where the table has no such column."""
-    keys = [heading.key for heading in block.table.headings]
-    return f"{block.id}.{number}.{keys.index(key)}" if key in keys else ""
+def _spread(record: RunRecord) -> float:
+    step = record.measurement(Phase.STEP)
+    return (step.cv if step else None) or 0.0

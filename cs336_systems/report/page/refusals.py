@@ -25,6 +25,8 @@ class Separated:
 
     groups: Sequence[Results]
     reasons: Sequence[str]
+    conditions: Sequence[str]
+    """For each group, the conditions that tell it from the others, in words; empty for the only one."""
 
 
 def separated(results: Results) -> Separated:
@@ -54,7 +56,11 @@ def separated(results: Results) -> Separated:
                 memory=[e if _is_plain(e.plain, identity) else replace(e, plain=None) for e in memory],
             )
         )
-    return Separated(groups=found, reasons=list(dict.fromkeys([*reasons, *_only_profiled(found)])))
+    return Separated(
+        groups=found,
+        reasons=list(dict.fromkeys([*reasons, *_only_profiled(found)])),
+        conditions=_conditions([_identity(group) for group in groups]),
+    )
 
 
 def by_warmup(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -128,6 +134,16 @@ def _reasons(records: Sequence[RunRecord], num_groups: int) -> list[str]:
                 )
             )
     return found
+
+
+def _conditions(identities: Sequence[Identity | None]) -> list[str]:
+    """The conditions in which the identities differ, of each in words."""
+    values = {name: [str(getattr(own, name, "")) for own in identities] for name in CONDITIONS}
+    differing = {name: found for name, found in values.items() if len(set(found)) > 1}
+    return [
+        inert_line(", ".join(f"{CONDITIONS[name]} {found[place]}" for name, found in differing.items()))
+        for place in range(len(identities))
+    ]
 
 
 def _identity(group: Sequence[RunRecord]) -> Identity | None:

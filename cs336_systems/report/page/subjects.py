@@ -2,21 +2,24 @@
 
 import base64
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order, to_frame
 from cs336_systems.report.page import figures, profiles
-from cs336_systems.report.page.provenance import PlaceOf, conditions, provenance
+from cs336_systems.report.page.provenance import PlaceOf, provenance
 from cs336_systems.report.page.refusals import by_warmup
 from cs336_systems.report.page.write import Block, Figure, Prose, TableBlock
 from cs336_systems.report.plots.steps import pictures
 from cs336_systems.report.results import Results
 from cs336_systems.report.section import Section
+from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import SUBJECTS
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
+from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.steps import results_section
@@ -24,22 +27,35 @@ from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.text import inert_line
 
+E = TypeVar("E", Profiled, MemoryEntry)
+MOST_OPEN = 3
+"""Findings of a profile that are read without opening more."""
+
 
 class Subjects:
     """What records that can be compared show: the blocks of each chapter, and the tables that findings rest on."""
 
     def __init__(
-        self, results: Results, directory: Path, place_of: PlaceOf, ceilings: Ceilings, prefix: str, ending: str
-    ) -> None:
-        """`prefix` begins all identifiers, and `ending` tells them from those of other records of the sweep."""
+        self, results: Results, directory: Path, place_of: PlaceOf, ceilings: Ceilings,
+        prefix: str, ending: str, conditions: str,
+    ) -> None:  # fmt: skip
+        """`prefix` begins all identifiers; `ending` and `conditions` tell these records from others of the sweep."""
         self.results, self.directory, self.ceilings = results, directory, ceilings
-        self.place_of, self.prefix, self.ending = place_of, prefix, ending
+        self.place_of, self.prefix, self.ending, self.conditions = place_of, prefix, ending, conditions
         self.source = provenance(results.records, place_of)
-        self.conditions = ", ".join(conditions(results.records)[:3])
+        self.of_kernels = self._told(results.kernels, lambda entry: kernel_findings(entry.profile, entry.config))
+        self.of_memory = self._told(results.memory, lambda entry: memory_findings(entry.profile))
         self.steps = self._steps()
         self.time = self._time()
         self.kernels = self._kernels()
         self.memory = self._memory()
+
+    def _told(self, entries: Sequence[E], find: Callable[[E], Sequence[str]]) -> list[tuple[str, E, list[str]]]:
+        """Each profile in the order of tables, with what tells it from the others, and its findings."""
+        ordered = sorted(entries, key=lambda entry: order(entry.config))
+        return [
+            (name, own, list(map(inert_line, find(own)))) for name, own in zip(labels(ordered), ordered, strict=True)
+        ]
 
     def _steps(self) -> list[TableBlock]:
         """The times of each configuration, in a table for each number of warm-up steps."""
@@ -74,10 +90,9 @@ class Subjects:
         if not entries:
             return []
         blocks: list[Block] = list(self._tables(make(entries) for make in SUBJECTS))
-        for number, (name, entry) in enumerate(zip(labels(entries), entries, strict=True)):
+        for number, (name, entry, texts) in enumerate(self.of_kernels):
             source, profile = provenance([entry.profiled], self.place_of), entry.profile
-            sentences = [(text, "") for text in map(inert_line, kernel_findings(profile, entry.config))]
-            blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
+            blocks.append(_prose(name, texts))
             if (spec := profiles.step_picture(profile)) is not None:
                 stem = f"{entry.config.key}_timeline"
                 blocks.append(
@@ -105,10 +120,9 @@ class Subjects:
         spec = profiles.peaks_picture(names, [entry.profile for entry in entries])
         blocks.append(self._figure("peaks", "What the peak of each run consists of", spec, 160 + 30 * len(entries)))
         records = {record.config: record for record in self.results.records}
-        for number, (name, entry) in enumerate(zip(names, entries, strict=True)):
+        for number, (name, entry, texts) in enumerate(self.of_memory):
             source = provenance([records[entry.config]], self.place_of)
-            sentences = [(text, "") for text in map(inert_line, memory_findings(entry.profile))]
-            blocks.append(Prose(heading=inert_line(name), paragraphs=sentences))
+            blocks.append(_prose(name, texts))
             if (timeline := profiles.memory_picture(entry.profile)) is not None:
                 stem = f"{entry.config.key}_timeline"
                 blocks.append(self._figure(stem, f"Memory over time: {name}", timeline, 460, source, number))
@@ -142,3 +156,9 @@ class Subjects:
             id=f"{self.prefix}figure-{stem}{again}{self.ending}", title=inert_line(title), spec=spec, png=address,
             source=source or self.source, height=height,
         )  # fmt: skip
+
+
+def _prose(name: str, texts: Sequence[str]) -> Prose:
+    """The findings of one profile, closed after the first."""
+    sentences = [(text, "") for text in texts]
+    return Prose(heading=inert_line(name), paragraphs=sentences[:MOST_OPEN], more=sentences[MOST_OPEN:])

@@ -1,11 +1,9 @@
 """The page shows what the records hold, and refuses to put side by side what cannot be compared."""
 
-import csv
 import json
 import re
 import shlex
 import shutil
-import statistics
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,7 +15,7 @@ from cs336_systems import cli
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.results import show_results
-from cs336_systems.config import SIZES, Device, Phase, Precision, Profiler
+from cs336_systems.config import Device, Phase, Precision, Profiler
 from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page.command import command_of
 from cs336_systems.report.page.contents import sweep_chapters, sweep_page
@@ -27,13 +25,12 @@ from cs336_systems.report.results import Results
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
 from tests.report.making import make_config, make_record
+from tests.report.page.grid import GRID, grid_values
 from tests.report.sections.kernels.profiles import make_entry
 
 DATA = Path(__file__).parents[3] / "data"
-GRID = DATA / "e2e_benchmark/train"
 MOST_S = 3.0
 """Of processor time, for the page of the grid."""
-VOCABULARY = 10_000
 
 
 class Cells(HTMLParser):
@@ -74,38 +71,10 @@ def grid():
     return page, time.process_time() - begin_s
 
 
-def expected(run, fp32, row):
-    """What each heading of the table of steps stands above, from the JSON of a run; `row` is that of results.csv."""
-    times_ms = {each["phase"]: [1e3 * time_s for time_s in each["times_s"]] for each in run["measurements"]}
-    model, tokens = SIZES[run["config"]["size"]], run["config"]["batch_size"] * run["config"]["model"]["context_length"]
-    mean_ms, cv = (
-        statistics.fmean(times_ms["step"]),
-        statistics.stdev(times_ms["step"]) / statistics.fmean(times_ms["step"]),
-    )
-    weights = model.num_layers * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff) + VOCABULARY * model.d_model
-    attention = 4 * model.num_layers * run["config"]["model"]["context_length"] * model.d_model
-    peak = {"fp32": 67e12, "bf16": 989.5e12}[run["config"]["precision"]]
-    speed_up = statistics.fmean(fp32) * 1e3 / mean_ms if run["config"]["precision"] == "bf16" else None
-    return {
-        "size": run["config"]["size"], "context": run["config"]["model"]["context_length"],
-        "precision": run["config"]["precision"],
-        "step ms": mean_ms, "std/mean %": cv, "tokens/s": tokens / mean_ms * 1e3,
-        **{f"{phase} ms": statistics.fmean(times_ms[phase]) for phase in ("forward", "backward", "optimizer")},
-        "MFU %": 3 * (2 * weights + attention) * tokens / (mean_ms / 1e3) / peak,
-        "peak GiB": run["memory"]["peak_allocated_bytes"] / 2**30, "speed-up vs fp32": speed_up,
-        "predicted GiB": float(row["predicted_peak_gib"]), "of ceiling %": float(row["ceiling_share"]),
-    }  # fmt: skip
-
-
 def test_every_cell_of_the_grid_is_what_its_record_says(grid):
     page, _ = grid
     found = Cells(page)
-    runs = [json.loads(path.read_text()) for path in sorted((GRID / "runs").glob("*.json"))]
-    by_setting = {
-        (r["config"]["size"], str(r["config"]["model"]["context_length"]), r["config"]["precision"]): r for r in runs
-    }
-    with (GRID / "results.csv").open(newline="") as file:
-        rows = {(row["size"], row["context_length"], row["precision"]): row for row in csv.DictReader(file)}
+    wanted_by_setting = grid_values()
     assert list(found.headings) == ["results"]
     headings = [" ".join(heading.split()) for (heading,) in found.headings["results"]]
     assert len(found.cells) == 30 * len(headings)
@@ -114,8 +83,7 @@ def test_every_cell_of_the_grid_is_what_its_record_says(grid):
         cells = {heading: found.cells[f"results.{number}.{place}"] for place, heading in enumerate(headings)}
         key = tuple(cells[name][0] for name in ("size", "context", "precision"))
         seen.add(key)
-        (fp32,) = (each["times_s"] for each in by_setting[*key[:2], "fp32"]["measurements"] if each["phase"] == "step")
-        wanted = expected(by_setting[key], fp32, rows[key])
+        wanted = wanted_by_setting[key]
         assert wanted.keys() == cells.keys()
         for heading, (text, order) in cells.items():
             value = wanted[heading]
@@ -129,7 +97,7 @@ def test_every_cell_of_the_grid_is_what_its_record_says(grid):
                 unit = 10.0 ** -len(shown.partition(".")[2])
                 scaled = value * (100 if heading.endswith("%") else 1)
                 assert abs(float(shown) - scaled) <= max(0.5 * unit, 0.05 * scaled if unit == 1 else 0) * 1.0001
-    assert seen == set(by_setting)
+    assert seen == set(wanted_by_setting)
 
 
 def test_the_page_of_the_grid_takes_three_seconds_at_most(grid):
@@ -212,6 +180,8 @@ def test_records_of_other_conditions_have_tables_of_their_own(field, values, tmp
     apart = [alike[0], measured("medium", **{field: values[1]})]
     page = sweep_page(Results(records=apart), tmp_path)
     assert steps_of(page) == [["small"], ["medium"]]
+    titles = [chapter.title for chapter in page.chapters if chapter.id.startswith("time")]
+    assert [value in title for title in titles for value in values] == [True, False, False, True]
     assert all(value in refused(page) for value in values)
     assert not [b for c in page.chapters for b in c.blocks if isinstance(b, Figure)], "no picture has one run"
     to_html(page)
