@@ -1,27 +1,57 @@
-"""Chooses one step, and reduces its phases and kernels to the data of a picture."""
+"""Chooses one step, and keeps its phases, kernels and idle times as the data of a picture."""
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pandas as pd
 
-from cs336_systems.analysis.columns import Ints
+from cs336_systems.analysis.columns import groups
+from cs336_systems.analysis.kernels.classes import MAX_NAME
 from cs336_systems.analysis.kernels.device_time import DeviceSteps, DeviceWindows, Jobs
+from cs336_systems.analysis.kernels.idle import CAUSES, UNKNOWN_CAUSE, Gaps
 from cs336_systems.analysis.kernels.kernel_times import CLASSES
-from cs336_systems.analysis.kernels.phases import PHASES, Codes
-from cs336_systems.analysis.kernels.step_profile import PicturedStep, Piece, Window
+from cs336_systems.analysis.kernels.parts import RangeParts
+from cs336_systems.analysis.kernels.phases import PHASES
+from cs336_systems.analysis.kernels.step_profile import (
+    IdleSpans,
+    KernelTimes,
+    ModuleTimes,
+    PicturedStep,
+    Piece,
+    StreamKernels,
+    Window,
+)
 from cs336_systems.analysis.kernels.windows import HostSteps
 
+MAX_KERNELS = 50_000
+"""Beyond this number, which would take some 2 MB, the kernels that begin in one cell are merged."""
 CELLS = 2000
 """Cells that the step's time is divided into: about the width of a picture in pixels."""
-MAX_PIECES = 5000
-"""Beyond this number, the pieces that begin in one cell are merged, and get the class that ran longest."""
+MAX_IDLE = 3000
+"""Only the longest idle times are kept."""
 
 
-def picture(steps: HostSteps, spans: DeviceSteps, windows: DeviceWindows, jobs: Jobs, kind: Codes) -> PicturedStep:
-    """The step of median wall time (of two, the shorter); `kind` holds the classes of the kernels in `jobs`."""
+def picture(
+    steps: HostSteps,
+    spans: DeviceSteps,
+    windows: DeviceWindows,
+    in_step: pd.DataFrame,
+    idle: tuple[Gaps, Jobs],
+    tables: tuple[Sequence[KernelTimes], Sequence[ModuleTimes]],
+    names: tuple[Sequence[str], RangeParts],
+) -> PicturedStep:
+    """The step of median wall time (of two, the shorter).
+
+    `in_step` has a row for each kernel of all steps, with its class in the column `kind`. The picture refers to the
+    `tables` of kernels and modules; `names` are the trace's strings and the paths of its ranges.
+    """
     order = np.argsort(steps.end_ns - steps.start_ns, kind="stable")
     step = int(order[(len(order) - 1) // 2])
     start = int(steps.start_ns[step])
     wall = int(spans.end_ns[step]) - start
-    in_step = np.flatnonzero(windows.step == step)
+    rows = in_step[in_step["step"] == step].sort_values(["device", "stream", "start_ns"], kind="stable")
+    rows = rows.assign(start_ns=rows["start_ns"] - start, end_ns=rows["end_ns"] - start)
+    are_few = len(rows) <= MAX_KERNELS
     return PicturedStep(
         step=step,
         wall_s=wall / 1e9,
@@ -33,37 +63,79 @@ def picture(steps: HostSteps, spans: DeviceSteps, windows: DeviceWindows, jobs: 
                 device_start_s=(int(windows.start_ns[row]) - start) / 1e9,
                 device_end_s=(int(windows.end_ns[row]) - start) / 1e9,
             )
-            for row in in_step.tolist()
+            for row in np.flatnonzero(windows.step == step).tolist()
         ),
-        pieces=_pieces(jobs, kind, np.flatnonzero(jobs.step[: len(kind)] == step), start, max(wall // CELLS, 1)),
+        streams=tuple(_streams(_with_tables(rows, tables, names), start)) if are_few else (),
+        idle=tuple(_idle(*idle, step, start)),
+        pieces=() if are_few else _pieces(rows, max(wall // CELLS, 1)),
     )
 
 
-def _pieces(jobs: Jobs, kind: Codes, rows: Ints, origin: int, cell: int) -> tuple[Piece, ...]:
-    """Merge kernels of one stream, phase and class that are less than a cell apart."""
-    rows = rows[np.lexsort((jobs.start_ns[rows], jobs.stream[rows], jobs.device[rows]))]
-    start, end = jobs.start_ns[rows], jobs.end_ns[rows]
-    lane = np.stack((jobs.device[rows], jobs.stream[rows], jobs.phase[rows].astype(np.int64)))
-    changes = (np.diff(lane, axis=1) != 0).any(axis=0)
-    apart = changes | (np.diff(kind[rows]) != 0) | (start[1:] - end[:-1] >= cell)
-    if apart.sum() >= MAX_PIECES:
-        apart = changes | (np.diff((start - origin) // cell) != 0)
-    first = np.flatnonzero(np.append(np.ones(len(rows[:1]), dtype=np.bool_), apart))
-    last = np.append(first[1:], len(rows))[: len(first)] - 1
-    if not len(first):
-        return ()
+def _with_tables(
+    rows: pd.DataFrame,
+    tables: tuple[Sequence[KernelTimes], Sequence[ModuleTimes]],
+    names: tuple[Sequence[str], RangeParts],
+) -> pd.DataFrame:
+    """The rows with two more columns: the row of each kernel in the table of kernels, and in that of modules."""
+    (kernels, modules), (strings, parts) = tables, names
+    kernel_of = {row.name: index for index, row in enumerate(kernels) if row.phase is None}
+    module_of = {(row.path, row.phase): index for index, row in enumerate(modules)}
+    kernel = {name: kernel_of[strings[name][:MAX_NAME]] for name in rows["name"].unique().tolist()}
+    place = pd.Series(parts.path[rows["module"]] * len(PHASES) + rows["phase"].to_numpy(), index=rows.index)
+    module = {
+        own: module_of[parts.names(own // len(PHASES)), PHASES[own % len(PHASES)]] for own in place.unique().tolist()
+    }
+    return rows.assign(kernel_row=rows["name"].map(kernel), module_row=place.map(module))
+
+
+def _streams(rows: pd.DataFrame, start: int) -> Iterator[StreamKernels]:
+    for _, own in rows.groupby(["device", "stream"], sort=False):
+        launches = zip((own["launch_ns"] - start).tolist(), own["is_launched"].tolist(), strict=True)
+        yield StreamKernels(
+            device=int(own["device"].iloc[0]),
+            stream=int(own["stream"].iloc[0]),
+            start_ns=tuple(own["start_ns"].tolist()),
+            duration_ns=tuple(own["duration_ns"].tolist()),
+            launch_ns=tuple(launch if is_launched else None for launch, is_launched in launches),
+            kernel=tuple(own["kernel_row"].tolist()),
+            module=tuple(own["module_row"].tolist()),
+        )
+
+
+def _idle(gaps: Gaps, jobs: Jobs, step: int, start: int) -> Iterator[IdleSpans]:
+    rows = np.flatnonzero((gaps.step == step) & (gaps.cause != UNKNOWN_CAUSE))
+    length = gaps.end_ns - gaps.start_ns
+    rows = np.sort(rows[np.argsort(-length[rows], kind="stable")[:MAX_IDLE]])
+    beside = np.where(gaps.after < 0, gaps.before, gaps.after)
+    for device, on_device in groups(jobs.device[beside[rows]]):
+        for cause, own in groups(gaps.cause[rows[on_device]].astype(np.int64)):
+            chosen = rows[on_device[own]]
+            yield IdleSpans(
+                device=device,
+                cause=CAUSES[cause],
+                start_ns=tuple((gaps.start_ns[chosen] - start).tolist()),
+                duration_ns=tuple(length[chosen].tolist()),
+            )
+
+
+def _pieces(rows: pd.DataFrame, cell: int) -> tuple[Piece, ...]:
+    """Merge the kernels of one stream and phase that begin in one cell; the class is that which ran longest."""
+    ordered = [rows[name].to_numpy() for name in ("device", "stream", "phase")]
+    start, end, kind = (rows[name].to_numpy() for name in ("start_ns", "end_ns", "kind"))
+    apart = np.any([np.diff(column) != 0 for column in [*ordered, start // cell]], axis=0)
+    first = np.flatnonzero(np.append(True, apart))
+    piece = np.cumsum(np.append(False, apart))
     weight = np.zeros((len(first), len(CLASSES)), dtype=np.int64)
-    piece = np.repeat(np.arange(len(first)), last - first + 1)
-    np.add.at(weight, (piece, kind[rows]), end - start + 1)  # + 1, so that a kernel of no duration has weight too
+    np.add.at(weight, (piece, kind), end - start + 1)  # + 1, so that a kernel of no duration has weight too
     busy = np.add.reduceat(end - start, first)
     piece_end = np.maximum.reduceat(end, first)
     return tuple(
         Piece(
-            stream=int(jobs.stream[rows[begin]]),
-            phase=PHASES[jobs.phase[rows[begin]]],
+            stream=int(ordered[1][begin]),
+            phase=PHASES[ordered[2][begin]],
             kind=CLASSES[weight[index].argmax()],
-            start_s=(int(start[begin]) - origin) / 1e9,
-            end_s=(int(piece_end[index]) - origin) / 1e9,
+            start_s=int(start[begin]) / 1e9,
+            end_s=int(piece_end[index]) / 1e9,
             busy_s=int(busy[index]) / 1e9,
         )
         for index, begin in enumerate(first.tolist())

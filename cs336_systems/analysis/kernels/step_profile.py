@@ -5,6 +5,8 @@ others. Times are seconds (`_s`), on the device unless the host is named.
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -16,14 +18,20 @@ import msgspec
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import MAX_TIME_S, Count
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
-PROFILE_FORMAT_VERSION = 1
+Nanoseconds = Annotated[int, msgspec.Meta(ge=-MAX_TIME_NS, le=MAX_TIME_NS)]
+Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
+PROFILE_FORMAT_VERSION = 2
+"""Version 1 had merged kernels only: `PicturedStep` with `pieces` and without `streams` and `idle`."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
+_NUMBERS = re.compile(rb"\[\n([-+.\deE,\s]+)\]")
+"""A list of numbers in indented JSON; a line never ends within a text."""
 
 
 class Work(StrEnum):
@@ -220,6 +228,35 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamKernels:
+    """Kernels of the pictured step on one stream, in the order in which they start; each column has one entry for each.
+
+    Times are nanoseconds from the start of the step.
+    """
+
+    device: Count
+    stream: int
+    start_ns: tuple[Nanoseconds, ...]
+    duration_ns: tuple[Duration, ...]
+    launch_ns: tuple[Nanoseconds | None, ...]
+    """When the host began the call that launched the kernel; None where the file has no launch."""
+    kernel: tuple[Count, ...]
+    """Index into `StepProfile.kernels`, of the kernel's entry for the whole step: its name and class."""
+    module: tuple[Count, ...]
+    """Index into `StepProfile.modules`: the kernel's phase, and the ranges around its launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleSpans:
+    """Idle times of one device in the pictured step with one cause, in order; in nanoseconds from the step's start."""
+
+    device: Count
+    cause: IdleCause
+    start_ns: tuple[Nanoseconds, ...]
+    duration_ns: tuple[Duration, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """Kernels of one class and phase that follow each other closely on one stream of the pictured step.
 
@@ -243,7 +280,12 @@ class PicturedStep:
     step: Count
     wall_s: Time
     windows: tuple[Window, ...]
-    pieces: tuple[Piece, ...]
+    streams: tuple[StreamKernels, ...] = ()
+    """All kernels of the step."""
+    idle: tuple[IdleSpans, ...] = ()
+    """The longest idle times with a known cause."""
+    pieces: tuple[Piece, ...] = ()
+    """Merged kernels instead of `streams`, where they are too many or the profile is of format version 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +344,8 @@ class StepProfile:
 
 
 def encode_profile(profile: StepProfile) -> bytes:
-    """The profile as indented JSON."""
-    return encode_json(profile, indent=1)
+    """The profile as indented JSON, each list of numbers on one line."""
+    return _NUMBERS.sub(lambda found: b"[" + b" ".join(found[1].split()) + b"]", encode_json(profile, indent=1))
 
 
 def decode_profile(data: bytes) -> StepProfile:
@@ -312,6 +354,9 @@ def decode_profile(data: bytes) -> StepProfile:
         profile = msgspec.json.decode(data, type=StepProfile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"not a step profile: {error}") from error
+    if profile.format_version > PROFILE_FORMAT_VERSION:
+        newest = f"format version {profile.format_version} is newer than this program's {PROFILE_FORMAT_VERSION}"
+        raise ValueError(f"not a step profile of this version: {newest}; update the program")
     if wrong := next(contradictions(profile), None):
         raise ValueError(f"not a whole step profile: {wrong}; explain the trace again")
     return profile
@@ -332,6 +377,8 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
     for seen in (*pictured, *profile.gaps):
         if seen.step >= num_steps:
             yield f"there are {num_steps} steps, and an entry is about step {seen.step}"
+    if profile.pictured is not None:
+        yield from _of_picture(profile, profile.pictured)
     left, phases = profile.left, profile.phases
     count = sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
     time_s = sum(sum(phase.kernel_s) for phase in phases) + left.warmup_s + left.outside_s + left.no_launch_s
@@ -340,6 +387,39 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
+
+
+def _of_picture(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
+    """Contradictions between the kernels of the pictured step and the times of its phases, in words."""
+    if step.pieces:
+        if step.streams:
+            yield "its picture has kernels and merged kernels too"
+        return
+    count, time_ns = Counter[LaunchPhase](), Counter[LaunchPhase]()
+    for stream in step.streams:
+        columns = (stream.start_ns, stream.duration_ns, stream.launch_ns, stream.kernel, stream.module)
+        if len(set(map(len, columns))) > 1:
+            yield f"columns of stream {stream.stream} need one length, got {[len(column) for column in columns]}"
+            return
+        largest = (max(stream.kernel, default=0), max(stream.module, default=0))
+        if stream.kernel and (largest[0] >= len(profile.kernels) or largest[1] >= len(profile.modules)):
+            yield f"stream {stream.stream} names kernel {largest[0]} and module {largest[1]}, which are not there"
+            return
+        for module, duration_ns in zip(stream.module, stream.duration_ns, strict=True):
+            count[profile.modules[module].phase] += 1
+            time_ns[profile.modules[module].phase] += duration_ns
+    for idle in step.idle:
+        if len(idle.start_ns) != len(idle.duration_ns):
+            yield f"idle times need as many starts as durations, got {len(idle.start_ns)}, {len(idle.duration_ns)}"
+    needed = {phase.phase: phase for phase in profile.phases}
+    for name in {*count, *needed}:
+        launches = needed[name].launches[step.step] if name in needed else 0
+        needed_s = needed[name].kernel_s[step.step] if name in needed else 0.0
+        if count[name] != launches or not math.isclose(time_ns[name] / 1e9, needed_s, rel_tol=1e-9, abs_tol=1e-9):
+            yield (
+                f"the picture has {count[name]} {profile.work} and {time_ns[name] / 1e9:.9f} s of {name}, "
+                f"needed {launches} and {needed_s:.9f} s"
+            )
 
 
 def read_profile(path: Path) -> StepProfile | None:

@@ -47,6 +47,7 @@ def summarise(
     parts = range_parts(attribution, AttentionNames() if names is None else names)
     kernels = with_roles(work[~work["is_copy"]].assign(kind=kind), attribution, parts)
     in_step = kernels[kernels["step"] >= 0]
+    by_kernel, by_module = kernel_times(in_step, trace.strings), module_times(in_step, parts)
     attention, attention_notes = attention_times(in_step, parts, model, batch_size)
     profile = StepProfile(
         source=source,
@@ -61,15 +62,17 @@ def summarise(
         left=_left(kernels, is_in_a_step=attribution.kernels.step >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
         phases=tuple(_phases(work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host)),
-        kernels=kernel_times(in_step, trace.strings),
+        kernels=by_kernel,
         classes=class_times(in_step),
         products=tuple(matmul_counts(in_step)),
         attention=attention,
-        modules=module_times(in_step, parts),
+        modules=by_module,
         idle=idle_times(gaps, num_devices),
         gaps=longest_gaps(gaps, jobs, attribution, selection, host),
         host_calls=host_calls(host, selection),
-        pictured=picture(selection.steps, spans, windows, jobs, kind),
+        pictured=picture(
+            selection.steps, spans, windows, in_step, (gaps, jobs), (by_kernel, by_module), (trace.strings, parts)
+        ),
         notes=(
             *attribution.notes,
             *_process_notes(attribution, selection),

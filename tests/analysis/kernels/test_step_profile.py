@@ -1,25 +1,40 @@
 """A profile that was kept is read again as it was, or refused in one line: it may have been changed by hand."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile, write_profile
+from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.step_profile import (
+    StepProfile,
+    decode_profile,
+    encode_profile,
+    read_profile,
+    write_profile,
+)
+from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.cli import main
+from tests.analysis.kernels.tracing import make_trace, random_recording, training
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_inference, make_profile
 
 
-@pytest.mark.parametrize("make", [make_profile, make_inference, make_cpu_profile])
+def make_pictured() -> StepProfile:
+    """With each kernel of the pictured step; `make_profile` has merged kernels, as in format version 1."""
+    return summarise(attribute(make_trace(training(3, step_range=True))), source="p.nsys-rep")
+
+
+@pytest.mark.parametrize("make", [make_profile, make_inference, make_cpu_profile, make_pictured])
 def test_what_was_written_is_read(make, tmp_path: Path) -> None:
     write_profile(make(), tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == make()
 
 
-def changed(path: Path, place: tuple[str | int, ...], value: object) -> Path:
+def changed(path: Path, place: tuple[str | int, ...], value: object, make=make_profile) -> Path:
     """A file whose profile has that value in that place."""
-    content = json.loads(encode_profile(make_profile()))
+    content = json.loads(encode_profile(make()))
     inner = content
     for key in place[:-1]:
         inner = inner[key]
@@ -56,3 +71,43 @@ def test_a_profile_that_contradicts_itself_is_refused(
 def test_the_sums_that_miss_the_whole_are_said(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"hold 77 kernels and 0\.061500000 s, needed all 78 and 0\.061500000 s"):
         read_profile(changed(tmp_path / "p.json", ("num_kernels",), 78))
+
+
+IDLE = {"device": 0, "cause": "late launch", "start_ns": [1, 2, 3], "duration_ns": [1, 2]}
+STREAM = ("pictured", "streams", 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((*STREAM, "duration_ns", 0), 12345), ((*STREAM, "duration_ns", 0), -1), ((*STREAM, "start_ns", 0), 2**62),
+        ((*STREAM, "start_ns"), [0]), ((*STREAM, "kernel", 0), 10**6), ((*STREAM, "module", 0), 10**6),
+        ((*STREAM, "module", 0), -1), (("pictured", "streams"), []), (("pictured", "idle"), [IDLE]),
+        (("pictured", "pieces"), json.loads(encode_profile(make_profile()))["pictured"]["pieces"]),
+        (("phases", 1, "launches", 1), 1), (("format_version",), 99),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kernels_that_contradict_the_phases_are_refused(
+    place: tuple[str | int, ...], value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(ProfileError, match="step profile"):
+        read_profile(changed(tmp_path / "p.json", place, value, make_pictured))
+
+
+def test_a_kernel_moved_to_another_phase_is_refused(tmp_path: Path) -> None:
+    """The sum over all phases stays, so only the phases' own times can tell."""
+    found = make_pictured()
+    first, *_ = found.pictured.streams[0].module
+    other = next(i for i, row in enumerate(found.modules) if row.phase is not found.modules[first].phase)
+    with pytest.raises(ProfileError, match="the picture has"):
+        read_profile(changed(tmp_path / "p.json", (*STREAM, "module", 0), other, make_pictured))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_numbers_of_a_list_are_on_one_line_and_texts_are_as_they_were(seed: int) -> None:
+    made = random_recording(random.Random(seed))
+    found = summarise(attribute(make_trace(made)), source="[\n1,\n 2]" + "[1, 2]")
+    data = encode_profile(found)
+    assert decode_profile(data) == found
+    assert not any(line.strip().rstrip(b",").isdigit() for line in data.splitlines())

@@ -11,7 +11,6 @@ import pytest
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import MAX_NAME, classify_kernel
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
-from cs336_systems.analysis.kernels.picture import CELLS, MAX_PIECES
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile, encode_profile
 from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.analysis.kernels.trace import Trace
@@ -222,57 +221,6 @@ def test_a_host_without_a_device_has_operators() -> None:
     }
     assert (found.idle, found.gaps) == ((), ())
     assert whole(found) == (2, 110)
-
-
-def test_the_step_of_median_wall_time_is_pictured() -> None:
-    made = Recording()
-    for index, wall in enumerate((900, 100, 400, 300)):
-        start = 10_000 * index
-        made.spans += [Span("step", start, start + wall), Span("forward", start + 10, start + wall)]
-        made.kernels.append(Kernel("k", start + 20, start_ns=start + 30, duration_ns=50, stream=index))
-    pictured = profile(made).pictured
-    assert (pictured.step, ns(pictured.wall_s)) == (3, 300)
-    (piece,) = pictured.pieces
-    assert (piece.stream, piece.phase, ns(piece.start_s), ns(piece.end_s), ns(piece.busy_s)) == (
-        3,
-        "forward",
-        30,
-        80,
-        50,
-    )
-    window = pictured.windows[-1]
-    assert [ns(v) for v in (window.host_start_s, window.host_end_s)] == [10, 300]
-    assert [ns(v) for v in (window.device_start_s, window.device_end_s)] == [10, 300]
-
-
-def test_close_kernels_of_one_class_are_one_piece() -> None:
-    wall = CELLS * 100
-    made = Recording(spans=[Span("step", 0, wall), Span("forward", 0, wall)])
-    rows = [("gemm", 0), ("gemm", 140), ("gemm", 290), ("softmax", 400), ("gemm", 500), ("gemm", 650)]
-    made.kernels = [Kernel(name, 1, start_ns=start, duration_ns=50) for name, start in rows]
-    made.kernels.append(Kernel("gemm", 1, start_ns=60, duration_ns=40, stream=1))
-    pieces = profile(made).pictured.pieces
-    assert [(p.stream, p.kind, ns(p.start_s), ns(p.end_s), ns(p.busy_s)) for p in pieces] == [
-        (1, "matrix product", 60, 100, 40),
-        (7, "matrix product", 0, 190, 100),
-        (7, "matrix product", 290, 340, 50),
-        (7, "softmax", 400, 450, 50),
-        (7, "matrix product", 500, 550, 50),
-        (7, "matrix product", 650, 700, 50),
-    ]
-
-
-def test_a_picture_of_very_many_kernels_is_bounded_and_loses_no_time() -> None:
-    count = 4 * MAX_PIECES
-    made = Recording(spans=[Span("step", 0, 20 * count), Span("forward", 0, 20 * count)])
-    made.kernels = [
-        Kernel("gemm" if i % 2 else "softmax", 20 * i, start_ns=20 * i, duration_ns=9 if i % 2 else 5)
-        for i in range(count)
-    ]
-    pieces = profile(made).pictured.pieces
-    assert len(pieces) == CELLS
-    assert {piece.kind for piece in pieces} == {"matrix product"}
-    assert sum(ns(piece.busy_s) for piece in pieces) == 7 * count
 
 
 @pytest.mark.speed

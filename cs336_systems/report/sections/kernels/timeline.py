@@ -48,16 +48,17 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     if step is None:
         raise ValueError(f"{profile.source}: a timeline needs a pictured step, but this profile has none")
     is_gpu = profile.work is Work.KERNELS
-    streams = _busiest(step.pieces)
+    pieces = pieces_of(profile)
+    streams = _busiest(pieces)
     gaps = longest_gaps(profile) if is_gpu else []
-    kinds = [kind for kind in drawing.CLASS_COLOURS if any(piece.kind is kind for piece in step.pieces)]
+    kinds = [kind for kind in drawing.CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
     lines = gap_lines(gaps)
     heights = [0.8 if is_gpu else 0.35, *[1.5 if len(streams) == 1 else 0.85] * len(streams), 0.17 * len(lines) + 0.01]
     figure = drawing.new_figure(
         6.5,
         1.75 + sum(heights) + 0.19 * -(-len(kinds) // 4),
         _title(profile, step),
-        ", ".join([*([name] if name else []), *describe_source(profile), *_step_words(profile, step)]),
+        ", ".join([*([name] if name else []), *describe_source(profile), *_step_words(profile, step, pieces)]),
     )
     phases, *lanes, words = figure.subplots(len(heights), 1, height_ratios=heights).tolist()
     _draw_phases(phases, step, is_gpu)
@@ -73,6 +74,27 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     handles = [Patch(color=drawing.CLASS_COLOURS[kind], label=kind) for kind in kinds]
     drawing.legend_below(figure, handles, 4)
     return figure
+
+
+def pieces_of(profile: StepProfile) -> Sequence[Piece]:
+    """The pictured step's merged kernels; if its kernels are kept, a piece for each of them."""
+    step = profile.pictured
+    if step is None or not step.streams:
+        return step.pieces if step is not None else ()
+    return [
+        Piece(
+            stream=stream.stream,
+            phase=profile.modules[module].phase,
+            kind=profile.kernels[kernel].kind,
+            start_s=start_ns / 1e9,
+            end_s=(start_ns + duration_ns) / 1e9,
+            busy_s=duration_ns / 1e9,
+        )
+        for stream in step.streams
+        for start_ns, duration_ns, kernel, module in zip(
+            stream.start_ns, stream.duration_ns, stream.kernel, stream.module, strict=True
+        )
+    ]
 
 
 def longest_gaps(profile: StepProfile) -> list[Gap]:
@@ -113,10 +135,10 @@ def _title(profile: StepProfile, step: PicturedStep) -> str:
     return f"{what} on the {device}: {significant(step.wall_s * 1e3, 3)} ms{busy}"
 
 
-def _step_words(profile: StepProfile, step: PicturedStep) -> list[str]:
+def _step_words(profile: StepProfile, step: PicturedStep, pieces: Sequence[Piece]) -> list[str]:
     kind = "warm-up step" if profile.is_warmup else "step"
     words = [] if profile.is_whole_trace else [f"{kind} {step.step + 1} of {profile.num_steps} (median time)"]
-    left_out = len({piece.stream for piece in step.pieces}) - MAX_STREAMS
+    left_out = len({piece.stream for piece in pieces}) - MAX_STREAMS
     return [*words, f"{left_out} less busy streams left out"] if left_out > 0 else words
 
 
