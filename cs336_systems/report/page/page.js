@@ -212,34 +212,46 @@ function listen(place) { // zoom by keys, and by the wheel while the figure has 
 }
 
 // One step, kernel by kernel. Only what is in view is drawn, so that the number of kernels does not matter: few kernels as
-// bars with their names, many as an image whose columns have the class that ran longest in them.
+// bars with their names, many as an image whose columns have the class that ran longest in them. A column is idle if half of it is.
 
-const COLUMNS = 1200, MOST_BARS = 150, LEAST_NS = 200;
-const ms = (ns) => (ns / 1e6).toLocaleString("en", { maximumFractionDigits: 6 });
-const duration = (ns) => ns < 1e6 ? `${(ns / 1e3).toLocaleString("en")} µs` : `${ms(ns)} ms`;
+const MOST_BARS = 150, LEAST_NS = 200, MARGIN = 80;
+const [rounded, exact] = [3, 6].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+const ms = (ns) => exact.format(ns / 1e6);
+const duration = (ns) => ns < 1e6 ? `${rounded.format(ns / 1e3)}\u00a0µs` : `${ms(ns)}\u00a0ms`;
+const plain = (escaped) => new DOMParser().parseFromString(escaped, "text/html").body.textContent; // which runs nothing
 
-function firstInView(lane, from) {
-  let low = 0, high = lane.start.length;
-  while (low < high) { const middle = (low + high) >> 1; if (lane.reach[middle] <= from) low = middle + 1; else high = middle; }
-  return low;
+function unfold(lane) { // times from their differences; `reach` is the latest end so far, to find the first kernel in view
+  if (lane.start) return;
+  for (const name of ["start", "end", "reach"]) lane[name] = new Float64Array(lane.name.length);
+  for (let i = 0, end = 0; i < lane.name.length; i++) {
+    lane.start[i] = end + lane.gap[i];
+    lane.end[i] = end = lane.start[i] + lane.length[i];
+    lane.reach[i] = Math.max(end, lane.reach[i - 1] ?? end);
+  }
+  let launch = 0;
+  lane.launch = lane.launch_us.map((more) => (launch += more) * 1e3);
+  for (const i of lane.unknown) lane.launch[i] = null;
 }
 
 function inView(lane, from, to) {
+  let low = 0, high = lane.start.length;
+  while (low < high) { const middle = (low + high) >> 1; if (lane.reach[middle] <= from) low = middle + 1; else high = middle; }
   const found = [];
-  for (let i = firstInView(lane, from); i < lane.start.length && lane.start[i] < to; i++) if (lane.end[i] >= from) found.push(i);
+  for (let i = low; i < lane.start.length && lane.start[i] < to; i++) if (lane.end[i] >= from) found.push(i);
   return found;
 }
 
-function columns(lane, kernels, from, to) { // of each column, the kernel that ran longest in it
-  const longest = new Float64Array(COLUMNS), shown = new Array(COLUMNS).fill(null), width = (to - from) / COLUMNS;
+function columns(lane, kernels, from, to, count, least) { // of each column, the kernel that ran longest in it; null where all took less than this part
+  const longest = new Float64Array(count), sum = new Float64Array(count), shown = new Array(count).fill(null), width = (to - from) / count;
   for (const i of kernels) {
-    const first = Math.max(0, Math.floor((lane.start[i] - from) / width)), last = Math.min(COLUMNS - 1, Math.floor((lane.end[i] - from) / width));
+    const first = Math.max(0, Math.floor((lane.start[i] - from) / width)), last = Math.min(count - 1, Math.floor((lane.end[i] - from) / width));
     for (let column = first; column <= last; column++) {
       const part = Math.min(lane.end[i], from + (column + 1) * width) - Math.max(lane.start[i], from + column * width);
+      sum[column] += part;
       if (shown[column] === null || part > longest[column]) { longest[column] = part; shown[column] = i; }
     }
   }
-  return shown;
+  return shown.map((i, column) => sum[column] < least * width ? null : i);
 }
 
 function fitting(text, room) { // a text that is escaped is not cut within an entity
@@ -247,77 +259,144 @@ function fitting(text, room) { // a text that is escaped is not cut within an en
   return room < 4 ? "" : `${text.slice(0, room - 1).replace(/&[^;]*$/, "")}…`;
 }
 
-function stepTraces(figure, from, to, pixels) {
-  const about = (lane, i) => `${figure.names[lane.name[i]]}<br>${figure.classes[lane.kind[i]]}, ${lane.label}<br>${duration(lane.end[i] - lane.start[i])}, from ${ms(lane.start[i])} ms`;
-  const views = figure.lanes.map((lane) => inView(lane, from, to)), count = figure.classes.length;
+function about(figure, lane, i) { // what there is to say of one kernel or idle time, in escaped lines
+  const name = lane.name[i], launch = lane.launch[i] ?? null;
+  return [
+    figure.names[name],
+    [...new Set([figure.classes[figure.kind[name]], figure.places[lane.place[i]], lane.label])].filter(Boolean).join(", "),
+    `${duration(lane.end[i] - lane.start[i])}, from ${ms(lane.start[i])}\u00a0ms${launch === null ? "" : `, launched ${duration(Math.max(0, Math.round((lane.start[i] - launch) / 1e3) * 1e3))} before`}`,
+  ];
+}
+
+function stepTraces(figure, colours, from, to, pixels) { // and which kernel is in each row and column of the first
   const clip = (start, end) => [Math.max(start, from) / 1e6, (Math.min(end, to) - Math.max(start, from)) / 1e6];
-  const room = (row) => Math.floor(((Math.min(row[2], to) - Math.max(row[1], from)) / (to - from)) * pixels / 7.5) - 1; // characters that fit into a bar
-  const bars = (rows, extra) => ({ // a row has its label, start, end, text, hover text and colour
-    type: "bar", orientation: "h", y: rows.map((row) => row[0]), base: rows.map((row) => clip(row[1], row[2])[0]), x: rows.map((row) => clip(row[1], row[2])[1]),
-    text: rows.map((row) => fitting(row[3], room(row))), hovertext: rows.map((row) => row[4]), marker: { color: rows.map((row) => row[5]), line: { width: 1, color: style("--paper") } },
-    hoverinfo: "text", textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", cliponaxis: true, width: 0.85, showlegend: false, ...extra,
-  });
-  const traces = [];
+  const bars = (rows, extra) => { // a row has its label, start, end, text, hover text and colour
+    const places = rows.map((row) => clip(row[1], row[2])), perMs = pixels * 1e6 / (to - from);
+    return {
+      type: "bar", orientation: "h", y: rows.map((row) => row[0]), base: places.map((place) => place[0]), x: places.map((place) => place[1]),
+      text: rows.map((row, r) => fitting(row[3], Math.floor(places[r][1] * perMs / 8) - 1)), hovertext: rows.map((row) => row[4]), marker: { color: rows.map((row) => row[5]), line: { width: 1, color: colours.paper } },
+      hoverinfo: "text", textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", cliponaxis: true, width: 0.85, showlegend: false, ...extra,
+    };
+  };
+  const views = figure.lanes.map((lane) => inView(lane, from, to)), traces = [];
+  let shown = figure.lanes.map(() => []);
   if (views.reduce((sum, view) => sum + view.length, 0) <= MOST_BARS) {
-    const rows = figure.lanes.flatMap((lane, l) => views[l].map((i) => [lane.label, lane.start[i], lane.end[i], figure.names[lane.name[i]], about(lane, i), figure.colours[lane.kind[i]]]));
-    traces.push(bars(rows, { offset: -0.425 }));
+    shown = figure.lanes.flatMap((lane, l) => views[l].map((i) => [l, i]));
+    traces.push(bars(shown.map(([l, i]) => {
+      const lane = figure.lanes[l], name = lane.name[i];
+      return [lane.label, lane.start[i], lane.end[i], figure.names[name], about(figure, lane, i).join("<br>"), colours.classes[figure.kind[name]]];
+    }), { offset: -0.425 }));
   } else {
-    const shown = figure.lanes.map((lane, l) => columns(lane, views[l], from, to)), dx = (to - from) / COLUMNS / 1e6;
+    const count = colours.classes.length, width = Math.max(50, Math.round(pixels)), dx = (to - from) / width / 1e6;
+    shown = figure.lanes.map((lane, l) => columns(lane, views[l], from, to, width, figure.kind[lane.name[0]] === figure.colours.length ? 0.5 : 0).map((i) => i === null ? null : [l, i]));
     traces.push({
-      type: "heatmap", z: shown.map((row, l) => row.map((i) => i === null ? null : figure.lanes[l].kind[i])), text: shown.map((row, l) => row.map((i) => i === null ? "" : about(figure.lanes[l], i))),
+      type: "heatmap", z: shown.map((row) => row.map((own) => own && figure.kind[figure.lanes[own[0]].name[own[1]]])), text: shown.map((row) => row.map((own) => own ? about(figure, figure.lanes[own[0]], own[1]).join("<br>") : "")),
       x0: from / 1e6 + dx / 2, dx, y: figure.lanes.map((lane) => lane.label), zmin: -0.5, zmax: count - 0.5, showscale: false, hoverinfo: "text", hoverongaps: false, ygap: 6, xgap: 0, zsmooth: false,
-      colorscale: figure.colours.flatMap((colour, i) => [[i / count, colour], [(i + 1) / count, colour]]),
+      colorscale: colours.classes.flatMap((colour, i) => [[i / count, colour], [(i + 1) / count, colour]]),
     });
   }
   const spans = figure.rows.flatMap((row) => row.spans.map((span, i) => ({ row, span, i }))).filter(({ span }) => span.end_ns > from && span.start_ns < to);
   if (figure.rows.length) {
-    const shades = [style("--shade-1"), style("--shade-2")];
     traces.push(bars(spans.map(({ row, span, i }) => [
-      row.label, span.start_ns, span.end_ns, span.name, `${span.name}<br>${span.about ? `${span.about}<br>` : ""}${duration(span.end_ns - span.start_ns)}, from ${ms(span.start_ns)} ms`,
-      row.label === "idle" ? style("--idle") : shades[i % 2],
-    ]), { yaxis: "y2", textfont: { color: style("--text") }, insidetextfont: { color: style("--text") } }));
+      row.label, span.start_ns, span.end_ns, span.name, `${span.name}<br>${duration(span.end_ns - span.start_ns)}, from ${ms(span.start_ns)}\u00a0ms`, colours.shades[i % 2],
+    ]), { yaxis: "y2", textfont: { color: colours.text }, insidetextfont: { color: colours.text } }));
   }
-  const used = new Set(figure.lanes.flatMap((lane) => lane.kind));
-  for (const [i, name] of figure.classes.entries()) {
-    if (used.has(i)) traces.push({ type: "scatter", mode: "markers", x: [null], y: [figure.lanes[0].label], name, hoverinfo: "skip", marker: { symbol: "square", size: 11, color: figure.colours[i] } });
+  for (const [i] of figure.colours.entries()) {
+    traces.push({ type: "scatter", mode: "markers", x: [null], y: [figure.lanes[0]?.label], name: figure.classes[i], hoverinfo: "skip", marker: { symbol: "square", size: 11, color: colours.classes[i] } });
   }
-  return traces;
+  return [traces, shown];
 }
 
 async function drawStep(library, place, figure, height) {
-  for (const lane of figure.lanes) { // the latest end so far, to find the first kernel in view
-    if (!lane.reach) { let end = 0; lane.reach = lane.end.map((own) => (end = Math.max(end, own))); }
-  }
-  const whole = [0, figure.length_ns], rows = figure.rows.length, above = rows ? 1 - (0.5 * rows) / (0.5 * rows + figure.lanes.length + 0.3) : 1;
-  const layout = themed({
+  figure.lanes.forEach(unfold);
+  const rows = figure.rows.length, lanes = figure.lanes.map((lane) => lane.label), above = rows ? 1 - (0.5 * rows) / (0.5 * rows + lanes.length + 0.3) : 1;
+  const axis = { type: "category", categoryorder: "array", dtick: 1, fixedrange: true, showgrid: false, ticklabeloverflow: "allow" };
+  const own = place.own ??= { view: [0, figure.length_ns], shown: [], selected: null, next: null, busy: null };
+  own.colours = { classes: [...figure.colours, style("--idle")], shades: [style("--shade-1"), style("--shade-2")], text: style("--text"), paper: style("--paper") };
+  own.figure = figure;
+  own.layout = themed({
     height, dragmode: "zoom", barmode: "overlay", legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, itemclick: false, itemdoubleclick: false },
-    xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y" }, margin: { t: 10, r: 20, b: 40, l: 60 }, hovermode: "closest",
-    yaxis: { type: "category", categoryorder: "array", categoryarray: figure.lanes.map((lane) => lane.label), range: [figure.lanes.length - 0.5, -0.5], dtick: 1, fixedrange: true, domain: [0, rows ? above - 0.03 : 1], showgrid: false },
-    ...(rows ? { yaxis2: { type: "category", categoryorder: "array", categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], dtick: 1, fixedrange: true, domain: [above, 1], showgrid: false } } : {}),
+    xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y", automargin: false, ticklabeloverflow: "allow" }, margin: { t: 10, r: 20, b: 80, l: 60 }, hovermode: "closest",
+    yaxis: { ...axis, categoryarray: lanes, range: [lanes.length - 0.5, -0.5], domain: [0, rows ? above - 0.03 : 1] },
+    ...(rows ? { yaxis2: { ...axis, categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], domain: [above, 1] } } : {}),
   });
-  let view = place.range?.().map((value) => value * 1e6) ?? whole, next = null, busy = null;
-  const show = async () => { // the latest wish only
-    while (next) {
-      const width = Math.min(Math.max(next[1] - next[0], LEAST_NS), whole[1]), from = Math.max(0, Math.min(next[0], whole[1] - width));
-      view = [from, from + width];
-      next = null;
-      layout.xaxis = { ...layout.xaxis, range: view.map((ns) => ns / 1e6), autorange: false };
-      await library.react(place, stepTraces(figure, ...view, place.clientWidth - 100), { ...layout }, config);
+  own.next ??= own.view;
+  if (place.zoom) return place.zoom("same");
+  const show = async () => { // the latest wish only, at most one in a frame
+    while (own.next) {
+      const [from, to] = own.next, width = Math.min(Math.max(to - from, LEAST_NS), own.figure.length_ns), start = Math.max(0, Math.min(from, own.figure.length_ns - width));
+      own.view = [start, start + width];
+      own.next = null;
+      const [traces, shown] = stepTraces(own.figure, own.colours, ...own.view, place._fullLayout?._size.w ?? place.clientWidth - MARGIN);
+      own.shown = shown;
+      if (own.width !== place.clientWidth) own.margin = null; // margins are worked out once, since that takes half of a zoom's time
+      const xaxis = { ...own.layout.xaxis, range: own.view.map((ns) => ns / 1e6), autorange: false };
+      await library.react(place, traces, { ...own.layout, xaxis, shapes: marks(own), ...(own.margin ? { margin: own.margin } : {}) }, config);
+      const { t, r, b, l } = place._fullLayout._size;
+      own.margin ??= { t, r, b, l, autoexpand: false };
+      own.width = place.clientWidth;
     }
-    busy = null;
+    own.busy = null;
   };
-  const isNew = !place.zoom;
-  place.range = () => (next ?? view).map((ns) => ns / 1e6); // what is wished already, while it is being drawn
-  place.zoom = (range) => { next = range ? range.map((value) => value * 1e6) : whole; return (busy ??= show()); };
-  next = view;
-  await (busy = show());
-  if (!isNew) return;
+  await show();
+  place.range = () => (own.next ?? own.view).map((ns) => ns / 1e6); // what is wished already, while it is being drawn
+  place.zoom = (range) => {
+    own.next = range === "same" ? own.next ?? own.view : range ? range.map((value) => value * 1e6) : [0, figure.length_ns];
+    return (own.busy ??= new Promise(requestAnimationFrame).then(show));
+  };
   listen(place);
   place.on("plotly_relayout", (change) => { // dragging, or a double click
     if (change["xaxis.range[0]"] !== undefined) place.zoom([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
     else if (change["xaxis.autorange"]) place.zoom(null);
+    else if (change.autosize) place.zoom("same");
   });
   place.on("plotly_doubleclick", () => place.zoom(null));
+  const say = finder(place, own);
+  place.on("plotly_click", ({ points: [{ curveNumber, pointNumber }] }) => {
+    const found = curveNumber ? null : Array.isArray(pointNumber) ? own.shown[pointNumber[0]]?.[pointNumber[1]] : own.shown[pointNumber];
+    if (!found) return;
+    own.selected = found;
+    say("");
+    place.zoom("same");
+  });
+}
+
+function marks(own) { // a frame around the kernel that was found
+  if (!own.selected) return [];
+  const [l, i] = own.selected, lane = own.figure.lanes[l];
+  return [{ type: "rect", x0: lane.start[i] / 1e6, x1: lane.end[i] / 1e6, y0: l - 0.46, y1: l + 0.46, line: { color: own.colours.text, width: 2 } }];
+}
+
+function finder(place, own) { // kernels by a part of their names, or by how long they ran; returns what says the one that is selected
+  const make = (tag, fields, ...parts) => { const element = Object.assign(document.createElement(tag), fields); element.append(...parts); return element; };
+  const { names, whole, kind, classes, lanes } = own.figure, texts = names.map((name, n) => plain(`${name}\n${whole[n]}\n${classes[kind[n]]}`).toLowerCase());
+  const input = make("input", { type: "search", placeholder: "Find a kernel", ariaLabel: "Find kernels by a part of the name or of the class" });
+  const [next, longest] = ["Next", "Next longest"].map((text) => make("button", { type: "button" }, text));
+  const output = make("p", { className: "note found" });
+  output.setAttribute("role", "status");
+  const say = (before) => {
+    const [l, i] = own.selected, name = lanes[l].name[i], [first, ...more] = about(own.figure, lanes[l], i);
+    output.textContent = before + plain([first, ...more, ...(whole[name] ? [whole[name]] : [])].join(" · "));
+  };
+  const go = (order, forward = true) => {
+    const text = input.value.trim().toLowerCase(), idle = classes.length - 1;
+    const found = lanes.flatMap((lane, l) => Array.from(lane.name, (name, i) => [name, l, i])).filter(([name]) => text ? texts[name].includes(text) : kind[name] !== idle).map(([, l, i]) => [l, i]);
+    if (!found.length) { output.textContent = "No kernel has this text in its name or class."; return; }
+    found.sort(([k, i], [l, j]) => order(lanes[k], i) - order(lanes[l], j));
+    const at = own.selected ? found.findIndex(([l, i]) => l === own.selected[0] && i === own.selected[1]) : -1;
+    const now = forward ? (at + 1) % found.length : (Math.max(at, 0) - 1 + found.length) % found.length;
+    own.selected = found[now];
+    say(`${now + 1} of ${found.length}: `);
+    const [l, i] = own.selected, length = Math.max(lanes[l].end[i] - lanes[l].start[i], LEAST_NS / 5);
+    place.zoom([(lanes[l].start[i] - 2 * length) / 1e6, (lanes[l].start[i] + 3 * length) / 1e6]);
+  };
+  const inTime = (lane, i) => lane.start[i], byLength = (lane, i) => lane.start[i] - lane.end[i];
+  next.addEventListener("click", () => go(inTime));
+  longest.addEventListener("click", () => go(byLength));
+  input.addEventListener("keydown", (event) => { if (event.key === "Enter") go(inTime, !event.shiftKey); });
+  place.before(make("div", { className: "tools" }, input, next, longest));
+  place.after(output);
+  return say;
 }
 
 // What is kept of a run is made when the run is opened.

@@ -1,69 +1,19 @@
-"""Explained profiles as plotly's data and layout: one step kernel by kernel, its classes, and memory over time."""
+"""Explained profiles as plotly's data and layout: a step's kernels by class, and memory over time."""
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from markupsafe import Markup
 
-from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.page.figures import Spec, text
-from cs336_systems.report.page.step import Lane, Span, StepPicture
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.sections.kernels.plots import COPIES, IDLE, time_bars
-from cs336_systems.report.sections.kernels.timeline import gap_words
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.words import size, unit_for
 
 PHASES = ("#9BA3AD", "#C3C9D0")
 """Phases beside each other alternate between these, behind the memory over time."""
-
-
-def step_picture(profile: StepProfile) -> Spec | None:
-    """One step: the phases on the host and the device, each stream by class of kernel, and the idle times; or None.
-
-    An explained profile holds kernels of one class that follow each other closely as one piece.
-    """
-    step = profile.pictured
-    if step is None or not step.wall_s:
-        return None
-    is_gpu = profile.work is Work.KERNELS
-    phases = {"host": [_span(own.host_start_s, own.host_end_s, own.phase) for own in step.windows]}
-    if is_gpu:
-        phases["GPU"] = [_span(own.device_start_s, own.device_end_s, own.phase) for own in step.windows]
-    lanes = []
-    ordered = sorted(step.pieces, key=lambda piece: (piece.stream, piece.start_s))
-    for stream, group in groupby(ordered, key=lambda piece: piece.stream):
-        own = list(group)
-        lanes.append(
-            Lane(
-                label=f"stream {stream}",
-                start_ns=[_ns(piece.start_s) for piece in own],
-                end_ns=[_ns(piece.end_s) for piece in own],
-                kind=[str(piece.kind) for piece in own],
-                name=[f"{piece.kind} in {piece.phase}" for piece in own],
-            )
-        )
-    gaps = sorted((gap for gap in profile.gaps if gap.step == step.step and is_gpu), key=lambda gap: gap.start_s)
-    return StepPicture(
-        length_ns=_ns(step.wall_s),
-        lanes=lanes,
-        colours={
-            str(kind): colour
-            for kind, colour in drawing.CLASS_COLOURS.items()
-            if any(piece.kind is kind for piece in step.pieces)
-        },
-        phases=phases,
-        idle=[_span(gap.start_s, gap.start_s + gap.duration_s, gap.cause, gap_words(gap)) for gap in gaps],
-    ).spec
-
-
-def _ns(time_s: float) -> int:
-    return round(time_s * 1e9)
-
-
-def _span(start_s: float, end_s: float, name: str, about: str = "") -> Span:
-    return Span(start_ns=_ns(start_s), end_ns=_ns(end_s), name=str(name), about=about)
 
 
 def classes_picture(profile: StepProfile) -> Spec:

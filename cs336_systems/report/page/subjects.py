@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order, to_frame
-from cs336_systems.report.page import figures, profiles
+from cs336_systems.report.page import figures, pictured, profiles
 from cs336_systems.report.page.provenance import PlaceOf, provenance
 from cs336_systems.report.page.refusals import by_warmup
 from cs336_systems.report.page.write import Block, Figure, Prose, TableBlock
@@ -93,12 +93,12 @@ class Subjects:
         for number, (name, entry, texts) in enumerate(self.of_kernels):
             source, profile = provenance([entry.profiled], self.place_of), entry.profile
             blocks.append(_prose(name, texts))
-            if (spec := profiles.step_picture(profile)) is not None:
+            if (spec := pictured.step_picture(profile)) is not None:
                 stem = f"{entry.config.key}_timeline"
                 blocks.append(
                     self._figure(
                         stem,
-                        f"One step on its streams, kernels of one class that follow each other as one: {name}",
+                        f"{pictured.step_title(profile)}: {name}",
                         spec,
                         320,
                         source,

@@ -4,7 +4,7 @@ from markupsafe import Markup
 
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv
-from cs336_systems.report.page.step import Lane, Span, StepPicture
+from cs336_systems.report.page.step import IDLE, Lane, Name, Span, StepPicture
 from cs336_systems.report.page.write import Chapter, Figure, Linked, Page, Prose, Run, TableBlock
 from cs336_systems.report.table import make_table
 from tests.report.making import HOSTILE
@@ -63,17 +63,41 @@ def make_step(kernel="gemm", kind="matrix product", lane="stream 7", span="forwa
     """Two thousand kernels of 1 us, 2 us apart, on one stream; on another one of 50 ns at 3.99 ms."""
     count = 2000
     start = [2000 * number for number in range(count)]
+    names = [
+        Name(short=kernel, kind=kind, whole=f"void {kernel}<float>"), Name(short=f"tiny {kernel}", kind="softmax"),
+        Name(short="late launch", kind=IDLE),
+    ]  # fmt: skip
     lanes = [
+        Lane(label=IDLE, start_ns=[2_500_000], end_ns=[3_000_000], name=[2], place=[1]),
         Lane(
-            label=lane, start_ns=start, end_ns=[at + 1000 for at in start], kind=[kind] * count, name=[kernel] * count
+            label=lane, start_ns=start, end_ns=[at + 1000 for at in start], name=[0] * count, place=[0] * count,
+            launch_ns=[at - 7_000 for at in start],
         ),
-        Lane(label=f"{lane}, too", start_ns=[3_990_000], end_ns=[3_990_050], kind=["softmax"], name=[f"tiny {kernel}"]),
-    ]
+        Lane(label=f"{lane}, too", start_ns=[3_990_000], end_ns=[3_990_050], name=[1]),
+    ]  # fmt: skip
     return StepPicture(
-        length_ns=4_000_000, lanes=lanes, colours={kind: "#0072B2", "softmax": "#D55E00"},
+        length_ns=4_000_000, lanes=lanes, names=names, places=[f"forward, {span}", f"host in {span}"],
+        colours={kind: "#0072B2", "softmax": "#D55E00"},
         phases={"host": [Span(start_ns=0, end_ns=1_000_000, name=span)]},
-        idle=[Span(start_ns=2_500_000, end_ns=3_000_000, name="host was late", about=span)],
     )  # fmt: skip
+
+
+def large_step(count):
+    """So many kernels of eight names back to back on one stream, and idle times before every fifth."""
+    names = [Name(short=f"kernel_{n}", kind=f"class {n % 4}") for n in range(8)] + [Name(short="late", kind=IDLE)]
+    start = [20_000 * number for number in range(count)]
+    lanes = [
+        Lane(label=IDLE, start_ns=start[4::5], end_ns=[at + 9_000 for at in start[4::5]], name=[8] * (count // 5)),
+        Lane(
+            label="stream 7", start_ns=[at + 10_000 * (number % 5 == 4) for number, at in enumerate(start)],
+            end_ns=[at + 20_000 for at in start], name=[number % 8 for number in range(count)], launch_ns=start,
+        ),
+    ]  # fmt: skip
+    colours = {f"class {n}": colour for n, colour in enumerate(("#0072B2", "#D55E00", "#E69F00", "#009E73"))}
+    spans = [Span(start_ns=at, end_ns=at + 5_000 * count, name="forward") for at in start[:: count // 4]]
+    return StepPicture(
+        length_ns=20_000 * count, lanes=lanes, names=names, colours=colours, phases={"host": spans, "GPU": spans}
+    )
 
 
 def figure_page():

@@ -3,15 +3,16 @@
 import importlib.util
 import os
 import shutil
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from cs336_systems.report.formats import to_latex, to_markdown, to_typst
-from cs336_systems.report.page.write import LIBRARIES, to_html, write_page
+from cs336_systems.report.page.write import LIBRARIES, Figure, to_html, write_page
 from cs336_systems.text import inert_line
-from tests.report.page.pages import HOSTILE_TEXTS, csv_of, figure_page, page_with, table_page
+from tests.report.page.pages import HOSTILE_TEXTS, csv_of, figure_page, large_step, make_page, page_with, table_page
 
 pytestmark = pytest.mark.browser
 
@@ -163,7 +164,7 @@ def test_one_step_is_zoomed_by_wheel_and_keys_to_one_kernel_and_back(show) -> No
     area = tab.locator("#kernels .nsewdrag").first.evaluate("(place) => place.getBoundingClientRect().toJSON()")
     tab.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.75)
     tab.wait_for_selector("#kernels .hoverlayer:has-text('tiny gemm')")
-    assert "0.05 µs" in tab.text_content("#kernels .hoverlayer")
+    assert "0.05\xa0µs" in tab.text_content("#kernels .hoverlayer")
     place.focus()
     tab.keyboard.press("0")
     tab.wait_for_function("document.querySelector('#kernels .drawing').range()[1] === 4")
@@ -171,6 +172,92 @@ def test_one_step_is_zoomed_by_wheel_and_keys_to_one_kernel_and_back(show) -> No
     tab.wait_for_function("document.querySelector('#kernels .drawing').range().join() === '1,3'")
     tab.mouse.wheel(0, -250)
     tab.wait_for_function("(([from, to]) => to - from < 1)(document.querySelector('#kernels .drawing').range())")
+
+
+def seen_ms(tab):
+    return tab.evaluate("document.querySelector('#kernels .drawing').range()")
+
+
+def test_one_step_is_zoomed_by_dragging_and_a_double_click_shows_all_again(show) -> None:
+    tab = show(figure_page())
+    area = tab.locator("#kernels .nsewdrag").first.evaluate("(place) => place.getBoundingClientRect().toJSON()")
+    x, y = area["x"], area["y"] + area["height"] / 2
+    tab.mouse.move(x + 0.25 * area["width"], y)
+    tab.mouse.down()
+    tab.mouse.move(x + 0.4 * area["width"], y, steps=4)
+    tab.mouse.move(x + 0.5 * area["width"], y, steps=4)
+    tab.mouse.up()
+    tab.wait_for_function("document.querySelector('#kernels .drawing').range()[1] < 3")
+    assert seen_ms(tab) == pytest.approx([1, 2], abs=0.02)  # of 4 ms
+    tab.mouse.dblclick(x + 0.5 * area["width"], y)
+    tab.wait_for_function("document.querySelector('#kernels .drawing').range().join() === '0,4'")
+
+
+def test_kernels_are_found_by_name_and_by_length_with_the_keyboard_alone(show) -> None:
+    tab = show(figure_page())
+    said = tab.locator("#kernels .found")
+    tab.focus("#kernels input")
+    tab.keyboard.type("TINY")
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("(([from, to]) => to - from < 0.001)(document.querySelector('#kernels .drawing').range())")
+    assert [word.strip() for word in said.inner_text().replace("\xa0", " ").split("·")] == [
+        "1 of 1: tiny gemm", "softmax, stream 7, too", "0.05 µs, from 3.99 ms",
+    ]  # fmt: skip
+    start, end = seen_ms(tab)
+    assert start < 3.99 < 3.99005 < end
+    assert "tiny gemm" in tab.locator("#kernels .bartext").all_text_contents()
+    tab.fill("#kernels input", "void gemm")  # the profiler's name, 2 us apart
+    for expected, key in ((0, "Enter"), (0.002, "Enter"), (0.004, "Enter"), (0.002, "Shift+Enter")):
+        tab.press("#kernels input", key)
+        place = f"from {expected:g}\xa0ms, launched 7\xa0µs before · void gemm<float>"
+        tab.wait_for_selector(f"#kernels .found:has-text('{place}')")
+    assert said.inner_text().startswith("2 of 2000: gemm · matrix product, forward, forward, stream 7 · 1\xa0µs")
+    tab.fill("#kernels input", "late")
+    tab.press("#kernels input", "Enter")
+    tab.wait_for_selector("#kernels .found:has-text('late launch · idle, host in forward · 500\xa0µs, from 2.5\xa0ms')")
+    tab.fill("#kernels input", "no such kernel")
+    tab.press("#kernels input", "Enter")
+    assert said.inner_text().startswith("No kernel")
+    tab.fill("#kernels input", "")
+    for number in (1, 2):
+        tab.focus("#kernels button:text('Next longest')")
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector(f"#kernels .found:has-text('{number} of 2001')")
+        assert "· 1\xa0µs" in said.inner_text()  # the tiny one is the shortest
+
+
+def test_a_click_on_a_kernel_says_which_it_is(show) -> None:
+    tab = show(figure_page())
+    area = tab.locator("#kernels .nsewdrag").first.evaluate("(place) => place.getBoundingClientRect().toJSON()")
+    x, y = area["x"] + 0.5 * area["width"], area["y"] + 0.5 * area["height"]  # the second of three lanes
+    tab.mouse.click(x, y)
+    tab.wait_for_selector("#kernels .found:has-text('gemm · matrix product')")
+    place = "document.querySelector('#kernels .drawing')"
+    start = tab.evaluate(f"(({{selected: [l, i], figure}}) => figure.lanes[l].start[i])({place}.own)")
+    assert abs(start - 2_000_000) < 10_000
+    tab.locator("#kernels .drawing").evaluate("async (place) => place.zoom([1.9999, 2.0001])")
+    tab.mouse.click(area["x"] + 0.75 * area["width"], y)
+    tab.wait_for_selector("#kernels .found:has-text('from 2\xa0ms')")
+
+
+def test_every_zoom_of_a_step_of_15_000_kernels_is_drawn_at_once(show) -> None:
+    """Within 100 ms on an idle machine, where the median takes 50; here others may be running."""
+    picture = large_step(15_000)
+    tab = show(make_page(Figure(id="kernels", title="One step", spec=picture.spec, height=320)))
+    assert drawn(tab) == "heatmap"
+    times = tab.locator("#kernels .drawing").evaluate(
+        """async (place) => {
+            const whole = place.range()[1], times = [];
+            for (let n = 0; n < 15; n++) {
+                const width = whole / 4 ** (n % 7), started = performance.now();
+                await place.zoom([whole / 3, whole / 3 + width]);
+                await new Promise(requestAnimationFrame);
+                times.push(performance.now() - started);
+            }
+            return times;
+        }"""
+    )
+    assert statistics.median(times) < 400
 
 
 def test_figures_follow_the_theme_and_are_printed_as_images_in_light(show, tmp_path) -> None:
@@ -198,6 +285,10 @@ def test_a_hostile_text_is_shown_as_it_is_and_the_layout_holds(show, text) -> No
     for name in ("bars", "kernels"):
         tab.locator(f"#{name}").scroll_into_view_if_needed()
         tab.wait_for_selector(f"#{name} .main-svg")
+    tab.fill("#kernels input", "tiny")
+    tab.press("#kernels input", "Enter")
+    tab.wait_for_selector("#kernels .found:has-text('1 of 1: tiny')")
+    assert inert_line(text)[:30] in tab.inner_text("#kernels .found")
     tab.click("#run-a summary")
     assert all(inert_line(word) in tab.inner_text("#run-a pre") for word in text.replace("\t", " ").split(" "))
     assert tab.inner_text("[id='steps.0.0']").split() == inert_line(text).split()

@@ -16,10 +16,9 @@ from markupsafe import Markup
 from cs336_systems.record import load_records
 from cs336_systems.report.page import write
 from cs336_systems.report.page.contents import sweep_page
-from cs336_systems.report.page.step import Lane
 from cs336_systems.report.page.write import Chapter, Figure, Linked, Page, Prose, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
-from tests.report.page.pages import HOSTILE_TEXTS, figure_page, make_page, make_step, make_steps, page_with, table_page
+from tests.report.page.pages import HOSTILE_TEXTS, figure_page, make_page, make_steps, page_with, table_page
 
 TRAIN = Path(__file__).parents[3] / "data" / "e2e_benchmark" / "train"
 
@@ -175,14 +174,3 @@ def test_the_numbers_of_a_sentence_are_links_to_their_cells_even_where_it_is_clo
         assert ("<details" in text.partition("<p>Between")[0]) == bool(prose.more)
         with pytest.raises(ValueError, match=r"steps\.0\.1"):
             to_html(make_page(prose))
-
-
-def test_a_step_names_each_kernel_once_and_gives_back_every_one() -> None:
-    step = make_step()
-    spec = step.spec
-    for lane, packed in zip(step.lanes, spec["lanes"], strict=True):
-        assert [spec["names"][number] for number in packed["name"]] == list(lane.name)
-        assert [spec["classes"][number] for number in packed["kind"]] == list(lane.kind)
-    assert spec["names"] == ["gemm", "tiny gemm"]
-    with pytest.raises(ValueError, match="stream 7"):
-        Lane(label="stream 7", start_ns=[0], end_ns=[1], kind=["a"], name=[])

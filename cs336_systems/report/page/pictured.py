@@ -1,0 +1,129 @@
+"""The pictured step of an explained profile as a picture that can be zoomed to one kernel."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TypeVar
+
+from cs336_systems.analysis.kernels.step_profile import IdleSpans, PicturedStep, StepProfile, Work
+from cs336_systems.report.page.figures import Spec
+from cs336_systems.report.page.step import IDLE, Lane, Name, Span, StepPicture
+from cs336_systems.report.plots import drawing
+from cs336_systems.report.sections.kernels.timeline import gap_words
+
+T = TypeVar("T")
+
+
+def step_title(profile: StepProfile) -> str:
+    """What `step_picture` shows."""
+    step = profile.pictured
+    is_merged = step is not None and step.pieces
+    return "One step, close kernels of one class as one" if is_merged else "One step, kernel by kernel"
+
+
+def step_picture(profile: StepProfile) -> Spec | None:
+    """One step: the phases on the host and the device, each stream kernel by kernel, and the idle times; or None.
+
+    Profiles of format version 1 and those of very many kernels have merged kernels.
+    """
+    step = profile.pictured
+    if step is None or not step.wall_s:
+        return None
+    is_gpu = profile.work is Work.KERNELS
+    phases = {"host": [_span(own.host_start_s, own.host_end_s, own.phase) for own in step.windows]}
+    if is_gpu:
+        phases["GPU"] = [_span(own.device_start_s, own.device_end_s, own.phase) for own in step.windows]
+    names, places = _Numbers[Name](), _Numbers[str]()
+    lanes = [*_kernel_lanes(profile, step, names, places), *_merged_lanes(step, names)]
+    kinds = {name.kind for name in names}
+    idle = list(_idle_lanes(profile, step, names, places)) if is_gpu else []
+    return StepPicture(
+        length_ns=_ns(step.wall_s),
+        lanes=[*idle, *lanes],
+        names=list(names),
+        places=list(places),
+        colours={kind: colour for kind, colour in drawing.CLASS_COLOURS.items() if kind in kinds},
+        phases=phases,
+    ).spec
+
+
+class _Numbers(dict[T, int]):
+    """The number of each value, in the order in which they were first asked for."""
+
+    def __missing__(self, value: T) -> int:
+        self[value] = len(self)
+        return self[value]
+
+
+def _kernel_lanes(
+    profile: StepProfile, step: PicturedStep, names: _Numbers[Name], places: _Numbers[str]
+) -> Iterator[Lane]:
+    several = len({stream.device for stream in step.streams}) > 1
+    for stream in step.streams:
+        kernels = {
+            number: names[
+                Name(short=own.short_name, kind=own.kind, whole="" if own.short_name == own.name else own.name)
+            ]
+            for number in dict.fromkeys(stream.kernel)
+            for own in [profile.kernels[number]]
+        }
+        modules = {
+            number: places[", ".join([own.phase, *([" > ".join(own.path)] if own.path else [])])]
+            for number in dict.fromkeys(stream.module)
+            for own in [profile.modules[number]]
+        }
+        on = f"GPU {stream.device}, " if several else ""
+        label = f"{on}stream {stream.stream}" if profile.work is Work.KERNELS else f"thread {stream.stream}"
+        yield Lane(
+            label=label,
+            start_ns=stream.start_ns,
+            end_ns=[start + length for start, length in zip(stream.start_ns, stream.duration_ns, strict=True)],
+            name=[kernels[number] for number in stream.kernel],
+            place=[modules[number] for number in stream.module],
+            launch_ns=stream.launch_ns if profile.work is Work.KERNELS else (),
+        )
+
+
+def _merged_lanes(step: PicturedStep, names: _Numbers[Name]) -> Iterator[Lane]:
+    ordered = sorted(step.pieces, key=lambda piece: (piece.stream, piece.start_s))
+    for stream, group in groupby(ordered, key=lambda piece: piece.stream):
+        own = list(group)
+        yield Lane(
+            label=f"stream {stream}",
+            start_ns=[_ns(piece.start_s) for piece in own],
+            end_ns=[_ns(piece.end_s) for piece in own],
+            name=[names[Name(short=f"{piece.kind} in {piece.phase}", kind=piece.kind)] for piece in own],
+        )
+
+
+def _idle_lanes(
+    profile: StepProfile, step: PicturedStep, names: _Numbers[Name], places: _Numbers[str]
+) -> Iterator[Lane]:
+    """The idle times of each device; those of profiles without them are the longest over all steps."""
+    longest = {_ns(gap.start_s): gap for gap in profile.gaps if gap.step == step.step}
+    idle = step.idle or [
+        IdleSpans(device=0, cause=gap.cause, start_ns=(start_ns,), duration_ns=(_ns(gap.duration_s),))
+        for start_ns, gap in longest.items()
+    ]
+    devices = sorted({spans.device for spans in idle})
+    for device in devices:
+        found = sorted(
+            (start, start + length, spans.cause)
+            for spans in idle
+            if spans.device == device
+            for start, length in zip(spans.start_ns, spans.duration_ns, strict=True)
+        )
+        yield Lane(
+            label=IDLE if len(devices) == 1 else f"GPU {device} {IDLE}",
+            start_ns=[start for start, _, _ in found],
+            end_ns=[end for _, end, _ in found],
+            name=[names[Name(short=cause, kind=IDLE)] for _, _, cause in found],
+            place=[places[gap_words(longest[start]) if start in longest else ""] for start, _, _ in found],
+        )
+
+
+def _ns(time_s: float) -> int:
+    return round(time_s * 1e9)
+
+
+def _span(start_s: float, end_s: float, name: str) -> Span:
+    return Span(start_ns=_ns(start_s), end_ns=_ns(end_s), name=name)
