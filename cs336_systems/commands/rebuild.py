@@ -132,7 +132,10 @@ def write(found: Collection, status: "StatusLine") -> None:
     if not found.sweeps:
         status("drawing and writing")
     for path, compared in found.comparisons.items():
-        write_comparison(compared, found.root / path)
+        if path in found.sweeps:
+            compared.write(found.root / path)
+        else:
+            write_comparison(compared, found.root / path)
     for path, climbed in found.ladders.items():
         write_ladder_report(climbed.rows, found.root / path)
     for path, study in found.ceilings.items():

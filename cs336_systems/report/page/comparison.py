@@ -14,7 +14,7 @@ from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.page.provenance import conditions_and_times
 from cs336_systems.report.page.write import Chapter, Linked, Page, Part, Prose, TableBlock
 from cs336_systems.report.sections.side_by_side import NOT_COMPARED, ONLY_A, ONLY_B
-from cs336_systems.text import inert_line
+from cs336_systems.text import counted, inert_line
 
 MOST = 8
 """Sentences below one heading that are open; the others are closed until somebody opens them."""
@@ -36,18 +36,15 @@ def comparison_page(compared: Compared, name: str, others: Sequence[Chapter] = (
 
 
 def comparison_chapters(compared: Compared, prefix: str = "") -> list[Chapter]:
-    """The verdicts, the rows that they come from, and what each side is; `prefix` begins all identifiers."""
+    """The verdicts with what they rest on, then the rows that they come from; `prefix` begins all identifiers."""
     section = compared.section
     tables = [
         TableBlock(id=f"{prefix}comparison{number or ''}", table=table, csv=section.csv)
         for number, table in enumerate(section.tables)
     ]
-    found = {heading: list(own) for heading, own in _verdicts(compared, tables[0])}
-    prose = [Prose(heading=heading, paragraphs=own[:MOST], more=own[MOST:]) for heading, own in found.items() if own]
     return [
-        Chapter(id=f"{prefix}verdicts", title="B against A", blocks=prose),
-        Chapter(id=f"{prefix}rows", title="Configuration by configuration", blocks=tables),
-        Chapter(id=f"{prefix}sides", title="What A and B are", blocks=[Prose(paragraphs=_sides(compared))]),
+        Chapter(id=f"{prefix}verdicts", title="B against A", blocks=list(_findings(compared, tables[0]))),
+        Chapter(id=f"{prefix}rows", title="Both sides", blocks=tables),
     ]
 
 
@@ -59,16 +56,25 @@ class _Compared(NamedTuple):
     row: Row
 
 
-def _verdicts(compared: Compared, block: TableBlock) -> Iterator[tuple[str, Iterator[Sentence]]]:
-    """What the rows say, below headings, in sentences whose numbers are those of the cells that they link to."""
+def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
+    """What the rows say, in sentences whose numbers are those of the cells that they link to."""
     rows = [] if compared.sentences else _named(compared.rows)
     told = [each for each in rows if each.row["verdict"] in (Verdict.FASTER, Verdict.SLOWER)]
-    told.sort(key=lambda each: -max(each.row["ratio"], 1 / each.row["ratio"]))
-    yield "Verdict", iter([(text, block.id) for text in compared.sentences] or [_counted(rows, block)])
-    yield "Largest differences first", (_difference(each, block) for each in told)
-    yield "What has no ratio", (_missing(each, block) for each in rows if each.row["ratio"] is None)
-    yield "What is in doubt", (_doubt(each, block) for each in rows if each.row["ratio_is_doubted"])
-    yield "What else may be the reason", ((text, "") for text in _conditions(compared))
+    told.sort(key=lambda each: max(each.row["ratio"], 1 / each.row["ratio"]), reverse=True)
+    largest = {each.row["verdict"]: each for each in reversed(told)}.values()
+    every = [_difference(each, block) for each in told]
+    verdicts: list[Sentence] = [(text, block.id) for text in compared.sentences] or [_counted(rows, block)]
+    verdicts += [_difference(each, block, f"B is {each.row['verdict']} the most in ") for each in largest]
+    yield Prose(heading="Verdict", paragraphs=verdicts, more=every if len(every) > len(largest) else ())
+    if doubted := [each for each in rows if each.row["ratio_is_doubted"]]:
+        number = f"Of {counted(len(rows), 'configuration')} {len(doubted)} have a ratio that is in doubt."
+        more = [_doubt(each, block) for each in doubted]
+        yield Prose(heading="What is in doubt", paragraphs=[(number, "")], more=more)
+    if missing := [_missing(each, block) for each in rows if each.row["ratio"] is None]:
+        yield Prose(heading="What has no ratio", paragraphs=missing[:MOST], more=missing[MOST:])
+    if reasons := [(text, "") for text in _conditions(compared)]:
+        yield Prose(heading="What else may be the reason", paragraphs=reasons)
+    yield Prose(heading="What A and B are", paragraphs=_sides(compared))
 
 
 def _named(rows: Sequence[Row]) -> list[_Compared]:
@@ -78,17 +84,17 @@ def _named(rows: Sequence[Row]) -> list[_Compared]:
     return [_Compared(name, number, row) for number, (name, row) in enumerate(zip(names, rows, strict=True))]
 
 
-def _counted(rows: Sequence[_Compared], block: TableBlock) -> Part:
+def _counted(rows: Sequence[_Compared], block: TableBlock) -> Linked:
     counts = Counter(each.row["verdict"] for each in rows)
     numbers = [words.format(counts[verdict]) for verdict, words in COUNTS.items() if counts[verdict]]
-    return f"Of {len(rows)} configurations: {'; '.join(numbers)}.", block.id
+    return Linked(((f"Of {counted(len(rows), 'configuration')}: ", ""), ("; ".join(numbers), block.id), (".", "")))
 
 
-def _difference(each: _Compared, block: TableBlock) -> Linked:
+def _difference(each: _Compared, block: TableBlock, before: str = "") -> Linked:
     """How long the step of B takes beside that of A."""
-    verdict, doubt = each.row["verdict"], "; this is in doubt" if each.row["ratio_is_doubted"] else ""
+    doubt = "; this is in doubt" if each.row["ratio_is_doubted"] else ""
     times = f"{{b_step_mean_ms}} ms after {{a_step_mean_ms}} ms{doubt}."
-    return _linked(each, f": B is {verdict}, {{ratio}} times A's step ({{ratio_low}}): {times}", block)
+    return _linked(each, f": {{ratio}} times A's step ({{ratio_low}}), {times}", block, before)
 
 
 def _missing(each: _Compared, block: TableBlock) -> Linked:
@@ -105,7 +111,7 @@ def _doubt(each: _Compared, block: TableBlock) -> Linked:
     return _linked(each, f": {{ratio}} times A's step is in doubt, because {warned}.", block)
 
 
-def _linked(each: _Compared, words: str, block: TableBlock) -> Linked:
+def _linked(each: _Compared, words: str, block: TableBlock, before: str = "") -> Linked:
     """The name of the configuration, then the words, with a link to the cell for each `{key}` of a column."""
     keys = [heading.key for heading in block.table.headings]
     found = [(part, "") for part in re.split(r"\{(\w+)\}", words)]
@@ -113,7 +119,7 @@ def _linked(each: _Compared, words: str, block: TableBlock) -> Linked:
         column = keys.index(found[place][0])
         text = block.table.rows[each.number][column].removesuffix(f" {DOUBT}")
         found[place] = text, f"{block.id}.{each.number}.{column}"
-    return Linked(((each.name, ""), *found))
+    return Linked(((before + each.name, ""), *found))
 
 
 def _conditions(compared: Compared) -> Iterator[str]:
