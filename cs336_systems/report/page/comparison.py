@@ -27,6 +27,7 @@ COUNTS = {
     ONLY_B: "{} are only in B",
 }
 """What is said of the number of configurations with each verdict."""
+DIFFERENT = (Verdict.FASTER, Verdict.SLOWER)
 Sentence = Part | Linked
 
 
@@ -59,9 +60,10 @@ class _Compared(NamedTuple):
 def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     """What the rows say, in sentences whose numbers are those of the cells that they link to."""
     rows = [] if compared.sentences else _named(compared.rows)
-    told = [each for each in rows if each.row["verdict"] in (Verdict.FASTER, Verdict.SLOWER)]
+    told = [each for each in rows if each.row["verdict"] in DIFFERENT]
     told.sort(key=lambda each: max(each.row["ratio"], 1 / each.row["ratio"]), reverse=True)
-    largest = {each.row["verdict"]: each for each in reversed(told)}.values()
+    by_verdict = [[each for each in told if each.row["verdict"] == verdict] for verdict in DIFFERENT]
+    largest = [own[0] for own in by_verdict if own]
     every = [_difference(each, block) for each in told]
     verdicts: list[Sentence] = [(text, block.id) for text in compared.sentences] or [_counted(rows, block)]
     verdicts += [_difference(each, block, f"B is {each.row['verdict']} the most in ") for each in largest]

@@ -3,6 +3,7 @@
 import csv
 import json
 import statistics
+from functools import cache
 from pathlib import Path
 
 from cs336_systems.config import SIZES
@@ -11,6 +12,7 @@ GRID = Path(__file__).parents[3] / "data/e2e_benchmark/train"
 VOCABULARY = 10_000
 
 
+@cache
 def grid_runs():
     """The JSON of each run by size, context and precision, all as texts."""
     runs = [json.loads(path.read_text()) for path in sorted((GRID / "runs").glob("*.json"))]
@@ -19,6 +21,7 @@ def grid_runs():
     }
 
 
+@cache
 def grid_values():
     """What each heading of the table of steps stands above, for each run of the grid."""
     runs = grid_runs()

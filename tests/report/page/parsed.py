@@ -1,0 +1,45 @@
+"""What a browser would find in a page, without running its script."""
+
+from html.parser import HTMLParser
+
+
+class Parsed(HTMLParser):
+    """The tables of a page by identifier, with headings and cells, and the links to parts of the page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.headings, self.cells, self.links = {}, {}, []
+        self._into, self._table = None, ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "div" and "table" in (found.get("class") or "").split():
+            self._table = found["id"]
+        elif tag == "th":
+            self._into = [""]
+            self.headings.setdefault(self._table, []).append(self._into)
+        elif tag == "td":
+            self._into = ["", found.get("data-order")]
+            self.cells[found["id"]] = self._into
+        elif tag == "a" and (found.get("href") or "").startswith("#"):
+            self._into = ["", found["href"].removeprefix("#")]
+            self.links.append(self._into)
+
+    def handle_endtag(self, tag):
+        if tag in ("th", "td", "a"):
+            self._into = None
+
+    def handle_data(self, data):
+        if self._into is not None:
+            self._into[0] += data
+
+    def rows(self, table):
+        """The cells of each row of a table, as texts with the values that they are sorted by, by their headings."""
+        headings = [" ".join(heading.split()) for (heading,) in self.headings[table]]
+        own = {name: cell for name, cell in self.cells.items() if name.rpartition(".")[0].rpartition(".")[0] == table}
+        numbers = range(len(own) // len(headings))
+        assert len(own) == len(numbers) * len(headings), "no cell is without a heading"
+        return [
+            {heading: own[f"{table}.{number}.{place}"] for place, heading in enumerate(headings)} for number in numbers
+        ]
