@@ -82,7 +82,7 @@ def run(arguments: CompareArguments) -> int:
 
 
 def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
-    from cs336_systems.report.compared import Sides, compare_paths, plain_records_at, seen_from
+    from cs336_systems.report.compared import Sides, compare_paths, records_at, seen_from
 
     names = (arguments.a, arguments.b)
     are_records = both_on_disk(*names)
@@ -97,7 +97,7 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
         _show(compared, directory, print_json)
         return _guard(compared, arguments.fail_if_slower)
     if are_records:
-        grids = grids_of_records([checked(functools.partial(plain_records_at, Path(name))) for name in names])
+        grids = grids_of_records([checked(functools.partial(records_at, Path(name))) for name in names])
     else:
         grids = grids_of_flags(names)
     return _measure(arguments, sides, pairs(grids, arguments.allow_mixed), print_json)
@@ -134,6 +134,8 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
     from cs336_systems.report.compared import COMPARISON_FILE
     from cs336_systems.report.terminal import print_line, print_table
 
+    for left_out in compared.left_out:
+        print(f"note: {left_out}", file=sys.stderr)
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))

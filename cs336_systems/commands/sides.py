@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from cs336_systems.analysis.matching import without_profiled
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import parse
@@ -57,7 +58,8 @@ def grids_of_flags(sides: Sequence[str]) -> list[Sequence[RunConfig]]:
 
 def grids_of_records(sides: Sequence[Sequence[RunRecord]]) -> list[Sequence[RunConfig]]:
     """The configurations of both sides; raise UsageError for those that cannot run here."""
-    grids = [list(dict.fromkeys(record.config.configuration for record in side)) for side in sides]
+    plain = map(without_profiled, sides)
+    grids = [list(dict.fromkeys(record.config.configuration for record in side)) for side in plain]
     for config in (config for grid in grids for config in grid):
         if config.profiler is not Profiler.NONE:
             raise UsageError("a profiler makes a run slower; compare runs without one")

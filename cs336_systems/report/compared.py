@@ -15,7 +15,7 @@ from cs336_systems.report.columns import Row
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.comparison import pair_section
 from cs336_systems.report.sections.side_by_side import ONLY_A, ONLY_B, sweeps_section
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted
 
 COMPARISON_FILE = "comparison.json"
 
@@ -47,11 +47,13 @@ class Compared:
 
     sides: Sides
     records: Sequence[Sequence[RunRecord]]
-    """Those of A, then those of B."""
+    """Those of A, then those of B, without those under a profiler."""
     section: Section
     rows: Sequence[Row]
     """For each configuration `verdict`, `ratio`, its interval `ratio_low` to `ratio_high`, and `ratio_is_doubted`."""
     json: Mapping[str, Any]
+    left_out: Sequence[str] = ()
+    """Sentences on runs that have no part in it."""
     sentences: Sequence[str] = ()
     """The verdict in words, and what puts it in doubt; only where each side is one configuration."""
 
@@ -73,20 +75,31 @@ def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_f
     """
     are_alternate = sides.records is None
     is_mixed = are_alternate or sides.allow_mixed  # what is measured alternately was checked before the first run
-    is_one = all(len({record.config.configuration for record in side}) == 1 for side in records)
-    if is_one and (are_alternate or are_files or min(map(len, records)) > 1):
-        refuse_unlike(records, is_mixed)
-        section, row, json, sentences = pair_section(sides.names, records)
-        return Compared(sides=sides, records=records, section=section, rows=[row], json=json, sentences=sentences)
-    section = sweeps_section(sides.names, records, allow_mixed=is_mixed, are_alternate=are_alternate)
-    listed = [{"side": side, "configuration": name} for side, name in zip("AB", sides.names, strict=True)]
-    json = {"sides": listed, "results": section.json}
-    return Compared(sides=sides, records=records, section=section, rows=[*map(dict, section.rows)], json=json)
+    plain = [without_profiled(side) for side in records]
+    refuse_unlike(plain, is_mixed)
+    left_out = [
+        f"{counted(len(side) - len(own), 'run')} under a profiler left out of {name}: a profiler makes a step slower."
+        for name, side, own in zip("AB", records, plain, strict=True)
+        if len(own) < len(side)
+    ]
+    is_one = all(len({record.config.configuration for record in side}) == 1 for side in plain)
+    sentences: Sequence[str] = ()
+    if is_one and (are_alternate or are_files or min(map(len, plain)) > 1):
+        section, row, json, sentences = pair_section(sides.names, plain)
+        rows = [row]
+    else:
+        section = sweeps_section(sides.names, plain, allow_mixed=is_mixed, are_alternate=are_alternate)
+        rows = [*map(dict, section.rows)]
+        listed = [{"side": side, "configuration": name} for side, name in zip("AB", sides.names, strict=True)]
+        json = {"sides": listed, "results": section.json}
+    return Compared(
+        sides=sides, records=plain, section=section, rows=rows, json=json, left_out=left_out, sentences=sentences
+    )
 
 
 def compare_paths(sides: Sides, paths: Sequence[Path]) -> Compared:
     """Compare the records at two paths, each a directory of a sweep or a record."""
-    found = [plain_records_at(path) for path in paths]
+    found = [records_at(path) for path in paths]
     return compare_sides(sides, found, are_files=all(path.is_file() for path in paths))
 
 
@@ -115,11 +128,8 @@ def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     return [[record for record in ordered if record.config.repeat % 2 == side] for side in (0, 1)]
 
 
-def plain_records_at(path: Path) -> Sequence[RunRecord]:
-    """The records at the path without those of runs under a profiler, unless all are such.
-
-    A record that cannot be read is left out with a warning on standard error, but ValueError is raised if none can be.
-    """
+def records_at(path: Path) -> Sequence[RunRecord]:
+    """The records at the path; one that cannot be read is a warning on standard error. ValueError if there are none."""
     if path.is_file():
         return [read_record(path)]
     runs = path / "runs" if (path / "runs").is_dir() else path
@@ -129,7 +139,4 @@ def plain_records_at(path: Path) -> Sequence[RunRecord]:
         raise ValueError(f"{path}: no records of runs{others}; needed the directory of a sweep")
     for problem in problems:
         print(f"warning: {problem}", file=sys.stderr)
-    kept = without_profiled(found)
-    if left_out := len(found) - len(kept):
-        print(inert_line(f"note: {counted(left_out, 'run')} under a profiler left out of {path}"), file=sys.stderr)
-    return kept
+    return found

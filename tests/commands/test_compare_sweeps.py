@@ -17,6 +17,7 @@ from cs336_systems.report.compared import COMPARISON_FILE
 from tests.report.making import make_config, make_record
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
+DATA = Path(__file__).parents[2] / "data"
 GRID = "--device cpu --sizes tiny --context-lengths 8 16"
 
 
@@ -121,20 +122,48 @@ def test_a_side_may_have_any_name(name, here, capsys) -> None:
     [
         ({"warmup_steps": 2}, "A had 5 warm-up steps and B had 2"),
         ({"profiler": Profiler.KINETO}, "B has times under a profiler"),
+        ({"seed": 1, "context_length": 64}, "no configuration of A is in B"),
     ],
 )
-def test_what_must_not_be_compared_is_refused_in_one_line(fields, said, capsys) -> None:
-    assert compare(sweep("a", 0.1, 0.2), sweep("b", 0.1, 0.2, **fields)) == 2
+def test_what_must_not_be_compared_is_refused_in_one_line(fields, said, here, capsys) -> None:
+    a, b = sweep("a", 0.1, 0.2), here / "b"
+    for context in (128, 256):
+        config = make_config("small", **{"context_length": context} | fields)
+        (b / "runs").mkdir(parents=True, exist_ok=True)
+        write_record(make_record(config, [0.1] * 5), b / "runs")
+    assert compare(a, "b", "--name", "x") == 2
     assert re.fullmatch(rf"error: {said}[^\n]*\n", capsys.readouterr().err)
+    assert not (here / "data").exists()
 
 
-def test_records_of_another_driver_are_refused_in_one_line_unless_allowed(capsys) -> None:
+@pytest.mark.parametrize("field", ["device_name", "driver", "torch", "code"])
+def test_records_of_other_conditions_are_refused_in_one_line_unless_allowed(field, here, capsys) -> None:
+    profiled = make_record(make_config("small", profiler=Profiler.KINETO), [0.1] * 5)
     a, b = sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.3)
+    write_record(profiled, a / "runs")  # is left out, about which a refusal says nothing
+    value = getattr(profiled.environment.identity, field)
     for path in (b / "runs").iterdir():
-        path.write_text(path.read_text().replace('"driver": "580"', '"driver": "590"'))
-    assert compare(a, b) == 2
-    assert re.fullmatch(r"error: [^\n]*driver 580 and 590[^\n]*\n", capsys.readouterr().err)
-    assert compare(a, b, "--allow-mixed") == 0
+        path.write_text(path.read_text().replace(f'"{field}": "{value}"', f'"{field}": "another"'))
+    assert compare(a, b, "--name", "x") == 2
+    assert re.fullmatch(rf"error: [^\n]*{value}[^\n]*another[^\n]*\n|error: [^\n]*another[^\n]*{value}[^\n]*\n",
+                        capsys.readouterr().err)  # fmt: skip
+    assert not (here / "data").exists()
+    assert compare(a, b, "--name", "x", "--allow-mixed") == 0
+    assert cli.main(["report", "data/comparisons/x"]) == 0, "what was allowed is remembered"
+    assert "note: 1 run under a profiler" in capsys.readouterr().err
+    assert "another" in (here / "data/comparisons/x/index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "side", ["attention/bf16", "ceilings/NVIDIA-H200", "precision", "comparisons/x", "nowhere", "README.md"]
+)
+def test_what_holds_no_sweep_is_refused_in_one_line(side, here, capsys) -> None:
+    path = here / "x/comparisons/x" if side == "comparisons/x" else DATA / side
+    a = sweep("a", 0.1)
+    assert compare(a, a, "--name", "x", "--output", "x") == 0
+    capsys.readouterr()
+    assert compare(path, a) == 2
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(str(path))}[^\n]*\n", capsys.readouterr().err)
 
 
 def test_an_empty_directory_is_refused(here, capsys) -> None:

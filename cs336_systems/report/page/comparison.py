@@ -72,6 +72,8 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
         number = f"Of {counted(len(rows), 'configuration')} {len(doubted)} have a ratio that is in doubt."
         more = [_doubt(each, block) for each in doubted]
         yield Prose(heading="What is in doubt", paragraphs=[(number, "")], more=more)
+    if compared.left_out:
+        yield Prose(heading="What is left out", paragraphs=[(text, "") for text in compared.left_out])
     if missing := [_missing(each, block) for each in rows if each.row["ratio"] is None]:
         yield Prose(heading="What has no ratio", paragraphs=missing[:MOST], more=missing[MOST:])
     if reasons := [(text, "") for text in _conditions(compared)]:

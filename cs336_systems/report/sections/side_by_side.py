@@ -6,7 +6,7 @@ from typing import Any
 
 from cs336_systems.analysis.compare import CONFIDENCE
 from cs336_systems.analysis.few_processes import PROCESS_DEVIATION, STEP_FACTOR, compare_processes
-from cs336_systems.analysis.matching import Matching, match, refuse_unlike, without_profiled
+from cs336_systems.analysis.matching import Matching, match
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Phase, RunConfig
@@ -37,19 +37,15 @@ def sweeps_section(
 ) -> Section:
     """The verdict on every configuration of two sweeps, A and B, which have these names.
 
-    Runs under a profiler are left out. `are_alternate` says that the runs of A and B were interleaved. Raises
-    ValueError, which says why, where nothing matches, for a side that has runs under a profiler alone or one
-    configuration on several devices, and, unless `allow_mixed`, for records made under other conditions or after
-    another warm-up.
+    `are_alternate` says that the runs of A and B were interleaved. Raises ValueError, which says why, where nothing
+    matches, for a side that has one configuration on several devices, and, unless `allow_mixed`, for another warm-up.
     """
-    plain = [without_profiled(side) for side in sides]
-    refuse_unlike(plain, allow_mixed)
-    found = [rows_of(to_frame(side)) for side in plain]
+    found = [rows_of(to_frame(side)) for side in sides]
     for name, rows in zip("AB", found, strict=True):
         if len({row["config"] for row in rows}) < len(rows):
             raise ValueError(f"{name} has the same configuration on several devices; keep each device's runs apart")
     matching = matched(*([_settings(row) for row in rows] for rows in found), allow_mixed=allow_mixed)
-    times = [_times(side) for side in plain]
+    times = [_times(side) for side in sides]
     a, b = found
     rows = [
         *(_row(a[i], b[j], times, matching.differing) for i, j in matching.pairs),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.config import Profiler
 from cs336_systems.record import WarningCode
 from cs336_systems.report.compared import Sides, compare_paths, compare_sides
 from cs336_systems.report.page.comparison import comparison_chapters, comparison_page
@@ -135,6 +136,18 @@ def test_what_else_may_be_the_reason_is_said_where_it_was_allowed():
     assert "What else may be the reason" not in alike
     assert "999" in " ".join(every["What A and B are"])
     assert "one" in alike["What A and B are"][0]
+
+
+def test_runs_under_a_profiler_are_left_out_and_counted():
+    plain, profiled = (
+        make_record(make_config(profiler=profiler), [step_s] * 3)
+        for profiler, step_s in ((Profiler.NONE, 0.1), (Profiler.NSYS, 0.3))
+    )
+    found = compared([plain, profiled], [profiled, plain])
+    assert [row["ratio"] for row in found.rows] == [1]
+    assert [text[:5] for text in sentences(comparison_chapters(found))["What is left out"]] == ["1 run"] * 2
+    with pytest.raises(ValueError, match="A has times under a profiler"):
+        compared([profiled], [plain])
 
 
 def test_two_configurations_have_their_verdict_first():

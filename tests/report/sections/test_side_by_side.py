@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import Profiler
 from cs336_systems.record import WarningCode, load_records
 from cs336_systems.report.section import texts_of
 from cs336_systems.report.sections.side_by_side import sweeps_section
@@ -64,17 +63,6 @@ def test_a_ratio_of_times_in_doubt_is_marked() -> None:
     )
     (table,) = sweeps_section(("a", "b"), (a, b)).tables
     assert "2.00 ?" in table.rows[0]
-
-
-def test_runs_under_a_profiler_are_left_out() -> None:
-    plain, profiled = (
-        make_record(make_config(profiler=profiler), (step_s, step_s))
-        for profiler, step_s in ((Profiler.NONE, 0.1), (Profiler.NSYS, 0.3))
-    )
-    (row,) = sweeps_section(("a", "b"), ([plain, profiled], [profiled, plain])).rows
-    assert row["ratio"] == 1
-    with pytest.raises(ValueError, match="A has times under a profiler"):
-        sweeps_section(("a", "b"), ([profiled], [plain]))
 
 
 def test_another_warm_up_is_refused_unless_allowed() -> None:
