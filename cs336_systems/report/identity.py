@@ -93,7 +93,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _usual_settings(config: RunConfig) -> dict[str, Any]:
+def usual_settings(config: RunConfig) -> dict[str, Any]:
     """The default values of all settings for a run of this size."""
     preset = SIZES.get(config.size)
     usual = {field.name: field.default for field in fields(config) if field.name != "model"}
@@ -138,7 +138,7 @@ def size_text(config: RunConfig) -> str:
     """
     if config.model_factory is None:
         return config.size
-    usual = _usual_settings(config)
+    usual = usual_settings(config)
     offered = {field.name: getattr(config.model, field.name) for field in fields(config.model)}
     changed = [
         f"{name} {text_of(value)}" for name, value in offered.items() if name not in MUST_KEEP and value != usual[name]
@@ -228,7 +228,7 @@ def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collecti
 
     Settings with their default values are left out unless they are in `also`.
     """
-    rows, usual = identities(runs), [_by_columns(_usual_settings(config)) for config, _ in runs]
+    rows, usual = identities(runs), [_by_columns(usual_settings(config)) for config, _ in runs]
     noted = [name for name, setting in SETTINGS.items() if setting.note]
     unused = () if any(config.mode is Mode.TRAIN for config, _ in runs) else ("optimizer",)
     texts = []

@@ -267,6 +267,13 @@ def _held(row: Row) -> str:
 
 def _memory_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     yield "In MiB; in brackets what forward left for backward, its output included."
+    yield from limit_notes(study, rows)
+    for name in _available(study, rows):
+        yield from growth_notes(_of(rows, name, "saved_mib"))
+
+
+def limit_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
+    """Where written-out attention runs out of memory, or would, and what of its largest shape takes how much."""
     naive = _of(rows, Implementation.NAIVE)
     largest = [row for row in naive if row["saved_mib"] is not None][-1:]
     failed = [row for row in naive if row["status"] is Status.OOM][:1]
@@ -280,8 +287,6 @@ def _memory_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
             f"{significant(row['closed_form_mib'])}: softmax's weights {matrix}, the scaled queries {queries}, the "
             f"output {queries}."
         )
-    for name in _available(study, rows):
-        yield from _growth(_of(rows, name, "saved_mib"))
 
 
 def _out_of_memory(row: Row) -> str:
@@ -311,7 +316,7 @@ def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
 
 
-def _growth(rows: Rows) -> Iterator[str]:
+def growth_notes(rows: Rows) -> Iterator[str]:
     """How what is left for backward grows with the context, over the last two that are known of the widest head."""
     widest = [row for row in rows if row["d_head"] == rows[-1]["d_head"]]
     for shorter, longer in list(pairwise(widest))[-1:]:

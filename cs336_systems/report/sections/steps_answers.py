@@ -27,12 +27,14 @@ def step_answers(frame: pd.DataFrame) -> Answers:
     """The questions that the frame answers, in the order of the course."""
     rows = [row for row in rows_of(steady(frame)) if row["step_mean_ms"]]
     every = {
-        "How long are forward, backward and the optimizer, beside each other?": _phases(rows),
-        "Is the spread of a step small?": _spread(rows),
-        "What do too few warm-up steps change?": _warmup(rows_of(over_warmup(frame))),
-        "What does low precision change, and how does that change over sizes and contexts?": _precision(rows),
-        "What do compilation, another attention or another optimizer change?": _choices(rows),
-        "What does activation checkpointing cost and save, and which group has the least peak?": _checkpoints(rows),
+        "How long are forward, backward and the optimizer, beside each other?": phase_answers(rows),
+        "Is the spread of a step small?": spread_answers(rows),
+        "What do too few warm-up steps change?": warmup_answers(rows_of(over_warmup(frame))),
+        "What does low precision change, and how does that change over sizes and contexts?": precision_answers(rows),
+        "What do compilation, another attention or another optimizer change?": choice_answers(rows),
+        "What does activation checkpointing cost and save, and which group has the least peak?": (
+            checkpoint_answers(rows)
+        ),
     }
     return [(question, found) for question, sentences in every.items() if (found := list(sentences))]
 
@@ -60,7 +62,8 @@ def _ms(time_ms: float) -> str:
     return f"{significant(time_ms)} ms"
 
 
-def _phases(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def phase_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """How long backward takes beside forward, and which share of a step the optimizer takes."""
     both = [row for row in rows if row["forward_mean_ms"] and row["backward_mean_ms"]]
     if both:
         ratios = _by_name(both, lambda row: row["backward_mean_ms"] / row["forward_mean_ms"])
@@ -75,7 +78,8 @@ def _percent(share: float) -> str:
     return percent_of(share, 1)
 
 
-def _spread(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def spread_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Whether the deviation of a step is small beside its mean, and where it is not."""
     known = [row for row in rows if row["step_cv"] is not None]
     if not known:
         return
@@ -99,7 +103,8 @@ def _groups(rows: Sequence[Row], setting: str) -> Iterator[tuple[str, list[Row]]
         yield name, sorted(own, key=lambda row: row[setting])
 
 
-def _warmup(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def warmup_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """For each configuration: its steps after few warm-up steps beside those after most."""
     timed = [row for row in rows if row["step_mean_ms"] and row["first_step_ms"]]
     for name, own in _groups(timed, "warmup_steps"):
         *few, most = own
@@ -134,7 +139,8 @@ def _spread_of(row: Row) -> str:
     return "" if row["step_cv"] is None else f", with a deviation of {_percent(row['step_cv'])}"
 
 
-def _precision(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def precision_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """For each low precision: its speed-up over fp32, and how that changes over sizes and contexts."""
     for precision in Precision:
         known = [row for row in rows if row["precision"] == precision and row["speed_up"]]
         if known:
@@ -183,7 +189,8 @@ def _at(row: Row, along: str) -> str:
     return f"for {row[along]}" if along == "size" else f"at context {row[along]}"
 
 
-def _choices(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def choice_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """The speed-ups of compilation, of another attention and of another optimizer."""
     for key, (setting, *_) in SPEED_UPS.items():
         first = {"attention": "naive attention", "compile": "the eager model", "optimizer": "the plain AdamW"}
         known = [row for row in rows if setting in first and row[key]]
@@ -194,7 +201,8 @@ def _choices(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
             yield f"{setting} {value}", text
 
 
-def _checkpoints(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def checkpoint_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """For each configuration: peak and time of each group size, beside those of the least peak."""
     known = [row for row in rows if row["peak_allocated_gib"]]
     for name, own in _groups(known, "checkpoint_blocks"):
         if len(own) < 2:

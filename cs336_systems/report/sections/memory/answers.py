@@ -76,7 +76,7 @@ def _context(entry: MemoryEntry) -> int:
     return entry.config.model.context_length
 
 
-def _timeline(profile: MemoryProfile) -> str:
+def timeline_answer(profile: MemoryProfile) -> str:
     """The phases of the last step, which is the steadiest of the recording."""
     found = [phase for phase in profile.phases if phase.step == profile.phases[-1].step]
     if not found:
@@ -122,7 +122,8 @@ def _largest(profile: MemoryProfile) -> str:
     return f"{largest_words(profile.largest, NUM_LARGEST)}." if profile.largest else "Nothing was allocated."
 
 
-def _block(profile: MemoryProfile) -> str:
+def block_answer(profile: MemoryProfile) -> str:
+    """What a block saves for backward, its largest contributors, and its gradients beside its parameters."""
     if not profile.blocks:
         return "Nothing was saved for backward in a block that the profile knows."
     block = typical(profile.blocks)
@@ -195,7 +196,7 @@ def _timelines(entries: Sequence[MemoryEntry]) -> Iterator[str]:
         )
 
 
-def _mixed_over_full(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+def mixed_answers(entries: Sequence[MemoryEntry]) -> Iterator[str]:
     """Sentences that compare the runs in mixed precision with the same runs in fp32, if both finished."""
     full_of: dict[int, MemoryEntry] = {}
     for group in grouped([entry for entry in entries if not entry.is_out_of_memory], "precision"):
@@ -243,7 +244,8 @@ def _unnamed_copies_bytes(profile: MemoryProfile) -> int:
     return sum(num_bytes * count for num_bytes, count in (copies & weights).items())
 
 
-def _largest_of_all(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+def largest_answers(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """A sentence on the largest allocation of all runs."""
     pairs = [(e.profile.largest, name) for e, name in zip(entries, labels(entries), strict=True) if e.profile.largest]
     if pairs:
         rows, name = max(pairs, key=lambda pair: pair[0][0].requested_bytes)
@@ -251,14 +253,14 @@ def _largest_of_all(entries: Sequence[MemoryEntry]) -> Iterator[str]:
 
 
 QUESTIONS = (
-    Question("How does the active memory run over the pass, and which phase is which?", _timeline, _timelines),
+    Question("How does the active memory run over the pass, and which phase is which?", timeline_answer, _timelines),
     Question("What is the peak memory, of the forward pass alone and of a whole training step?",
              _peak, _series(_peak_size)),
-    Question("What does mixed precision change?", _precision, _mixed_over_full),
+    Question("What does mixed precision change?", _precision, mixed_answers),
     Question("How large is one tensor of the residual stream in single precision?",
              _residual, _series(_residual_size, "mode", "precision")),
-    Question("How large are the largest allocations, and which code do they come from?", _largest, _largest_of_all),
+    Question("How large are the largest allocations, and which code do they come from?", _largest, largest_answers),
     Question("How many bytes does one block save for backward, which are the five largest contributors, and how large "
-             "are its gradients?", _block, _series(_saved_size, "mode")),
+             "are its gradients?", block_answer, _series(_saved_size, "mode")),
 )  # fmt: skip
 """The questions in the order of the course."""

@@ -1,0 +1,183 @@
+"""What an answer to a question of the course is made of, and which results answer it best."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.config import Device, RunConfig
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.frame import apart_from, order, rows_of, to_frame
+from cs336_systems.report.identity import settings_of, shared_settings, usual_settings
+from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.refusals import separated
+from cs336_systems.report.results import Results
+from cs336_systems.report.table import Table
+
+COURSE_SIZES = ("small", "medium", "large", "xl", "2.7B")
+"""The sizes of the course's table, of both editions."""
+CONTEXT = 512
+"""The context of the course's questions unless they say another."""
+FREE = ("size", "context_length", "mode", "precision", "device", "warmup_steps", "measured_steps", "seed", "repeat",
+        "profiler")  # fmt: skip
+"""Settings that a question chooses; all others have their usual values in the course."""
+
+Place = tuple[Path, str]
+"""A results directory, and the name of a table in its part of the page."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Sentences, with the tables of other chapters that they rest on, and what of the question is not answered."""
+
+    sentences: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    """Small tables that the question asks for."""
+    places: Sequence[Place] = ()
+    """The tables that the sentences rest on."""
+    commands: Sequence[str] = ()
+    """What measured it."""
+    conditions: str = ""
+    """The settings and the device of what was measured."""
+    lacking: str = ""
+    """What the course asks for beyond that, in a few words; empty where nothing is lacking."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Runs of one directory that can be compared with each other."""
+
+    directory: Path
+    ending: str
+    """What tells the identifiers of their tables from those of other runs of the directory."""
+    results: Results
+
+    @property
+    def finished(self) -> list[RunRecord]:
+        """The runs without a profiler that ended well."""
+        return [record for record in self.results.published if record.status is Status.OK]
+
+    def place(self, name: str) -> Place:
+        """The table of this name."""
+        return self.directory, f"{name}{self.ending}"
+
+    def only(self, records: Sequence[RunRecord]) -> "Runs":
+        """These runs alone, with their profiles."""
+        kept, configs = {id(record) for record in records}, {record.config for record in records}
+        results = replace(
+            self.results,
+            records=records,
+            kernels=[entry for entry in self.results.kernels if id(entry.profiled) in kept],
+            memory=[entry for entry in self.results.memory if entry.config in configs],
+        )
+        return replace(self, results=results)
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row of values for each configuration without a profiler."""
+        return rows_of(to_frame(self.results.published))
+
+    @property
+    def conditions(self) -> str:
+        """The settings that all runs share, and their device."""
+        found = self.results.published or self.results.records
+        return conditions_of(found)
+
+
+def conditions_of(records: Sequence[RunRecord]) -> str:
+    """The settings that all these runs share, and their device."""
+    named = [
+        (record.config, record.environment.identity.device_name if record.environment else None) for record in records
+    ]
+    return shared_settings(named, ("size", "context_length"))
+
+
+def runs_of(collection: Collection) -> Iterator[Runs]:
+    """The runs of each directory, in groups that can be compared."""
+    for directory, results in collection.sweeps.items():
+        groups = separated(results).groups
+        for number, group in enumerate(groups, 1):
+            yield Runs(directory=directory, ending=f"-{number}" if len(groups) > 1 else "", results=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """All results that answers are made from."""
+
+    collection: Collection
+    runs: Sequence[Runs]
+    """Those of sweeps; see `runs_of`."""
+
+    @classmethod
+    def of(cls, collection: Collection) -> "Material":
+        """What the collection holds."""
+        return cls(collection=collection, runs=tuple(runs_of(collection)))
+
+
+def best(
+    material: Material,
+    suiting: Callable[[Runs], Sequence[RunRecord]],
+    wanted: Callable[[RunConfig], bool] | None = None,
+) -> Runs | None:
+    """The runs that answer a question best, without those that are not about it; None if no runs are.
+
+    `suiting` has the records that the question is about. The directory with the most `wanted` configurations is chosen;
+    of several, one measured on a GPU, then the one with the most runs, then the newest.
+    """
+    wanted = wanted or is_of_course
+    found = [(own, records) for own in material.runs if (records := suiting(own))]
+    if not found:
+        return None
+
+    def rank(pair: tuple[Runs, Sequence[RunRecord]]) -> tuple[int, bool, int, str]:
+        configs = {record.config.configuration for record in pair[1]}
+        on_gpu = any(config.device is Device.CUDA for config in configs)
+        return sum(map(wanted, configs)), on_gpu, len(configs), max(record.started_at for record in pair[1])
+
+    chosen, records = max(found, key=rank)
+    kept = [record for record in records if wanted(record.config)] or records
+    return chosen.only(sorted(kept, key=lambda record: order(record.config)))
+
+
+def is_of_course(config: RunConfig) -> bool:
+    """Whether it is one of the course's models, written out, on a batch of 4: what the questions are about."""
+    return config.size in COURSE_SIZES and is_plain(config)
+
+
+def is_plain(config: RunConfig, *but: str) -> bool:
+    """Whether all settings but these, the size, the context and what a question chooses have their usual values."""
+    usual = usual_settings(config)
+    return all(value == usual[name] or name in (*FREE, *but) for name, value in settings_of(config).items())
+
+
+def with_several(records: Sequence[RunRecord], setting: str) -> list[RunRecord]:
+    """The runs that differ from another one in nothing but this setting."""
+    groups: dict[object, list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault(apart_from(record.config, setting), []).append(record)
+    return [
+        record
+        for own in groups.values()
+        if len({apart_from(each.config) for each in own}) > 1
+        for record in own
+    ]  # fmt: skip
+
+
+def at_one_context(runs: Runs, context: int = CONTEXT) -> Runs:
+    """The runs at this context, or else those at the longest context that most of them have."""
+    records = list(runs.results.records)
+    contexts = [record.config.model.context_length for record in records]
+    chosen = context if context in contexts else max(contexts, key=lambda length: (contexts.count(length), length))
+    return runs.only([record for record in records if record.config.model.context_length == chosen])
+
+
+def lacking_sizes(runs: Runs, wanted: Sequence[str] = COURSE_SIZES) -> str:
+    """Which sizes were not measured on a GPU, in words; empty if all were."""
+    there = {record.config.size for record in runs.results.records if record.config.device is Device.CUDA}
+    return ", ".join(f"size {size}" for size in wanted if size not in there)
+
+
+def plain_runs(runs: Runs) -> list[RunRecord]:
+    """The finished runs without a profiler of this project's plain step."""
+    return [record for record in runs.finished if is_plain(record.config)]

@@ -1,0 +1,210 @@
+"""Answers about attention alone: written out, compiled, and the student's own kernel."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cs336_systems.config import Device, Precision
+from cs336_systems.record import Status
+from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.numbers import DOUBT, scientific, significant
+from cs336_systems.report.page.answers.answer import Answer, Material, Place
+from cs336_systems.report.page.answers.commands import attention_command
+from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_notes, limit_notes
+from cs336_systems.report.sections.study import across, pivoted
+from cs336_systems.report.table import Table, make_table
+from cs336_systems.studies.attention_records import AttentionStudy, Implementation
+
+COURSE_CONTEXTS = (256, 1024, 4096, 8192, 16384)
+COURSE_HEADS = (16, 32, 64, 128)
+OWN_CONTEXTS = tuple(2**power for power in range(7, 17))
+OWN_PRECISIONS = (Precision.BF16, Precision.FP32)
+NUM_CELLS = len(COURSE_CONTEXTS) * len(COURSE_HEADS)
+WORDS = {"forward": "Forward", "backward": "Backward", "together": "Both together"}
+
+
+def attention(material: Material) -> Answer | None:
+    """Times and memory of written-out attention, and where it runs out of memory."""
+    if (found := _best(material, Implementation.NAIVE)) is None:
+        return None
+    directory, study, rows = found
+    naive = _of(rows, Implementation.NAIVE)
+    columns = [column(key, drop_order=0) for key in ("d_head", "context_length")]
+    columns += [
+        _time("forward"),
+        _time("backward"),
+        Column("held before backward", "MiB", key="before_backward_mib", instead="ended"),
+    ]
+    columns.append(Column("of it saved by forward", "MiB", key="saved_mib"))
+    table = make_table("Attention written out", columns, sorted(naive, key=_shape))
+    known = [row for row in naive if row["saved_mib"] is not None]
+    sentences = [*limit_notes(study, rows), *growth_notes(known), *_without(rows, known)]
+    return _answer(directory, study, rows, sentences, table, _lacking(naive))
+
+
+def _without(rows: Sequence[Row], naive: Sequence[Row]) -> Iterator[str]:
+    """What a kernel keeps that never writes the weights to memory."""
+    for row in naive[-1:]:
+        same = [other for other in rows if _shape(other) == _shape(row) and other["saved_mib"]]
+        if (least := min(same, key=lambda other: other["saved_mib"], default=None)) is not None and least is not row:
+            yield (
+                f"What grows with the square of the context are the scores and weights. A fused kernel never writes "
+                f"them to memory and computes them again in backward: there {least['implementation']} leaves "
+                f"{significant(least['saved_mib'])} MiB for {significant(row['saved_mib'])}."
+            )
+
+
+def compiled_attention(material: Material) -> Answer | None:
+    """The same attention under torch.compile."""
+    if (found := _best(material, Implementation.COMPILED)) is None:
+        return None
+    directory, study, rows = found
+    names = [Implementation.NAIVE, Implementation.COMPILED]
+    table = _beside("Attention eager and compiled", sorted(rows, key=_shape), names, ("forward", "backward"))
+    sentences = [*_series(rows, names, ("forward", "backward")), *_kept(rows)]
+    return _answer(directory, study, rows, sentences, table, _lacking(_of(rows, Implementation.COMPILED)))
+
+
+def _kept(rows: Sequence[Row]) -> Iterator[str]:
+    """That compilation does not change what is kept for backward, where that is so."""
+    pairs = {_shape(row): row["saved_mib"] for row in _of(rows, Implementation.NAIVE) if row["saved_mib"]}
+    for row in _of(rows, Implementation.COMPILED)[-1:]:
+        if row["saved_mib"] and pairs.get(_shape(row)) == row["saved_mib"]:
+            yield (
+                "Compilation fuses scaling, masking and softmax into fewer kernels, but writes the weights to memory "
+                f"all the same: forward leaves {significant(row['saved_mib'])} MiB for backward, as eager's does "
+                f"(d_head {row['d_head']}, context {row['context_length']}). Where contexts are short, the host's "
+                "launches take longer than the kernels, and a compiled function has more work before its first."
+            )
+
+
+def own_kernel(material: Material) -> Answer | None:
+    """The student's own kernel beside PyTorch's attention."""
+    if (found := _best(material, Implementation.OWN)) is None:
+        return None
+    directory, study, rows = found
+    names = [Implementation.NAIVE, Implementation.OWN]
+    widest = max(row["d_head"] for row in rows)
+    kept = [row for row in rows if row["d_head"] == widest]
+    table = _beside(f"Own kernel and PyTorch's at d_head {widest}", kept, names, tuple(TIMED))
+    sentences = [f"own is {study.grid.own}."]
+    for precision in study.precisions:
+        own = [row for row in kept if row["precision"] is precision]
+        sentences += [f"In {precision}, {text[0].lower()}{text[1:]}" for text in _series(own, names, tuple(TIMED))]
+        sentences += [f"In {precision}, {text}" for text in _ends(own)]
+    lacking = [str(each) for each in OWN_PRECISIONS if each not in study.precisions]
+    contexts = [str(length) for length in OWN_CONTEXTS if length not in study.grid.context_lengths]
+    lacking += [f"contexts {', '.join(contexts)}"] if contexts else []
+    return _answer(directory, study, rows, sentences, table, ", ".join(lacking))
+
+
+def _ends(rows: Sequence[Row]) -> Iterator[str]:
+    """Where an implementation ran out of memory, and how far the own kernel's output is off."""
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        failed = [row for row in _of(rows, name) if row["status"] is Status.OOM]
+        if failed:
+            yield f"{name} runs out of memory from context {min(row['context_length'] for row in failed)} on."
+    errors = [row["output_relative_error"] for row in _of(rows, Implementation.OWN) if row["output_relative_error"]]
+    if errors:
+        yield (
+            f"the largest distance of own's output from float64 is {scientific(max(errors))} of the largest magnitude "
+            "there."
+        )
+
+
+def _best(material: Material, name: Implementation) -> tuple[Path, AttentionStudy, list[Row]] | None:
+    """The study of this implementation with the most cells of the course's grid, on a GPU, in its precision; newest."""
+    is_own = name is Implementation.OWN
+    found = []
+    for directory, study in material.collection.attention.items():
+        is_known = name in study.grid.implementations
+        if is_known and any(result.cell.implementation is name and result.measurements for result in study.results):
+            found.append((directory, study))
+    if not found:
+        return None
+
+    def rank(pair: tuple[Path, AttentionStudy]) -> tuple[int, bool, bool, int, str]:
+        grid, results = pair[1].grid, pair[1].results
+        cells = {(each.cell.precision, each.cell.context_length, each.cell.d_head) for each in results
+                 if each.cell.implementation is name}  # fmt: skip
+        contexts = OWN_CONTEXTS if is_own else COURSE_CONTEXTS
+        of_course = [cell for cell in cells if cell[1] in contexts and cell[2] in COURSE_HEADS]
+        has_settings = (grid.batch_size, grid.causal) == ((1, True) if is_own else (8, False))
+        in_full = Precision.FP32 in pair[1].precisions
+        return len(of_course) * has_settings, grid.device is Device.CUDA, in_full, len(cells), str(pair[0])
+
+    directory, study = max(found, key=rank)
+    rows = attention_rows(study)
+    if not is_own:
+        precision = Precision.FP32 if Precision.FP32 in study.precisions else study.precisions[0]
+        rows = [row for row in rows if row["precision"] is precision]
+    return directory, study, sorted(rows, key=lambda row: (row["context_length"], row["d_head"]))
+
+
+def _of(rows: Sequence[Row], name: Implementation) -> list[Row]:
+    return [row for row in rows if row["implementation"] is name]
+
+
+def _shape(row: Row) -> tuple[int, int]:
+    return row["d_head"], row["context_length"]
+
+
+def _time(timed: str) -> Column:
+    return column(f"{timed}_mean_ms", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended")
+
+
+def _beside(title: str, rows: Sequence[Row], names: Sequence[Implementation], timed: Sequence[str]) -> Table:
+    """A row for each shape and precision, with the times of the implementations beside each other."""
+    index = ("precision", "d_head", "context_length")
+    has_several = len({row["precision"] for row in rows}) > 1
+    shape = [column(key, drop_order=0) for key in (index if has_several else index[1:])]
+    times = [(part, name) for part in timed for name in names]
+    cells = [replace(across(name, _time(part)), name=f"{part}, {name}", unit="ms") for part, name in times]
+    pivot = pivoted([row for row in rows if row["implementation"] in names], index, "implementation")
+    note = f"In ms, mean ± standard deviation; {DOUBT} marks a time in doubt."
+    return make_table(title, [*shape, *cells], pivot, [note])
+
+
+def _series(rows: Sequence[Row], names: Sequence[Implementation], timed: Sequence[str]) -> Iterator[str]:
+    """How many times as fast the second is as the first, over contexts, at the widest head."""
+    before, after = names
+    widest = max((row["d_head"] for row in rows), default=0)
+    first = {_shape(row): row for row in _of(rows, before)}
+    second = {_shape(row): row for row in _of(rows, after)}
+    for part in timed:
+        key = f"{part}_mean_ms"
+        gains = {
+            shape: first[shape][key] / row[key]
+            for shape, row in second.items()
+            if shape[0] == widest and shape in first and row[key] and first[shape][key]
+        }
+        doubts = [shape for shape in gains if any(own[shape][f"{part}_is_doubted"] for own in (first, second))]
+        said = ", ".join(
+            f"{significant(gain, 3)}{f' {DOUBT}' if shape in doubts else ''} at context {shape[1]}"
+            for shape, gain in gains.items()
+        )
+        if said:
+            yield f"{WORDS[part]} of {after} is, at d_head {widest}, {said} times as fast as {before}."
+
+
+def _lacking(rows: Sequence[Row]) -> str:
+    there = {_shape(row) for row in rows}
+    missing = [length for length in COURSE_CONTEXTS if any((head, length) not in there for head in COURSE_HEADS)]
+    return f"contexts {', '.join(map(str, missing))} with d_head {', '.join(map(str, COURSE_HEADS))}" if missing else ""
+
+
+def _answer(
+    directory: Path, study: AttentionStudy, rows: Sequence[Row], sentences: Sequence[str], table: Table, lacking: str
+) -> Answer:
+    device = rows[0]["device_name"]
+    kept = f"batch {study.grid.batch_size}, {'causal, ' if study.grid.causal else ''}{study.grid.passes} passes"
+    precisions = ", ".join(dict.fromkeys(str(row["precision"]) for row in rows))
+    place: Place = (directory, "results")
+    return Answer(
+        sentences=sentences,
+        tables=[table],
+        places=[place],
+        commands=[attention_command(study.grid, directory)],
+        conditions=f"{device}, {precisions}, {kept}",
+        lacking=lacking,
+    )

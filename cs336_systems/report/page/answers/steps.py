@@ -1,0 +1,213 @@
+"""Answers about the time of a step: its phases, its spread, warm-up, mixed precision, and the compiled model."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cs336_systems.config import CompileMode, Mode, Precision, RunConfig
+from cs336_systems.record import RunRecord
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.frame import SPEED_UPS
+from cs336_systems.report.identity import identity_columns, names_of
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.page.answers.answer import (
+    CONTEXT,
+    Answer,
+    Material,
+    Row,
+    Runs,
+    at_one_context,
+    best,
+    is_of_course,
+    is_plain,
+    lacking_sizes,
+    plain_runs,
+    with_several,
+)
+from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.sections.steps_answers import (
+    choice_answers,
+    phase_answers,
+    precision_answers,
+    spread_answers,
+    warmup_answers,
+)
+from cs336_systems.report.sentences import between
+from cs336_systems.report.table import Table, make_table
+
+MEASURED_STEPS = 10
+"""As many steps as the course measures."""
+PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
+
+
+def _answer(
+    material: Material, runs: Runs, sentences: Iterable[str], tables: Sequence[Table] = (), place: str = "results",
+    lacking: str = "",
+) -> Answer:  # fmt: skip
+    return Answer(
+        sentences=list(sentences),
+        tables=tables,
+        places=[runs.place(place)],
+        commands=[command_for(material.collection, runs.directory)],
+        conditions=runs.conditions,
+        lacking=lacking,
+    )
+
+
+def _texts(answers: Iterable[tuple[str, str]]) -> list[str]:
+    """The paragraphs of answers.md as sentences that begin with what they are about."""
+    return [f"{name}: {text}" if name else text for name, text in answers]
+
+
+def _table(title: str, rows: Sequence[Row], keys: Iterable[str | Column], always: Sequence[str] = ("size",)) -> Table:
+    columns = [key if isinstance(key, Column) else column(key, drop_order=0) for key in keys]
+    return make_table(title, [*identity_columns(rows, always), *columns], rows)
+
+
+def _trained(runs: Runs) -> list[RunRecord]:
+    return [record for record in plain_runs(runs) if record.config.mode is Mode.TRAIN]
+
+
+def _timed(runs: Runs) -> list[RunRecord]:
+    """Training steps after most warm-up, in fp32 as the course's; in other precisions where there are none."""
+    trained = _trained(runs)
+    most = max((record.config.warmup_steps for record in trained), default=0)
+    found = [record for record in trained if record.config.warmup_steps == most]
+    return [record for record in found if record.config.precision is Precision.FP32] or found
+
+
+def _is_timed_by_course(config: RunConfig) -> bool:
+    """The course's model and context, with enough steps to say how they vary."""
+    is_enough = config.measured_steps >= MEASURED_STEPS
+    in_full = config.precision is Precision.FP32
+    return is_of_course(config) and config.model.context_length == CONTEXT and is_enough and in_full
+
+
+def _best_timed(material: Material) -> Runs | None:
+    found = best(material, _timed, _is_timed_by_course)
+    return None if found is None else at_one_context(found)
+
+
+def script(material: Material) -> Answer | None:
+    """Forward alone, forward and backward, and the whole step."""
+    runs = _best_timed(material)
+    if runs is None:
+        return None
+    rows = runs.rows
+    both, whole = (
+        {
+            name: (
+                row["forward_mean_ms"] + row["backward_mean_ms"] * (part > 0) + row["optimizer_mean_ms"] * (part > 1)
+            )
+            / row["forward_mean_ms"]
+            for name, row in _named(rows).items()
+        }
+        for part in (1, 2)
+    )
+    sentences = [
+        f"Forward and backward together take {between(both, _times)} times as long as forward alone, and the whole "
+        f"step, with the optimizer, {between(whole, _times)} times.",
+        "For each matrix product of forward backward has two, one for the gradient of each factor, so about 3 times "
+        "is what their FLOPs let expect.",
+        "Each whole step is timed between two synchronisations; the phases within it by CUDA events, which do not "
+        "slow it (--sync-phases synchronises after each phase, as the course's handout does). --warmup-steps and "
+        "--measured-steps choose w and n, --mode inference, forward, forward-backward or train the part of the step.",
+    ]
+    return _answer(material, runs, sentences, lacking=lacking_sizes(runs))
+
+
+def _named(rows: Sequence[Row], always: Sequence[str] = ("size",)) -> dict[str, Row]:
+    return dict(zip(names_of([row["identity"] for row in rows], always=always), rows, strict=True))
+
+
+def _times(ratio: float) -> str:
+    return significant(ratio, 3)
+
+
+def times(material: Material) -> Answer | None:
+    """Means and deviations of the phases, and whether the spread is small."""
+    runs = _best_timed(material)
+    if runs is None:
+        return None
+    rows = runs.rows
+    table = _table("Times of forward, backward and the optimizer", rows, [*PHASES, "step_cv"])
+    sentences = [*_texts(phase_answers(rows)), *_texts(spread_answers(rows))]
+    return _answer(material, runs, sentences, [table], lacking=lacking_sizes(runs))
+
+
+def warmup(material: Material) -> Answer | None:
+    """What no warm-up, or too little, changes."""
+    runs = best(
+        material,
+        lambda own: with_several(_trained(own), "warmup_steps"),
+        lambda config: is_of_course(config) and config.model.context_length == CONTEXT,
+    )
+    if runs is None:
+        return None
+    rows = runs.rows
+    first = Column("first measured step", "ms", key="first_step_ms")
+    columns = (column("step_mean_ms"), column("step_cv"), first)
+    table = _table("Steps after more and less warm-up", rows, columns, ("size", "warmup_steps"))
+    there = {record.config.warmup_steps for record in runs.results.records}
+    lacking = ", ".join(f"{count} warm-up steps" for count in (0, 1, 2, 5) if count not in there)
+    return _answer(material, runs, _texts(warmup_answers(rows)), [table], "warmup", lacking)
+
+
+def mixed_precision(material: Material) -> Answer | None:
+    """Times with and without bf16, and the trend over sizes."""
+    runs = best(
+        material,
+        lambda own: with_several(
+            [each for each in _trained(own) if each.config.precision in (Precision.FP32, Precision.BF16)], "precision"
+        ),
+    )
+    if runs is None:
+        return None
+    rows = at_one_context(runs).rows
+    gains = [row["speed_up"] for row in rows if row["speed_up"]]
+    sentences = _texts(precision_answers(runs.rows))
+    if len(gains) > 1 and gains == sorted(gains):
+        sentences.append(
+            "A larger model gains more because its matrix products, which bf16 makes faster, are a larger part of the "
+            "step: the optimizer stays in fp32, and a small model waits for the host to launch kernels, of which bf16 "
+            "has no fewer."
+        )
+    keys = ["forward_mean_ms", "backward_mean_ms", "step_mean_ms", "speed_up"]
+    table = _table("Times in fp32 and in bf16", rows, keys, ("size", "precision"))
+    return _answer(material, runs, sentences, [table], lacking=lacking_sizes(runs))
+
+
+def compiled_model(material: Material) -> Answer | None:
+    """The whole model compiled against eager: forward, backward, step."""
+
+    def suiting(own: Runs) -> list[RunRecord]:
+        is_left = (CompileMode.NONE, CompileMode.DEFAULT)
+        found = [each for each in own.finished if is_plain(each.config, "compile") and each.config.compile in is_left]
+        return with_several([each for each in found if each.config.mode is Mode.TRAIN], "compile")
+
+    runs = best(material, suiting, lambda config: config.model.context_length == CONTEXT)
+    if runs is None:
+        return None
+    rows = runs.rows
+    table = _table("The whole model eager and compiled", rows, [*PHASES, "compile_speed_up"], ("size", "compile"))
+    eager, compiled = ([row for row in rows if (row["compile"] == "none") is is_eager] for is_eager in (True, False))
+    parts: dict[str, Callable[[Row], float | None]] = {
+        "forward": lambda row: row["forward_mean_ms"],
+        "backward": lambda row: row["backward_mean_ms"],
+        "the optimizer's step": lambda row: row["optimizer_mean_ms"],
+    }
+    said = []
+    for part, value in parts.items():
+        gains = {
+            name: before / after
+            for name, row in _named(compiled).items()
+            for other in eager
+            if _is_same_but(row, other, "compile") and (before := value(other)) and (after := value(row))
+        }
+        said.append(f"{part} {between(gains, _times)} times")
+    sentences = [*_texts(choice_answers(rows)), f"By phase: {', '.join(said)} as fast. The optimizer is not compiled."]
+    lacking = lacking_sizes(runs)
+    return _answer(material, runs, sentences, [table], lacking=lacking)
+
+
+def _is_same_but(row: Row, other: Row, setting: str) -> bool:
+    names = set(row["identity"]) - {setting, "digest", *SPEED_UPS}
+    return all(row["identity"][name] == other["identity"].get(name) for name in names)

@@ -1,0 +1,259 @@
+"""The course's questions (CS336, assignment 2: systems) in its order, each with its answer from all results of a page.
+
+`PROBLEMS` lists what the course asks, and for each part the command that measures what answers it and the function that
+answers. Nothing here names a results directory: of several, `answers/answer.py` chooses by rule.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cs336_systems.report.page.answers import (
+    attention,
+    checkpoints,
+    kernels,
+    memory,
+    parallel,
+    precision,
+    steps,
+)
+from cs336_systems.report.page.answers.answer import Answer, Material
+from cs336_systems.report.page.collection import Collection, block_id
+from cs336_systems.report.page.write import Block, Chapter, Linked, Prose, TableBlock
+from cs336_systems.text import counted, inert_line
+
+TIMES = "python benchmark_sweep.py --context-lengths 512"
+WARMUP = "python benchmark_sweep.py --sizes small xl --context-lengths 512 --warmup-steps 0 1 2 5"
+NSYS = "python benchmark_sweep.py --nsys --sizes small xl --context-lengths 256 512 1024"
+PRECISION = "python precision.py --output data/precision"
+MEMORY = (
+    "python benchmark_sweep.py --memory --sizes 2.7B --context-lengths 128 2048 --modes inference train "
+    "--warmup-steps 1 --measured-steps 2"
+)
+CHECKPOINTS = "python benchmark_sweep.py --sizes xl --context-lengths 2048 --checkpoint-blocks 1 2 3 4 6 8"
+OWN = (
+    "cs336 attention --own flash:FlashAttention --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 "
+    "--context-lengths 128 256 512 1024 2048 4096 8192 16384 32768 65536"
+)
+REDUCE = "cs336 ceilings --world-size 4 --name four-processes"
+INTRODUCTION = (
+    "What the course asks in assignment 2, in its order, answered from the results of this page; a draft of what is "
+    "handed in. The sizes are those of the table of the 2025 edition. The 2026 edition calls 2.7B xl; xl is here that "
+    "of 2025. Batch 4 and context 512 unless said otherwise."
+)
+NO_COMMAND = "This tool has no command for it yet."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a problem."""
+
+    id: str
+    asked: str
+    """The question in a few words."""
+    command: str = ""
+    """What measures what answers it; empty where the tool has no command."""
+    answer: Callable[[Material], Answer | None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One problem of the assignment."""
+
+    title: str
+    settings: str
+    """What the course measures."""
+    parts: tuple[Part, ...]
+
+
+def _part(id: str, asked: str, command: str = "", answer: Callable[[Material], Answer | None] | None = None) -> Part:
+    return Part(id=id, asked=asked, command=command, answer=answer or (lambda _: None))
+
+
+PROBLEMS = (
+    Problem(
+        title="Benchmarking script",
+        settings="all sizes, 5 warm-up steps, 10 measured steps",
+        parts=(
+            _part("benchmarking-a", "Time forward, forward and backward, and whole steps.", TIMES, steps.script),
+            _part("benchmarking-b", "How long are forward, backward and the optimizer of each size, and do they vary?",
+                  TIMES, steps.times),
+            _part("benchmarking-c", "What changes without warm-up, or with 1 or 2 steps of it, and why?",
+                  WARMUP, steps.warmup),
+        ),
+    ),
+    Problem(
+        title="Nsight Systems",
+        settings="two sizes, three contexts above 128, the largest that fits",
+        parts=(
+            _part("nsys-a", "How long is forward, and does that match the clock?", NSYS, kernels.forward_time),
+            _part("nsys-b", "Which kernel takes most of forward, how often, and is it the same with backward?",
+                  NSYS, kernels.top_kernel),
+            _part("nsys-c", "Which other kernels matter in forward?", NSYS, kernels.other_kernels),
+            _part("nsys-d", "How does the share of matrix products change from forward alone to a whole step?",
+                  f"{NSYS} --modes inference train", kernels.product_share),
+            _part("nsys-e", "How does softmax compare with the matrix products of attention, in time and in FLOPs?",
+                  NSYS, kernels.softmax),
+        ),
+    ),
+    Problem(
+        title="Accumulation in mixed precision",
+        settings="0.01 added a thousand times",
+        parts=(
+            _part("accumulation", "What do sums in fp32, fp16, fp32 of fp16, and fp32 of cast fp16 give?", PRECISION,
+                  precision.accumulation),
+        ),
+    ),
+    Problem(
+        title="Mixed precision",
+        settings="a toy model under fp16 autocast; all sizes with bf16",
+        parts=(
+            _part("mixed-precision-a", "Which data types have parameters, layers, logits, loss and gradients?",
+                  PRECISION, precision.data_types),
+            _part("mixed-precision-b", "What of layer norm is sensitive to precision, and is it with bf16?", PRECISION,
+                  precision.layer_norm),
+            _part("mixed-precision-c", "How do times change with bf16, and what is the trend over sizes?",
+                  f"{TIMES} --precisions fp32 bf16", steps.mixed_precision),
+        ),
+    ),
+    Problem(
+        title="Memory",
+        settings="2.7B (2026: xl) at contexts 128 and 2048; in 2025 at 128, 256 and 512",
+        parts=(
+            _part("memory-a", "How does memory run over forward alone and a whole step, and can the stages be told?",
+                  MEMORY, memory.timelines),
+            _part("memory-b", "What are the peaks of forward alone and of a whole step?", MEMORY, memory.peaks),
+            _part("memory-c", "What are they in mixed precision?", f"{MEMORY} --precisions fp32 bf16",
+                  memory.mixed_peaks),
+            _part("memory-d", "How large is one activation of the residual stream in fp32?", MEMORY,
+                  memory.residual_stream),
+            _part("memory-e", "How large are the largest allocations, and where do they come from?", MEMORY,
+                  memory.largest),
+            _part("memory-f", "What does one block save for backward, where, and which gradients does it make?",
+                  MEMORY, memory.block),
+        ),
+    ),
+    Problem(
+        title="Activation checkpointing",
+        settings="xl at context 2048",
+        parts=(
+            _part("checkpointing-a", "Which strategy needs the least memory, and how does that grow with N blocks?",
+                  MEMORY, checkpoints.strategy),
+            _part("checkpointing-b", "Which group of blocks is best for one level of checkpoints?", CHECKPOINTS,
+                  checkpoints.groups),
+        ),
+    ),
+    Problem(
+        title="Attention in PyTorch",
+        settings="batch 8, no heads, d_head 16 to 128, context 256 to 16,384, 100 passes",
+        parts=(
+            _part("attention", "How long are forward and backward, what is held between them, where does it run out?",
+                  "cs336 attention", attention.attention),
+        ),
+    ),
+    Problem(
+        title="Compilation",
+        settings="the same attention; the whole model",
+        parts=(
+            _part("compile-a", "How does compiled attention compare with eager?", "cs336 attention",
+                  attention.compiled_attention),
+            _part("compile-b", "How does the compiled model compare with eager: forward, backward, step?",
+                  f"{TIMES} --compile none default", steps.compiled_model),
+        ),
+    ),
+    Problem(
+        title="Flash attention",
+        settings="batch 1, causal, context 128 to 65,536, d_head 16 to 128, bf16 and fp32",
+        parts=(
+            _part("flash-attention", "How does the own kernel compare with PyTorch: forward, backward, both?", OWN,
+                  attention.own_kernel),
+        ),
+    ),
+    Problem(
+        title="Communication",
+        settings="all-reduce of 1 MB to 1 GB over 2, 4 and 6 processes; by NCCL on GPUs, with --device cpu by gloo",
+        parts=(
+            _part("communication", "How long does an all-reduce take?", REDUCE, parallel.all_reduce),
+        ),
+    ),
+    Problem(
+        title="Data parallel training",
+        settings="xl, 2 GPUs",
+        parts=(_part("ddp", "Naive, flat, overlapped: time of a step, and share of communication?"),),
+    ),
+    Problem(
+        title="Sharded optimizer",
+        settings="xl, 2 GPUs",
+        parts=(_part("optimizer-sharding", "Memory and time with and without; against ZeRO stage 1?"),),
+    ),
+    Problem(
+        title="Fully sharded data parallel training",
+        settings="xl, 2 GPUs",
+        parts=(_part("fsdp", "How much memory does it save, and do the gathers end in time?"),),
+    ),
+    Problem(
+        title="Parallelism on paper",
+        settings="closed forms",
+        parts=(_part("parallelism", "From which N on does communication limit each kind of parallel training?"),),
+    ),
+    Problem(
+        title="Leaderboard",
+        settings="8B, 2 GPUs, 2 x 32,768 tokens, bf16",
+        parts=(_part("leaderboard", "How long does one training step take?"),),
+    ),
+)  # fmt: skip
+"""In the order of the course."""
+
+
+def questions_chapter(collection: Collection) -> Chapter:
+    """The questions with their answers; what is not measured says what to run."""
+    material = Material.of(collection)
+    found = {part.id: part.answer(material) for problem in PROBLEMS for part in problem.parts}
+    whole = sum(answer is not None and not answer.lacking for answer in found.values())
+    summary = f"{whole} of {counted(len(found), 'part')} are answered in full; each of the others says what to run."
+    blocks = [
+        block for problem in PROBLEMS for part in problem.parts for block in _blocks(problem, part, found[part.id])
+    ]
+    return Chapter(
+        id="questions",
+        title="The course's questions",
+        blocks=[Prose(paragraphs=[(INTRODUCTION, ""), (summary, "")]), *blocks],
+    )
+
+
+def _blocks(problem: Problem, part: Part, found: Answer | None) -> Iterator[Block]:
+    """What stands below the question."""
+    yield Prose(heading=heading(problem, part), paragraphs=list(_paragraphs(problem, part, found)))
+    for number, table in enumerate(found.tables if found else ()):
+        yield TableBlock(
+            id=f"questions/{part.id}-{number}", table=table, source=inert_line(found.conditions if found else "")
+        )
+
+
+def heading(problem: Problem, part: Part) -> str:
+    """Problem, letter and question."""
+    letter = f", {part.id[-1]}" if len(problem.parts) > 1 else ""
+    return f"{problem.title}{letter}: {part.asked}"
+
+
+def _paragraphs(problem: Problem, part: Part, found: Answer | None) -> Iterator[tuple[str, str] | Linked]:
+    for text in found.sentences if found else ():
+        yield inert_line(text), ""
+    if found and found.places:
+        yield Linked(tuple(_sources(found)))
+    if not part.command:
+        yield NO_COMMAND, ""
+    elif found is None:
+        yield f"Not measured yet ({problem.settings}): run {part.command}", ""
+    elif found.lacking:
+        yield f"The course also asks for {found.lacking}. Not measured yet: run {part.command}", ""
+
+
+def _sources(found: Answer) -> Iterator[tuple[str, str]]:
+    """The conditions, the tables that the answer rests on, and the commands that measured them."""
+    yield (inert_line(f"{found.conditions}. ") if found.conditions else ""), ""
+    yield "Tables: ", ""
+    for number, (directory, name) in enumerate(found.places):
+        yield ("; " if number else ""), ""
+        yield inert_line(f"{directory.as_posix()}, {name}"), block_id(directory, name)
+    if found.commands:
+        yield inert_line(f". Measured by: {'; '.join(dict.fromkeys(found.commands))}"), ""

@@ -1,0 +1,387 @@
+"""Every part of the course's questions has its answer: its numbers are those of the records, its commands valid."""
+
+import json
+import math
+import re
+import shlex
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import cli
+from cs336_systems.commands.flags import parse
+from cs336_systems.commands.rebuild import load_collection
+from cs336_systems.config import SIZES, Device
+from cs336_systems.record import load_records
+from cs336_systems.report.page import questions
+from cs336_systems.report.page.answers.answer import Material
+from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.write import Page, Prose, TableBlock, to_html
+from cs336_systems.report.results import Results
+from tests.report.making import make_config, make_record
+
+DATA = Path(__file__).parents[3] / "data"
+FIRST_HALF = {
+    "Benchmarking script": 3,
+    "Nsight Systems": 5,
+    "Accumulation in mixed precision": 1,
+    "Mixed precision": 3,
+    "Memory": 6,
+    "Activation checkpointing": 2,
+    "Attention in PyTorch": 1,
+    "Compilation": 2,
+    "Flash attention": 1,
+}
+"""Parts of the assignment's problems, as the handout has them."""
+MIB, GIB = 2**20, 2**30
+COURSE = ("small", "medium", "large", "xl", "2.7B")
+
+
+@pytest.fixture(scope="module")
+def collection():
+    return load_collection(DATA)
+
+
+@pytest.fixture(scope="module")
+def material(collection):
+    return Material.of(collection)
+
+
+@pytest.fixture(scope="module")
+def answers(material):
+    return {part.id: part.answer(material) for problem in questions.PROBLEMS for part in problem.parts}
+
+
+def records_of(answer):
+    """The records of the directory that the answer rests on, as they lie on the disk."""
+    return [json.loads(path.read_bytes()) for path in sorted((DATA / answer.places[0][0] / "runs").glob("*.json"))]
+
+
+def profiles_of(answer, kind):
+    """The explained profiles of that directory, by the configuration of their records."""
+    directory = DATA / answer.places[0][0]
+    return {path.stem: json.loads(path.read_bytes()) for path in sorted((directory / kind).glob("*.json"))}
+
+
+def is_plain(config):
+    return config.get("profiler", "none") == "none"
+
+
+def mean_ms(record, phase):
+    [times] = [each["times_s"] for each in record["measurements"] if each["phase"] == phase]
+    return 1e3 * statistics.fmean(times)
+
+
+def numbers(answer):
+    return [float(found.replace(",", "")) for text in answer.sentences for found in re.findall(r"\d[\d,]*\.?\d*", text)]
+
+
+def says(answer, *values, digits=3):
+    """Whether the sentences have each of the values, to this many digits."""
+    found = numbers(answer)
+    missing = [
+        value
+        for value in values
+        if not any(math.isclose(each, value, rel_tol=0.51 * 10 ** (1 - digits)) for each in found)
+    ]
+    assert not missing, (missing, answer.sentences)
+
+
+def by(table, *keys):
+    """The rows of values of a table by these keys."""
+    return {tuple(row[key] for key in keys): row for row in table.values}
+
+
+def test_every_part_of_the_handout_has_a_place_in_its_order():
+    first = {problem.title: len(problem.parts) for problem in questions.PROBLEMS[: len(FIRST_HALF)]}
+    assert first == FIRST_HALF
+    assert len({part.id for problem in questions.PROBLEMS for part in problem.parts}) == sum(
+        len(problem.parts) for problem in questions.PROBLEMS
+    )
+
+
+def test_every_part_is_answered_from_data_or_says_what_to_run(answers):
+    for problem in questions.PROBLEMS[: len(FIRST_HALF)]:
+        for part in problem.parts:
+            answer = answers[part.id]
+            assert part.command
+            assert answer is None or (answer.sentences and (answer.places or answer.lacking)), part.id
+    answered = [name for name, answer in answers.items() if answer is not None]
+    assert len(answered) >= sum(FIRST_HALF.values()) - FIRST_HALF["Flash attention"]
+
+
+def test_without_results_every_part_says_what_to_run(tmp_path):
+    chapter = questions.questions_chapter(Collection(root=tmp_path))
+    proses = [block for block in chapter.blocks if isinstance(block, Prose) and block.heading]
+    parts = [part for problem in questions.PROBLEMS for part in problem.parts]
+    assert len(proses) == len(parts)
+    for part, prose in zip(parts, proses, strict=True):
+        text = " ".join(getattr(sentence, "text", sentence[0]) for sentence in prose.paragraphs)
+        assert (part.command or questions.NO_COMMAND) in text
+    to_html(Page(title="nothing", chapters=[chapter]))
+
+
+def parsed(command):
+    """The arguments that the program makes of the command line."""
+    words = shlex.split(command)
+    if words[0] == "python":
+        name = {"benchmark_sweep.py": "sweep", "precision.py": "precision"}[words[1]]
+        words = [name, *words[2:]]
+    else:
+        words = words[1:]
+    return parse(
+        cli._arguments(words[0]), words[0], cli._sides_apart(words[1:]) if words[0] == "compare" else words[1:]
+    )
+
+
+def test_every_command_is_a_valid_command_line(answers):
+    commands = {part.command for problem in questions.PROBLEMS for part in problem.parts if part.command}
+    made = {command for answer in answers.values() if answer is not None for command in answer.commands}
+    assert made
+    for command in commands | made:
+        parsed(command)
+
+
+def test_the_command_of_a_sweep_plans_the_runs_that_its_records_are_of(collection, monkeypatch):
+    """Of all directories, those that no question chooses too."""
+    monkeypatch.setattr("cs336_systems.commands.sweep.resolve_device", lambda asked: Device.CUDA)
+    planned = 0
+    for directory in collection.sweeps:
+        command = command_for(collection, directory)
+        if not command.startswith("python benchmark_sweep.py") or "--fast" in command or "--cuda-graph" in command:
+            continue
+        plan = parsed(command).plan()
+        records, _ = load_records(DATA / directory / "runs")
+        assert {*plan.configs} == {record.config for record in records}, command
+        planned += 1
+    assert planned > 10
+
+
+def test_times_of_all_sizes_are_those_of_the_records(answers):
+    answer = answers["benchmarking-b"]
+    records = {
+        record["config"]["size"]: record
+        for record in records_of(answer)
+        if record["config"]["model"]["context_length"] == 512 and record["config"].get("precision", "fp32") == "fp32"
+    }
+    rows = by(answer.tables[0], "size")
+    assert {size for (size,) in rows} == {*COURSE}
+    for (size,), row in rows.items():
+        for phase in ("forward", "backward", "optimizer", "step"):
+            assert row[f"{phase}_mean_ms"] == pytest.approx(mean_ms(records[size], phase), rel=1e-9)
+    ratios = [mean_ms(record, "backward") / mean_ms(record, "forward") for record in records.values()]
+    shares = [100 * mean_ms(record, "optimizer") / mean_ms(record, "step") for record in records.values()]
+    says(answer, min(ratios), max(ratios), min(shares), max(shares))
+    both = [1 + ratio for ratio in ratios]
+    says(answers["benchmarking-a"], min(both), max(both))
+
+
+def test_warm_up_steps_are_those_of_the_records(answers):
+    answer = answers["benchmarking-c"]
+    rows = by(answer.tables[0], "size", "warmup_steps")
+    seen = 0
+    for record in records_of(answer):
+        row = rows[record["config"]["size"], record["config"].get("warmup_steps", 5)]
+        [times] = [each["times_s"] for each in record["measurements"] if each["phase"] == "step"]
+        assert row["step_mean_ms"] == pytest.approx(1e3 * statistics.fmean(times))
+        assert row["first_step_ms"] == pytest.approx(1e3 * times[0])
+        assert row["step_cv"] == pytest.approx(statistics.stdev(times) / statistics.fmean(times))
+        if row["warmup_steps"] == 0:
+            says(answer, 1e3 * times[0], digits=4)
+        seen += 1
+    assert seen == len(rows) >= 8
+
+
+def test_kernels_are_those_of_the_traces(answers):
+    records = {each["config"]["size"]: each for each in records_of(answers["nsys-a"])
+               if each["config"]["model"]["context_length"] == 512 and is_plain(each["config"])}  # fmt: skip
+    profiles = {
+        name.split("_")[0]: own for name, own in profiles_of(answers["nsys-a"], "kernels").items() if "ctx512" in name
+    }
+    times, top = by(answers["nsys-a"].tables[0], "size"), by(answers["nsys-b"].tables[0], "size")
+    assert {size for (size,) in times} == {*profiles} == {*COURSE}
+    forward_shares, step_shares, others, softmax = [], [], [], []
+    for size, profile in profiles.items():
+        steps = profile["num_steps"]
+        own = [phase for phase in profile["phases"] if phase["phase"] in ("forward", "loss")]
+        assert times[size,]["wall"] == pytest.approx(sum(sum(phase["wall_s"]) for phase in own) / steps)
+        assert times[size,]["clock"] == pytest.approx(mean_ms(records[size], "forward") / 1e3)
+        kernels = [kernel for kernel in profile["kernels"] if kernel["phase"] == "forward"]
+        longest = max(kernels, key=lambda kernel: kernel["total_s"])
+        assert top[size,]["forward top launches"] == pytest.approx(longest["count"] / steps)
+        assert top[size,]["forward top share"] == pytest.approx(
+            longest["total_s"] / sum(each["total_s"] for each in kernels), rel=1e-3
+        )
+        classes = profile["classes"]
+
+        def share(kind, phases, classes=classes):
+            chosen = [row for row in classes if phases is None or row["phase"] in phases]
+            whole = sum(row["total_s"] for row in chosen)
+            return sum(row["total_s"] for row in chosen if row["kind"] == kind) / whole
+
+        forward_shares.append(100 * share("matrix product", {"forward"}))
+        step_shares.append(100 * share("matrix product", None))
+        others.append(100 * share("element-wise", {"forward"}))
+        parts = {row["part"]: row for row in profile["attention"] if row["phase"] == "forward"}
+        softmax.append(parts["softmax"]["total_s"] / (parts["scores"]["product_s"] + parts["values"]["product_s"]))
+    says(answers["nsys-c"], min(others), max(others))
+    says(answers["nsys-d"], min(forward_shares), max(forward_shares), min(step_shares), max(step_shares))
+    says(answers["nsys-e"], min(softmax), max(softmax))
+
+
+def test_sums_and_layer_norm_are_those_of_the_record(answers):
+    study = json.loads((DATA / answers["accumulation"].places[0][0] / "precision.json").read_bytes())
+    for row in study["accumulation"]:
+        if row["sum_dtype"] != "bf16" and row["addend_dtype"] != "bf16":
+            says(answers["accumulation"], row["total"], digits=5)
+    text = " ".join(answers["mixed-precision-a"].sentences)
+    for row in study["dtypes"]:
+        if (row["model"], row["device"], row["precision"]) == ("ToyModel", "cuda", "fp16"):
+            assert f"{row['quantity']} {row['dtype']}" in text
+    lost = [row for row in study["layer_norm"] if row["dtype"] == "fp16" and row["variance"] is None]
+    says(answers["mixed-precision-b"], *(row["scale"] ** 2 for row in lost))
+
+
+def test_speed_ups_of_bf16_are_those_of_the_records(answers):
+    answer = answers["mixed-precision-c"]
+    steps = {}
+    for record in records_of(answer):
+        config = record["config"]
+        key = (config["size"], config["model"]["context_length"])
+        steps.setdefault(key, {})[config.get("precision", "fp32")] = mean_ms(record, "step")
+    gains = {key: own["fp32"] / own["bf16"] for key, own in steps.items()}
+    says(answer, min(gains.values()), max(gains.values()), *(gains[size, 512] for size in COURSE))
+    rows = by(answer.tables[0], "size", "precision")
+    for size in COURSE:
+        assert rows[size, "bf16"]["speed_up"] == pytest.approx(gains[size, 512])
+
+
+def test_peaks_are_those_of_the_records(answers):
+    rows = by(answers["memory-c"].tables[0], "size", "context", "precision")
+    seen = 0
+    for record in records_of(answers["memory-c"]):
+        config = record["config"]
+        if not is_plain(config):
+            continue
+        row = rows[config["size"], config["model"]["context_length"], config.get("precision", "fp32")]
+        peak = row[config.get("mode", "train")]
+        assert peak == (record["memory"]["peak_allocated_bytes"] if record["status"] == "ok" else None)
+        seen += 1
+    assert seen >= 48
+    full = by(answers["memory-b"].tables[0], "size", "context")
+    ratios = [row["train"] / row["inference"] for row in full.values() if row["train"]]
+    says(answers["memory-b"], min(ratios), max(ratios))
+    of_mixed = [
+        row["train"] / rows[size, context, "fp32"]["train"]
+        for (size, context, precision), row in rows.items()
+        if precision == "bf16" and row["train"]
+    ]
+    says(answers["memory-c"], min(of_mixed), max(of_mixed))
+
+
+def test_memory_over_time_and_of_a_block_are_those_of_the_profiles(answers):
+    profiles = profiles_of(answers["memory-a"], "memory")
+    [alone] = [own for name, own in profiles.items() if name.startswith("xl_ctx512_b4_inference_fp32")]
+    [step] = [own for name, own in profiles.items() if name.startswith("xl_ctx512_b4_train_fp32")]
+    for profile in (alone, step):
+        last = [phase for phase in profile["phases"] if phase["step"] == profile["phases"][-1]["step"]]
+        says(answers["memory-a"], *(phase[key] / GIB for phase in last for key in ("end_bytes", "peak_bytes")))
+    largest = max(row["requested_bytes"] for row in step["largest"])
+    says(answers["memory-e"], largest, digits=9)
+    saved = sorted(block["saved_bytes"] for block in step["blocks"])
+    block = step["blocks"][0]
+    assert saved[0] == saved[-1]
+    five = [tensor["num_bytes"] / MIB for tensor in block["saved"][:5]]
+    says(answers["memory-f"], saved[0], block["gradient_bytes"], digits=9)
+    says(answers["memory-f"], *five, *(100 * MIB * each / saved[0] for each in five))
+    d_model, d_ff = SIZES["xl"].d_model, SIZES["xl"].d_ff
+    weights = 4 * d_model**2 + 3 * d_model * d_ff + 2 * d_model
+    assert block["gradient_bytes"] == 4 * weights
+
+
+def test_the_residual_stream_has_its_closed_form(answers):
+    for d_model, context in ((1600, 512), (1600, 2048), (2560, 128), (2560, 2048)):
+        says(answers["memory-d"], 4 * context * d_model * 4 / MIB, digits=4)
+
+
+def test_checkpoints_are_those_of_the_records_and_of_the_closed_form(answers):
+    answer = answers["checkpointing-b"]
+    rows = {row["checkpoint_blocks"]: row for row in answer.tables[0].values}
+    for record in records_of(answer):
+        config = record["config"]
+        if config.get("precision", "fp32") == "fp32" and config.get("checkpoint_blocks", 0) in rows:
+            row = rows[config.get("checkpoint_blocks", 0)]
+            assert row["peak_allocated_gib"] == pytest.approx(record["memory"]["peak_allocated_bytes"] / GIB)
+            assert row["step_mean_ms"] == pytest.approx(mean_ms(record, "step"))
+    assert {1, 2, 4, 8} <= {*rows}
+    predicted = {row["blocks"]: row["xl"] for row in answer.tables[1].values}
+    assert min((blocks for blocks in predicted if blocks), key=predicted.__getitem__) == 1
+    says(answer, predicted[1] / GIB, predicted[2] / GIB)
+    profiles = profiles_of(answers["checkpointing-a"], "memory")
+    [longest] = [own for name, own in profiles.items() if name.startswith("xl_ctx2048_b4_train_fp32")]
+    saved, entered, blocks = longest["blocks"][0]["saved_bytes"], 4 * 2048 * 1600 * 4, 48
+    says(answers["checkpointing-a"], blocks * saved / GIB, (blocks * entered + saved) / GIB,
+         (math.log2(blocks) * entered + saved) / GIB)  # fmt: skip
+
+
+def cells_of(answer):
+    study = json.loads((DATA / answer.places[0][0] / "attention.json").read_bytes())
+    return {
+        tuple(own["cell"][key] for key in ("implementation", "d_head", "context_length")): own
+        for own in study["results"]
+    }
+
+
+def test_attention_is_that_of_the_record(answers):
+    cells, rows = cells_of(answers["attention"]), by(answers["attention"].tables[0], "d_head", "context_length")
+    assert len(rows) == 20
+    for (d_head, context), row in rows.items():
+        cell = cells["naive", d_head, context]
+        assert row["forward_mean_ms"] == pytest.approx(mean_ms(cell, "forward"))
+        assert row["backward_mean_ms"] == pytest.approx(mean_ms(cell, "backward"))
+        assert row["before_backward_mib"] == cell["memory"]["before_backward_bytes"] / MIB
+    weights, queries = 8 * 16384**2 * 4, 8 * 16384 * 128 * 4
+    says(answers["attention"], (weights + 2 * queries) / MIB, weights / MIB, digits=4)
+    gains = [
+        mean_ms(cells["naive", 128, context], phase) / mean_ms(cells["compiled", 128, context], phase)
+        for context in (256, 1024, 4096, 8192, 16384)
+        for phase in ("forward", "backward")
+    ]
+    says(answers["compile-a"], *gains)
+
+
+def test_the_compiled_model_is_that_of_the_records(answers):
+    answer = answers["compile-b"]
+    sides = {"none": [], "default": []}
+    for record in records_of(answer):
+        sides[record["config"].get("compile", "none")].append(record)
+    for phase in ("forward", "backward", "step"):
+        eager, compiled = (statistics.fmean(mean_ms(each, phase) for each in own) for own in sides.values())
+        says(answer, eager / compiled)
+
+
+def test_results_with_the_course_settings_on_a_gpu_are_chosen_before_others(tmp_path):
+    """Not the newest, the largest, or the first by name: a laptop's sweep is chosen only where there is no other."""
+    laptop = [
+        make_record(replace(make_config("tiny", length), device=Device.CPU), [0.5, 0.6], device_name="a laptop")
+        for length in (64, 128, 256, 512)
+    ]
+    gpu = [make_record(make_config("small", 512), [0.1, 0.2])]
+    sweeps = {Path("a"): Results(records=laptop), Path("b"): Results(records=gpu), Path("c"): Results(records=laptop)}
+    times = questions.PROBLEMS[0].parts[1]
+    both = Collection(root=tmp_path, sweeps=sweeps)
+    assert times.answer(Material.of(both)).places[0][0] == Path("b")
+    alone = times.answer(Material.of(Collection(root=tmp_path, sweeps={Path("a"): Results(records=laptop)})))
+    assert alone.places[0][0] == Path("a")
+    assert "tiny" in alone.conditions or "tiny" in str(alone.tables[0].rows)
+    assert "a laptop" in alone.conditions
+    assert all(size in alone.lacking for size in COURSE)
+
+
+def test_the_chapter_has_tables_with_identifiers_of_their_own(collection):
+    chapter = questions.questions_chapter(collection)
+    tables = [block.id for block in chapter.blocks if isinstance(block, TableBlock)]
+    assert len(tables) == len(set(tables)) > 5
