@@ -42,7 +42,12 @@ def findings(found: Sequence[Subjects], refused: Sequence[str]) -> list[Prose]:
     prose = [
         Prose(heading="What limits each configuration", paragraphs=[*limits(steps, found)]),
         Prose(heading="What stands out", paragraphs=[*_stands_out(found, steps)]),
-        Prose(heading="What is in doubt", paragraphs=doubts, more=every if len(every) > len(doubts) else ()),
+        Prose(
+            heading="What is in doubt",
+            paragraphs=doubts,
+            more=every if len(every) > len(doubts) else (),
+            more_title=f"All {len(every)} warnings",
+        ),
         Prose(heading="What is not side by side, and why", paragraphs=[(text, "") for text in refused]),
     ]
     return [block for block in prose if block.paragraphs]

@@ -25,7 +25,7 @@ from cs336_systems.report.sections.memory.findings import findings as memory_fin
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import Ceilings
-from cs336_systems.text import inert_line
+from cs336_systems.text import counted, inert_line
 
 E = TypeVar("E", Profiled, MemoryEntry)
 MOST_OPEN = 3
@@ -161,4 +161,5 @@ class Subjects:
 def _prose(name: str, texts: Sequence[str]) -> Prose:
     """The findings of one profile, closed after the first."""
     sentences = [(text, "") for text in texts]
-    return Prose(heading=inert_line(name), paragraphs=sentences[:MOST_OPEN], more=sentences[MOST_OPEN:])
+    first, more = sentences[:MOST_OPEN], sentences[MOST_OPEN:]
+    return Prose(heading=inert_line(name), paragraphs=first, more=more, more_title=counted(len(more), "more finding"))

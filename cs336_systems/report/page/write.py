@@ -65,7 +65,8 @@ class Prose:
     paragraphs: Sequence[Part | Linked]
     heading: str = ""
     more: Sequence[Part | Linked] = ()
-    """Sentences that are closed until somebody opens them."""
+    """Sentences that are closed until somebody opens them, below `more_title`."""
+    more_title: str = "More"
     kind: str = "prose"
 
 
