@@ -47,6 +47,9 @@ class CompareArguments(MeasuringArguments):
     Of two sweeps each configuration has a row with its own verdict. Rows are matched by all settings but those in
     which the sweeps differ throughout. To measure two sweeps interleaved, give the flags of benchmark_sweep.py in
     quotes, such as "--sizes small medium --precisions bf16", or two directories and --measure.
+
+    What is measured, and with --name what was measured before, is written as tables and as a page (index.html), which
+    `cs336 report` makes again.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
