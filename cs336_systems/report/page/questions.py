@@ -205,55 +205,57 @@ PROBLEMS = (
 
 
 def questions_chapter(collection: Collection) -> Chapter:
-    """The questions with their answers; what is not measured says what to run."""
+    """The questions with their answers, a chapter for each problem; what is not measured says what to run."""
     material = Material.of(collection)
     found = {part.id: part.answer(material) for problem in PROBLEMS for part in problem.parts}
     whole = sum(answer is not None and not answer.lacking for answer in found.values())
     summary = f"{whole} of {counted(len(found), 'part')} are answered in full; each of the others says what to run."
-    blocks = [
-        block for problem in PROBLEMS for part in problem.parts for block in _blocks(problem, part, found[part.id])
+    chapters = [
+        Chapter(
+            id=f"questions-{number}",
+            title=problem.title,
+            source=f"Asked for: {problem.settings}.",
+            blocks=[block for part in problem.parts for block in _blocks(problem, part, found[part.id])],
+        )
+        for number, problem in enumerate(PROBLEMS, 1)
     ]
     return Chapter(
         id="questions",
         title="The course's questions",
-        blocks=[Prose(paragraphs=[(INTRODUCTION, ""), (summary, "")]), *blocks],
+        blocks=[Prose(paragraphs=[(INTRODUCTION, ""), (summary, "")])],
+        chapters=chapters,
     )
 
 
 def _blocks(problem: Problem, part: Part, found: Answer | None) -> Iterator[Block]:
-    """What stands below the question."""
-    yield Prose(heading=heading(problem, part), paragraphs=list(_paragraphs(problem, part, found)))
+    """The question, its answer, and what the answer rests on or what to run."""
+    letter = f"{part.id[-1]}: " if len(problem.parts) > 1 else ""
+    sentences = [(inert_line(text), "") for text in found.sentences] if found else []
+    sentences += [] if part.command else [(NO_COMMAND, "")]
+    yield Prose(heading=f"{letter}{part.asked}", paragraphs=sentences)
     for number, table in enumerate(found.tables if found else ()):
-        yield TableBlock(
-            id=f"questions/{part.id}-{number}", table=table, source=inert_line(found.conditions if found else "")
-        )
+        yield TableBlock(id=f"questions-{part.id}-{number}", table=table)
+    sources = [Linked(tuple(_sources(found)))] if found and found.places else []
+    yield Prose(
+        paragraphs=sources, commands=[(words, inert_line(command)) for words, command in _commands(part, found)]
+    )
 
 
-def heading(problem: Problem, part: Part) -> str:
-    """Problem, letter and question."""
-    letter = f", {part.id[-1]}" if len(problem.parts) > 1 else ""
-    return f"{problem.title}{letter}: {part.asked}"
-
-
-def _paragraphs(problem: Problem, part: Part, found: Answer | None) -> Iterator[tuple[str, str] | Linked]:
-    for text in found.sentences if found else ():
-        yield inert_line(text), ""
-    if found and found.places:
-        yield Linked(tuple(_sources(found)))
-    if not part.command:
-        yield NO_COMMAND, ""
-    elif found is None:
-        yield f"Not measured yet ({problem.settings}): run {part.command}", ""
-    elif found.lacking:
-        yield f"The course also asks for {found.lacking}. Not measured yet: run {part.command}", ""
+def _commands(part: Part, found: Answer | None) -> Iterator[tuple[str, str]]:
+    """What measured the answer, and what measures what is lacking."""
+    for command in dict.fromkeys(found.commands if found else ()):
+        yield "Measured by:", command
+    if part.command and found is None:
+        yield "Not measured yet. Run:", part.command
+    elif part.command and found is not None and found.lacking:
+        yield f"The course also asks for {found.lacking}. Not measured yet, run:", part.command
 
 
 def _sources(found: Answer) -> Iterator[tuple[str, str]]:
-    """The conditions, the tables that the answer rests on, and the commands that measured them."""
+    """The conditions, and the tables that the answer rests on."""
     yield (inert_line(f"{found.conditions}. ") if found.conditions else ""), ""
-    yield "Tables: ", ""
+    yield "From the table ", ""
     for number, (directory, name) in enumerate(found.places):
-        yield ("; " if number else ""), ""
-        yield inert_line(f"{directory.as_posix()}, {name}"), block_id(directory, name)
-    if found.commands:
-        yield inert_line(f". Measured by: {'; '.join(dict.fromkeys(found.commands))}"), ""
+        yield (" and " if number else ""), ""
+        yield inert_line(f"{name} of {directory.as_posix()}"), block_id(directory, name)
+    yield ".", ""

@@ -67,6 +67,8 @@ class Prose:
     more: Sequence[Part | Linked] = ()
     """Sentences that are closed until somebody opens them, below `more_title`."""
     more_title: str = "More"
+    commands: Sequence[tuple[str, str]] = ()
+    """A few words, and the command line that they are about."""
     kind: str = "prose"
 
 

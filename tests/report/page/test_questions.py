@@ -21,7 +21,9 @@ from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.page.write import Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results
+from cs336_systems.studies.attention_records import Implementation
 from tests.report.making import make_config, make_record
+from tests.report.studies import make_cell, make_failed, make_result, make_study
 
 DATA = Path(__file__).parents[3] / "data"
 FIRST_HALF = {
@@ -115,12 +117,13 @@ def test_every_part_is_answered_from_data_or_says_what_to_run(answers):
 
 def test_without_results_every_part_says_what_to_run(tmp_path):
     chapter = questions.questions_chapter(Collection(root=tmp_path))
-    proses = [block for block in chapter.blocks if isinstance(block, Prose) and block.heading]
-    parts = [part for problem in questions.PROBLEMS for part in problem.parts]
-    assert len(proses) == len(parts)
-    for part, prose in zip(parts, proses, strict=True):
-        text = " ".join(getattr(sentence, "text", sentence[0]) for sentence in prose.paragraphs)
-        assert (part.command or questions.NO_COMMAND) in text
+    for problem, own in zip(questions.PROBLEMS, chapter.chapters, strict=True):
+        proses = [block for block in own.blocks if isinstance(block, Prose)]
+        assert sum(bool(prose.heading) for prose in proses) == len(problem.parts)
+        said = [command for prose in proses for _, command in prose.commands]
+        assert said == [part.command for part in problem.parts if part.command]
+        none = [text for prose in proses for text, _ in prose.paragraphs if text == questions.NO_COMMAND]
+        assert len(none) == sum(not part.command for part in problem.parts)
     to_html(Page(title="nothing", chapters=[chapter]))
 
 
@@ -383,5 +386,34 @@ def test_results_with_the_course_settings_on_a_gpu_are_chosen_before_others(tmp_
 
 def test_the_chapter_has_tables_with_identifiers_of_their_own(collection):
     chapter = questions.questions_chapter(collection)
-    tables = [block.id for block in chapter.blocks if isinstance(block, TableBlock)]
+    tables = [block.id for own in chapter.chapters for block in own.blocks if isinstance(block, TableBlock)]
     assert len(tables) == len(set(tables)) > 5
+
+
+def test_the_own_kernel_is_compared_in_the_precision_and_at_the_shapes_that_both_have(tmp_path):
+    """Naive takes 2 + 5 ms, own half of it; at 2048 naive has no memory. A study without own is not asked."""
+    cells = [make_cell(name, 64, context) for name in ("naive", "own") for context in (512, 1024, 2048)]
+    halves = {"forward_s": (0.00099, 0.001, 0.00101), "backward_s": (0.00249, 0.0025, 0.00251)}
+    results = [
+        make_failed(cell)
+        if (cell.implementation, cell.context_length) == (Implementation.NAIVE, 2048)
+        else make_result(cell, **(halves if cell.implementation is Implementation.OWN else {}))
+        for cell in cells
+    ]
+    study = make_study(*results, implementations=(Implementation.NAIVE, Implementation.OWN), batch_size=1, causal=True)
+    without = make_study(*results[:2])
+    studies = {Path("attention/a"): without, Path("attention/b"): study, Path("attention/c"): without}
+    [part] = next(problem for problem in questions.PROBLEMS if problem.title == "Flash attention").parts
+    answer = part.answer(Material.of(Collection(root=tmp_path, attention=studies)))
+    assert answer.places[0][0] == Path("attention/b")
+    by_context = {row["context_length"]: row for row in answer.tables[0].values}
+    assert {*by_context} == {512, 1024, 2048}
+    assert by_context[1024]["naive together_mean_ms"] == pytest.approx(7)
+    assert by_context[1024]["own together_mean_ms"] == pytest.approx(3.5)
+    assert by_context[2048]["naive forward_mean_ms"] is None
+    told = [text for text in answer.sentences if "times as fast" in text]
+    assert [re.findall(r"(\S+) at context (\d+)", text) for text in told] == [[("2.00", "512"), ("2.00", "1024")]] * 3
+    assert "bf16" in answer.lacking
+    assert "65536" in answer.lacking
+    arguments = parsed(answer.commands[0])
+    assert (arguments.own, arguments.causal, arguments.batch_size) == ("mine:flash", True, 1)

@@ -175,7 +175,8 @@ def at_one_context(runs: Runs, context: int = CONTEXT) -> Runs:
 def lacking_sizes(runs: Runs, wanted: Sequence[str] = COURSE_SIZES) -> str:
     """Which sizes were not measured on a GPU, in words; empty if all were."""
     there = {record.config.size for record in runs.results.records if record.config.device is Device.CUDA}
-    return ", ".join(f"size {size}" for size in wanted if size not in there)
+    missing = [size for size in wanted if size not in there]
+    return f"size{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else ""
 
 
 def plain_runs(runs: Runs) -> list[RunRecord]:
