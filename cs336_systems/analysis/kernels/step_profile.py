@@ -30,7 +30,7 @@ PROFILE_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
-_NUMBERS = re.compile(rb"\[\n([-+.\deE,\s]+)\]")
+_NUMBERS = re.compile(rb"\[\n((?:[-+.\deE,\s]|null)+)\]")
 """A list of numbers in indented JSON; a line never ends within a text."""
 
 

@@ -241,17 +241,23 @@ function inView(lane, from, to) {
   return found;
 }
 
-function columns(lane, kernels, from, to, count, least) { // of each column, the kernel that ran longest in it; null where all took less than this part
-  const longest = new Float64Array(count), sum = new Float64Array(count), shown = new Array(count).fill(null), width = (to - from) / count;
+function columns(figure, lane, kernels, from, to, count) { // of each column, the longest kernel of the class that ran longest in it, and how many kernels there are
+  const kinds = figure.colours.length + 1, width = (to - from) / count, sum = new Float64Array(count * kinds), longest = new Float64Array(count * kinds), shown = new Int32Array(count * kinds), number = new Int32Array(count);
   for (const i of kernels) {
-    const first = Math.max(0, Math.floor((lane.start[i] - from) / width)), last = Math.min(count - 1, Math.floor((lane.end[i] - from) / width));
+    const first = Math.max(0, Math.floor((lane.start[i] - from) / width)), last = Math.min(count - 1, Math.floor((lane.end[i] - from) / width)), kind = figure.kind[lane.name[i]];
     for (let column = first; column <= last; column++) {
-      const part = Math.min(lane.end[i], from + (column + 1) * width) - Math.max(lane.start[i], from + column * width);
-      sum[column] += part;
-      if (shown[column] === null || part > longest[column]) { longest[column] = part; shown[column] = i; }
+      const at = column * kinds + kind, part = Math.min(lane.end[i], from + (column + 1) * width) - Math.max(lane.start[i], from + column * width) + 1e-9; // one of no duration shows too
+      number[column]++;
+      sum[at] += part;
+      if (part > longest[at]) { longest[at] = part; shown[at] = i; }
     }
   }
-  return shown.map((i, column) => sum[column] < least * width ? null : i);
+  return Array.from(number, (own, column) => {
+    let best = column * kinds;
+    for (let at = best; at < (column + 1) * kinds; at++) if (sum[at] > sum[best]) best = at;
+    const isIdle = best % kinds === kinds - 1;
+    return own && (!isIdle || sum[best] >= width / 2) ? [shown[best], own] : null;
+  });
 }
 
 function fitting(text, room) { // a text that is escaped is not cut within an entity
@@ -288,9 +294,11 @@ function stepTraces(figure, colours, from, to, pixels) { // and which kernel is 
     }), { offset: -0.425 }));
   } else {
     const count = colours.classes.length, width = Math.max(50, Math.round(pixels)), dx = (to - from) / width / 1e6;
-    shown = figure.lanes.map((lane, l) => columns(lane, views[l], from, to, width, figure.kind[lane.name[0]] === figure.colours.length ? 0.5 : 0).map((i) => i === null ? null : [l, i]));
+    const found = figure.lanes.map((lane, l) => columns(figure, lane, views[l], from, to, width));
+    shown = found.map((row, l) => row.map((own) => own && [l, own[0]]));
     traces.push({
-      type: "heatmap", z: shown.map((row) => row.map((own) => own && figure.kind[figure.lanes[own[0]].name[own[1]]])), text: shown.map((row) => row.map((own) => own ? about(figure, figure.lanes[own[0]], own[1]).join("<br>") : "")),
+      type: "heatmap", z: found.map((row, l) => row.map((own) => own && figure.kind[figure.lanes[l].name[own[0]]])),
+      text: found.map((row, l) => row.map((own) => own ? [...about(figure, figure.lanes[l], own[0]), ...(own[1] > 1 ? [`the longest of its class, of ${own[1]} at this place`] : [])].join("<br>") : "")),
       x0: from / 1e6 + dx / 2, dx, y: figure.lanes.map((lane) => lane.label), zmin: -0.5, zmax: count - 0.5, showscale: false, hoverinfo: "text", hoverongaps: false, ygap: 6, xgap: 0, zsmooth: false,
       colorscale: colours.classes.flatMap((colour, i) => [[i / count, colour], [(i + 1) / count, colour]]),
     });
@@ -316,7 +324,7 @@ async function drawStep(library, place, figure, height) {
   own.figure = figure;
   own.layout = themed({
     height, dragmode: "zoom", barmode: "overlay", legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, itemclick: false, itemdoubleclick: false },
-    xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y", automargin: false, ticklabeloverflow: "allow" }, margin: { t: 10, r: 20, b: 80, l: 60 }, hovermode: "closest",
+    xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y", ticklabeloverflow: "allow" }, margin: { t: 10, r: 20, b: 40, l: 60 }, hovermode: "closest",
     yaxis: { ...axis, categoryarray: lanes, range: [lanes.length - 0.5, -0.5], domain: [0, rows ? above - 0.03 : 1] },
     ...(rows ? { yaxis2: { ...axis, categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], domain: [above, 1] } } : {}),
   });

@@ -106,6 +106,12 @@ def _idle_lanes(
     ]
     devices = sorted({spans.device for spans in idle})
     for device in devices:
+        following = {
+            start: f"before {profile.kernels[kernel].short_name}"
+            for stream in step.streams
+            if stream.device == device
+            for start, kernel in zip(stream.start_ns, stream.kernel, strict=True)
+        }
         found = sorted(
             (start, start + length, spans.cause)
             for spans in idle
@@ -117,7 +123,10 @@ def _idle_lanes(
             start_ns=[start for start, _, _ in found],
             end_ns=[end for _, end, _ in found],
             name=[names[Name(short=cause, kind=IDLE)] for _, _, cause in found],
-            place=[places[gap_words(longest[start]) if start in longest else ""] for start, _, _ in found],
+            place=[
+                places[gap_words(longest[start]) if start in longest else following.get(end, "")]
+                for start, end, _ in found
+            ],
         )
 
 

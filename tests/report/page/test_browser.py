@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336_systems.report.formats import to_latex, to_markdown, to_typst
+from cs336_systems.report.page.step import IDLE, Lane, Name, StepPicture
 from cs336_systems.report.page.write import LIBRARIES, Figure, to_html, write_page
 from cs336_systems.text import inert_line
 from tests.report.page.pages import HOSTILE_TEXTS, csv_of, figure_page, large_step, make_page, page_with, table_page
@@ -238,6 +239,26 @@ def test_a_click_on_a_kernel_says_which_it_is(show) -> None:
     tab.locator("#kernels .drawing").evaluate("async (place) => place.zoom([1.9999, 2.0001])")
     tab.mouse.click(area["x"] + 0.75 * area["width"], y)
     tab.wait_for_selector("#kernels .found:has-text('from 2\xa0ms')")
+
+
+def test_a_column_shows_the_class_that_ran_longest_in_it_and_is_idle_where_half_of_it_is(show) -> None:
+    """First, fifteen short kernels run for 60 % of the time, and a long one for 25 %; then that alone."""
+    names = [Name(short="short", kind="a"), Name(short="long", kind="b"), Name(short="late", kind=IDLE)]
+    begins = [10_000 * number for number in range(5_000)]
+    rows = [row for at in begins for row in [*((at + 400 * n, at + 400 * n + 400, 0) for n in range(15)),
+                                             (at + 6_000, at + 8_500, 1)] if at < 25_000_000 or row[2]]  # fmt: skip
+    idle = [(at + (8_500 if at < 25_000_000 else 0), at + (10_000 if at < 25_000_000 else 6_000)) for at in begins]
+    lanes = [
+        Lane(label=IDLE, start_ns=[a for a, _ in idle], end_ns=[b for _, b in idle], name=[2] * len(idle)),
+        Lane(label="s", start_ns=[a for a, *_ in rows], end_ns=[b for _, b, _ in rows], name=[n for *_, n in rows]),
+    ]
+    colours = {"a": "#0072B2", "b": "#D55E00"}
+    picture = StepPicture(length_ns=50_000_000, lanes=lanes, names=names, colours=colours, phases={})
+    tab = show(make_page(Figure(id="kernels", title="One step", spec=picture.spec, height=320)))
+    late, kernels = tab.evaluate("document.querySelector('#kernels .drawing').data[0].z")
+    half = len(kernels) // 2
+    assert (set(kernels[: half - 1]), set(kernels[half + 1 :])) == ({0}, {1})
+    assert (set(late[: half - 1]), set(late[half + 1 :])) == ({None}, {2})
 
 
 def test_every_zoom_of_a_step_of_15_000_kernels_is_drawn_at_once(show) -> None:

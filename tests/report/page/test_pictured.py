@@ -61,6 +61,10 @@ def test_each_kernel_is_in_the_page_with_its_name_class_phase_and_module() -> No
     assert times[1] == (7_500, 306_000, None)
     assert names[1] == "late launch"
     assert spec["places"][idle["place"][1]].startswith("0.298 ms, late launch, before softmax")
+    alone = replace(summarise(attribute(make_trace(a_step())), source="p"), gaps=())
+    spec = step_picture(alone)
+    (idle,) = [lane for lane in spec["lanes"] if lane["label"] == IDLE]
+    assert [spec["places"][place] for place in idle["place"]] == ["before sgemm_of_mine", "before softmax", ""]
     assert sum(end - start for start, end, _ in times) == 899_000 - 3_500 - 2_500  # two kernels overlap for 1.5 us
 
 
