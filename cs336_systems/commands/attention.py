@@ -13,7 +13,7 @@ class AttentionArguments(StudyArguments):
     """Time attention alone over head dimensions and context lengths, each way to compute it, and say what it holds.
 
     Without heads, as in the course's exercise. Cells that run out of memory or for which there is no kernel have rows
-    of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw time, tables and plots.
+    of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw time, tables, plots and index.html.
 
     --own flash:FlashAttention adds yours, from flash.py in this directory; examples/flex_attention.py of the
     repository is one. The course's grid for it:
@@ -33,7 +33,7 @@ class AttentionArguments(StudyArguments):
 
 
 def run(arguments: AttentionArguments) -> int:
-    """Measure the grid, write its record after every cell, then the tables and plots."""
+    """Measure the grid, write its record after every cell, then the tables, plots and page."""
     from cs336_systems.report.sections.attention import attention_section, write_attention, write_attention_record
 
     study = measure_and_show(

@@ -47,8 +47,8 @@ _PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trac
 class CeilingsArguments(StudyArguments):
     """Measure what this machine reaches: matrix products by precision and size, memory, launches, all-reduce.
 
-    Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables and plots; other commands take them for the
-    measured ceilings of this device. With --profile the parts of a step stand on the roofline too.
+    Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables, plots and index.html; other commands take
+    them for the measured ceilings of this device. With --profile the parts of a step stand on the roofline too.
     """
 
     GRID, FOLDER = CeilingsGrid, "ceilings"
@@ -159,8 +159,10 @@ def run(arguments: CeilingsArguments) -> int:
         write,
         lambda study: ceilings_tables(study, parts),
         directory,
+        arguments.FOLDER,
         as_json=arguments.json,
         warnings=doubts,
+        parts=parts,
     )
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 

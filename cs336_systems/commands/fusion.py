@@ -10,7 +10,7 @@ class FusionArguments(StudyArguments):
     """Show what fusing does to GELU, softmax, RMSNorm and attention: written out, compiled, and PyTorch's own.
 
     For each, forward and backward: kernels launched, bytes moved, time, share of the memory bandwidth, error. Results
-    go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables and plots.
+    go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables, plots and index.html.
     """
 
     GRID, FOLDER = FusionGrid, "fusion"

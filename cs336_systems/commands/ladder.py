@@ -37,6 +37,7 @@ from cs336_systems.commands.outcome import (
     status_of,
 )
 from cs336_systems.commands.outputs import print_last
+from cs336_systems.commands.pages import write_collection_page
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import FileError, encode_json
@@ -277,15 +278,19 @@ def _explain(runs: Path) -> bool:
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
+    from cs336_systems.report.page.collection import Collection
     from cs336_systems.report.sections.ladder.tables import ladder_section, write_ladder_report
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_line, print_table
 
     with StatusLine() as status:
         status("reading records and profiles")
-        rows = load(directory, load_ceilings_or_warn(ceilings_beside(directory))).rows
+        beside = load_ceilings_or_warn(ceilings_beside(directory))
+        climbed = load(directory, beside)
+        rows = climbed.rows
         status("drawing and writing")
         write_ladder_report(rows, directory)
+        page = write_collection_page(Collection(root=directory, ladders={Path(): climbed}), status)
     if print_json is not None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_section(rows).json}))
     else:
@@ -293,6 +298,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
             print_table(table, directory)
             print()
     print_line(f"results: {directory}")
+    print_line(f"page: {page}")
 
 
 def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[RunRecord]:

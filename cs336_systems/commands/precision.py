@@ -26,7 +26,7 @@ class PrecisionArguments:
     json: Switch = False
     """Print JSON instead of tables."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
-    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, and all values as JSON."""
+    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON, and index.html."""
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
@@ -53,6 +53,7 @@ def run(arguments: PrecisionArguments) -> int:
         write_precision,
         lambda study: [table for section in precision_sections(study) for table in section.tables],
         arguments.output,
+        "precision",
         as_json=arguments.json,
     )
     return OK

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, ladder
-from cs336_systems.commands.compare import write_comparison
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
+from cs336_systems.commands.pages import write_collection_page
+from cs336_systems.commands.results import PAGE_FILE
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
@@ -94,27 +95,43 @@ def _unreadable(directory: Path, root: Path, error: Exception) -> Collection:
 
 
 def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) -> int:
-    """Rebuild every results directory below `root`, and say what was done with each; go on after one that fails."""
+    """Rebuild every results directory below `root`, and say what was done with each; go on after one that fails.
+
+    The page of the root has all that could be read. A directory below it keeps to having a page of its own, or none.
+    """
     from cs336_systems.report.terminal import print_line
 
     if not root.is_dir() or not (directories := results_below(root)):
         raise UsageError(f"{root}: no results in or below it; needed a sweep's directory, or one that holds several")
-    problems, is_explained = {}, True
-    for directory in directories:
+    problems: dict[Path, str] = {}
+    found, is_explained, ceilings_at = [], True, cache(load_ceilings_or_warn)
+    for number, directory in enumerate(directories):
         try:
             is_explained &= explain_or_warn(load_records(directory / RUNS)[0], directory / RUNS, status)
-            source = rebuild(directory, status)
+            status(f"reading {directory}", number, len(directories))
+            own = _load(_Place(directory=directory, root=root, ceilings_at=ceilings_at))
+            write(own, status)
+            if directory != root and (directory / PAGE_FILE).is_file():
+                write_collection_page(own.at(directory), status)
         except UNREADABLE as error:
             status.end()
             problems[directory] = str(error)
+            found.append(_unreadable(directory, root, error))
             print(inert_line(f"error: {directory} is left as it was: {error}"), file=sys.stderr)
         else:
             status.end()
-            print_line(f"{directory}: written from {source}")
-    print_line(f"rebuilt: {len(directories) - len(problems)} of {len(directories)} directories")
+            found.append(own)
+            print_line(f"{directory}: written from {_source(directory)}")
+    num_rebuilt = len(directories) - len(problems)
+    print_line(f"rebuilt: {num_rebuilt} of {len(directories)} directories")
+    page = write_collection_page(Collection.together(root, found), status) if num_rebuilt else None
+    status.end()
     if print_json is not None:
         rebuilt = [str(directory) for directory in directories if directory not in problems]
-        print_json(encode_json({"rebuilt": rebuilt, "failed": {str(path): text for path, text in problems.items()}}))
+        failed = {str(path): text for path, text in problems.items()}
+        print_json(encode_json({"rebuilt": rebuilt, "failed": failed, "page": page and str(page)}))
+    if page is not None:
+        print_line(f"page: {page}")
     return OK if is_explained and not problems else FAILED
 
 
@@ -132,10 +149,7 @@ def write(found: Collection, status: "StatusLine") -> None:
     if not found.sweeps:
         status("drawing and writing")
     for path, compared in found.comparisons.items():
-        if path in found.sweeps:
-            compared.write(found.root / path)
-        else:
-            write_comparison(compared, found.root / path)
+        compared.write(found.root / path)
     for path, climbed in found.ladders.items():
         write_ladder_report(climbed.rows, found.root / path)
     for path, study in found.ceilings.items():
@@ -156,6 +170,11 @@ def _write_sweep(results: Results, found: Collection, path: Path, status: "Statu
         print(inert_line(kept), file=sys.stderr)
         results = Results(records=results.records)
     results.write(directory, found.ceilings_of(path), status)
+
+
+def is_study(directory: Path) -> bool:
+    """Whether the directory has the results of something else than a sweep, such as a ladder, whose runs it has too."""
+    return any((directory / name).exists() for name in _KINDS) and _source(directory) != RUNS
 
 
 def _source(directory: Path) -> str:

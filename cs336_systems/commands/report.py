@@ -42,7 +42,7 @@ def run(arguments: ReportArguments) -> int:
     if not arguments.directories or (arguments.output is None and len(arguments.directories) > 1):
         raise UsageError("report needs a directory; with several, also --output for what they give together")
     first, *others = arguments.directories
-    if not others and arguments.output is None and not (first / "runs").is_dir():
+    if not others and arguments.output is None and not _is_sweep(first):
         return _everything(first, arguments.json)
     found, problems = {}, {}
     for directory in arguments.directories:
@@ -67,6 +67,15 @@ def run(arguments: ReportArguments) -> int:
             status("writing the comparison")
             write_comparison(checked(partial(load_compared, output)), output)
     return OK if all(is_explained) and not any(problems.values()) else FAILED
+
+
+def _is_sweep(directory: Path) -> bool:
+    """Whether the directory has the runs of a sweep; a ladder has runs too."""
+    if not (directory / "runs").is_dir():
+        return False
+    from cs336_systems.commands.rebuild import is_study
+
+    return not is_study(directory)
 
 
 def _everything(root: Path, is_json: bool) -> int:

@@ -1,7 +1,7 @@
 """What the commands of all studies share: flags, and the way from measuring to files and printed tables."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from cs336_systems.commands.device import DeviceFlag, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Flags, Switch, study_name, unset, with_flags_of
 from cs336_systems.commands.outcome import checked, json_alone
+from cs336_systems.commands.pages import write_collection_page
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json
 from cs336_systems.settings import declared
@@ -80,7 +81,7 @@ def measure_and_show(
         study: StudyT = run_study(grid, status, lambda study: on_progress(study, directory))
         return study
 
-    return show_study(measure, write, tables, directory, as_json=arguments.json)
+    return show_study(measure, write, tables, directory, arguments.FOLDER, as_json=arguments.json)
 
 
 def show_study(
@@ -88,11 +89,16 @@ def show_study(
     write: Callable[[StudyT, Path], object],
     tables: Callable[[StudyT], Iterable["Table"]],
     directory: Path | None,
+    kind: str,
     *,
     as_json: bool,
     warnings: Callable[[StudyT], Iterable[str]] = lambda _: (),
+    **others: object,
 ) -> StudyT:
-    """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
+    """Measure, showing progress; write the results into the directory, if one is given; print and return them.
+
+    `kind` is the field of `Collection` in which the page has such studies; `others` go into other fields of it.
+    """
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_line, print_table
 
@@ -102,6 +108,7 @@ def show_study(
             if directory is not None:
                 status("drawing and writing")
                 write(study, directory)
+                page = _write_page(directory, status, {kind: study, **others})
         for warning in warnings(study):
             print(inert_line(f"warning: {warning}"), file=sys.stderr)
         if print_json is not None:
@@ -111,4 +118,13 @@ def show_study(
                 print_table(table, directory)
         if directory is not None:
             print_line(f"results: {directory}")
+            print_line(f"page: {page}")
     return study
+
+
+def _write_page(directory: Path, status: "StatusLine", parts: Mapping[str, object]) -> Path:
+    """Write the page of one study, whose parts are by fields of `Collection`; None for what there is not."""
+    from cs336_systems.report.page.collection import Collection
+
+    fields: dict[str, Any] = {name: {Path(): part} for name, part in parts.items() if part is not None}
+    return write_collection_page(Collection(root=directory, **fields), status)

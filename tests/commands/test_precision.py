@@ -30,10 +30,10 @@ def test_nothing_is_written_unless_asked(
     assert "9.9531" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert main(["--device", "cpu", "--output", "deep/er"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("deep/er")
+    assert capsys.readouterr().out.splitlines()[-2:] == ["results: deep/er", "page: deep/er/index.html"]
     written = {path.name for path in (tmp_path / "deep" / "er").iterdir()}
     tables = {f"{name}.{ending}" for name in ("accumulation", "layer_norm", "dtypes") for ending in FORMATS}
-    assert written == {*tables, "precision.json"}
+    assert written == {*tables, "precision.json", "index.html"}
     with (tmp_path / "deep/er/accumulation.csv").open(newline="") as file:
         totals = [float(row["total"]) for row in csv.DictReader(file)]
     assert totals == pytest.approx([row.total for row in accumulation_study()])

@@ -8,6 +8,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.commands.rebuild import results_below
+from cs336_systems.report.page import whole
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -37,9 +38,9 @@ def test_what_can_be_rebuilt_is_and_what_cannot_is_left(tree: Path, capsys: pyte
     before = written(tree / "e2e_benchmark/damaged")
     assert cli.main(["report", str(tree)]) == 1
     out, err = capsys.readouterr()
-    assert [line.partition(":")[0] for line in out.splitlines()[:-1]] == [
-        str(tree / "e2e_benchmark/a"), str(tree / "precision"),
-    ]  # fmt: skip
+    *rebuilt, _, named = out.splitlines()
+    assert [line.partition(":")[0] for line in rebuilt] == [str(tree / "e2e_benchmark/a"), str(tree / "precision")]
+    assert named == f"page: {tree / 'index.html'}"
     assert f"error: {tree / 'e2e_benchmark/damaged'}" in err
     assert written(tree / "e2e_benchmark/damaged") == before
     for name in ("results.csv", "comparison.md"):
@@ -47,6 +48,39 @@ def test_what_can_be_rebuilt_is_and_what_cannot_is_left(tree: Path, capsys: pyte
         assert len(made.read_text().splitlines()) == len(committed.read_text().splitlines())
     assert not (tree / "e2e_benchmark/a/before-2026/results.csv").exists()
     assert (tree / "precision/dtypes.typ").exists()
+    assert sorted(tree.rglob("*.html")) == [tree / "index.html"]
+
+
+def test_the_page_of_all_names_what_cannot_be_read_and_no_place_of_the_machine(tree: Path) -> None:
+    assert cli.main(["report", str(tree)]) == 1
+    made = (tree / "index.html").read_text()
+    assert "e2e_benchmark/damaged/runs/" in made
+    assert str(tree) not in made
+    (tree.parent / "b").mkdir()
+    moved = tree.rename(tree.parent / "b/data")
+    assert cli.main(["report", str(moved)]) == 1
+    assert (moved / "index.html").read_text() == made, "the same records give the same bytes"
+
+
+def test_a_directory_below_keeps_to_having_a_page(tree: Path) -> None:
+    page = tree / "precision/index.html"
+    page.write_text("old")
+    assert cli.main(["report", str(tree)]) == 1
+    assert 'id="accumulation"' in page.read_text()
+    page.unlink()
+    assert cli.main(["report", str(tree / "precision")]) == 0
+    assert 'id="accumulation"' in page.read_text()
+
+
+def test_of_interrupted_work_the_old_page_is_left(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tree / "index.html").write_text("old")
+    monkeypatch.setattr(whole, "precision_chapters", interrupted)
+    assert cli.main(["report", str(tree)]) == 130
+    assert (tree / "index.html").read_text() == "old"
+    assert sorted(tree.rglob("*.tmp")) == []
 
 
 def test_json_names_what_was_rebuilt_and_what_was_not(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +88,7 @@ def test_json_names_what_was_rebuilt_and_what_was_not(tree: Path, capsys: pytest
     said = json.loads(capsys.readouterr().out)
     assert said["rebuilt"] == [str(tree / "e2e_benchmark/a"), str(tree / "precision")]
     assert list(said["failed"]) == [str(tree / "e2e_benchmark/damaged")]
+    assert said["page"] == str(tree / "index.html")
 
 
 def test_results_lie_at_most_two_folders_deep() -> None:

@@ -69,6 +69,12 @@ class Collection:
                 merged[name] |= getattr(own, name)
         return cls(root=root, **{name: dict(sorted(own.items())) for name, own in merged.items()})
 
+    def at(self, directory: Path) -> "Collection":
+        """The results of this directory below the root, as a collection of which it is the root."""
+        path = directory.relative_to(self.root)
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "root"}
+        return Collection(root=directory, **{name: {Path(): own[path]} for name, own in kept.items() if path in own})
+
     def ceilings_of(self, directory: Path) -> Ceilings:
         """The ceilings that were measured beside this directory."""
         return self.beside.get(directory, NO_CEILINGS)

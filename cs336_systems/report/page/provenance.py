@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cs336_systems.record import RunRecord
+from cs336_systems.record import Environment, RunRecord
 from cs336_systems.report.page.refusals import id_of
 from cs336_systems.text import inert_line
 
@@ -37,7 +37,11 @@ def conditions_and_times(records: Sequence[RunRecord]) -> str:
 
 def conditions(records: Sequence[RunRecord]) -> list[str]:
     """Device, software and commit of the records, each value once."""
-    environments = [record.environment for record in records if record.environment is not None]
+    return conditions_of([record.environment for record in records if record.environment is not None])
+
+
+def conditions_of(environments: Sequence[Environment]) -> list[str]:
+    """Device, software and commit of these environments, each value once."""
     commits = [
         f"{environment.git_commit[:9]}{' with changes' if environment.git_dirty else ''}"
         for environment in environments

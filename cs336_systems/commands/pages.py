@@ -1,0 +1,26 @@
+"""Writes the page of a ladder, of a study, or of all results below a directory."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cs336_systems.commands.results import PAGE_FILE
+from cs336_systems.text import inert_line
+
+if TYPE_CHECKING:
+    from cs336_systems.report.page.collection import Collection
+    from cs336_systems.report.status_line import StatusLine
+
+
+def write_collection_page(collection: "Collection", status: "StatusLine") -> Path:
+    """Write the page of the collection into its root, saying how far it is; return its path."""
+    from cs336_systems.report.page.whole import collection_page
+    from cs336_systems.report.page.write import write_page
+
+    def on_progress(directory: Path, done: int, total: int) -> None:
+        status(inert_line(f"making the page: {directory}"), done, total)
+
+    page = collection.root / PAGE_FILE
+    made = collection_page(collection, on_progress)
+    status("writing the page")
+    write_page(made, page)
+    return page

@@ -1,0 +1,157 @@
+"""The page of all results below a directory, by subject; and that of one ladder, study or comparison."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from cs336_systems.config import Profiler
+from cs336_systems.report.page.collection import Collection, block_id
+from cs336_systems.report.page.comparison import comparison_chapters
+from cs336_systems.report.page.contents import sweep_chapters
+from cs336_systems.report.page.studies import (
+    attention_chapters,
+    ceilings_chapters,
+    fusion_chapters,
+    ladder_chapters,
+    precision_chapters,
+)
+from cs336_systems.report.page.write import Chapter, Page, Prose
+from cs336_systems.report.results import Results
+from cs336_systems.text import counted, inert_line
+
+OF_A_SWEEP = "Time and memory of a training step"
+ALONE: Mapping[str, str] = {
+    "ladder": "Ladder",
+    "attention": "Attention alone",
+    "fusion": "Fused operations",
+    "ceilings": "What the machine reaches",
+    "precision": "Precision",
+    "comparisons": "A against B",
+}
+"""Titles of the page of one directory by subject, where that is not a sweep."""
+SELF = Path()
+"""The directory of a page that has no others."""
+
+
+def collection_page(collection: Collection, on_progress: Callable[[Path, int, int], object] = lambda *_: None) -> Page:
+    """The page of all results, in a chapter for each subject and below it one for each directory, closed.
+
+    A collection of one directory, which is its root, has the chapters of that alone. Before each directory
+    `on_progress` gets it, how many are done, and how many there are.
+    """
+    directories = collection.directories
+    made = {}
+    for number, directory in enumerate(directories):
+        on_progress(directory, number, len(directories))
+        made[directory] = list(_chapters(collection, directory))
+    name = inert_line(collection.root.resolve().name)
+    if directories == [SELF]:
+        subject = _subject(collection, SELF)
+        title = ALONE.get(subject, OF_A_SWEEP)
+        return Page(title=f"{title}: {name}", source=_source(made[SELF]), chapters=made[SELF])
+    chapters = []
+    for subject, title in SUBJECTS.items():
+        own = [directory for directory in directories if _subject(collection, directory) == subject]
+        if own:
+            parts = [_directory(directory, made[directory]) for directory in own]
+            chapters.append(Chapter(id=f"subject-{subject}", title=title, chapters=parts))
+    chapters += _unreadable(collection)
+    return Page(title=f"All results in {name}", source=_counted(collection), chapters=chapters)
+
+
+SUBJECTS: Mapping[str, str] = {
+    "steps": "Times of steps",
+    "ladder": "From the slow step to the fast one",
+    "kernels": "Kernels",
+    "memory": "Memory",
+    "attention": "Attention alone",
+    "fusion": "Fused operations",
+    "ceilings": "What the machine reaches",
+    "precision": "Precision",
+    "comparisons": "One configuration against another",
+}
+"""Headings by subject, in the order of the page."""
+
+
+def _subject(collection: Collection, directory: Path) -> str:
+    """The subject that a directory belongs to; a sweep that also has profiles belongs to these."""
+    for name in ("ladder", "attention", "fusion", "ceilings", "precision", "comparisons"):
+        if directory in getattr(collection, "ladders" if name == "ladder" else name):
+            return name
+    profilers = {record.config.profiler for record in collection.sweeps[directory].records}
+    if Profiler.MEMORY in profilers:
+        return "memory"
+    return "kernels" if profilers - {Profiler.NONE} else "steps"
+
+
+def _directory(directory: Path, chapters: list[Chapter]) -> Chapter:
+    return Chapter(
+        id=block_id(directory, "all"),
+        title=inert_line(str(directory)),
+        source=_source(chapters),
+        chapters=chapters,
+        is_closed=True,
+    )
+
+
+def _source(chapters: Iterable[Chapter]) -> str:
+    return next((chapter.source for chapter in chapters if chapter.source), "")
+
+
+def _chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
+    """The chapters of one directory."""
+    for kind, make in (
+        (collection.comparisons, _comparison_chapters),
+        (collection.sweeps, _sweep_chapters),
+        (collection.ladders, ladder_chapters),
+        (collection.ceilings, ceilings_chapters),
+        (collection.attention, attention_chapters),
+        (collection.fusion, fusion_chapters),
+        (collection.precision, precision_chapters),
+    ):
+        if directory in kind:
+            yield from make(collection, directory)
+
+
+def _sweep_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
+    results, prefix = collection.sweeps[directory], block_id(directory, "")
+    if missing := _missing(results):
+        blocks = [Prose(paragraphs=[(missing, "")])]
+        yield Chapter(id=f"{prefix}missing", title="What is not kept", blocks=blocks)
+    yield from sweep_chapters(
+        results,
+        collection.root / directory,
+        collection.ceilings_of(directory),
+        {directory: results.records},
+        prefix,
+    )
+
+
+def _missing(results: Results) -> str:
+    """How many runs under a profiler have no explained profile, in words; empty where each that needs one has it."""
+    if not results.lost:
+        return ""
+    num_runs = sum(record.config.profiler is not Profiler.NONE for record in results.records)
+    num_kept = len(results.kernels) + len(results.memory)
+    return (
+        f"Of {counted(num_runs, 'run')} under a profiler, {num_kept} still have their explained profile here. Tables, "
+        f"pictures and sentences about profiles are of these {num_kept} alone; the records of all runs are complete."
+    )
+
+
+def _comparison_chapters(collection: Collection, directory: Path) -> Sequence[Chapter]:
+    return comparison_chapters(collection.comparisons[directory], block_id(directory, ""))
+
+
+def _unreadable(collection: Collection) -> Iterator[Chapter]:
+    """Which directories have results that cannot be read, and why."""
+    if collection.unreadable:
+        sentences = [(inert_line(f"{path}: {why}"), "") for path, why in collection.unreadable.items()]
+        yield Chapter(id="unreadable", title="What cannot be read", blocks=[Prose(paragraphs=sentences)])
+
+
+def _counted(collection: Collection) -> str:
+    num_runs = sum(len(results.records) for results in collection.sweeps.values())
+    num_runs += sum(len(climbed.results.records) for climbed in collection.ladders.values())
+    unread = f"; {len(collection.unreadable)} more cannot be read" if collection.unreadable else ""
+    directories = len(collection.directories)
+    return f"{directories} directories of results with {counted(num_runs, 'run')}{unread}"
