@@ -7,6 +7,7 @@ from cs336_systems.config import Profiler
 from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.contents import sweep_chapters
+from cs336_systems.report.page.questions import questions_chapter
 from cs336_systems.report.page.studies import (
     attention_chapters,
     ceilings_chapters,
@@ -33,7 +34,7 @@ SELF = Path()
 
 
 def collection_page(collection: Collection, on_progress: Callable[[Path, int, int], object] = lambda *_: None) -> Page:
-    """The page of all results, in a chapter for each subject and below it one for each directory, closed.
+    """The page of all results: the course's questions, then a chapter for each subject with its directories, closed.
 
     A collection of one directory, which is its root, has the chapters of that alone. Before each directory
     `on_progress` gets it, how many are done, and how many there are.
@@ -48,7 +49,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
         subject = _subject(collection, SELF)
         title = ALONE.get(subject, OF_A_SWEEP)
         return Page(title=f"{title}: {name}", source=_source(made[SELF]), chapters=made[SELF])
-    chapters = []
+    chapters = [questions_chapter(collection)]
     for subject, title in SUBJECTS.items():
         own = [directory for directory in directories if _subject(collection, directory) == subject]
         if own:

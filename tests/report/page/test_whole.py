@@ -1,0 +1,165 @@
+"""The page of all results below a directory: what it holds, how large it is, and what a reader does with it."""
+
+import csv
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.commands.rebuild import load_collection
+from cs336_systems.report.compared import Sides, compare_sides
+from cs336_systems.report.page.collection import Climbed, Collection, block_id
+from cs336_systems.report.page.whole import SELF, collection_page
+from cs336_systems.report.page.write import to_html
+from cs336_systems.report.results import Results
+from cs336_systems.report.sections.ladder.rows import ladder_rows
+from cs336_systems.studies.precision_records import PrecisionStudy
+from cs336_systems.studies.records import read_study
+from tests.report import ceilings
+from tests.report.ladders import make_ladder, make_records
+from tests.report.making import make_config, make_failure, make_record
+from tests.report.page.pages import HOSTILE_TEXTS
+from tests.report.page.parsed import Parsed
+from tests.report.page.test_browser import chromium  # noqa: F401 (a fixture)
+from tests.report.page.test_write import Parsed as Tags
+from tests.report.sections.kernels.profiles import make_entry, make_profile
+from tests.report.studies import make_cell, make_fusion, make_lost_row, make_result, make_row, make_study
+
+DATA = Path(__file__).parents[3] / "data"
+MOST_OPENING_MS = 3000
+"""Until the page can be used, on a machine that does other things too; alone it is below 1000."""
+MOST_BYTES = 8e6
+MOST_S = 20.0
+"""Of processor time, for reading all of data/ and making its page."""
+
+
+def tiny(name="a"):
+    """One directory of each kind, all of this name."""
+    config = make_config()
+    records = [make_record(config, (0.1, 0.2, 0.3)), make_failure(make_config(context_length=256))]
+    repeats = [make_record(make_config(repeat=repeat), (0.1 + 0.01 * repeat, 0.1)) for repeat in range(6)]
+    sides = [repeats[::2], repeats[1::2]]
+    entry, ladder = make_entry(make_profile()), make_ladder()
+    climbed = make_records(ladder)
+    return Collection(
+        root=Path("data"),
+        sweeps={
+            Path("e2e_benchmark") / name: Results(records=records),
+            Path("nsys_profiles") / name: Results(records=[entry.profiled], kernels=[entry]),
+        },
+        comparisons={Path("comparisons") / name: compare_sides(Sides(a="a", b="b"), sides)},
+        ladders={
+            Path("ladder") / name: Climbed(
+                rungs=ladder, results=Results(records=climbed), rows=tuple(ladder_rows(ladder, climbed, []))
+            )
+        },
+        ceilings={Path("ceilings") / name: ceilings.make_whole()},
+        attention={Path("attention") / name: make_study(make_result(make_cell()))},
+        fusion={Path("fusion") / name: make_fusion(make_row(), make_lost_row(op="softmax"))},
+        precision={Path("precision") / name: read_study(DATA / "precision/precision.json", PrecisionStudy)},
+        unreadable={Path("attention/broken"): "attention.json: not a study"},
+    )  # fmt: skip
+
+
+FIRST_TABLES = {
+    "e2e_benchmark": "results", "nsys_profiles": "phases", "comparisons": "comparison", "ladder": "ladder",
+    "ceilings": "products", "attention": "results", "fusion": "results", "precision": "dtypes",
+}  # fmt: skip
+
+
+def test_each_directory_has_its_tables_below_its_own_identifiers_and_a_link_in_the_contents() -> None:
+    text = to_html(collection_page(tiny()))
+    cells = Parsed(text).cells
+    for kind, table in FIRST_TABLES.items():
+        assert block_id(Path(kind, "a"), f"{table}.0.0") in cells
+        assert f'href="#{kind}/a/all"' in text.partition("</nav>")[0]
+    assert "attention/broken: attention.json: not a study" in text
+    assert text == to_html(collection_page(tiny()))
+
+
+@pytest.mark.parametrize("name", [*HOSTILE_TEXTS, "..", "%2e", "a b#c?d&e"])
+def test_a_hostile_name_of_a_directory_adds_no_tag_and_its_links_resolve(name) -> None:
+    named = name.translate({ord("/"): "|", 0: None, 0xD800: 0xDC9B})  # what the name of a file can be
+    made = to_html(collection_page(tiny(named)))
+    assert Tags(made).tags == Tags(to_html(collection_page(tiny()))).tags
+
+
+def test_the_page_of_one_directory_has_no_prefix_and_is_open() -> None:
+    study = make_study(make_result(make_cell()))
+    text = to_html(collection_page(Collection(root=Path("x/mine"), attention={SELF: study})))
+    assert "results.0.0" in Parsed(text).cells
+    assert "Attention alone: mine" in text
+    assert '<details class="chapter"' not in text
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The page of data/ as text, and the processor time that reading and making it took."""
+    begin_s = time.process_time()
+    text = to_html(collection_page(load_collection(DATA)))
+    return text, time.process_time() - begin_s
+
+
+def test_all_of_data_is_on_a_page_that_is_small_enough_and_made_in_time(whole) -> None:
+    text, took_s = whole
+    print(f"the page of data/: {took_s:.1f} s of processor time, {len(text.encode()) / 1e6:.2f} MB")
+    assert len(text.encode()) < MOST_BYTES
+    assert took_s < MOST_S
+    assert str(DATA.parent) not in text
+
+
+@pytest.mark.parametrize(
+    ("directory", "table", "file", "heading", "key"),
+    [
+        ("ladder/gpt2", "ladder", "ladder.csv", "step", "step_mean_ms"),
+        ("ceilings/NVIDIA-H200", "bandwidth", "bandwidth.csv", "rate", "gb_per_s"),
+        ("e2e_benchmark/warmup", "results", "results.csv", "step", "step_mean_ms"),
+    ],
+)
+def test_values_are_those_of_the_committed_files(whole, directory, table, file, heading, key) -> None:
+    found = Parsed(whole[0])
+    block = block_id(Path(directory), table)
+    headings = [" ".join(own.split()) for (own,) in found.headings[block]]
+    place = next(number for number, own in enumerate(headings) if own.startswith(heading))
+    pattern = re.compile(rf"{re.escape(block)}\.\d+\.{place}")
+    shown = [float(order) for name, (_, order) in found.cells.items() if pattern.fullmatch(name) and order]
+    with (DATA / directory / file).open(newline="") as lines:
+        wanted = [float(row[key]) for row in csv.DictReader(lines) if row[key]]
+    assert shown
+    assert all(any(abs(value - one) <= 1e-4 * one for one in wanted) for value in shown), (shown, wanted)
+
+
+def test_what_is_not_kept_of_the_memory_profiles_is_said(whole) -> None:
+    assert "Of 48 runs under a profiler, 10 still have their explained profile" in whole[0]
+
+
+@pytest.mark.browser
+def test_the_whole_page_opens_at_once_and_leads_to_a_ladder_and_a_run(whole, chromium, tmp_path) -> None:  # noqa: F811
+    path = tmp_path / "index.html"
+    path.write_text(whole[0])
+    said, asked = [], []
+    tab = chromium.new_page(viewport={"width": 1280, "height": 900})
+    tab.set_default_timeout(60_000)
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(path.as_uri())
+    usable_ms = tab.evaluate("performance.getEntriesByType('navigation')[0].domComplete")
+    print(f"usable after {usable_ms:.0f} ms")
+    assert usable_ms < MOST_OPENING_MS
+    contents = tab.locator("nav details", has_text="From the slow step")
+    link = contents.get_by_role("link", name="ladder/gpt2", exact=True)
+    assert not link.is_visible()
+    contents.locator("summary").click()
+    link.click()
+    ladder = tab.locator("[id='ladder/gpt2/ladder']")
+    ladder.locator(".tools").wait_for()
+    assert "356.7" in ladder.locator("[id='ladder/gpt2/ladder.0.2']").inner_text()  # data/README.md says so too
+    run = tab.locator("[id='ladder/gpt2/run-0']")
+    run.locator("summary").click()
+    run.locator("pre", has_text="started_at").wait_for()
+    tab.set_viewport_size({"width": 400, "height": 900})
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+    assert said == []
+    assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [path.as_uri()]
