@@ -269,7 +269,7 @@ def _inert(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _inert(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_inert(part) for part in value]
+        return value if set(map(type, value)) <= {int} else [_inert(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -289,7 +289,7 @@ def _encoded(value: object) -> bytes:
 
 
 def _packed(content: bytes) -> Markup:
-    return Markup(base64.b64encode(gzip.compress(content, 9, mtime=0)).decode())
+    return Markup(base64.b64encode(gzip.compress(content, 6, mtime=0)).decode())
 
 
 @cache
