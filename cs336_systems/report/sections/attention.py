@@ -269,7 +269,8 @@ def _memory_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     yield "In MiB; in brackets what forward left for backward, its output included."
     yield from limit_notes(study, rows)
     for name in _available(study, rows):
-        yield from growth_notes(_of(rows, name, "saved_mib"))
+        if known := _of(rows, name, "saved_mib"):
+            yield from (f"{name}: from {text}" for text in growth_words(known, "it grows"))
 
 
 def limit_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
@@ -316,14 +317,14 @@ def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
 
 
-def growth_notes(rows: Rows) -> Iterator[str]:
+def growth_words(rows: Rows, grows: str) -> Iterator[str]:
     """How what is left for backward grows with the context, over the last two that are known of the widest head."""
     widest = [row for row in rows if row["d_head"] == rows[-1]["d_head"]]
     for shorter, longer in list(pairwise(widest))[-1:]:
         growth = longer["saved_mib"] / shorter["saved_mib"]
         first, last = shorter["context_length"], longer["context_length"]
         yield (
-            f"{longer['implementation']}: from context {first} to {last} it grows {three_digits(growth)}-fold, as the "
+            f"context {first} to {last} {grows} {three_digits(growth)}-fold, as the "
             f"context to the power of {math.log(growth) / math.log(last / first):.2f} (d_head {longer['d_head']})."
         )
 

@@ -51,15 +51,20 @@ def dtype_section(rows: Sequence[ObservedDtype]) -> Section:
 
 def interpret_accumulation(rows: Sequence[Accumulation]) -> list[str]:
     """Say in sentences what the sums show."""
+    return [*sum_sentences(rows), "The last column counts the additions that changed the sum."]
+
+
+def sum_sentences(rows: Sequence[Accumulation], precisions: Sequence[Precision] = MIXED_PRECISIONS) -> list[str]:
+    """How far the sums in these precisions are off, and why, and whether a cast changes that."""
     by_types = {(row.sum_dtype, row.addend_dtype, row.cast): row for row in rows}
     sentences = [
         sentence
-        for low in MIXED_PRECISIONS
+        for low in precisions
         for sentence in _interpret_sums(by_types[low, low, False], by_types["fp32", low, False])
     ]
     if all(row.total == by_types[row.sum_dtype, row.addend_dtype, False].total for row in rows if row.cast):
         sentences.append("Casting each addend to fp32 first changes nothing: PyTorch does so by itself.")
-    return [*sentences, "The last column counts the additions that changed the sum."]
+    return sentences
 
 
 def _interpret_sums(low: Accumulation, wide: Accumulation) -> Iterator[str]:
@@ -136,16 +141,21 @@ def interpret_layer_norm(rows: Sequence[NormalisedActivations]) -> list[str]:
     sentences = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
         own = [row for row in rows if row.dtype == dtype]
-        lost = [row for row in own if row.variance == 0 or row.variance is None]
-        sentences += [_loss(row) for row in lost]
+        lost = [row for row in own if is_lost(row)]
+        sentences += [loss_words(row) for row in lost]
         errors = [abs(row.error) for row in own if row not in lost and row.error is not None]
         if errors:
             others = "Its other outputs" if lost else f"In {dtype} all outputs"
             sentences.append(f"{others} are at most {significant(100 * max(errors), 2)} % off.")
-    return [*sentences, *_library(rows)]
+    return [*sentences, *library_words(rows)]
 
 
-def _loss(row: NormalisedActivations) -> str:
+def is_lost(row: NormalisedActivations) -> bool:
+    """Whether the data type cannot hold the variance."""
+    return not row.variance
+
+
+def loss_words(row: NormalisedActivations) -> str:
     """Which part of the computation the data type cannot hold, and what becomes of the output."""
     if row.variance is None:
         what = f"the square of a deviation, {row.scale**2:g}, is beyond its largest number"
@@ -157,7 +167,7 @@ def _loss(row: NormalisedActivations) -> str:
     return f"In {row.dtype}, of activations {_activations(row)}, {what}: the output {found}."
 
 
-def _library(rows: Sequence[NormalisedActivations]) -> Iterator[str]:
+def library_words(rows: Sequence[NormalisedActivations]) -> Iterator[str]:
     """What PyTorch's own layer norm makes of the cases whose variance the data type cannot hold."""
     beyond = [row for row in rows if row.variance is None and row.library_error is not None]
     if beyond:

@@ -10,7 +10,7 @@ from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import DOUBT, scientific, significant
 from cs336_systems.report.page.answers.answer import Answer, Material, Place
 from cs336_systems.report.page.answers.commands import attention_command
-from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_notes, limit_notes
+from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_words, limit_notes
 from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
@@ -38,7 +38,8 @@ def attention(material: Material) -> Answer | None:
     columns.append(Column("of it saved by forward", "MiB", key="saved_mib"))
     table = make_table("Attention written out", columns, sorted(naive, key=_shape))
     known = [row for row in naive if row["saved_mib"] is not None]
-    sentences = [*limit_notes(study, rows), *growth_notes(known), *_without(rows, known)]
+    grows = [f"From {text}" for text in growth_words(known, "what forward leaves for backward grows")] if known else []
+    sentences = [*limit_notes(study, rows), *grows, *_without(rows, known)]
     return _answer(directory, study, rows, sentences, table, _lacking(naive))
 
 

@@ -74,9 +74,10 @@ def _stages(pair: Pair) -> Iterator[str]:
             "The stages can be told: memory rises through forward, block after block, as activations are saved "
             f"({size(forward.begin_bytes)} to {size(forward.end_bytes)}), falls through backward, which frees them "
             f"while gradients come (to {size(backward.end_bytes)}), and in the optimizer rises by the temporary "
-            "tensors of one parameter after the other until the gradients are freed. Forward alone keeps nothing, so "
-            "its curve is a row of equal teeth, one for each block."
+            "tensors of one parameter after the other until the gradients are freed."
         )
+    if pair.alone.config.mode is Mode.INFERENCE:
+        yield "Forward alone keeps nothing for backward, so its curve is a row of equal teeth, one for each block."
 
 
 def peaks(material: Material) -> Answer | None:

@@ -5,8 +5,10 @@ from pathlib import Path
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.page.answers.answer import Answer, Material
 from cs336_systems.report.sections.precision import (
-    interpret_accumulation,
-    interpret_layer_norm,
+    is_lost,
+    library_words,
+    loss_words,
+    sum_sentences,
 )
 from cs336_systems.studies.precision_records import NormalisedActivations, ObservedDtype, PrecisionStudy
 
@@ -41,7 +43,7 @@ def accumulation(material: Material) -> Answer | None:
     )
     sentences = [f"{rows[0].addend} added {rows[0].count} times gives {totals}."] if rows else []
     sentences += [
-        *interpret_accumulation(study.accumulation),
+        *sum_sentences(study.accumulation, [Precision.FP16]),
         "So sums belong in fp32 even where the addends are in 16 bits: what a low precision loses in each addition "
         "adds up, and the larger the sum, the coarser are its numbers.",
     ]
@@ -84,7 +86,8 @@ def layer_norm(material: Material) -> Answer | None:
     sentences = [
         "Sensitive is the variance, a mean of squares: the square of a large deviation is beyond the largest number of "
         "fp16, that of a small one below its smallest.",
-        *interpret_layer_norm(study.layer_norm),
+        *(loss_words(row) for row in study.layer_norm if is_lost(row)),
+        *library_words(study.layer_norm),
         *_with_bf16(study.layer_norm),
     ]
     return _answer(directory, study, sentences, "layer_norm")

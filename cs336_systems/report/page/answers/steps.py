@@ -1,6 +1,6 @@
 """Answers about the time of a step: its phases, its spread, warm-up, mixed precision, and the compiled model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cs336_systems.config import CompileMode, Mode, Precision, RunConfig
 from cs336_systems.record import RunRecord
@@ -28,13 +28,18 @@ from cs336_systems.report.sections.steps_answers import (
     phase_answers,
     precision_answers,
     spread_answers,
-    warmup_answers,
 )
-from cs336_systems.report.sentences import between
+from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import Table, make_table
+from cs336_systems.text import counted
 
 MEASURED_STEPS = 10
 """As many steps as the course measures."""
+FIRST_STEP = (
+    "it also starts cuBLAS, loads kernels, takes memory from the driver and, in training, makes the optimizer's state"
+)
+SLOW_START = 1.05
+"""The first measured step over the mean after enough warm-up, from which on the reason is given."""
 PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
 
 
@@ -148,7 +153,42 @@ def warmup(material: Material) -> Answer | None:
     table = _table("Steps after more and less warm-up", rows, columns, ("size", "warmup_steps"))
     there = {record.config.warmup_steps for record in runs.results.records}
     lacking = ", ".join(f"{count} warm-up steps" for count in (0, 1, 2, 5) if count not in there)
-    return _answer(material, runs, _texts(warmup_answers(rows)), [table], "warmup", lacking)
+    return _answer(material, runs, _warmup_words(rows), [table], "warmup", lacking)
+
+
+def _warmup_words(rows: Sequence[Row]) -> Iterator[str]:
+    """For each configuration: steps without warm-up, and after some, beside those after most."""
+    by_name: dict[str, list[Row]] = {}
+    for name, row in zip(names_of([row["identity"] for row in rows], without=["warmup_steps"]), rows, strict=True):
+        by_name.setdefault(name, []).append(row)
+    for name, own in by_name.items():
+        *few, most = sorted(own, key=lambda row: row["warmup_steps"])
+        enough_ms = most["step_mean_ms"]
+        if few:
+            first, *others = few
+            told = [_without_warmup(first, most), *([_with_some(others, enough_ms)] if others else [])]
+            yield f"{name}: {' '.join(told)}"
+
+
+def _without_warmup(first: Row, most: Row) -> str:
+    """The steps after least warm-up beside those after most."""
+    enough_ms = most["step_mean_ms"]
+    mean, start = (_times(first[key] / enough_ms) for key in ("step_mean_ms", "first_step_ms"))
+    spread = "" if first["step_cv"] is None else f", with a standard deviation of {percent_of(first['step_cv'], 1)}"
+    said = (
+        f"after {_steps(first['warmup_steps'])} the mean step is {mean} times that after "
+        f"{most['warmup_steps']}{spread}; the first measured step takes {start} times as long"
+    )
+    return f"{said}: {FIRST_STEP}." if first["first_step_ms"] > SLOW_START * enough_ms else f"{said}."
+
+
+def _with_some(rows: Sequence[Row], enough_ms: float) -> str:
+    means = [f"after {row['warmup_steps']} {_times(row['step_mean_ms'] / enough_ms)}" for row in rows]
+    return f"With more of it the mean step is {' and '.join(means)} times that."
+
+
+def _steps(count: int) -> str:
+    return "no warm-up" if count == 0 else counted(count, "warm-up step")
 
 
 def mixed_precision(material: Material) -> Answer | None:
