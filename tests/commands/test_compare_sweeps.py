@@ -209,12 +209,15 @@ def test_the_grids_of_two_sweeps_run_a_b_b_a_for_each_configuration(measured, he
     with (directory / "comparison.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["verdict"], row["a_processes"], row["b_processes"]) for row in rows] == [("slower", "4", "4")] * 2
-    before = {path.name: path.read_bytes() for path in directory.glob("comparison.*")}
-    for path in directory.glob("comparison.[cmt]*"):
-        path.unlink()
-    assert {path.name for path in directory.glob("comparison.*")} == {COMPARISON_FILE}
-    assert cli.main(["report", str(directory.parent)]) == 0
-    assert {path.name: path.read_bytes() for path in directory.glob("comparison.*")} == before
+    page = (directory / "index.html").read_text()
+    assert 0 < page.index('id="verdicts"') < page.index('id="comparison.0.0"') < page.index('id="results.0.0"')
+    before = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    for words in ([str(directory.relative_to(here))], [str(directory.parent)]):
+        for path in directory.glob("comparison.[cmt]*"):
+            path.unlink()
+        assert {path.name for path in directory.glob("comparison.*")} == {COMPARISON_FILE}
+        assert cli.main(["report", *words]) == 0
+        assert {name: (directory / name).read_bytes() for name in before} == before
 
 
 def test_the_configurations_of_two_directories_are_measured_again(measured, here) -> None:
