@@ -22,6 +22,7 @@ from cs336_systems.commands.outcome import (
     load_ceilings_or_warn,
     load_records_or_warn,
 )
+from cs336_systems.commands.pages import write_collection_page
 from cs336_systems.commands.results import PAGE_FILE
 from cs336_systems.commands.sides import both_on_disk, grids_of_flags, grids_of_records, name_of, pairs
 from cs336_systems.commands.sweep import measure_all
@@ -34,6 +35,7 @@ from cs336_systems.text import counted
 
 if TYPE_CHECKING:
     from cs336_systems.report.compared import Compared, Sides
+    from cs336_systems.report.status_line import StatusLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,7 @@ def _measure(
 def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
     """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
     from cs336_systems.report.compared import COMPARISON_FILE
+    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_line, print_table
 
     for left_out in compared.left_out:
@@ -142,7 +145,8 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
-        write_comparison(compared, directory)
+        with StatusLine() as status:
+            write_comparison(compared, directory, status)
     if print_json is not None:
         print_json(encode_json(compared.json))
     else:
@@ -154,19 +158,18 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
         raise SweepError("no configuration ended well on both sides, so nothing could be compared")
 
 
-def write_comparison(compared: "Compared", directory: Path) -> None:
+def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> None:
     """Write the tables and the page of a comparison; the page has the runs too, if they are in the directory."""
-    from cs336_systems.report.page.comparison import comparison_page
-    from cs336_systems.report.page.contents import sweep_chapters
-    from cs336_systems.report.page.write import write_page
+    from cs336_systems.report.page.collection import Collection
     from cs336_systems.report.results import Results
 
     compared.write(directory)
-    chapters = []
-    if (directory / "runs").is_dir():
-        results = Results.load([record for side in compared.records for record in side], directory)
-        chapters = sweep_chapters(results, directory, load_ceilings_or_warn(ceilings_beside(directory)))
-    write_page(comparison_page(compared, directory.resolve().name, chapters), directory / PAGE_FILE)
+    collection = Collection(root=directory, comparisons={Path(): compared})
+    if compared.sides.records is None:
+        results = Results.load(load_records(directory / "runs")[0], directory)
+        ceilings = load_ceilings_or_warn(ceilings_beside(directory))
+        collection = replace(collection, sweeps={Path(): results}, beside={Path(): ceilings})
+    write_collection_page(collection, status)
 
 
 def _guard(compared: "Compared", percent: float | None) -> int:

@@ -98,11 +98,11 @@ def test_a_named_comparison_is_written_again_from_the_records_of_both_sides(here
     before = files_in(directory)
     for path in directory.glob("comparison.[cmt]*"):
         path.unlink()
-    (directory / "index.html").write_text("old")
+    (directory / "index.html").write_text("")
     (here / "moved").mkdir()
     for name in ("a", "b", "out"):
         (here / name).rename(here / "moved" / name)
-    assert cli.main(["report", "moved/out"]) == 0
+    assert cli.main(["report", "moved/out/comparisons"]) == 0
     assert files_in(here / "moved/out/comparisons/mine") == before
     (here / "moved/b").rename(here / "elsewhere")
     assert cli.main(["report", "moved/out"]) == 1

@@ -12,7 +12,7 @@ from cs336_systems.report.compared import Compared
 from cs336_systems.report.identity import ALWAYS, names_of
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.page.provenance import conditions_and_times
-from cs336_systems.report.page.write import Chapter, Linked, Page, Part, Prose, TableBlock
+from cs336_systems.report.page.write import Chapter, Linked, Part, Prose, TableBlock
 from cs336_systems.report.sections.side_by_side import NOT_COMPARED, ONLY_A, ONLY_B
 from cs336_systems.text import counted, inert_line
 
@@ -31,21 +31,18 @@ DIFFERENT = (Verdict.FASTER, Verdict.SLOWER)
 Sentence = Part | Linked
 
 
-def comparison_page(compared: Compared, name: str, others: Sequence[Chapter] = ()) -> Page:
-    """The page of this name: the comparison, then the `others`, such as those of the runs that were compared."""
-    return Page(title=inert_line(f"A against B: {name}"), chapters=[*comparison_chapters(compared), *others])
-
-
 def comparison_chapters(compared: Compared, prefix: str = "") -> list[Chapter]:
     """The verdicts with what they rest on, then the rows that they come from; `prefix` begins all identifiers."""
-    section = compared.section
+    section, source = compared.section, _source(compared)
     tables = [
-        TableBlock(id=f"{prefix}comparison{number or ''}", table=table, csv=section.csv)
+        TableBlock(id=f"{prefix}comparison{number or ''}", table=table, csv=section.csv, source=source)
         for number, table in enumerate(section.tables)
     ]
     return [
-        Chapter(id=f"{prefix}verdicts", title="B against A", blocks=list(_findings(compared, tables[0]))),
-        Chapter(id=f"{prefix}rows", title="Both sides", blocks=tables),
+        Chapter(
+            id=f"{prefix}verdicts", title="B against A", blocks=list(_findings(compared, tables[0])), source=source
+        ),
+        Chapter(id=f"{prefix}rows", title="Both sides", blocks=tables, source=source),
     ]
 
 
@@ -137,6 +134,12 @@ def _conditions(compared: Compared) -> Iterator[str]:
     if warmup[0] != warmup[1]:
         steps = [" or ".join(map(str, sorted(own))) for own in warmup]
         yield f"A had {steps[0]} warm-up steps and B had {steps[1]}, to which a difference may be due."
+
+
+def _source(compared: Compared) -> str:
+    """The directories of both sides, if they are not that of the comparison, and what is known of all records."""
+    where = [" and ".join(compared.sides.names)] if compared.sides.records else []
+    return inert_line("; ".join([*where, conditions_and_times([each for side in compared.records for each in side])]))
 
 
 def _sides(compared: Compared) -> list[Part]:

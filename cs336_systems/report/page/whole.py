@@ -48,8 +48,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     if directories == [SELF]:
         subject = _subject(collection, SELF)
         title = ALONE.get(subject, OF_A_SWEEP)
-        source = _source(made[SELF]) if subject != "comparisons" else ""  # A and B say where each comes from
-        return Page(title=f"{title}: {name}", source=source, chapters=made[SELF])
+        return Page(title=f"{title}: {name}", source=_source(made[SELF]), chapters=made[SELF])
     chapters = [questions_chapter(collection)]
     for subject, title in SUBJECTS.items():
         own = [directory for directory in directories if _subject(collection, directory) == subject]

@@ -12,8 +12,8 @@ import pytest
 from cs336_systems.config import Profiler
 from cs336_systems.record import WarningCode
 from cs336_systems.report.compared import Sides, compare_paths, compare_sides
-from cs336_systems.report.page.comparison import comparison_chapters, comparison_page
-from cs336_systems.report.page.write import Linked, Prose, to_html
+from cs336_systems.report.page.comparison import comparison_chapters
+from cs336_systems.report.page.write import Linked, Page, Prose, to_html
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 from tests.report.page.pages import HOSTILE_TEXTS
 from tests.report.page.parsed import Parsed
@@ -41,7 +41,7 @@ def compared(a, b, **options):
 @pytest.fixture(scope="module")
 def page():
     found = compare_paths(Sides(a="fp32", b="bf16", records=ELSEWHERE), list(PATHS.values()))
-    return Parsed(to_html(comparison_page(found, "x")))
+    return Parsed(to_html(Page(title="x", chapters=comparison_chapters(found))))
 
 
 def step_times_s(path):
@@ -163,7 +163,8 @@ def test_two_configurations_have_their_verdict_first():
 @pytest.mark.parametrize("name", [HOSTILE, *HOSTILE_TEXTS])
 def test_no_name_of_a_side_is_markup(name):
     a, b = ([make_record(make_config(model_factory=own), [s] * 3)] for own, s in (("a:b", 0.1), ("c:d", 0.2)))
-    page = to_html(comparison_page(compare_sides(Sides(a=name, b=name, records=ELSEWHERE), [a, b]), name))
+    found = compare_sides(Sides(a=name, b=name, records=ELSEWHERE), [a, b])
+    page = to_html(Page(title=name, chapters=comparison_chapters(found)))
     shown = page.partition("<body")[2].partition("<script")[0]
     assert not re.search(r"<(img|style|script)|onerror=\"|javascript:[^&]*'>", shown)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\u2028]", page)
