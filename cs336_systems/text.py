@@ -29,6 +29,11 @@ def shortened(text: str, longest: int) -> str:
     return _cut(text, longest, str)
 
 
+def shorten(text: str, longest: int) -> str:
+    """The text, or its beginning and an ellipsis."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
 def inert_json(data: bytes) -> bytes:
     """The same JSON, in UTF-8, with an escape for every character that could control a terminal."""
     if data.isascii() and b"\x7f" not in data:

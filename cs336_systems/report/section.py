@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from cs336_systems.files import write_atomically
 from cs336_systems.report.formats import WRITERS, to_csv
+from cs336_systems.report.plots.charts import Chart
 from cs336_systems.report.table import Table, with_note
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ class Section:
     """The values by key, in the units of the CSV file; empty if nothing is known of the subject."""
     keys: Sequence[str] = ()
     """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
+    pictures: Sequence[Chart] = ()
+    """What is shown as pictures, in files of their names in plots/ and on the page."""
 
     @property
     def values(self) -> list[dict[str, object]]:
@@ -54,6 +57,13 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
     tables = [with_note(table, note) if note else table for table in section.tables]
     readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
     return {f"{section.name}.{ending}": text for ending, text in {"csv": section.csv, **readable}.items()}
+
+
+def pngs_of(section: Section) -> dict[str, bytes]:
+    """The PNG of each picture of the section by its file."""
+    from cs336_systems.report.plots.draw import png_of  # matplotlib is slow to import, and printing does not need it
+
+    return {f"plots/{chart.name}.png": png_of(chart) for chart in section.pictures}
 
 
 def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import file_names, identities, names_of, shared_settings
-from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots import draw, drawing
 from cs336_systems.report.plots import steps as plots
 from cs336_systems.report.plots.series import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
@@ -149,9 +149,7 @@ def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_th
 
     What runs along an axis needs no picture of its own, and of several numbers of warm-up steps the largest is shown.
     """
-    for draw in ("draw_phases", "draw_contexts", "draw_over_setting", "draw_speed_ups"):
-        monkeypatch.setattr(plots, draw, lambda *arguments: arguments[-1])
-    monkeypatch.setattr(drawing, "to_png", str.encode)
+    monkeypatch.setattr(draw, "png_of", lambda chart: chart.settings.encode())
     pair, *_ = neighbours(where, field.name)
     configs = [replace(config, model=replace(config.model, context_length=length)) for config in pair
                for length in (config.model.context_length, 2 * config.model.context_length)]  # fmt: skip

@@ -1,181 +1,253 @@
-"""The pictures of steps as plotly's data and layout: the same series and colours as the PNGs, which answer on hover."""
+"""A chart as plotly's data and layout: what the PNG shows, which answers on hover."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import cycle
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from markupsafe import Markup
-from matplotlib.colors import to_hex
 
-from cs336_systems.config import Precision
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.series import Line, Row
-from cs336_systems.report.plots.settings import STYLES, draw_over_setting, values_along
-from cs336_systems.report.plots.steps import LEAST_REST, draw_contexts, draw_phases, draw_speed_ups
+from cs336_systems.report.numbers import mean_and_std
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Panel
+from cs336_systems.report.plots.palette import FAILURE_COLOUR
 from cs336_systems.text import inert_line
 
 Spec: TypeAlias = dict[str, Any]
 SYMBOLS = {"o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
-           "X": "x", "<": "triangle-left", ">": "triangle-right", "*": "star", "h": "hexagon"}  # fmt: skip
+           "X": "x", "<": "triangle-left", ">": "triangle-right", "*": "star", "h": "hexagon", "p": "pentagon",
+           "d": "diamond-tall", "8": "octagon", ".": "circle", "_": "line-ew-open", "|": "line-ns-open"}  # fmt: skip
 """Plotly's names of the markers."""
-FAILED = {"symbol": "x", "size": 10, "color": drawing.FAILURE_COLOUR}
+DASHES = {"-": "solid", "--": "dash", ":": "dot"}
+SMALL = 0.6
+"""Size of the marker `.` in that of others."""
+FAILED = {"symbol": "x", "size": 10, "color": FAILURE_COLOUR}
+WORDS = 11
+"""Size of words in a picture in pixels."""
+SPACE = Markup("&nbsp; ")
+LONGEST = 500
+"""Characters of a text in a picture."""
+PANEL, BAR, GAP, AROUND, KEY = 270, 30, 90, 100, 10
+"""Pixels: height of a panel, of a lying bar, between panels, around all of them, and for each entry of the legend."""
+FEW = 2
+"""Powers of ten below which a logarithmic axis has ticks between them."""
+ASIDE = 0.07
+"""Part of the width between panels."""
 
 
 def text(words: object) -> str:
     """Words in a picture, on one line; the page escapes them."""
-    return inert_line(str(words), drawing.LONGEST_SETTINGS)
+    return inert_line(str(words), LONGEST)
 
 
-def picture(draw: "partial[Any]") -> tuple[str, str, Spec, int]:
-    """Title, settings, plotly's data and layout, and height of what `draw` would draw with matplotlib."""
-    return _SPECS[draw.func](*draw.args)
+def height_of(chart: Chart) -> int:
+    """Height of the figure in pixels."""
+    rows = _row_heights(chart)
+    return sum(rows) + GAP * (len(rows) - 1) + AROUND + KEY * len(chart.keys)
 
 
-def _phases(rows: Sequence[Row], step: str, settings: str) -> tuple[str, str, Spec, int]:
-    """Stacked bars by phase, side by side for each context length; crosses where runs failed."""
-    places = [[text(f"context {row['context_length']}") for row in rows], [text(row["name"]) for row in rows]]
+def spec_of(chart: Chart) -> Spec:
+    """Data and layout."""
     data: list[Spec] = []
-    rests: list[float | None] = []
-    for phase, colour in drawing.PHASE_COLOURS.items():
-        times = [row[f"{phase}_mean_ms"] for row in rows]
-        if any(time is not None for time in times):
-            data.append({"type": "bar", "name": str(phase), "x": places, "y": times, "marker": {"color": colour},
-                         "hovertemplate": f"{phase}: %{{y:.4~g}} ms"})  # fmt: skip
-    for row in rows:
-        parts = sum(row[f"{phase}_mean_ms"] or 0.0 for phase in drawing.PHASE_COLOURS)
-        rest = (row["step_mean_ms"] or 0.0) - parts
-        rests.append(rest if row["step_mean_ms"] and rest > LEAST_REST * row["step_mean_ms"] else None)
-    if any(rests):
-        data.append({"type": "bar", "name": "rest of the step", "x": places, "y": rests,
-                     "marker": {"color": drawing.REST_COLOUR}, "hovertemplate": "rest: %{y:.4~g} ms"})  # fmt: skip
-    data.append(
-        {
-            "type": "scatter", "mode": "markers", "name": "whole step ± standard deviation", "x": places,
-            "y": [row["step_mean_ms"] for row in rows],
-            "error_y": {"type": "data", "array": [row["step_std_ms"] for row in rows]},
-            "marker": {"symbol": "line-ew-open", "size": 8, "color": drawing.PRECISION_COLOURS[Precision.FP32]},
-            "hovertemplate": "whole step: %{y:.4~g} ms",
-        }
-    )  # fmt: skip
-    if failed := [index for index, row in enumerate(rows) if row["failure"] is not None]:
-        data.append(
-            {
-                "type": "scatter", "mode": "markers", "name": "failed", "marker": FAILED,
-                "x": [[axis[index] for index in failed] for axis in places], "y": [0] * len(failed),
-                "text": [text(rows[index]["failure"]) for index in failed], "hovertemplate": "%{text}",
-            }
-        )  # fmt: skip
-    layout = {"barmode": "stack", "yaxis": {"title": {"text": "time (ms)"}, "rangemode": "tozero"},
-              "xaxis": {"type": "multicategory"}, "hovermode": "x unified"}  # fmt: skip
-    return f"Time of one {step} by phase", settings, {"data": data, "layout": layout}, 440
-
-
-def _contexts(lines: Sequence[Line], step: str, settings: str) -> tuple[str, str, Spec, int]:
-    """Step time against context length, one line per size, both axes logarithmic."""
-    ticks = sorted({int(point.x) for line in lines for point in line.points})
-    layout = {
-        "xaxis": {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks],
-                  "title": {"text": "context length (tokens)"}},
-        "yaxis": {"type": "log", "title": {"text": "time (ms)"}},
-    }  # fmt: skip
-    data = _lines(lines, drawing.shades(len(lines)), "ms")
-    return f"Time of one {step} against context length", settings, {"data": data, "layout": layout}, 440
-
-
-def _speed_ups(lines: Sequence[Line], precision: Precision, step: str, settings: str) -> tuple[str, str, Spec, int]:
-    """Speed-up over fp32 against size, one line per context length, or the other way round."""
-    is_over_contexts = any(isinstance(point.x, int) for line in lines for point in line.points)
-    places = list(dict.fromkeys(point.x for line in lines for point in line.points))
-    places = sorted(places, key=int) if is_over_contexts else places
-    layout = {
-        "xaxis": {"type": "category", "categoryorder": "array", "categoryarray": [text(place) for place in places],
-                  "title": {"text": "context length (tokens)" if is_over_contexts else "size"}},
-        "yaxis": {"title": {"text": f"fp32 time / {precision} time"}, "rangemode": "tozero"},
-        "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
-                    "line": {"dash": "dash", "color": "#888888", "width": 1}}],
-    }  # fmt: skip
-    data = _lines(lines, drawing.tints(drawing.PRECISION_COLOURS[precision], len(lines)), "times", as_names=True)
-    return f"Speed-up of one {step}, {precision} over fp32", settings, {"data": data, "layout": layout}, 420
-
-
-def _settings(
-    sizes: Mapping[str, Mapping[str, Sequence[Line]]], setting: str, axis: str, title: str, settings: str
-) -> tuple[str, str, Spec, int]:
-    """The lines of each size, beside each other, over a setting; below it a row of panels for each other quantity."""
-    every = next(iter(sizes.values()))
-    labels = [label for label in every if any(line.known for panels in sizes.values() for line in panels[label])]
-    data: list[Spec] = []
-    layout: Spec = {"grid": {"rows": len(labels), "columns": len(sizes), "pattern": "independent"},
-                    "annotations": []}  # fmt: skip
+    legend = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0}
+    layout: Spec = {"barmode": "stack", "hovermode": "closest", "annotations": [], "shapes": [], "legend": legend}
     named: set[str] = set()
-    for row, label in enumerate(labels):
-        for column, (size, panels) in enumerate(sizes.items()):
-            number = row * len(sizes) + column + 1
-            ending = "" if number == 1 else str(number)
-            values = values_along(panels[label])
-            words = ["none" if (setting, value) == ("checkpoint_blocks", 0) else text(value) for value in values]
-            joined = {} if all(isinstance(value, int) for value in values) else {"mode": "markers"}
-            layout[f"xaxis{ending}"] = {"type": "category", "categoryorder": "array", "categoryarray": words,
-                                        "title": {"text": axis if row == len(labels) - 1 else ""}}  # fmt: skip
-            layout[f"yaxis{ending}"] = {"rangemode": "tozero", "title": {"text": label if column == 0 else ""}}
-            if row == 0:
-                layout["annotations"].append(
-                    {"xref": f"x{ending} domain", "yref": f"y{ending} domain", "x": 0.5, "y": 1.06, "yanchor": "bottom",
-                     "text": text(size), "showarrow": False}
-                )  # fmt: skip
-            known: Mapping[Any, str] = dict(zip(values, words, strict=True))
-            for line in panels[label]:
-                colour, marker = STYLES[line.name]
-                for trace in _traces(line, colour, marker, "", known.__getitem__):
-                    place = {"xaxis": f"x{ending}", "yaxis": f"y{ending}"}
-                    legend = {"legendgroup": trace["name"], "showlegend": trace["name"] not in named}
-                    data.append(trace | joined | place | legend)
-                    named.add(trace["name"])
-    return title, settings, {"data": data, "layout": layout}, 120 + 260 * len(labels)
+    for number, panel in enumerate(chart.panels):
+        ending = "" if number == 0 else str(number + 1)
+        across, upward = _domains(chart, number)
+        is_left, is_last = number % chart.columns == 0, number + chart.columns >= len(chart.panels)
+        x, y = _axis(panel.x, is_last or chart.is_lying), _axis(panel.y, is_left, _decades(panel))
+        if chart.is_lying:
+            x, y = _beside(panel, is_last), {"tickvals": [-place for place in x["tickvals"]], "ticktext": x["ticktext"]}
+        if chart.is_shared and number:
+            y["matches"] = "y"
+        layout[f"xaxis{ending}"] = x | {"domain": across, "anchor": f"y{ending}"}
+        layout[f"yaxis{ending}"] = y | {"domain": upward, "anchor": f"x{ending}"}
+        place = {"xaxis": f"x{ending}", "yaxis": f"y{ending}"}
+        for trace in [*_bars(chart, panel), *_curves(panel, chart.is_lying), *_failures(panel), *_words(chart, panel)]:
+            name = trace.get("name", "")
+            data.append({"showlegend": bool(name) and name not in named, "legendgroup": name} | trace | place)
+            named.add(name)
+        for line in panel.references:
+            ends, value = ("y", "x") if line.is_upright else ("x", "y")
+            layout["shapes"].append(
+                {
+                    "type": "line", f"{ends}ref": f"{ends}{ending} domain", f"{value}ref": f"{value}{ending}",
+                    f"{ends}0": 0, f"{ends}1": 1, f"{value}0": line.value, f"{value}1": line.value,
+                    "name": text(line.name),
+                    "line": {"dash": DASHES[line.dash], "color": line.colour, "width": 1.2}, "layer": "below",
+                    "showlegend": bool(line.name) and line.name not in named, "legendgroup": text(line.name),
+                }
+            )  # fmt: skip
+            named.add(line.name)
+        if panel.title:
+            layout["annotations"].append(
+                {"xref": f"x{ending} domain", "yref": f"y{ending} domain", "x": 0.5, "y": 1, "yanchor": "bottom",
+                 "text": text(panel.title), "showarrow": False}
+            )  # fmt: skip
+    return {"data": data, "layout": layout}
 
 
-def _lines(
-    lines: Sequence[Line], colours: Sequence[drawing.Colour], unit: str, *, as_names: bool = False
-) -> list[Spec]:
-    """The lines with their deviations, and crosses where runs failed, with how they ended."""
-    found: list[Spec] = []
-    for line, colour, marker in zip(lines, colours, cycle(drawing.MARKERS), strict=False):
-        found += _traces(line, colour, marker, unit, text if as_names else lambda x: x)
+def _row_heights(chart: Chart) -> list[int]:
+    if chart.is_lying:
+        return [BAR * (len(panel.x.names) + 1) for panel in chart.panels]
+    return [PANEL] * -(-len(chart.panels) // chart.columns)
+
+
+def _domains(chart: Chart, number: int) -> tuple[list[float], list[float]]:
+    """Where a panel is, as parts of the width and of the height."""
+    row, column = divmod(number, chart.columns)
+    columns, heights = min(chart.columns, len(chart.panels)), _row_heights(chart)
+    width = (1 - ASIDE * (columns - 1)) / columns
+    whole = sum(heights) + GAP * (len(heights) - 1)
+    below = sum(heights[row + 1 :]) + GAP * (len(heights) - 1 - row)
+    left = column * (width + ASIDE)
+    return [left, left + width], [below / whole, (below + heights[row]) / whole]
+
+
+def _decades(panel: Panel) -> float:
+    """Powers of ten from the smallest to the largest value that is drawn over a logarithmic axis."""
+    known = [point.value for curve in panel.curves for point in curve.line.known if point.value]
+    return math.log10(max(known) / min(known)) if known and panel.y.is_log else 0.0
+
+
+def _axis(axis: Axis, is_named: bool, decades: float = 0.0) -> Spec:
+    found: Spec = {"title": {"text": axis.label if is_named else ""}}
+    if axis.labels:
+        found |= {"tickvals": list(axis.labels), "ticktext": [text(label) for label in axis.labels.values()]}
+    if axis.is_log:
+        found |= {"type": "log", "exponentformat": "none", "dtick": "D2" if decades < FEW else 1}
+    if axis.limits:
+        found["range"] = [math.log10(end) if axis.is_log else end for end in axis.limits]
+    if axis.from_zero:
+        found["rangemode"] = "tozero"
     return found
 
 
-def _traces(line: Line, colour: drawing.Colour, marker: str, unit: str, place: Callable[[Any], object]) -> list[Spec]:
-    """A line of what is known, and at its lowest point, or at 1, a cross for each run that failed."""
-    known, name, own = line.known, text(line.name), to_hex(colour)
-    found: list[Spec] = []
-    if known:
-        found.append(
-            {
-                "type": "scatter", "mode": "lines+markers", "name": name, "x": [place(point.x) for point in known],
-                "y": [point.value for point in known], "line": {"color": own},
-                "marker": {"symbol": SYMBOLS[marker], "size": 8, "color": own},
-                "error_y": {"type": "data", "array": [point.error for point in known]},
-                "hovertemplate": Markup("{}<br>%{{x}}: %{{y:.4~g}} {}<extra></extra>").format(name, unit),
-            }
-        )  # fmt: skip
-    if line.failed:
-        lowest = min((point.value for point in known if point.value), default=1.0)
-        found.append(
-            {
-                "type": "scatter", "mode": "markers", "name": f"{name}: failed", "marker": FAILED,
-                "x": [place(point.x) for point in line.failed], "y": [lowest] * len(line.failed),
-                "text": [text(f"{line.name}: {point.failure}") for point in line.failed],
-                "hovertemplate": Markup("%{text}<extra></extra>"),
-            }
-        )  # fmt: skip
-    return found
+def _beside(panel: Panel, is_last: bool) -> Spec:
+    """The axis of the values of lying bars, with room for the words beside them."""
+    values = [point.value or 0.0 for curve in panel.curves for point in curve.line.known]
+    longest = max([*values, *(bar.length for bar in panel.bars)], default=0.0) or 1.0
+    return _axis(panel.y, is_last) | {"range": [0, 1.25 * longest]}
 
 
-_SPECS: Mapping[Callable[..., Any], Callable[..., tuple[str, str, Spec, int]]] = {
-    draw_phases: _phases,
-    draw_contexts: _contexts,
-    draw_speed_ups: _speed_ups,
-    draw_over_setting: _settings,
-}
-"""For each function that draws a PNG, the one that makes the same of the same arguments for plotly."""
+def _bars(chart: Chart, panel: Panel) -> Iterator[Spec]:
+    """A trace for each kind of part."""
+    for name, style in chart.shown_styles.items():
+        bars = [bar for bar in panel.bars if name in bar.parts]
+        if not bars:
+            continue
+        places = [_place(panel, bar, chart.is_lying) for bar in bars]
+        values = [bar.parts[name] for bar in bars]
+        label = name if style.label is None else style.label
+        lying = {"orientation": "h", "x": values, "y": places} if chart.is_lying else {"x": places, "y": values}
+        yield {
+            "type": "bar", "name": text(label), "width": [bar.width for bar in bars], **lying,
+            "marker": {"color": style.colour, "line": {"width": 0.5, "color": style.ink},
+                       "pattern": {"shape": style.pattern, "fgcolor": style.ink, "bgcolor": style.colour}},
+            "text": [_hover(f"{bar.name}: {name}", panel.y, bar.parts[name]) for bar in bars],
+            "hovertemplate": Markup("%{text}<extra></extra>"), "textposition": "none",
+        }  # fmt: skip
+
+
+def _place(panel: Panel, bar: Bar, is_lying: bool) -> float:
+    place = panel.x.place(bar.name) + bar.aside
+    return -place if is_lying else place
+
+
+def _hover(name: str, axis: Axis, value: float, error: float | None = None, at: str = "") -> Markup:
+    """What stands there, where it is if that is not said, and its value."""
+    words = Markup("<br>").join(filter(None, [text(name), text(at)]))
+    return words + Markup(": {} {}").format(mean_and_std(value, error), axis.unit)
+
+
+def _curves(panel: Panel, is_lying: bool) -> Iterator[Spec]:
+    """The known points with their deviations."""
+    for curve in panel.curves:
+        points = curve.line.known
+        if not points and not curve.named:
+            continue
+        places = [panel.x.place(point.x) + curve.aside for point in points]
+        values = [point.value for point in points]
+        x, y = (values, [-place for place in places]) if is_lying else (places, values)
+        errors = {f"error_{'x' if is_lying else 'y'}": _errors(curve)} if any(p.error for p in points) else {}
+        yield {
+            "type": "scatter", "mode": _mode(curve), "name": text(curve.named), "opacity": curve.opacity,
+            "x": x or [None], "y": y or [None], "line": {"color": curve.colour, "width": curve.width,
+                                                         "dash": DASHES[curve.dash or "-"]},
+            "marker": _marker(curve), "hovertemplate": Markup("%{text}<extra></extra>"), **errors,
+            "text": [_hover(point.about or curve.line.name, panel.y, point.value or 0.0, point.error, at)
+                     for point, at in zip(points, _places(panel.x, [point.x for point in points]), strict=True)],
+        }  # fmt: skip
+
+
+def _places(axis: Axis, values: Sequence[str | float]) -> list[str]:
+    """The names or numbers as words."""
+    return [value if isinstance(value, str) else f"{axis.label} {value:.4g}" for value in values]
+
+
+def _errors(curve: Curve) -> Spec:
+    above = [point.error for point in curve.line.known]
+    below = [point.error if point.error_below is None else point.error_below for point in curve.line.known]
+    return {"type": "data", "array": above, "arrayminus": below, "symmetric": above == below, "width": 4}
+
+
+def _mode(curve: Curve) -> str:
+    return "+".join([*(["lines"] if curve.dash else []), *(["markers"] if curve.marker else [])]) or "markers"
+
+
+def _marker(curve: Curve) -> Spec:
+    symbol = SYMBOLS.get(curve.marker, "circle")
+    size = (SMALL if curve.marker == "." else 1.5) * curve.size if curve.marker else 0
+    open_ = "-open" if curve.is_hollow and not symbol.endswith("-open") else ""
+    return {"symbol": symbol + open_, "size": size, "color": curve.colour, "opacity": 1 if size else 0}
+
+
+def _failures(panel: Panel) -> Iterator[Spec]:
+    """Crosses at the lowest point of all, or where there is none at 1, for each line and each way to fail."""
+    values = [point.value for curve in panel.curves for point in curve.line.known if point.value]
+    lowest = min(values, default=1.0)
+    for words, places in panel.failures.items():
+        yield {
+            "type": "scatter", "mode": "markers", "name": text(words), "marker": FAILED, "x": places,
+            "y": [lowest] * len(places), "text": [text(words)] * len(places),
+            "hovertemplate": Markup("%{text}<extra></extra>"),
+        }  # fmt: skip
+
+
+def _words(chart: Chart, panel: Panel) -> Iterator[Spec]:
+    """Words at the ends of bars, how runs failed, and notes."""
+    shown: Spec = {"type": "scatter", "mode": "text", "hoverinfo": "skip", "showlegend": False, "cliponaxis": False}
+    fonts = {True: {"size": WORDS, "color": FAILURE_COLOUR}, False: {"size": WORDS}}
+    for has_failed in (False, True):
+        bars = [bar for bar in panel.bars if bool(bar.failure) is has_failed and (bar.words or bar.failure)]
+        places, ends = [_place(panel, bar, chart.is_lying) for bar in bars], [panel.top(bar) for bar in bars]
+        if bars and chart.is_lying:
+            words = [SPACE + _lines([*bar.words.split("\n"), *filter(None, [bar.failure])]) for bar in bars]
+            yield shown | {"x": ends, "y": places, "text": words, "textposition": "middle right",
+                           "textfont": fonts[has_failed]}  # fmt: skip
+        elif bars and has_failed:
+            yield {
+                "type": "scatter", "mode": "markers+text", "name": "failed", "marker": FAILED, "x": places,
+                "y": [0.0] * len(bars), "text": [_lines(bar.failure.split()) for bar in bars],
+                "hovertext": [text(f"{bar.name}: {bar.failure}") for bar in bars], "textposition": "top center",
+                "hovertemplate": Markup("%{hovertext}<extra></extra>"), "textfont": fonts[True], "cliponaxis": False,
+            }  # fmt: skip
+        elif bars:
+            words = [_lines(bar.words.split("\n")) for bar in bars]
+            yield shown | {
+                "x": places,
+                "y": ends,
+                "text": words,
+                "textposition": "top center",
+                "textfont": fonts[False],
+            }
+    if panel.notes:
+        yield shown | {
+            "x": [note.x for note in panel.notes], "y": [note.y for note in panel.notes],
+            "text": [SPACE + text(note.words) for note in panel.notes], "textposition": "middle right",
+            "textfont": fonts[False],
+        }  # fmt: skip
+
+
+def _lines(lines: Iterable[str]) -> Markup:
+    """The lines one below the other; plotly breaks none by itself."""
+    return Markup("<br>").join(map(text, lines))

@@ -7,7 +7,7 @@ from typing import TypeVar
 from cs336_systems.analysis.kernels.step_profile import IdleSpans, PicturedStep, StepProfile, Work
 from cs336_systems.report.page.figures import Spec
 from cs336_systems.report.page.step import IDLE, Lane, Name, Span, StepPicture
-from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots import palette
 from cs336_systems.report.sections.kernels.timeline import gap_words
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def step_picture(profile: StepProfile) -> Spec | None:
         lanes=[*idle, *lanes],
         names=list(names),
         places=list(places),
-        colours={kind: colour for kind, colour in drawing.CLASS_COLOURS.items() if kind in kinds},
+        colours={kind: colour for kind, colour in palette.CLASS_COLOURS.items() if kind in kinds},
         phases=phases,
     ).spec
 

@@ -1,45 +1,17 @@
-"""Explained profiles as plotly's data and layout: a step's kernels by class, and memory over time."""
+"""Explained profiles as plotly's data and layout: memory over time."""
 
 from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.page.figures import Spec, text
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.sections.kernels.plots import COPIES, IDLE, time_bars
+from cs336_systems.report.plots import palette
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.words import size, unit_for
 
 PHASES = ("#9BA3AD", "#C3C9D0")
 """Phases beside each other alternate between these, behind the memory over time."""
-
-
-def classes_picture(profile: StepProfile) -> Spec:
-    """A bar for each phase: its kernels by class, copies, and the time in which the device was idle."""
-    *phases, _ = time_bars(profile)
-    names = [text(bar.row["phase"]) for bar in phases]
-    colours = {
-        **{str(kind): colour for kind, colour in drawing.CLASS_COLOURS.items()},
-        COPIES: "#FFFFFF",
-        IDLE: "#FFFFFF",
-    }
-    shapes = {COPIES: "x", IDLE: "/"}
-    data = [
-        {
-            "type": "bar", "orientation": "h", "name": name, "y": names,
-            "x": [bar.parts_ms.get(name) for bar in phases],
-            "marker": {"color": colour, "line": {"width": 0.5, "color": "#888888"},
-                       "pattern": {"shape": shapes.get(name, ""), "fgcolor": "#888888"}},
-            "hovertemplate": Markup("{}: %{{x:.4~g}} ms<extra></extra>").format(name),
-        }
-        for name, colour in colours.items()
-        if any(name in bar.parts_ms for bar in phases)
-    ]  # fmt: skip
-    layout = {"barmode": "stack", "xaxis": {"title": {"text": "time per step (ms)"}},
-              "yaxis": {"autorange": "reversed"}}  # fmt: skip
-    return {"data": data, "layout": layout}
 
 
 def memory_picture(profile: MemoryProfile) -> Spec | None:
@@ -57,7 +29,7 @@ def memory_picture(profile: MemoryProfile) -> Spec | None:
     data: list[Spec] = [
         {
             "type": "scatter", "mode": "lines", "stackgroup": "memory", "name": str(category), "x": x,
-            "y": scaled(values), "line": {"width": 0, "shape": "hv"}, "fillcolor": drawing.CATEGORY_COLOURS[category],
+            "y": scaled(values), "line": {"width": 0, "shape": "hv"}, "fillcolor": palette.CATEGORY_COLOURS[category],
             "hovertemplate": Markup("{}: %{{y:.4~g}} {}<extra></extra>").format(category, unit.name),
         }
         for category, values in zip(timeline.categories, timeline.num_bytes, strict=True)
@@ -95,22 +67,4 @@ def memory_picture(profile: MemoryProfile) -> Spec | None:
         "xaxis": {"title": {"text": "all allocations and frees, equally far apart"}, "showticklabels": False},
         "yaxis": {"title": {"text": f"memory ({unit.name})"}, "rangemode": "tozero"},
     }  # fmt: skip
-    return {"data": data, "layout": layout}
-
-
-def peaks_picture(labels: Sequence[str], profiles: Sequence[MemoryProfile]) -> Spec:
-    """A bar for each run: what its peak consists of."""
-    peaks = [by_category(profile.peak) for profile in profiles]
-    unit = unit_for(max(profile.peak.allocated_bytes for profile in profiles))
-    data = [
-        {
-            "type": "bar", "orientation": "h", "name": str(category), "y": [text(label) for label in labels],
-            "x": [peak[category] / unit.num_bytes for peak in peaks], "marker": {"color": colour},
-            "hovertemplate": Markup("{}: %{{x:.4~g}} {}<extra></extra>").format(category, unit.name),
-        }
-        for category, colour in drawing.CATEGORY_COLOURS.items()
-        if any(peak.get(category) for peak in peaks)
-    ]  # fmt: skip
-    layout = {"barmode": "stack", "xaxis": {"title": {"text": f"peak of memory ({unit.name})"}},
-              "yaxis": {"autorange": "reversed"}}  # fmt: skip
     return {"data": data, "layout": layout}

@@ -13,7 +13,7 @@ from cs336_systems.report.page.figures import Spec
 from cs336_systems.report.page.provenance import PlaceOf, provenance
 from cs336_systems.report.page.run_facts import facts_of
 from cs336_systems.report.page.write import Chapter, Figure, Run
-from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots import palette
 from cs336_systems.report.words import status_text
 from cs336_systems.text import inert_json, inert_line, shortened
 
@@ -81,7 +81,7 @@ def _measured_s(record: RunRecord) -> Sequence[float]:
 def times_picture(record: RunRecord) -> Spec | None:
     """A line for each series over the steps of the run, of which those of warm-up are grey; None without times."""
     num_warmup = len(record.warmup_times_s)
-    colours = {str(phase): colour for phase, colour in drawing.PHASE_COLOURS.items()} | {str(Phase.STEP): STEP}
+    colours = {str(phase): colour for phase, colour in palette.PHASE_COLOURS.items()} | {str(Phase.STEP): STEP}
     data: list[Spec] = []
     for name, times_s in _series(record):
         first = 1 if name == "warm-up" else num_warmup + 1

@@ -9,19 +9,23 @@ from typing import TypeVar
 
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order, to_frame
+from cs336_systems.report.identity import file_names
 from cs336_systems.report.page import figures, pictured, profiles
 from cs336_systems.report.page.provenance import PlaceOf, provenance
 from cs336_systems.report.page.refusals import by_warmup
 from cs336_systems.report.page.write import Block, Figure, Prose, TableBlock
-from cs336_systems.report.plots.steps import pictures
+from cs336_systems.report.plots.charts import Chart
+from cs336_systems.report.plots.steps import step_charts
 from cs336_systems.report.results import Results
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import SUBJECTS
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
+from cs336_systems.report.sections.kernels.plots import class_chart, configuration_chart
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
+from cs336_systems.report.sections.memory.peak_bars import peak_charts
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import Ceilings
@@ -79,10 +83,7 @@ class Subjects:
         if len(self.steps) > 1:
             section = results_section(published, self.ceilings)
             blocks += [self._table("warmup", section, table) for table in section.tables[1:]]
-        for stem, draw in pictures(frame):
-            title, settings, spec, height = figures.picture(draw)
-            blocks.append(self._figure(stem, f"{title}: {settings}", spec, height))
-        return blocks
+        return [*blocks, *map(self._chart, step_charts(frame))]
 
     def _kernels(self) -> list[Block]:
         """What the kernels of the profiled runs did: tables, and pictures and findings of each run."""
@@ -90,25 +91,16 @@ class Subjects:
         if not entries:
             return []
         blocks: list[Block] = list(self._tables(make(entries) for make in SUBJECTS))
-        for number, (name, entry, texts) in enumerate(self.of_kernels):
+        charted = [(name, entry.profile) for name, entry, _ in self.of_kernels]
+        blocks.append(self._chart(configuration_chart(charted)))
+        stems = file_names(name for name, _ in charted)
+        for number, (stem, (name, entry, texts)) in enumerate(zip(stems, self.of_kernels, strict=True)):
             source, profile = provenance([entry.profiled], self.place_of), entry.profile
             blocks.append(_prose(name, texts))
             if (spec := pictured.step_picture(profile)) is not None:
-                stem = f"{entry.config.key}_timeline"
-                blocks.append(
-                    self._figure(
-                        stem,
-                        f"{pictured.step_title(profile)}: {name}",
-                        spec,
-                        320,
-                        source,
-                        number,
-                    )
-                )
-            spec = profiles.classes_picture(profile)
-            blocks.append(
-                self._figure(f"{entry.config.key}_classes", f"Time by class: {name}", spec, 340, source, number)
-            )
+                title = f"{pictured.step_title(profile)}: {name}"
+                blocks.append(self._figure(f"{stem}_timeline", title, spec, 320, source, number))
+            blocks.append(self._chart(class_chart(profile, f"{stem}_classes", name), source, number))
         return blocks
 
     def _memory(self) -> list[Block]:
@@ -116,9 +108,8 @@ class Subjects:
         entries = sorted(self.results.memory, key=lambda entry: order(entry.config))
         if not entries:
             return []
-        names, blocks = labels(entries), list[Block](self._tables(memory_sections(entries), "memory-"))
-        spec = profiles.peaks_picture(names, [entry.profile for entry in entries])
-        blocks.append(self._figure("peaks", "What the peak of each run consists of", spec, 160 + 30 * len(entries)))
+        blocks = list[Block](self._tables(memory_sections(entries), "memory-"))
+        blocks += map(self._chart, peak_charts(entries))
         records = {record.config: record for record in self.results.records}
         for number, (name, entry, texts) in enumerate(self.of_memory):
             source = provenance([records[entry.config]], self.place_of)
@@ -139,6 +130,10 @@ class Subjects:
         return TableBlock(
             id=f"{self.prefix}{name}{self.ending}", table=table, csv=section.csv if is_first else "", source=self.source
         )
+
+    def _chart(self, chart: Chart, source: str = "", number: int = 0) -> Figure:
+        title = f"{chart.title}: {chart.settings}"
+        return self._figure(chart.name, title, figures.spec_of(chart), figures.height_of(chart), source, number)
 
     def _figure(
         self, stem: str, title: str, spec: figures.Spec, height: int, source: str = "", number: int = 0

@@ -20,11 +20,15 @@ Row: TypeAlias = dict[str, Any]
 class Point:
     """One value with its standard deviation; None is unknown, and `failure` may be the reason."""
 
-    x: str | int
+    x: str | float
     value: float | None
     error: float | None = None
+    error_below: float | None = None
+    """Where it is another than above."""
     failure: str | None = None
     """How the run ended, in words, where it failed."""
+    about: str = ""
+    """What stands there, if that is more than the name of the line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

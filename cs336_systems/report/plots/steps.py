@@ -1,16 +1,13 @@
-"""Pictures of the results, each written only where the records support it."""
+"""Charts of steps, each made only where the records support it."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from cs336_systems.config import SETTINGS, Mode, Precision
 from cs336_systems.files import write_atomically
@@ -18,9 +15,22 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.frame import SPEED_UPS, describe, over_warmup, steady, to_frame
 from cs336_systems.report.identity import apart_from, distinguishing, file_name, identities, names_of
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.series import AXES, Line, Row, line, lines, named_rows, speed_up_lines, split
-from cs336_systems.report.plots.settings import draw_over_setting
+from cs336_systems.report.plots import draw
+from cs336_systems.report.plots.charts import (
+    Axis,
+    Bar,
+    Chart,
+    Curve,
+    Panel,
+    Place,
+    Reference,
+    Style,
+    along,
+    curves_of,
+    doubling,
+)
+from cs336_systems.report.plots.palette import MARKERS, PHASE_COLOURS, PRECISION_COLOURS, REST_COLOUR, shades, tints
+from cs336_systems.report.plots.series import AXES, Line, Point, Row, line, lines, named_rows, speed_up_lines, split
 from cs336_systems.report.words import STEP_WORDS
 
 Item = TypeVar("Item")
@@ -40,43 +50,58 @@ MAX_COLUMNS = 5
 """Of panels, one for each size, in a picture over a setting."""
 LEAST_REST = 0.02
 """Part of a step outside of the phases that is drawn."""
+REST = "rest of the step"
+WHOLE = "whole step ± standard deviation"
+PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()} | {
+    REST: Style(colour=REST_COLOUR)
+}
+BLACK = "#000000"
+LOOKS = {
+    **{
+        str(precision): (PRECISION_COLOURS[precision], mark)
+        for precision, mark in zip(Precision, MARKERS, strict=False)
+    },
+    "mean ± standard deviation": (BLACK, "o"),
+    "first measured step": (PRECISION_COLOURS[Precision.BF16], "D"),
+    "std/mean": ("#888888", "s"),
+}
+"""Colour and marker of the lines over a setting, by their names."""
+NAMED: dict[str, dict[Place, str]] = {SETTINGS_ALONG["checkpoint_blocks"]: {0: "none"}}
+"""Words in place of a value, by what the axis is called."""
+MILLISECONDS = Axis(label="time (ms)", unit="ms", from_zero=True)
 
 
 def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
-    """Write the pictures that the records support into `directory`/plots and return their paths."""
+    """Write the charts that the records support into `directory`/plots and return their paths."""
     paths: list[Path] = []
-    for stem, draw in pictures(to_frame(records)):
+    for chart in step_charts(to_frame(records)):
         (directory / "plots").mkdir(parents=True, exist_ok=True)
-        paths.append(directory / "plots" / f"{stem}.png")
-        write_atomically(paths[-1], drawing.to_png(draw()))
+        paths.append(directory / "plots" / f"{chart.name}.png")
+        write_atomically(paths[-1], draw.png_of(chart))
     return paths
 
 
-def pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
-    """The pictures that the results support: the name of each file without an ending, and what draws it from what."""
+def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:
+    """The charts that the results support, each with a name of its own."""
     taken: Counter[str] = Counter()
-    for stem, draw in chain(
-        _step_pictures(steady(frame)),
-        _speed_up_pictures(steady(frame)),
-        _setting_pictures(frame),
-    ):
-        taken[stem.casefold()] += 1
-        number = f"_no{taken[stem.casefold()]}" if taken[stem.casefold()] > 1 else ""
-        yield f"{stem}{number}", draw
+    for chart in chain(_over_sizes(steady(frame)), _speed_ups(steady(frame)), _over_settings(frame)):
+        taken[chart.name.casefold()] += 1
+        count = taken[chart.name.casefold()]
+        yield chart if count == 1 else replace(chart, name=f"{chart.name}_no{count}")
 
 
-def _step_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
+def _over_sizes(frame: pd.DataFrame) -> Iterator[Chart]:
     for part, name, also in _named(frame):
         if part["step_mean_ms"].notna().any() and len(part) > 1:
             rows, step, settings = named_rows(part), _step_words(part), describe(part, also)
             for page in pages(rows):
-                yield _stem("step_time", part) + name, partial(draw_phases, page, step, settings)
+                yield phase_chart(_stem("step_time", part) + name, page, step, settings)
             over_contexts = lines(rows, "name", "context_length", "step_mean_ms", "step_std_ms")
             if any(len(line.points) > 1 and line.known for line in over_contexts):
-                yield _stem("context", part) + name, partial(draw_contexts, over_contexts, step, settings)
+                yield context_chart(_stem("context", part) + name, over_contexts, step, settings)
 
 
-def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
+def _speed_ups(frame: pd.DataFrame) -> Iterator[Chart]:
     for part, name, also in _named(frame, "precision"):
         rows = named_rows(part)
         for precision in (Precision.TF32, Precision.BF16, Precision.FP16):
@@ -84,11 +109,11 @@ def _speed_up_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figur
             if sum(len(line.known) for line in found) > 1:
                 settings = describe(part[part["precision"].isin([Precision.FP32, precision])], also)
                 stem = f"speed_up_{precision}_{part['mode'].iloc[0]}{name}"
-                yield stem, partial(draw_speed_ups, found, precision, _step_words(part), settings)
+                yield speed_up_chart(stem, found, precision, _step_words(part), settings)
 
 
-def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure]]]:
-    """Time, and below it the peak of memory or the spread, over each setting that varies; a picture per context."""
+def _over_settings(frame: pd.DataFrame) -> Iterator[Chart]:
+    """Time, and below it the peak of memory or the spread, over each setting that varies; a chart per context."""
     for setting, axis in {**SETTINGS_ALONG, WARMUP: "warm-up steps"}.items():
         over, across = (over_warmup(frame), ()) if setting == WARMUP else (steady(frame), ("precision",))
         over = over if setting in CHOICES else over.sort_values(setting, kind="stable")
@@ -104,8 +129,7 @@ def _setting_pictures(frame: pd.DataFrame) -> Iterator[tuple[str, partial[Figure
                     title = f"One {_step_words(own)} by {axis}"
                     settings = f"context {context_length}, {describe(own, also)}"
                     for some in _batches(list(sizes.items()), MAX_COLUMNS):
-                        draw = partial(draw_over_setting, dict(some), setting, axis, title, settings)
-                        yield f"{stem}_ctx{context_length}{name}", draw
+                        yield setting_chart(f"{stem}_ctx{context_length}{name}", dict(some), axis, title, settings)
 
 
 def _panels(rows: Sequence[Row], setting: str) -> dict[str, list[Line]]:
@@ -160,30 +184,35 @@ def _step_words(part: pd.DataFrame) -> str:
     return STEP_WORDS[Mode(part["mode"].iloc[0])]
 
 
-def draw_phases(rows: Sequence[Row], step: str, settings: str) -> Figure:
-    """Stacked bars by phase, one panel per context length; the error bar is the whole step's standard deviation."""
-    contexts, places = list(dict.fromkeys(row["context_length"] for row in rows)), _places(rows)
-    num_columns = min(len(contexts), _columns(len(places)))
-    num_rows = -(-len(contexts) // num_columns)
-    width = max(6.0, num_columns * _panel_width(len(places)))
-    figure = drawing.new_figure(width, 3.3 * num_rows + 1.1, f"Time of one {step} by phase", settings)
-    grid = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False)
-    panels = dict(zip(contexts, grid.flat, strict=False))
-    highest = max((row["step_mean_ms"] or 0) + (row["step_std_ms"] or 0) for row in rows)
-    grid[0, 0].set_ylim(0, highest * 1.12 or 1.0)
-    handles: dict[str, Any] = {}
-    for context_length, panel in panels.items():
-        drawing.style(panel)
-        panel.set_title(f"context {context_length}", fontsize=10)
-        drawing.categories(panel, list(places), MAX_SIZES)
-    for row in rows:
-        handles |= _draw_bar(panels[row["context_length"]], places[row["name"]], row)
-    for panel in grid.flat[len(contexts) :]:
-        panel.remove()
-    for panel in grid[:, 0]:
-        panel.set_ylabel("time (ms)", fontsize=9)
-    drawing.legend_below(figure, handles, 5 if width > 9 else 3, fontsize=9)
-    return figure
+def phase_chart(name: str, rows: Sequence[Row], step: str, settings: str) -> Chart:
+    """Stacked bars by phase, a panel for each context length; the deviation is that of the whole step."""
+    places = list(_places(rows))
+    contexts = dict.fromkeys(row["context_length"] for row in rows)
+    panels = []
+    for context in contexts:
+        own = [row for row in rows if row["context_length"] == context]
+        points = [Point(x=row["name"], value=row["step_mean_ms"], error=row["step_std_ms"]) for row in own]
+        whole = Curve(line=Line(name=WHOLE, points=tuple(points)), colour=BLACK, marker="_", dash="", size=4, width=1)
+        bars = [_phase_bar(row) for row in own]
+        x = Axis(names=places)
+        panels.append(Panel(x=x, y=MILLISECONDS, title=f"context {context}", bars=bars, curves=[whole]))
+    columns = min(len(contexts), _columns(len(places)))
+    return Chart(
+        name=name, title=f"Time of one {step} by phase", settings=settings, panels=panels, columns=columns,
+        size=(_panel_width(len(places)), 3.2), legend=5 if columns * _panel_width(len(places)) > 9 else 3, styles=PARTS,
+        is_shared=True,
+    )  # fmt: skip
+
+
+def _phase_bar(row: Row) -> Bar:
+    step_ms = row["step_mean_ms"]
+    parts = {str(phase): row[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
+    parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
+    rest_ms = (step_ms or 0.0) - sum(parts.values())
+    if step_ms is not None and rest_ms > LEAST_REST * step_ms:
+        parts[REST] = rest_ms
+    words = "" if step_ms is None else significant(step_ms, 3)
+    return Bar(name=row["name"], parts=parts, words=words, failure=row["failure"] or "")
 
 
 def _panel_width(num_sizes: int) -> float:
@@ -195,60 +224,73 @@ def _columns(num_sizes: int) -> int:
     return max(1, int(WIDEST / _panel_width(num_sizes)))
 
 
-def _draw_bar(panel: Axes, x: int, row: Row) -> dict[str, Any]:
-    step_ms, error_ms = row["step_mean_ms"], row["step_std_ms"] or 0.0
-    parts = {str(phase): (row[f"{phase}_mean_ms"], colour) for phase, colour in drawing.PHASE_COLOURS.items()}
-    rest_ms = (step_ms or 0.0) - sum(time_ms or 0.0 for time_ms, _ in parts.values())
-    if step_ms is not None and rest_ms > LEAST_REST * step_ms:
-        parts["rest of the step"] = rest_ms, drawing.REST_COLOUR
-    handles: dict[str, Any] = {}
-    bottom = 0.0
-    for name, (time_ms, colour) in parts.items():
-        if time_ms is not None:
-            handles[name] = panel.bar(x, time_ms, 0.7, bottom, color=colour)
-            bottom += time_ms
-    if step_ms is not None:
-        handles["whole step ± standard deviation"] = panel.errorbar(
-            x, step_ms, error_ms, color="black", capsize=3, linewidth=1, marker="_", markersize=4
-        )
-        above = (x, step_ms + error_ms)
-        panel.annotate(significant(step_ms, 3), above, (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    if row["failure"] is not None:
-        drawing.write_upright(panel, x, row["failure"])
-    return handles
+def context_chart(name: str, lines: Sequence[Line], step: str, settings: str) -> Chart:
+    """Step time against context length, a line for each size, both axes logarithmic."""
+    x = doubling({float(point.x) for line in lines for point in line.points}, "context length (tokens)")
+    y = Axis(label="time (ms), mean ± standard deviation", unit="ms", is_log=True)
+    panel = Panel(x=x, y=y, curves=curves_of(lines, shades(len(lines))))
+    title = f"Time of one {step} against context length"
+    return Chart(name=name, title=title, settings=settings, panels=[panel], size=(7.1, 4.2))
 
 
-def draw_contexts(lines: Sequence[Line], step: str, settings: str) -> Figure:
-    """Step time against context length, one line per size, both axes logarithmic."""
-    figure = drawing.new_figure(7.6, 5.2, f"Time of one {step} against context length", settings)
-    panel = figure.subplots()
-    drawing.style(panel)
-    ticks = sorted({int(point.x) for line in lines for point in line.points})
-    drawing.doubling_axis(panel, ticks)
-    panel.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.25)
-    panel.set_yscale("log")
-    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    panel.yaxis.set_minor_locator(NullLocator())
-    drawing.draw_lines(panel, lines, {tick: tick for tick in ticks}, drawing.shades(len(lines)))
-    panel.set_xlabel("context length (tokens)", fontsize=9)
-    panel.set_ylabel("time (ms), mean ± standard deviation", fontsize=9)
-    return figure
-
-
-def draw_speed_ups(lines: Sequence[Line], precision: Precision, step: str, settings: str) -> Figure:
-    """Speed-up over fp32 against size, one line per context length, or the other way round (see `speed_up_lines`)."""
-    figure = drawing.new_figure(7.6, 5.0, f"Speed-up of one {step}, {precision} over fp32", settings)
-    panel = figure.subplots()
-    drawing.style(panel)
+def speed_up_chart(name: str, lines: Sequence[Line], precision: Precision, step: str, settings: str) -> Chart:
+    """Speed-up over fp32 against size, a line for each context length, or the other way round."""
     is_over_contexts = any(isinstance(point.x, int) for line in lines for point in line.points)
-    places = list(dict.fromkeys(point.x for line in lines for point in line.points))
-    places = sorted(places, key=int) if is_over_contexts else places
-    drawing.categories(panel, [str(place) for place in places])
-    panel.axhline(1, color="#888888", linewidth=1, linestyle="--", zorder=1)
-    colours = drawing.tints(drawing.PRECISION_COLOURS[precision], len(lines))
-    drawing.draw_lines(panel, lines, {place: index for index, place in enumerate(places)}, colours)
-    panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
-    panel.set_xlabel("context length (tokens)" if is_over_contexts else "size", fontsize=9)
-    panel.set_ylabel(f"fp32 time / {precision} time, ± standard deviation", fontsize=9)
-    return figure
+    names, named = along(values_along(lines), lines)
+    panel = Panel(
+        x=Axis(label="context length (tokens)" if is_over_contexts else "size", names=names),
+        y=Axis(label=f"fp32 time / {precision} time, ± standard deviation", unit="times", from_zero=True),
+        curves=curves_of(named, tints(PRECISION_COLOURS[precision], len(lines))),
+        references=[Reference(value=1, colour="#888888")],
+    )
+    title = f"Speed-up of one {step}, {precision} over fp32"
+    return Chart(name=name, title=title, settings=settings, panels=[panel], size=(7.1, 4.1))
+
+
+def setting_chart(
+    name: str, sizes: Mapping[str, Mapping[str, Sequence[Line]]], axis: str, title: str, settings: str
+) -> Chart:
+    """The lines of each size, by what the y axis is called; what is known of no size has no panel."""
+    every = next(iter(sizes.values()))
+    labels = [label for label in every if any(line.known for panels in sizes.values() for line in panels[label])]
+    panels = [
+        _over_values(panels[label], label, axis, size if row == 0 else "")
+        for row, label in enumerate(labels)
+        for size, panels in sizes.items()
+    ]
+    return Chart(
+        name=name, title=title, settings=settings, panels=panels, columns=len(sizes), size=(2.8, 2.45), legend=4,
+        styles={name: Style(colour=colour) for name, (colour, _) in LOOKS.items()},
+    )  # fmt: skip
+
+
+def values_along(lines: Sequence[Line]) -> list[str | float]:
+    """The values along the axis: numbers in order, names in the order of the points."""
+    found = dict.fromkeys(point.x for line in lines for point in line.points)
+    return sorted(found, key=float) if all(isinstance(value, int) for value in found) else list(found)
+
+
+def _over_values(lines: Sequence[Line], label: str, axis: str, title: str) -> Panel:
+    """Lines over numbers, bars over choices, beside each other, so that equal values are seen."""
+    values = values_along(lines)
+    is_number = all(isinstance(value, int) for value in values)
+    names, named = along(values, lines, NAMED.get(axis, {}))
+    width = 0.12 if is_number else 0.8 / len(lines)
+    bars, curves = [], []
+    for index, own in enumerate(named):
+        colour, marker = LOOKS[own.name]
+        aside = width * (index - (len(lines) - 1) / 2)
+        if is_number:
+            curves.append(Curve(line=own, colour=colour, marker=marker, aside=aside))
+            continue
+        with_error = tuple(point for point in own.known if point.error is not None)
+        if with_error:
+            known = replace(own, points=with_error)
+            curves.append(Curve(line=known, colour="#888888", dash="", label="", aside=aside))
+        for point in own.points:
+            parts = {} if point.value is None else {own.name: point.value}
+            failure = f"{own.name}: {point.failure}" if point.failure and len(lines) > 1 else point.failure or ""
+            bars.append(Bar(name=str(point.x), parts=parts, failure=failure, aside=aside, width=0.9 * width))
+    unit = label.partition("(")[2].partition(")")[0]
+    return Panel(x=Axis(label=axis, names=names), y=Axis(label=label, unit=unit, from_zero=True), title=title,
+                 bars=bars, curves=curves)  # fmt: skip

@@ -15,7 +15,7 @@ from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.failures import place_in
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, scientific, significant
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.attention_plots import attention_pictures, settings
+from cs336_systems.report.sections.attention_plots import attention_charts, settings
 from cs336_systems.report.sections.study import (
     across,
     derived,
@@ -114,7 +114,8 @@ def attention_section(study: AttentionStudy) -> Section:
             tables.append(_error_table(study, own, "output", (Quantity.OUTPUT,)))
             tables.append(_error_table(study, own, "gradients", (Quantity.DQ, Quantity.DK, Quantity.DV)))
     keys = (*CSV_COLUMNS, *(ERROR_COLUMNS if study.grid.own else ()))
-    return Section(name="results", tables=tuple(tables), rows=rows, keys=keys)
+    charts = tuple(attention_charts(study, rows))
+    return Section(name="results", tables=tuple(tables), rows=rows, keys=keys, pictures=charts)
 
 
 def _shape(row: Row) -> tuple[int, int]:
@@ -336,6 +337,4 @@ def write_attention_record(study: AttentionStudy, directory: Path) -> None:
 
 def write_attention(study: AttentionStudy, directory: Path) -> None:
     """Write attention.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    section = attention_section(study)
-    pictures = dict(attention_pictures(study, section.rows))
-    write_study("attention.json", study, [section], pictures, directory)
+    write_study("attention.json", study, [attention_section(study)], directory)

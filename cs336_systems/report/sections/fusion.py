@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cs336_systems.analysis.warnings import PASSES
-from cs336_systems.config import Device, Precision
+from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
-from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Reference, Style
+from cs336_systems.report.plots.palette import FAILURE_COLOUR
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.study import derived, doubt_notes, end_of, promised_bandwidth, times_ms, write_study
 from cs336_systems.report.table import known, make_table
@@ -21,6 +18,7 @@ from cs336_systems.studies.fusion_records import PHASES, FusionRow, FusionStudy,
 from cs336_systems.text import counted
 
 COLOURS = {Version.EAGER: "#333333", Version.COMPILED: "#E69F00", Version.FUSED: "#0072B2"}
+LEAST = "what must move, at the data sheet's bandwidth"
 COLUMNS = (
     column("op"), column("version"), column("kernels"), column("must_move_mib"), column("moved_mib", drop_order=7),
     column("median_ms"), column("gb_per_s", drop_order=5, write=three_digits), column("bandwidth_share"),
@@ -45,7 +43,8 @@ def fusion_section(study: FusionStudy) -> Section:
         )
         for rows in _by_direction(study)
     ]
-    return Section(name="results", tables=tuple(tables), rows=fusion_rows(study), keys=CSV_COLUMNS)
+    charts = [fusion_chart(study, precision) for precision in dict.fromkeys(study.grid.precisions)]
+    return Section(name="results", tables=tuple(tables), rows=fusion_rows(study), keys=CSV_COLUMNS, pictures=charts)
 
 
 def settings(study: FusionStudy) -> str:
@@ -131,48 +130,40 @@ def _arithmetic(study: FusionStudy, rows: Sequence[Row]) -> Iterator[str]:
             )
 
 
-def draw_fusion(study: FusionStudy, precision: Precision) -> Figure:
+def fusion_chart(study: FusionStudy, precision: Precision) -> Chart:
     """Time of each version, a row of panels for each direction, with the time that the bandwidth alone would take."""
     rows = [row for row in fusion_rows(study) if row["precision"] is precision]
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    title = f"Time of one operation, {precision}: written out, compiled, fused"
-    figure = drawing.new_figure(max(5.0, 2.6 * len(ops) + 0.6), 6.6, title, settings(study))
-    panels = figure.subplots(len(PHASES), len(ops), squeeze=False)
     bandwidth = promised_bandwidth(study.environment.identity.device_name)
-    handles: dict[str, Any] = {}
-    for line, phase in zip(panels, PHASES, strict=True):
-        line[0].set_ylabel(f"{phase}, median time (ms)", fontsize=9)
-        for panel, op in zip(line, ops, strict=True):
-            found = [row for row in rows if (row["op"], row["phase"]) == (op, phase)]
-            handles |= _draw_panel(panel, found, bandwidth)
-    for panel, op in zip(panels[0], ops, strict=True):
-        panel.set_title(op, fontsize=10)
-    if handles:
-        drawing.legend_below(figure, handles, 1, fontsize=9)
-    return figure
+    panels = [
+        _panel([row for row in rows if (row["op"], row["phase"]) == (op, phase)], op, phase, bandwidth)
+        for phase in PHASES
+        for op in ops
+    ]
+    return Chart(
+        name=f"time_{precision}", title=f"Time of one operation, {precision}: written out, compiled, fused",
+        settings=settings(study), panels=panels, columns=len(ops), size=(2.6, 2.6), legend=1,
+        styles={version: Style(colour=colour, label="") for version, colour in COLOURS.items()},
+    )  # fmt: skip
 
 
-def _draw_panel(panel: Axes, rows: Sequence[Row], bandwidth: float | None) -> dict[str, Any]:
-    drawing.style(panel)
-    drawing.categories(panel, [row["version"] for row in rows])
-    for index, row in enumerate(rows):
-        if row["median_ms"] is None:
-            drawing.write_upright(panel, index, row["ended"])
-            continue
-        bar = panel.bar(index, row["median_ms"], 0.7, color=COLOURS[row["version"]])
-        doubt = f" {DOUBT}" if row["is_doubted"] else ""
-        panel.bar_label(bar, [f"{significant(row['median_ms'], 3)}{doubt}"], fontsize=8, padding=2)
-    panel.set_ylim(0, panel.get_ylim()[1] * 1.12)
-    if bandwidth is None or not rows:
-        return {}
-    least_ms = rows[0]["must_move_mib"] * MIB / bandwidth * 1e3
-    line = panel.axhline(least_ms, color=drawing.FAILURE_COLOUR, linewidth=1.2, linestyle="--", zorder=4)
-    return {"what must move, at the data sheet's bandwidth": line}
+def _panel(rows: Sequence[Row], op: str, phase: Phase, bandwidth: float | None) -> Panel:
+    bars = [
+        Bar(name=row["version"], failure=row["ended"]) if row["median_ms"] is None else
+        Bar(name=row["version"], parts={row["version"]: row["median_ms"]},
+            words=f"{significant(row['median_ms'], 3)}{f' {DOUBT}' if row['is_doubted'] else ''}")
+        for row in rows
+    ]  # fmt: skip
+    least = [rows[0]["must_move_mib"] * MIB / bandwidth * 1e3] if bandwidth is not None and rows else []
+    return Panel(
+        x=Axis(names=[row["version"] for row in rows]),
+        y=Axis(label=f"{phase}, median time (ms)", unit="ms", from_zero=True),
+        title=op if phase is PHASES[0] else "",
+        bars=bars,
+        references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],
+    )
 
 
 def write_fusion(study: FusionStudy, directory: Path) -> None:
     """Write fusion.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    pictures = {
-        f"time_{precision}": draw_fusion(study, precision) for precision in dict.fromkeys(study.grid.precisions)
-    }
-    write_study("fusion.json", study, [fusion_section(study)], pictures, directory)
+    write_study("fusion.json", study, [fusion_section(study)], directory)

@@ -186,4 +186,4 @@ def precision_sections(study: PrecisionStudy) -> list[Section]:
 
 def write_precision(study: PrecisionStudy, directory: Path) -> None:
     """Write precision.json, and `accumulation`, `layer_norm` and `dtypes` in every format, into the directory."""
-    write_study("precision.json", study, precision_sections(study), {}, directory)
+    write_study("precision.json", study, precision_sections(study), directory)

@@ -1,9 +1,8 @@
 """What the sections of all studies share: values of rows, doubtful times, pivoted tables, and writing the files."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import Repeated, in_doubt
@@ -12,11 +11,8 @@ from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row
 from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.words import STATUS_WORDS, warning_counts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def end_of(status: Status, failure: Failure | None) -> Row:
@@ -94,16 +90,15 @@ def across(name: str, cell: Column) -> Column:
 
 
 def write_study(
-    name: str, study: object, sections: Iterable[Section], pictures: Mapping[str, "Figure | None"], directory: Path
+    name: str, study: object, sections: Iterable[Section], directory: Path, pictures: Iterable[str] = ()
 ) -> list[Path]:
-    """Write the record of the study to the file `name`, each section, and the pictures to plots/; return the paths.
+    """Write the record of the study to the file `name`, each section, and their pictures to plots/; return the paths.
 
-    The directory is made if need be. For a picture that is None, an earlier file of the same name is removed.
+    The directory is made if need be. Of the names `pictures`, files of those that no section has are removed.
     """
-    from cs336_systems.report.plots.drawing import to_png  # matplotlib is slow to import, and printing does not need it
-
-    files: dict[str, str | bytes] = {name: encode_json(study)}
+    files: dict[str, str | bytes] = {f"plots/{picture}.png": b"" for picture in pictures}
+    files[name] = encode_json(study)
     for section in sections:
         files |= texts_of(section)
-    files |= {f"plots/{title}.png": b"" if figure is None else to_png(figure) for title, figure in pictures.items()}
+        files |= pngs_of(section)
     return write_files(files, directory)

@@ -11,8 +11,11 @@ from PIL import Image
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import steady, to_frame
+from cs336_systems.report.plots import drawing, palette
+from cs336_systems.report.plots.charts import Axis, Curve, Panel
+from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.plots.series import Line, Point, lines, named_rows, size_names, speed_up_lines, split
-from cs336_systems.report.plots.steps import draw_contexts, draw_phases, draw_speed_ups, drawing, pages, write_plots
+from cs336_systems.report.plots.steps import context_chart, pages, phase_chart, speed_up_chart, write_plots
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 
@@ -23,6 +26,18 @@ def figures(monkeypatch):
     found = []
     monkeypatch.setattr(drawing, "to_png", lambda figure: found.append(figure) or b"")
     return found
+
+
+def draw_phases(rows, *words):
+    return draw(phase_chart("name", rows, *words))
+
+
+def draw_contexts(lines, *words):
+    return draw(context_chart("name", lines, *words))
+
+
+def draw_speed_ups(lines, *words):
+    return draw(speed_up_chart("name", lines, *words))
 
 
 def part(grid, precision):
@@ -44,7 +59,7 @@ def test_bars_hold_the_phases_and_the_rest_of_the_step(grid):
     short, long = draw_phases(named_rows(part(grid, "fp32")), "step", "settings").axes
     assert heights(short) == pytest.approx([25, 50, 12.5, 12.5, 150, 300, 75, 75])
     assert heights(long) == pytest.approx([100, 200, 50, 50]), "xl has no memory for it"
-    assert drawn_lines(short) == [[(0, pytest.approx(100))], [(1, pytest.approx(600))]]
+    assert drawn_lines(short) == [[(0, pytest.approx(100)), (1, pytest.approx(600))]]
 
 
 def test_context_lines_have_known_and_failed_points(grid):
@@ -308,12 +323,16 @@ def test_texts_of_a_configuration_are_inert(tmp_path):
 
 def test_failures_of_a_line_share_a_row():
     points = tuple(Point(x=x, value=None, failure=why) for x, why in ((1, "killed"), (2, "oom"), (3, "oom")))
-    assert drawing.failure_rows([Line(name="xl", points=points)]) == {"xl: killed": [1], "xl: oom": [2, 3]}
+    lost, alike = (Curve(line=Line(name=name, points=points), colour="#000000") for name in ("xl", "large"))
+    whole = Curve(line=Line(name="small", points=(Point(x=1, value=2.0),)), colour="#000000")
+    rows = Panel(x=Axis(), y=Axis(), curves=[whole, lost]).failures
+    assert rows == {"xl: killed": [1], "xl: oom": [2, 3]}
+    assert Panel(x=Axis(), y=Axis(), curves=[lost, alike]).failures == {"killed": [1], "oom": [2, 3]}
 
 
 def test_phases_and_precisions_have_colours_of_their_own():
-    for colours in (drawing.PHASE_COLOURS, drawing.PRECISION_COLOURS):
+    for colours in (palette.PHASE_COLOURS, palette.PRECISION_COLOURS):
         assert len(set(colours.values())) == len(colours)
-    assert set(drawing.PRECISION_COLOURS) == set(Precision)
-    assert len(set(drawing.shades(11))) == 11
-    assert drawing.shades(1)
+    assert set(palette.PRECISION_COLOURS) == set(Precision)
+    assert len(set(palette.shades(11))) == 11
+    assert palette.shades(1)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from cs336_systems.config import Phase, Precision
+from cs336_systems.config import Precision
 from cs336_systems.record import Failure, Input, Status
+from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.sections.attention import (
     CSV_COLUMNS,
     ERROR_COLUMNS,
@@ -20,10 +21,8 @@ from cs336_systems.report.sections.attention import (
 from cs336_systems.report.sections.attention_plots import (
     COLOURS,
     MARKERS,
+    attention_charts,
     attention_lines,
-    attention_pictures,
-    draw_memory,
-    draw_times,
 )
 from cs336_systems.studies.attention_records import AttentionStudy, ExactError, Implementation, Quantity
 from cs336_systems.studies.records import read_study
@@ -161,10 +160,10 @@ def test_lines_hold_known_points_and_failures(study):
 
 
 def test_pictures_say_what_they_show(study):
-    figure = draw_times(study, attention_rows(study), Phase.FORWARD)
-    assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(figure))
-    assert {"naive", "flash", "naive, in closed form"} <= set(texts(draw_memory(study, attention_rows(study))))
-    (panel,) = figure.axes
+    forward, _, memory = (draw(chart) for chart in attention_charts(study, attention_rows(study)))
+    assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(forward))
+    assert {"naive", "flash", "naive, in closed form"} <= set(texts(memory))
+    (panel,) = forward.axes
     low = panel.get_ylim()[0]
     band = 0.07
     lowest = min(line.get_ydata().min() for line in panel.get_lines() if line.get_transform() == panel.transData)
@@ -190,7 +189,7 @@ def test_everything_is_written_and_read_back(study, tmp_path):
 
 def test_a_study_without_any_time_has_no_picture():
     study = make_study(make_failed(make_cell(), Status.CRASHED))
-    assert list(attention_pictures(study, attention_rows(study))) == []
+    assert list(attention_charts(study, attention_rows(study))) == []
     assert [row[2] for row in attention_section(study).tables[0].rows] == ["crashed"]
 
 

@@ -1,20 +1,15 @@
-"""Pictures of a study of ceilings: product rates over size, memory and all-reduce rates over bytes."""
+"""Charts of a study of ceilings: product rates over size, memory and all-reduce rates over bytes."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import geometric_mean, median
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
 
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import GIGA, MIB, TERA
-from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots.charts import Axis, Chart, Curve, Note, Panel, Reference, curves_of, doubling
+from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
+from cs336_systems.report.plots.palette import MARKERS as MARKS
+from cs336_systems.report.plots.series import Line, Point
 from cs336_systems.report.sections.ceilings.tables import (
     product_rows,
     promised_flops,
@@ -25,60 +20,61 @@ from cs336_systems.report.sections.ceilings.tables import (
 from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, ProductPrecision, Stream
 
-COLOURS = {ProductPrecision(name): colour for name, colour in drawing.PRECISION_COLOURS.items()} | {
+COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {
     ProductPrecision.FP8: "#009E73"
 }
-MARKERS = dict(zip(ProductPrecision, drawing.MARKERS, strict=False))
+MARKERS = dict(zip(ProductPrecision, MARKS, strict=False))
 STREAM_COLOURS = {Stream.COPY: "#0072B2", Stream.READ: "#E69F00", Stream.ADAMW: "#009E73"}
-STREAM_MARKERS = dict(zip(Stream, drawing.MARKERS, strict=False))
 FAR_BELOW = 0.5
 """Share of the median layer's rate at a precision below which a layer is named in the picture."""
+DATA_SHEET = "data sheet"
 
 
-def ceilings_pictures(study: CeilingsStudy) -> dict[str, Figure | None]:
-    """The pictures by name; None where there is no time to draw."""
-    return {"products": draw_products(study), "bandwidth": draw_bandwidth(study), "all_reduce": draw_reductions(study)}
-
-
-def draw_products(study: CeilingsStudy) -> Figure | None:
+def product_chart(study: CeilingsStudy) -> list[Chart]:
     """Rates of square products joined by lines, those of layers beside them at the square of as many FLOPs."""
     rows = timed(product_rows(study))
     if not rows:
-        return None
-    figure = drawing.new_figure(7.6, 5.4, "Rate of matrix products over their size", study.device_name)
-    panel = figure.subplots()
-    sides = [shape.rows for shape in study.grid.shapes if shape.is_square]
-    _label(panel, sides, "side of the square product of as many FLOPs", "rate (TFLOP/s)")
-    panel.set_yscale("log")
-    spec, handles = find_device(study.device_name), []
+        return []
+    spec, curves, references = find_device(study.device_name), [], []
     for precision in dict.fromkeys(study.grid.precisions):
-        own = [row for row in rows if row["precision"] is precision]
-        look: dict[str, Any] = {"color": COLOURS[precision], "marker": MARKERS[precision], "linewidth": 1.6}
-        squares = sorted((row for row in own if row["is_square"]), key=lambda row: row["cube_side"])
-        plot_rows(panel, squares, "cube_side", "tflops_per_s", **look)
-        layers = [row for row in own if not row["is_square"]]
-        plot_rows(panel, layers, "cube_side", "tflops_per_s", **look | {"linestyle": "none", "mfc": "white"})
-        if own:
-            handles.append(Line2D([], [], label=str(precision), markersize=5, **look))
+        colour, marker = COLOURS[precision], MARKERS[precision]
+        own = sorted((row for row in rows if row["precision"] is precision), key=lambda row: row["cube_side"])
+        for is_square in (True, False):
+            line = points_of([row for row in own if row["is_square"] is is_square], "cube_side", str(precision))
+            looks = {"dash": "-"} if is_square else {"dash": "", "is_hollow": True, "label": ""}
+            curves += [Curve(line=line, colour=colour, marker=marker, **looks)] if line.points else []
         if own and (promised := promised_flops(spec, precision)) is not None:
-            panel.axhline(promised / TERA, color=COLOURS[precision], linestyle=":", linewidth=1, alpha=0.6)
-    name_slow_layers(panel, rows, "cube_side")
+            references.append(Reference(value=promised / TERA, colour=colour, dash=":", name=DATA_SHEET))
     if any(not shape.is_square for shape in study.grid.shapes):
-        handles.append(Line2D([], [], label="a layer's", color="#777777", marker="o", mfc="white", linestyle="none"))
-    if spec is not None:
-        handles.append(data_sheet_handle())
-    show_decades(panel.yaxis)
-    drawing.legend_below(figure, handles, 4)
-    return figure
+        curves.append(Curve(line=Line(name="a layer's", points=()), colour=GREY, marker="o", dash="", is_hollow=True))
+    sides = [shape.rows for shape in study.grid.shapes if shape.is_square]
+    every = [row["cube_side"] for row in rows]
+    panel = Panel(
+        x=doubling(sides or every, "side of the square product of as many FLOPs", others=every),
+        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True),
+        curves=curves,
+        references=references,
+        notes=slow_layers(rows, "cube_side"),
+    )
+    return [_chart("products", "Rate of matrix products over their size", study, panel, 4)]
 
 
-def plot_rows(panel: Axes, rows: Sequence[Row], x: str, y: str, **look: Any) -> list[Line2D]:  # noqa: ANN401 (matplotlib's)
-    """Draw the values by two keys."""
-    return panel.plot([row[x] for row in rows], [row[y] for row in rows], markersize=5, **look)
+def _chart(name: str, title: str, study: CeilingsStudy, panel: Panel, legend: int) -> Chart:
+    return Chart(name=name, title=title, settings=study.device_name, panels=[panel], size=(7.1, 4.0), legend=legend)
 
 
-def name_slow_layers(panel: Axes, rows: Sequence[Row], x: str) -> None:
-    """Name, to the right of their points, the layers that are far below the others of their precision.
+def points_of(rows: Sequence[Row], x: str, name: str, y: str = "tflops_per_s") -> Line:
+    """The values by two keys; each point of a layer is called as its layer."""
+    return Line(
+        name=name,
+        points=tuple(
+            Point(x=float(row[x]), value=row[y], about=f"{row.get('name') or row['label']}, {name}") for row in rows
+        ),
+    )
+
+
+def slow_layers(rows: Sequence[Row], x: str) -> list[Note]:
+    """Names of the layers that are far below the others of their precision.
 
     Precisions that have the same value by the key `x`, which is along the axis, share a name.
     """
@@ -91,71 +87,44 @@ def name_slow_layers(panel: Axes, rows: Sequence[Row], x: str) -> None:
         for row in own:
             if row["tflops_per_s"] < FAR_BELOW * typical:
                 rates.setdefault((row["name"], row[x]), []).append(row["tflops_per_s"])
-    for (name, place), found in rates.items():
-        words = f"{name}, not padded" if name in padded else name
-        panel.annotate(
-            drawing.inert(words), (place, geometric_mean(found)), (8, 0), textcoords="offset points", va="center",
-            fontsize=8, color="#555555", zorder=5,
-        )  # fmt: skip
+    return [
+        Note(x=place, y=geometric_mean(found), words=f"{name}, not padded" if name in padded else name)
+        for (name, place), found in rates.items()
+    ]
 
 
-def draw_bandwidth(study: CeilingsStudy) -> Figure | None:
+def bandwidth_chart(study: CeilingsStudy) -> list[Chart]:
     """Rates of passes over memory; a line stands where the last cache is full."""
     rows = timed(stream_rows(study))
     if not rows:
-        return None
-    figure = drawing.new_figure(7.2, 4.8, "Rate of passes over memory", study.device_name)
-    panel = figure.subplots()
-    _label(panel, [row["moved_mib"] for row in rows], "read plus written (MiB)", "rate (GB/s)")
-    handles = []
-    for stream in Stream:
-        own = [row for row in rows if row["stream"] is stream]
-        look = {"color": STREAM_COLOURS[stream], "marker": STREAM_MARKERS[stream], "linewidth": 1.6, "label": stream}
-        handles += plot_rows(panel, own, "moved_mib", "gb_per_s", **look)
+        return []
+    lines = [
+        points_of([row for row in rows if row["stream"] is own], "moved_mib", str(own), "gb_per_s") for own in Stream
+    ]
+    references = []
     if (promised := promised_bandwidth(study.device_name)) is not None:
-        panel.axhline(promised / GIGA, color="#777777", linestyle=":", linewidth=1.2)
-        handles.append(data_sheet_handle())
+        references.append(Reference(value=promised / GIGA, colour=GREY, dash=":", name=DATA_SHEET))
     if study.cache_bytes:
-        cache_mib, label = study.cache_bytes / MIB, "size of the last cache"
-        handles.append(panel.axvline(cache_mib, color="#BBBBBB", linestyle="--", linewidth=1.2, label=label))
-    panel.set_ylim(bottom=0)
-    drawing.legend_below(figure, handles, 5)
-    return figure
+        name = "size of the last cache"
+        references.append(Reference(value=study.cache_bytes / MIB, colour="#BBBBBB", name=name, is_upright=True))
+    panel = Panel(
+        x=doubling([row["moved_mib"] for row in rows], "read plus written (MiB)"),
+        y=Axis(label="rate (GB/s)", unit="GB/s", from_zero=True),
+        curves=curves_of(lines, STREAM_COLOURS.values()),
+        references=references,
+    )
+    return [_chart("bandwidth", "Rate of passes over memory", study, panel, 5)]
 
 
-def draw_reductions(study: CeilingsStudy) -> Figure | None:
+def reduction_chart(study: CeilingsStudy) -> list[Chart]:
     """Bus bandwidth of all-reduces over the size of the tensor."""
     rows = timed(reduction_rows(study))
     if not rows:
-        return None
-    title = f"All-reduce among {study.grid.world_size} processes"
-    figure = drawing.new_figure(7.2, 4.4, title, study.device_name)
-    panel = figure.subplots()
-    _label(panel, [row["tensor_mib"] for row in rows], "tensor (MiB)", "bus bandwidth (GB/s)")
-    plot_rows(panel, rows, "tensor_mib", "bus_gb_per_s", color="#0072B2", marker="o", linewidth=1.6)
-    panel.set_ylim(bottom=0)
-    return figure
-
-
-def _label(panel: Axes, sizes: Iterable[float], x: str, y: str) -> None:
-    """Sizes along a horizontal axis that doubles, and what the axes are."""
-    drawing.style(panel)
-    drawing.doubling_axis(panel, sizes)
-    panel.set_xlabel(x, fontsize=9)
-    panel.set_ylabel(y, fontsize=9)
-
-
-def show_decades(axis: Axis) -> None:
-    """Name the powers of ten that a logarithmic axis shows, without an exponent, and more where it shows few."""
-    low, high = axis.get_view_interval()
-    decades = math.log10(high / low)
-    steps = (1,) if decades >= 2 else (1, 2, 5) if decades >= 0.7 else range(1, 10)
-    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
-    ticks = [tick for power in powers for step in steps if low <= (tick := step * 10.0**power) <= high]
-    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_minor_locator(NullLocator())
-
-
-def data_sheet_handle() -> Line2D:
-    """What the data sheet's lines look like."""
-    return Line2D([], [], color="#777777", linestyle=":", linewidth=1.2, label="data sheet")
+        return []
+    line = points_of(rows, "tensor_mib", "bus bandwidth", "bus_gb_per_s")
+    panel = Panel(
+        x=doubling([row["tensor_mib"] for row in rows], "tensor (MiB)"),
+        y=Axis(label="bus bandwidth (GB/s)", unit="GB/s", from_zero=True),
+        curves=[Curve(line=line, colour="#0072B2", marker="o", label="")],
+    )
+    return [_chart("all_reduce", f"All-reduce among {study.grid.world_size} processes", study, panel, 0)]

@@ -1,6 +1,7 @@
 """What a machine reaches, for people: a summary beside the data sheet, what it means for a step, and all files."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.warnings import LOOPS
@@ -8,9 +9,9 @@ from cs336_systems.config import Device
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.ceilings.plots import ceilings_pictures
+from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, product_chart, reduction_chart
 from cs336_systems.report.sections.ceilings.roofline import parts_section
-from cs336_systems.report.sections.ceilings.roofline_plot import draw_roofline
+from cs336_systems.report.sections.ceilings.roofline_plot import roofline_chart
 from cs336_systems.report.sections.ceilings.tables import (
     launch_rows,
     launches_section,
@@ -31,6 +32,7 @@ from cs336_systems.studies.step_parts import StepParts
 COLUMNS = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 CSV_COLUMNS = ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
                "measured_std", "warnings")  # fmt: skip
+PICTURES = ("products", "bandwidth", "all_reduce", "roofline")
 BUSY = 1.5
 """Load for each CPU above which other programs must have been running too."""
 
@@ -81,11 +83,11 @@ def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> l
     """All subjects in the order to read them; one that there is nothing of is empty."""
     return [
         summary_section(study),
-        products_section(study),
-        streams_section(study),
+        replace(products_section(study), pictures=product_chart(study)),
+        replace(streams_section(study), pictures=bandwidth_chart(study)),
         launches_section(study),
-        reductions_section(study),
-        parts_section(study, parts),
+        replace(reductions_section(study), pictures=reduction_chart(study)),
+        replace(parts_section(study, parts), pictures=roofline_chart(study, parts)),
     ]
 
 
@@ -177,5 +179,4 @@ def _busy_machine(study: CeilingsStudy) -> Iterator[str]:
 
 def write_ceilings(study: CeilingsStudy, directory: Path, parts: StepParts | None = None) -> list[Path]:
     """Write ceilings.json, each subject as tables, and plots/ into the directory, which is made; return the paths."""
-    pictures = {**ceilings_pictures(study), "roofline": draw_roofline(study, parts)}
-    return write_study(FILE_NAME, study, ceilings_sections(study, parts), pictures, directory)
+    return write_study(FILE_NAME, study, ceilings_sections(study, parts), directory, PICTURES)

@@ -9,12 +9,13 @@ from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.answers import answers
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.plots import draw_classes, draw_configurations
+from cs336_systems.report.sections.kernels.plots import class_chart, configuration_chart
 from cs336_systems.report.sections.kernels.shares import attention, classes, products
 from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
 from cs336_systems.report.sections.kernels.timeline import draw_timeline
@@ -80,7 +81,7 @@ def write_kernels(
                 status(f"drawing {name}", done, len(names))
             files |= _pictures(profile, f"{stem}_", name)
         pairs = list(zip(names, profiles, strict=True))
-        files["plots/configurations.png"] = drawing.to_png(draw_configurations(pairs))
+        files["plots/configurations.png"] = png_of(configuration_chart(pairs))
     else:
         (entry,) = entries
         note = about(entry.profile)
@@ -97,6 +98,6 @@ def _pictures(profile: StepProfile, prefix: str = "", name: str = "") -> dict[st
     """The pictures by file; empty for the timeline of a profile that has none."""
     has_timeline = profile.pictured is not None and profile.pictured.wall_s  # that of an empty trace takes no time
     return {
-        f"plots/{prefix}classes.png": drawing.to_png(draw_classes(profile, name)),
+        f"plots/{prefix}classes.png": png_of(class_chart(profile, name=name)),
         f"plots/{prefix}timeline.png": drawing.to_png(draw_timeline(profile, name)) if has_timeline else b"",
     }

@@ -1,19 +1,15 @@
-"""Pictures of the time of a step by class of kernel: a bar for each phase of one trace, or for each configuration."""
+"""Charts of the time of a step by class of kernel: a bar for each phase of one trace, or for each configuration."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from dataclasses import dataclass, replace
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots import bars, drawing
-from cs336_systems.report.plots.drawing import CLASS_COLOURS
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style
+from cs336_systems.report.plots.palette import CLASS_COLOURS, REST_COLOUR
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.shares import CLASS_KEYS, class_rows
 from cs336_systems.report.sections.kernels.tables import is_shown, phase_rows
@@ -21,14 +17,12 @@ from cs336_systems.report.sections.kernels.timeline import describe_devices, des
 
 COPIES = "copy by the driver"
 IDLE = "idle"
-STYLES: dict[str, dict[str, Any]] = {
-    **{kind: {"facecolor": colour} for kind, colour in drawing.CLASS_COLOURS.items()},
-    COPIES: {"facecolor": "white", "edgecolor": drawing.CLASS_COLOURS[KernelClass.COPY_AND_FILL], "hatch": "xxxx"},
-    IDLE: {"facecolor": "white", "edgecolor": drawing.REST_COLOUR, "hatch": "////"},
+STYLES = {
+    **{str(kind): Style(colour=colour) for kind, colour in CLASS_COLOURS.items()},
+    COPIES: Style(colour="#FFFFFF", pattern="x", ink=CLASS_COLOURS[KernelClass.COPY_AND_FILL]),
+    IDLE: Style(colour="#FFFFFF", pattern="/", ink=REST_COLOUR),
 }
 """Style of each part that a bar may have, in the order of drawing."""
-BAR_INCHES = 4.1
-"""Approximate length of the longest bar."""
 OVERLAP = 0.01
 """Smallest share of the step's wall time with kernels side by side that the picture mentions."""
 
@@ -70,65 +64,48 @@ def _time_bar(row: Row, classes: Row) -> TimeBar:
     return TimeBar(row, {name: time_ms for name, time_ms in parts_ms.items() if time_ms > 0})
 
 
-def draw_classes(profile: StepProfile, name: str = "") -> Figure:
+def class_chart(profile: StepProfile, file: str = "classes", name: str = "") -> Chart:
     """A bar for each phase: its kernels by class, then the time in which the device was idle, up to the wall time."""
     *phases, step = time_bars(profile)
     device = "GPU" if profile.work is Work.KERNELS else "CPU"
-    title = f"{device} time by phase and class of {profile.work.removesuffix('s')}"
     words = [*([name] if name else []), *describe_source(profile), describe_steps(profile)]
     if step.overlap_ms > OVERLAP * step.row["wall_mean_ms"]:
         words.append(f"{significant(step.overlap_ms, 3)} ms of kernels ran beside others")
-    sums = step.parts_ms
-    figure = _new_figure(title, ", ".join(words), 0.5 * max(len(phases), 1), -(-len(sums) // 3))
-    panel = figure.subplots()
-    longest = max([bar.length_ms for bar in phases], default=0.0) or 1.0
-    for y, bar in enumerate(phases):
-        bars.draw_bar(panel, y, _styled(bar, 1.0), BAR_INCHES / longest, digits=3)
+    sums = {part: f"{part}, {rounded(time_ms, step.length_ms)} ms" for part, time_ms in step.parts_ms.items()}
+    bars = []
+    for bar in phases:
         busy = "" if bar.row["busy_share"] is None else f"\n{100 * bar.row['busy_share']:.0f} % busy"
-        bars.write_right(panel, y, f"{significant(bar.row['wall_mean_ms'], 3)} ms wall{busy}")
-    names = [f"{bar.row['phase']}\n{_count(bar.row['kernels_per_step'])} {profile.work}" for bar in phases]
-    bars.finish(panel, names, longest)
-    panel.set_xlabel("time (ms)" if profile.is_whole_trace else "time per step (ms)", fontsize=9)
-    _legend(figure, {name: f"{name}, {rounded(time_ms, step.length_ms)} ms" for name, time_ms in sums.items()}, 3)
-    return figure
+        label = f"{bar.row['phase']}, {_count(bar.row['kernels_per_step'])} {profile.work}"
+        wall = f"{significant(bar.row['wall_mean_ms'], 3)} ms wall{busy}"
+        bars.append(Bar(name=label, parts=bar.parts_ms, words=wall))
+    y = Axis(label="time (ms)" if profile.is_whole_trace else "time per step (ms)", unit="ms")
+    return Chart(
+        name=file, title=f"{device} time by phase and class of {profile.work.removesuffix('s')}",
+        settings=", ".join(words), size=(6.0, 0.0), legend=3, is_lying=True,
+        styles={part: replace(style, label=sums.get(part)) for part, style in STYLES.items()},
+        panels=[Panel(x=Axis(names=[bar.name for bar in bars]), y=y, bars=bars)],
+    )  # fmt: skip
 
 
-def draw_configurations(profiles: Sequence[tuple[str, StepProfile]]) -> Figure:
+def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart:
     """A bar for each labelled profile: the part of its step that each class of kernel took, and that was idle.
 
     The whole is the step's wall time, and longer where kernels ran side by side. Raise ValueError for no profile.
     """
     if not profiles:
         raise ValueError("a picture of configurations needs at least one profile, got none")
-    steps = [time_bars(profile)[-1] for _, profile in profiles]
-    names = [name for name in STYLES if any(name in bar.parts_ms for bar in steps)]
-    devices = ", ".join(describe_devices([profile for _, profile in profiles]))
-    title = "Where the time of a step goes, by configuration"
-    labels = [drawing.wrapped(label, bars.LONGEST_LABEL) for label, _ in profiles]
-    figure = _new_figure(title, devices, drawing.bar_inches(labels) * len(steps), -(-len(names) // 4))
-    panel = figure.subplots()
-    for y, bar in enumerate(steps):
-        bars.draw_bar(panel, y, _styled(bar, 100 / (bar.length_ms or 1.0)), BAR_INCHES / 100)
-        bars.write_right(panel, y, f"{significant(bar.row['wall_mean_ms'], 3)} ms")
-    bars.finish(panel, labels, 100.0)
-    panel.set_xlabel("share of the step (%); its time is on the right", fontsize=9)
-    _legend(figure, {name: name for name in names}, 4)
-    return figure
-
-
-def _styled(bar: TimeBar, scale: float) -> list[bars.Part]:
-    """The parts of the bar, their milliseconds times `scale`."""
-    return [(time_ms * scale, STYLES[name]) for name, time_ms in bar.parts_ms.items()]
-
-
-def _new_figure(title: str, settings: str, bars_inches: float, legend_rows: int) -> Figure:
-    return drawing.new_figure(6.5, 1.3 + bars_inches + 0.19 * legend_rows, title, settings)
-
-
-def _legend(figure: Figure, labels: Mapping[str, str], num_columns: int) -> None:
-    """Draw the legend below the picture, in the order of drawing, row by row."""
-    handles = [Patch(linewidth=0.5, label=label, **STYLES[name]) for name, label in labels.items()]
-    drawing.legend_below(figure, handles, num_columns)
+    bars = []
+    for label, profile in profiles:
+        step = time_bars(profile)[-1]
+        parts = {name: 100 * time_ms / (step.length_ms or 1.0) for name, time_ms in step.parts_ms.items()}
+        bars.append(Bar(name=label, parts=parts, words=f"{significant(step.row['wall_mean_ms'], 3)} ms"))
+    return Chart(
+        name="configurations", title="Where the time of a step goes, by configuration",
+        settings=", ".join(describe_devices([profile for _, profile in profiles])), size=(6.0, 0.0), legend=4,
+        styles=STYLES, is_lying=True,
+        panels=[Panel(x=Axis(names=[label for label, _ in profiles]),
+                      y=Axis(label="share of the step (%); its time is on the right", unit="%"), bars=bars)],
+    )  # fmt: skip
 
 
 def rounded(value: float, whole: float) -> str:

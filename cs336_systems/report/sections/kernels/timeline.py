@@ -13,9 +13,9 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, PicturedStep, Piece, StepProfile, Window, Work
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.drawing import CLASS_COLOURS, LONGEST_SOURCE, shorten
-from cs336_systems.text import inert_line
+from cs336_systems.report.plots import drawing, palette
+from cs336_systems.report.plots.drawing import LONGEST_SOURCE
+from cs336_systems.text import inert_line, shorten
 
 Times = NDArray[np.float64]
 CELLS = 260
@@ -51,7 +51,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     pieces = pieces_of(profile)
     streams = _busiest(pieces)
     gaps = longest_gaps(profile) if is_gpu else []
-    kinds = [kind for kind in drawing.CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+    kinds = [kind for kind in palette.CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
     lines = gap_lines(gaps)
     heights = [0.8 if is_gpu else 0.35, *[1.5 if len(streams) == 1 else 0.85] * len(streams), 0.17 * len(lines) + 0.01]
     figure = drawing.new_figure(
@@ -71,7 +71,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
     _number_gaps(lanes[0], gaps, step)
     _write_lines(words, lines)
-    handles = [Patch(color=drawing.CLASS_COLOURS[kind], label=kind) for kind in kinds]
+    handles = [Patch(color=palette.CLASS_COLOURS[kind], label=kind) for kind in kinds]
     drawing.legend_below(figure, handles, 4)
     return figure
 
@@ -177,7 +177,7 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep, gaps:
     bottom = np.zeros(CELLS)
     for kind, share in utilisation(pieces, edges).items():
         top = bottom + 100 * share
-        colour = drawing.CLASS_COLOURS[kind]
+        colour = palette.CLASS_COLOURS[kind]
         panel.stairs(top, edges * 1e3, baseline=bottom, fill=True, color=colour, linewidth=0, label=kind)
         bottom = top
     ends = [window.device_end_s for window in step.windows]
@@ -185,7 +185,7 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep, gaps:
         panel.axvline(end_s * 1e3, color="#666666", linewidth=0.7, linestyle=(0, (4, 3)))
     for gap in gaps:
         start, end = gap.start_s * 1e3, (gap.start_s + gap.duration_s) * 1e3
-        panel.axvspan(start, end, facecolor=drawing.FAILURE_COLOUR, alpha=0.25, linewidth=0)
+        panel.axvspan(start, end, facecolor=palette.FAILURE_COLOUR, alpha=0.25, linewidth=0)
     drawing.style(panel)
     # streams of one number on several devices share a lane
     panel.set_ylim(0, max(100.0, float(bottom.max())))
@@ -198,7 +198,7 @@ def _number_gaps(panel: Axes, gaps: Sequence[Gap], step: PicturedStep) -> None:
     for number, x in enumerate(spread(middles, NUMBER * wall_ms, wall_ms), start=1):
         panel.text(
             x, 1.02, str(number), transform=panel.get_xaxis_transform(), ha="center", va="bottom", fontsize=8.5,
-            fontweight="bold", color=drawing.FAILURE_COLOUR,
+            fontweight="bold", color=palette.FAILURE_COLOUR,
         )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def _write_lines(panel: Axes, lines: Sequence[str]) -> None:
     panel.set_ylim(len(lines) or 1, 0)
     for y, line in enumerate(lines):
         words = panel.text(
-            0.0, y + 0.5, drawing.inert(line, LONGEST_LINE), va="center", fontsize=8, color=drawing.FAILURE_COLOUR
+            0.0, y + 0.5, drawing.inert(line, LONGEST_LINE), va="center", fontsize=8, color=palette.FAILURE_COLOUR
         )
         words.set_in_layout(False)
 
@@ -234,7 +234,7 @@ def utilisation(pieces: Sequence[Piece], edges: Times) -> dict[KernelClass, Time
     """
     return {
         kind: _covered([piece for piece in pieces if piece.kind is kind], edges) / np.diff(edges)
-        for kind in CLASS_COLOURS
+        for kind in palette.CLASS_COLOURS
         if any(piece.kind is kind for piece in pieces)
     }
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from cs336_systems.config import Device
 from cs336_systems.report.columns import Row, column, short
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
-from cs336_systems.report.sections.ladder.plots import draw_ladder
+from cs336_systems.report.sections.ladder.plots import ladder_chart
 from cs336_systems.report.sections.ladder.reasons import reasons
 from cs336_systems.report.sections.ladder.rows import COMPILED, FIELDS, TIMES
 from cs336_systems.report.table import known, make_table
@@ -56,7 +55,8 @@ def ladder_section(rows: Rows) -> Section:
     if any(row[key] is not None for row in rows for key in ("launches_per_step", *BYTES)):
         tables.append(make_table(least, known(counts, rows), rows, count_notes(rows)))
         tables.append(make_table("Why", REASONS, ran, reason_notes(rows)))
-    return Section(name="ladder", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+    chart = ladder_chart(rows, settings(rows))
+    return Section(name="ladder", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS, pictures=(chart,))
 
 
 def _stands_out(row: Row) -> bool:
@@ -65,8 +65,8 @@ def _stands_out(row: Row) -> bool:
 
 def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
     """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
-    picture = drawing.to_png(draw_ladder(rows, settings(rows)))
-    return write_files({**texts_of(ladder_section(rows)), "plots/ladder.png": picture}, directory)
+    section = ladder_section(rows)
+    return write_files({**texts_of(section), **pngs_of(section)}, directory)
 
 
 def settings(rows: Rows) -> str:

@@ -1,7 +1,6 @@
 """Memory profiles as tables for a terminal, and as files of a directory: of one snapshot, or of the runs of a sweep."""
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import MemoryProfile, encode_memory_profile
@@ -10,22 +9,19 @@ from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.memory.allocations import at_peak, blocks, largest, saved
 from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
-from cs336_systems.report.sections.memory.peak_bars import draw_peaks
+from cs336_systems.report.sections.memory.peak_bars import peak_charts
 from cs336_systems.report.sections.memory.peaks import allocator, categories, peaks
 from cs336_systems.report.sections.memory.phases import boundaries, phases
 from cs336_systems.report.sections.memory.plots import draw_memory
 from cs336_systems.report.sections.memory.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
-Bar = tuple[str, MemoryEntry]
-"""Label of a run, and the run."""
-MAX_BARS = 40
-"""Most bars in one picture; more would not fit on a printed page."""
 TOP = 10
 """Default number of allocations of a single snapshot that a table lists."""
 
@@ -82,29 +78,10 @@ def _picture(entry: Snapshot) -> dict[str, str | bytes]:
 
 
 def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, str | bytes]:
-    pictures: dict[str, str | bytes] = {}
-    for page, shown in enumerate(_pages(list(zip(labels(entries), entries, strict=True))), start=1):
-        groups = [[(label, entry.profile) for label, entry in group] for _, group in groupby(shown, _size)]
-        name = f"plots/peaks{'' if page == 1 else page}.png"
-        pictures[name] = drawing.to_png(draw_peaks(groups, settings(entries)))
+    pictures: dict[str, str | bytes] = {f"plots/{chart.name}.png": png_of(chart) for chart in peak_charts(entries)}
     titles = labels(entries, always=("size", "context_length", "mode", "precision"))
     stems = file_names(entry.config.key for entry in entries)
     for entry, title, stem in zip(entries, titles, stems, strict=True):
         picture = draw_memory(entry.profile, settings([entry]), title)
         pictures[f"plots/{stem}_timeline.png"] = drawing.to_png(picture)
     return pictures
-
-
-def _pages(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """The bars of each picture: whole sizes as long as they fit; a size with too many bars begins a new picture."""
-    pages: list[list[Bar]] = [[]]
-    for own in (list(group) for _, group in groupby(bars, _size)):
-        for part in (own[start : start + MAX_BARS] for start in range(0, len(own), MAX_BARS)):
-            if len(pages[-1]) + len(part) > MAX_BARS:
-                pages.append([])
-            pages[-1] += part
-    return pages
-
-
-def _size(bar: Bar) -> str:
-    return bar[1].config.size

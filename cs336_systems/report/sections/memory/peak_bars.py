@@ -1,68 +1,99 @@
-"""The picture of peaks: what the peak of each configuration consists of."""
+"""The charts of peaks: what the peak of each run of a sweep consists of."""
 
 from collections.abc import Sequence
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from itertools import groupby
+from typing import TypeAlias
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
-from cs336_systems.report.plots import bars, drawing
-from cs336_systems.report.sections.memory.facts import by_category, bytes_of
-from cs336_systems.report.sections.memory.words import GIB, size
+from cs336_systems.report.entries import labels, settings
+from cs336_systems.report.numbers import GIB
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Panel, Style
+from cs336_systems.report.plots.palette import CATEGORY_COLOURS
+from cs336_systems.report.plots.series import Line, Point
+from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.facts import by_category
+from cs336_systems.report.sections.memory.words import size
+from cs336_systems.text import inert_line, shorten
 
+LabelledRun: TypeAlias = tuple[str, MemoryEntry]
+LabelledProfile: TypeAlias = tuple[str, MemoryProfile]
+MAX_BARS = 40
+"""Most bars in one picture; more would not fit on a printed page."""
 VISIBLE = 1 / 500
 """Smallest part of any peak with which a category is in the legend."""
-BAR_INCHES = 3.4
-"""Approximate length of the longest bar in the picture."""
-RESERVED: dict[str, Any] = {"marker": "|", "markersize": 15, "color": "#222222"}
+LONGEST_PHASE = 16
+"""Characters of the name of a phase."""
 
 
-def draw_peaks(groups: Sequence[Sequence[tuple[str, MemoryProfile]]], settings: str = "") -> Figure:
+def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
+    """A bar for each run; a second chart, `peaks2`, has those that the first has no room for."""
+    pages = _pages(list(zip(labels(entries), entries, strict=True)))
+    words = settings(entries)
+    return [
+        peak_chart(
+            f"peaks{'' if page == 1 else page}",
+            [[(label, entry.profile) for label, entry in group] for _, group in groupby(shown, _size)],
+            words,
+        )
+        for page, shown in enumerate(pages, start=1)
+    ]
+
+
+def peak_chart(name: str, groups: Sequence[Sequence[LabelledProfile]], words: str = "") -> Chart:
     """A bar for each labelled profile: what its peak consists of, and as a mark what was reserved then.
 
     Each group has a panel with a scale of its own, so that a small model is seen beside a large one. Nothing is cut
     off: a scale reaches as far as the largest of its group. Raise ValueError for no profile.
     """
-    profiles = [profile for group in groups for _, profile in group]
-    if not profiles or not all(groups):
+    if not groups or not all(groups):
         raise ValueError(f"a picture of peaks needs at least one profile in each group, got {list(map(len, groups))}")
-    names = [
-        category
-        for category in drawing.CATEGORY_COLOURS
-        if any(bytes_of(p.peak, category) > VISIBLE * p.peak.allocated_bytes for p in profiles)
-    ]
-    labels = [[drawing.wrapped(label, bars.LONGEST_LABEL) for label, _ in group] for group in groups]
-    height = (
-        0.95
-        + max(map(drawing.bar_inches, labels)) * len(profiles)
-        + 0.35 * len(groups)
-        + 0.19 * -(-(len(names) + 1) // 4)
-    )
-    figure = drawing.new_figure(6.5, height, "What the peak of memory consists of, by configuration", settings)
-    panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[len(group) + 0.3 for group in groups])
-    for panel, group, own in zip(panels[:, 0], groups, labels, strict=True):
-        longest = max(max(p.peak.reserved_bytes, p.peak.allocated_bytes) for _, p in group) / GIB or 1.0
-        for y, (_, profile) in enumerate(group):
-            _draw_peak(panel, y, profile, longest)
-        bars.finish(panel, own, longest)
-    panels[-1, 0].set_xlabel("memory at the peak (GiB)", fontsize=9)
-    handles: list[Patch | Line2D] = [Patch(color=drawing.CATEGORY_COLOURS[name], label=str(name)) for name in names]
-    handles.append(Line2D([], [], linestyle="none", label="reserved", **(RESERVED | {"markersize": 11})))
-    drawing.legend_below(figure, handles, 4)
-    return figure
+    peaks = [profile.peak for group in groups for _, profile in group]
+    largest = {
+        category: max(by_category(peak)[category] / (peak.allocated_bytes or 1) for peak in peaks)
+        for category in CATEGORY_COLOURS
+    }
+    styles = {
+        str(category): Style(colour=colour, label=None if largest[category] > VISIBLE else "")
+        for category, colour in CATEGORY_COLOURS.items()
+    }
+    return Chart(
+        name=name, title="What the peak of memory consists of, by configuration", settings=words,
+        panels=[_panel(group) for group in groups], size=(6.0, 0.0), legend=4, styles=styles, is_lying=True,
+    )  # fmt: skip
 
 
-def _draw_peak(panel: Axes, y: int, profile: MemoryProfile, longest: float) -> None:
-    """One bar in GiB, its sum and phase on the right, and as a mark what was reserved then."""
+def _panel(group: Sequence[LabelledProfile]) -> Panel:
+    reserved = [Point(x=label, value=profile.peak.reserved_bytes / GIB) for label, profile in group]
+    marks = Curve(line=Line(name="reserved", points=tuple(reserved)), colour="#222222", marker="|", dash="", size=13)
+    return Panel(
+        x=Axis(names=[label for label, _ in group]), y=Axis(label="memory at the peak (GiB)", unit="GiB"),
+        bars=[_bar(label, profile) for label, profile in group], curves=[marks],
+    )  # fmt: skip
+
+
+def _bar(label: str, profile: MemoryProfile) -> Bar:
+    """What the peak consists of, with its sum and phase as words."""
     peak, found = profile.peak, by_category(profile.peak)
-    parts = [(found[name] / GIB, {"facecolor": colour}) for name, colour in drawing.CATEGORY_COLOURS.items()]
-    bars.draw_bar(panel, y, [(width, style) for width, style in parts if width], BAR_INCHES / longest)
-    panel.plot(peak.reserved_bytes / GIB, y, clip_on=False, **RESERVED)
-    if profile.work.out_of_memory:
-        bars.write_right(panel, y, f"{size(peak.allocated_bytes)}\nout of memory", drawing.FAILURE_COLOUR)
-    else:
-        where = f"\nin {drawing.inert(peak.phase, 16)}" if peak.phase else ""
-        bars.write_right(panel, y, f"{size(peak.allocated_bytes)}{where}")
+    is_lost = bool(profile.work.out_of_memory)
+    where = f"\nin {shorten(inert_line(peak.phase), LONGEST_PHASE)}" if peak.phase and not is_lost else ""
+    return Bar(
+        name=label,
+        parts={str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]},
+        words=f"{size(peak.allocated_bytes)}{where}",
+        failure="out of memory" if is_lost else "",
+    )
+
+
+def _pages(runs: Sequence[LabelledRun]) -> list[list[LabelledRun]]:
+    """The bars of each chart: whole sizes as long as they fit; a size with too many bars begins a new chart."""
+    pages: list[list[LabelledRun]] = [[]]
+    for own in (list(group) for _, group in groupby(runs, _size)):
+        for part in (own[start : start + MAX_BARS] for start in range(0, len(own), MAX_BARS)):
+            if len(pages[-1]) + len(part) > MAX_BARS:
+                pages.append([])
+            pages[-1] += part
+    return pages
+
+
+def _size(run: LabelledRun) -> str:
+    return run[1].config.size

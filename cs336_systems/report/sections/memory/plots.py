@@ -13,11 +13,11 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.drawing import LONGEST_SOURCE, shorten
+from cs336_systems.report.plots import drawing, palette
+from cs336_systems.report.plots.drawing import LONGEST_SOURCE
 from cs336_systems.report.sections.memory.facts import START, by_category
 from cs336_systems.report.sections.memory.words import Unit, milliseconds, size, unit_for
-from cs336_systems.text import inert_line
+from cs336_systems.text import inert_line, shorten
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
 """Short names of phases, for where the whole name does not fit."""
@@ -74,7 +74,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         _enlarge(panels[1], floor_bytes, profile.peak.allocated_bytes, unit)
     _mark_times(panels[-1], profile)
     handles: list[Patch | Line2D] = [
-        Patch(color=drawing.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
+        Patch(color=palette.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
         for category, num_bytes in shown.items()
     ]
     handles.append(Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED))
@@ -110,7 +110,7 @@ def _draw_stack(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
     for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
         top = bottom + np.array(values) / unit.num_bytes
         if any(values):
-            colour = drawing.CATEGORY_COLOURS[category]
+            colour = palette.CATEGORY_COLOURS[category]
             panel.fill_between(x, bottom, top, step="post", color=colour, linewidth=0, label=str(category))
         bottom = top
     panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
@@ -171,12 +171,12 @@ def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
     """A line with words along it where memory first ran out."""
     if failure := profile.work.first_failure:
         x = _x(profile, failure.time_s)
-        panel.axvline(x, color=drawing.FAILURE_COLOUR, linewidth=2)
+        panel.axvline(x, color=palette.FAILURE_COLOUR, linewidth=2)
         is_late = x > 0.1 * panel.get_xlim()[1]
         panel.annotate(
             "out of memory", (x, 0.03), (-3 if is_late else 3, 0), xycoords=panel.get_xaxis_transform(),
             textcoords="offset points", rotation=90, ha="right" if is_late else "left", va="bottom", fontsize=8.5,
-            fontweight="bold", color=drawing.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
+            fontweight="bold", color=palette.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
         )  # fmt: skip
 
 

@@ -12,14 +12,15 @@ from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
 from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.step_profile import IdleCause, PicturedStep
-from cs336_systems.report.plots import drawing
+from cs336_systems.analysis.kernels.step_profile import IdleCause, PicturedStep, StepProfile
+from cs336_systems.report.plots import drawing, palette
+from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.sections.kernels.plots import (
     COPIES,
     IDLE,
     STYLES,
-    draw_classes,
-    draw_configurations,
+    class_chart,
+    configuration_chart,
     rounded,
     time_bars,
 )
@@ -44,9 +45,17 @@ PRODUCT, SOFTMAX, ELEMENT_WISE, COPY, OTHER = (
 )  # fmt: skip
 
 
+def draw_classes(profile: StepProfile) -> Figure:
+    return draw(class_chart(profile))
+
+
+def draw_configurations(profiles: list[tuple[str, StepProfile]]) -> Figure:
+    return draw(configuration_chart(profiles))
+
+
 def segments(panel: Axes) -> list[list[tuple[str, float, float]]]:
     """Of each bar from the top: what each part is, where it starts and how long it is."""
-    names = {(to_hex(style["facecolor"]), style.get("hatch")): name for name, style in STYLES.items()}
+    names = {(style.colour.lower(), style.pattern * 4 or None): name for name, style in STYLES.items()}
     rows: dict[float, list[tuple[str, float, float]]] = {}
     for patch in panel.patches:
         assert isinstance(patch, Rectangle)
@@ -108,13 +117,13 @@ def test_what_is_drawn_of_the_classes() -> None:
     assert [width for _, _, width in optimizer] == pytest.approx([4, 1, 1])
     assert panel.get_xlim() == (0, pytest.approx(12))
     assert [label.get_text() for label in panel.get_yticklabels()] == [
-        "forward\n7 kernels", "backward\n8 kernels", "optimizer\n10 kernels",
+        "forward, 7 kernels", "backward, 8 kernels", "optimizer, 10 kernels",
     ]  # fmt: skip
     assert panel.yaxis_inverted()
     shown = texts(figure)
     assert {"8.00 ms wall\n62 % busy", "12.0 ms wall\n84 % busy", "6.00 ms wall\n83 % busy"} <= set(shown)
-    assert "8.00" in shown  # backward's products
-    assert "0.100" not in shown  # too short for its value
+    assert "8.0" in shown  # backward's products
+    assert "0.10" not in shown  # too short for its value
     assert "GPU time by phase and class of kernel" in shown
     assert any("small.nsys-rep" in text and "mean" in text for text in shown)
 
@@ -124,7 +133,7 @@ def test_a_legend_reads_row_by_row_with_the_sums_of_the_step() -> None:
         "matrix product, 11.00 ms": "#0072b2",
         "softmax, 1.50 ms": "#d55e00",
         "element-wise, 5.50 ms": "#e69f00",
-        "copy and fill, 1.00 ms": drawing.CLASS_COLOURS[COPY].lower(),
+        "copy and fill, 1.00 ms": palette.CLASS_COLOURS[COPY].lower(),
         "other, 1.00 ms": "#cc79a7",
         "copy by the driver, 0.10 ms": "#ffffff",
         "idle, 5.90 ms": "#ffffff",
@@ -195,7 +204,11 @@ def make_long_names():
 
 @pytest.mark.parametrize("make", [make_profile, make_inference, make_long_names], ids=["train", "inference", "long"])
 def test_no_text_covers_another(make) -> None:
-    for figure in (draw_classes(make()), draw_timeline(make()), draw_configurations([("small", make())] * 3)):
+    for figure in (
+        draw_classes(make()),
+        draw_timeline(make()),
+        draw_configurations([(name, make()) for name in ("small", "large", "xl")]),
+    ):
         assert overlaps(figure) == []
 
 
@@ -237,21 +250,21 @@ def lab(colour: str, sight: str) -> np.ndarray:
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_everyone_tells_the_classes_apart(sight: str) -> None:
-    assert set(drawing.CLASS_COLOURS) == set(KernelClass)
-    for one, other in itertools.combinations(drawing.CLASS_COLOURS.values(), 2):
+    assert set(palette.CLASS_COLOURS) == set(KernelClass)
+    for one, other in itertools.combinations(palette.CLASS_COLOURS.values(), 2):
         assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12  # about 2 is just seen
 
 
 def test_neighbours_differ_in_grey_too() -> None:
-    lightness = [lab(colour, "normal")[0] for colour in drawing.CLASS_COLOURS.values()]
+    lightness = [lab(colour, "normal")[0] for colour in palette.CLASS_COLOURS.values()]
     assert np.abs(np.diff(lightness)).min() > 12
 
 
 def test_ink_is_readable_on_every_class() -> None:
-    for colour in drawing.CLASS_COLOURS.values():
+    for colour in palette.CLASS_COLOURS.values():
         # WCAG 2: contrast of 4.5 for small text; lightness 50 is where black and white are as good
-        assert drawing.ink(colour) == ("black" if lab(colour, "normal")[0] > 50 else "white")
-    assert (drawing.ink("white"), drawing.ink("black")) == ("black", "white")
+        assert palette.ink(colour) == ("black" if lab(colour, "normal")[0] > 50 else "white")
+    assert (palette.ink("#FFFFFF"), palette.ink("#000000")) == ("black", "white")
 
 
 def test_a_short_last_row_of_a_legend_stays_a_row() -> None:

@@ -13,7 +13,8 @@ from PIL import Image
 
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import Status
-from cs336_systems.report.sections.ladder.plots import UNCREDITED, draw_ladder
+from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.sections.ladder.plots import UNCREDITED, ladder_chart
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import (
     ladder_section,
@@ -37,6 +38,10 @@ def rows(ladder):
     """The third rung fails its gate; the second and the last have profiles."""
     records = make_records(ladder, losses={"compile": shifted(0.006)})
     return ladder_rows(ladder, records, [make_entry(ladder[1]), make_entry(ladder[3])])
+
+
+def draw_ladder(rows, words):
+    return draw(ladder_chart(rows, words))
 
 
 def column(table, name, nth=0):
@@ -175,7 +180,7 @@ def test_bars_show_times_and_what_did_not_pass(rows):
     figure = draw_ladder(rows, settings(rows))
     heights = [[bar.get_height() for bar in panel.patches] for panel in figure.axes]
     assert heights == [pytest.approx([800, 400, 100, 50]), pytest.approx([100, 50])]
-    assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "//", None]
+    assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "////", None]
     assert {"800", "400\n2.00x", "100", "50.0\n16.0x", UNCREDITED} <= set(texts(figure))
     assert not overlaps(figure)
 

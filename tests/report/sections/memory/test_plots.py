@@ -10,8 +10,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.sections.memory.peak_bars import draw_peaks
+from cs336_systems.report.plots import drawing, palette
+from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.sections.memory.peak_bars import peak_chart
 from cs336_systems.report.sections.memory.plots import draw_memory
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
@@ -28,6 +29,10 @@ from tests.report.sections.memory.profiles import (
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 
+def draw_peaks(groups):
+    return draw(peak_chart("peaks", groups))
+
+
 def areas(figure):
     """Memory x points of the timeline of each category that is drawn."""
     found = {}
@@ -35,7 +40,7 @@ def areas(figure):
         (path,) = patch.get_paths()
         x, y = path.vertices[:, 0], path.vertices[:, 1]
         found[patch.get_label()] = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2  # shoelace
-        assert to_hex(patch.get_facecolor()[0]) == drawing.CATEGORY_COLOURS[Category(patch.get_label())].lower()
+        assert to_hex(patch.get_facecolor()[0]) == palette.CATEGORY_COLOURS[Category(patch.get_label())].lower()
     return found
 
 
@@ -111,7 +116,7 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     assert [shown.count(name) for name in ("forward", "fwd", "backward", "optimizer")] == [2, 0, 1, 1]
     assert "out of memory" in shown
     (panel,) = figure.axes
-    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == drawing.FAILURE_COLOUR]
+    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == palette.FAILURE_COLOUR]
     assert marks == [7], "the number of the point at 35 ms"
     assert panel.get_xlim() == (0, 7), "what comes later is of no step"
 
@@ -156,7 +161,8 @@ def test_bars_hold_the_categories_of_the_peak() -> None:
     assert [round(patch.get_width() * 1024, 6) for patch in second.patches] == [1000, 500]
     assert first.get_xlim()[1] == pytest.approx(900 / 1024)
     assert second.get_xlim()[1] == pytest.approx(2000 / 1024), "each group has its own scale"
-    marks = [line.get_xdata()[0] * 1024 for line in first.lines if line.get_marker() == "|"]
+    (reserved,) = (line for line in first.lines if line.get_marker() == "|")
+    marks = [x * 1024 for x in reserved.get_xdata()]
     assert marks == pytest.approx([900, 200])
     assert {"780.0 MiB\nin backward", "160.0 MiB\nin forward", "1.46 GiB"} <= set(texts(figure))
     assert "780.0 MiB\nout of memory" in texts(draw_peaks([[("train", make_oom())]]))
@@ -172,7 +178,7 @@ def test_no_bar_is_cut_off_whichever_ran_out_of_memory() -> None:
         bar = round(patch.get_y() + patch.get_height() / 2)
         ends[bar] = max(ends.get(bar, 0.0), patch.get_x() + patch.get_width())
     assert [ends[bar] * 1024 for bar in (0, 1)] == pytest.approx([160, 780])
-    marks = [line.get_xdata()[0] * 1024 for line in panel.lines]
+    marks = [x * 1024 for line in panel.lines for x in line.get_xdata()]
     assert marks == pytest.approx([200, 900])
     assert overlaps(figure) == []
 
@@ -217,6 +223,6 @@ def test_hostile_names_are_drawn_as_they_are() -> None:
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_everyone_tells_the_categories_apart(sight: str) -> None:
-    assert set(drawing.CATEGORY_COLOURS) == set(Category)
-    for one, other in itertools.combinations(drawing.CATEGORY_COLOURS.values(), 2):
+    assert set(palette.CATEGORY_COLOURS) == set(Category)
+    for one, other in itertools.combinations(palette.CATEGORY_COLOURS.values(), 2):
         assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12  # about 2 is just seen

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.sections.memory import files
+from cs336_systems.report.sections.memory import peak_bars
 from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import memory_tables, write_memory
@@ -205,11 +205,11 @@ def test_the_first_step_is_compared_with_nothing_that_came_later(tmp_path) -> No
 @pytest.mark.usefixtures("no_pictures")
 def test_pages_of_bars_hold_whole_sizes_as_far_as_there_is_room(tmp_path, monkeypatch) -> None:
     runs = [entry(size=size, context_length=context) for size in ("small", "medium") for context in (128, 256, 512)]
-    monkeypatch.setattr(files, "MAX_BARS", 4)
-    assert [len(page) for page in files._pages([(str(i), run) for i, run in enumerate(runs)])] == [3, 3]
-    monkeypatch.setattr(files, "MAX_BARS", 2)
-    assert [len(page) for page in files._pages([(str(i), run) for i, run in enumerate(runs)])] == [2, 1, 2, 1]
-    monkeypatch.setattr(files, "MAX_BARS", 6)
+    monkeypatch.setattr(peak_bars, "MAX_BARS", 4)
+    assert [len(page) for page in peak_bars._pages([(str(i), run) for i, run in enumerate(runs)])] == [3, 3]
+    monkeypatch.setattr(peak_bars, "MAX_BARS", 2)
+    assert [len(page) for page in peak_bars._pages([(str(i), run) for i, run in enumerate(runs)])] == [2, 1, 2, 1]
+    monkeypatch.setattr(peak_bars, "MAX_BARS", 6)
     write_memory(runs, tmp_path)
     assert (tmp_path / "plots" / "peaks.png").is_file()
     assert not (tmp_path / "plots" / "peaks2.png").exists()

@@ -1,0 +1,232 @@
+"""Pictures as data: bars and lines in panels. `draw.py` makes PNGs of them, `page/figures.py` figures of the page."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from typing import TypeAlias, TypeVar
+
+from cs336_systems.report.plots.palette import MARKERS
+from cs336_systems.report.plots.series import Line
+
+MAX_TICKS = 16
+"""Names along an axis or in a legend beside it that there is room for."""
+TICKS_APART = 1 / 14
+"""Of a logarithmic axis: what the label of a tick needs."""
+Place: TypeAlias = str | float
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """Numbers, or names at equal distances, and what they are."""
+
+    label: str = ""
+    unit: str = ""
+    """What follows a value that is shown alone."""
+    names: Sequence[str] = ()
+    """In order; the first stands at 0, the next at 1. Empty for numbers."""
+    is_log: bool = False
+    from_zero: bool = False
+    ticks: Sequence[float] = ()
+    """Numbers that are labelled; where there are none, each renderer finds its own."""
+    limits: tuple[float, float] | None = None
+
+    def place(self, x: Place) -> float:
+        """Where this name or number stands."""
+        return self.names.index(x) if isinstance(x, str) else x
+
+    @property
+    def labels(self) -> dict[float, str]:
+        """The labels of ticks by place, as far as there is room for them; empty if each renderer finds its own."""
+        if self.names:
+            return {place: self.names[place] for place in thinned(range(len(self.names)))}
+        return {tick: f"{round(tick, 2):g}" for tick in self.ticks}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A line with its look, or its points alone."""
+
+    line: Line
+    """Without any points, it is only named in the legend."""
+    colour: str
+    marker: str = ""
+    """A letter of matplotlib; empty for none."""
+    dash: str = "-"
+    """A style of matplotlib: `-`, `--`, `:`, or empty for points that no line joins."""
+    width: float = 1.6
+    size: float = 5.0
+    opacity: float = 1.0
+    is_hollow: bool = False
+    aside: float = 0.0
+    """How far the points stand beside their places, so that equal ones are seen."""
+    label: str | None = None
+    """What the legend says, if that is not the name of the line; empty if it is not in the legend."""
+
+    @property
+    def named(self) -> str:
+        """What the legend says; empty if the curve is not in it."""
+        shown = self.line.known or not self.line.points
+        return (self.line.name if self.label is None else self.label) if shown else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """The look of a part of bars."""
+
+    colour: str
+    pattern: str = ""
+    """`/` or `x`, drawn in `ink`; empty for none."""
+    ink: str = "#FFFFFF"
+    """Colour of the pattern and of the edge."""
+    label: str | None = None
+    """What the legend says, if that is not the name of the part; empty if it is not in the legend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Parts one on top of the other, or a run that failed."""
+
+    name: str
+    """Where it stands along the axis."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Lengths by the names of `Chart.styles`, in this order."""
+    words: str = ""
+    """At its end."""
+    failure: str = ""
+    """How the run ended, where it failed."""
+    aside: float = 0.0
+    width: float = 0.7
+
+    @property
+    def length(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A line across a panel at one value; upright, at one place along the axis."""
+
+    value: float
+    colour: str
+    name: str = ""
+    """In the legend; empty for none."""
+    dash: str = "--"
+    is_upright: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Words to the right of a place."""
+
+    x: float
+    y: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Bars and curves over one pair of axes."""
+
+    x: Axis
+    y: Axis
+    title: str = ""
+    bars: Sequence[Bar] = ()
+    curves: Sequence[Curve] = ()
+    references: Sequence[Reference] = ()
+    notes: Sequence[Note] = ()
+
+    @property
+    def failures(self) -> dict[str, list[float]]:
+        """Where runs of curves failed, by how they ended; where curves differ in this, by the curve too."""
+        ends: dict[str, dict[str, list[float]]] = {}
+        for line in (curve.line for curve in self.curves if curve.line.points):
+            own = ends.setdefault(line.name, {})
+            for point in line.failed:
+                own.setdefault(str(point.failure), []).append(self.x.place(point.x))
+        first, *others = ends.values() or [{}]
+        if all(own == first for own in others):
+            return first
+        return {f"{name}: {failure}": places for name, own in ends.items() for failure, places in own.items()}
+
+    def top(self, bar: Bar) -> float:
+        """Where a bar ends, or the upper deviation of a point at its place."""
+        place = self.x.place(bar.name) + bar.aside
+        points = [
+            (point.value or 0.0) + (point.error or 0.0)
+            for curve in self.curves
+            for point in curve.line.known
+            if self.x.place(point.x) + curve.aside == place
+        ]
+        return max([bar.length, *points])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One picture."""
+
+    name: str
+    """Of its file, without an ending."""
+    title: str
+    settings: str
+    """What all that is shown has in common."""
+    panels: Sequence[Panel]
+    columns: int = 1
+    """Panels beside each other."""
+    size: tuple[float, float] = (6.4, 3.8)
+    """Width and height of a panel of a PNG in inches; of lying bars, the height is that of all bars."""
+    legend: int = 0
+    """Columns of the legend below the panels; 0 for a legend to the right, in which large values stand above small."""
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    """Parts of bars in the order of the legend."""
+    is_lying: bool = False
+    """The x axis runs from the top to the bottom and has names, beside which bars lie."""
+    is_shared: bool = False
+    """The panels have one scale of values."""
+
+    @property
+    def shown_styles(self) -> dict[str, Style]:
+        """Of parts that some bar has."""
+        used = {name for panel in self.panels for bar in panel.bars for name in bar.parts}
+        return {name: style for name, style in self.styles.items() if name in used}
+
+    @property
+    def keys(self) -> set[str]:
+        """What the legend says."""
+        styles = {name if style.label is None else style.label for name, style in self.shown_styles.items()}
+        curves = {curve.named for panel in self.panels for curve in panel.curves}
+        return (styles | curves | {line.name for panel in self.panels for line in panel.references}) - {""}
+
+
+def thinned(items: Sequence[Item], most: int = MAX_TICKS) -> list[Item]:
+    """At most so many of the items, equally far apart, from the first to the last."""
+    count = min(len(items), most)
+    return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]
+
+
+def doubling(sizes: Iterable[float], label: str, room: float = 1.25, others: Iterable[float] = ()) -> Axis:
+    """A logarithmic axis with a tick at each size whose label has room, and so much room around these and `others`."""
+    known = sorted(set(sizes))
+    every = [*known, *others]
+    ticks: list[float] = []
+    for size in known:
+        if not ticks or size / ticks[-1] >= (known[-1] / known[0]) ** TICKS_APART > 1:
+            ticks.append(size)
+    return Axis(label=label, is_log=True, ticks=ticks, limits=(min(every) / room, max(every) * room))
+
+
+def curves_of(lines: Iterable[Line], colours: Iterable[str]) -> list[Curve]:
+    """The lines in these colours, each with a marker of its own."""
+    return [
+        Curve(line=line, colour=colour, marker=marker)
+        for line, colour, marker in zip(lines, colours, cycle(MARKERS), strict=False)
+    ]
+
+
+def along(
+    values: Sequence[Place], lines: Iterable[Line], words: Mapping[Place, str] | None = None
+) -> tuple[list[str], list[Line]]:
+    """Names for an axis of equal distances, and the lines over these; `words` replace values."""
+    names = {value: (words or {}).get(value, str(value)) for value in values}
+    moved = [replace(line, points=tuple(replace(p, x=names[p.x]) for p in line.points)) for line in lines]
+    return list(names.values()), moved

@@ -1,0 +1,301 @@
+"""A chart as a PNG."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis as AnyAxis
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import NullLocator
+
+from cs336_systems.report.numbers import significant
+from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots.charts import Bar, Chart, Curve, Panel, Style, thinned
+from cs336_systems.report.plots.palette import FAILURE_COLOUR, ink
+
+Handles = dict[str, Any]
+"""What stands in the legend, by its words."""
+LONGEST_LABEL = 34
+"""Characters of a line of a lying bar's label."""
+LONGEST_NAME = 20
+"""Characters of a name below an axis."""
+CHARACTER_INCHES = 0.075
+BAR_INCHES = 3.6
+"""Approximate length of the longest lying bar."""
+
+
+def png_of(chart: Chart) -> bytes:
+    """The chart as a PNG file."""
+    return drawing.to_png(draw(chart))
+
+
+def draw(chart: Chart) -> Figure:
+    """The chart as a figure of matplotlib."""
+    columns = min(chart.columns, len(chart.panels))
+    rows = -(-len(chart.panels) // columns)
+    height, weights = rows * chart.size[1], [1.0] * rows
+    if chart.is_lying:
+        weights = [len(panel.x.names) + 0.3 for panel in chart.panels]
+        names = [_wrapped(name) for panel in chart.panels for name in panel.x.names]
+        height = 0.4 * rows + len(names) * max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
+    handles = {
+        drawing.inert(label): Patch(**_look(style))
+        for label, style in ((style.label or name, style) for name, style in chart.shown_styles.items())
+        if style.label != ""
+    }
+    height += 0.95 + (0.19 * -(-len(chart.keys) // chart.legend) if chart.legend else 0.0)
+    figure = drawing.new_figure(max(6.0, columns * chart.size[0] + 0.5), height, chart.title, chart.settings)
+    grid = figure.subplots(rows, columns, sharey=chart.is_shared, squeeze=False, height_ratios=weights)
+    panels = list(zip(grid.flat, chart.panels, strict=False))
+    for axes, panel in panels:
+        handles |= _draw_panel(axes, panel, chart)
+    for spare in grid.flat[len(panels) :]:
+        spare.remove()
+    for axes, panel in panels[: 1 if chart.is_shared else None]:
+        _limit_values(axes, panel, chart)
+    _draw_failures(panels, chart.is_shared)
+    for number, (axes, panel) in enumerate(panels):
+        _label(axes, panel, chart, is_left=number % columns == 0, is_last=number + columns >= len(panels))
+    if chart.legend:
+        drawing.legend_below(figure, handles, chart.legend)
+    elif handles:
+        _legend_beside(grid[0, 0], handles)
+    return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel, chart: Chart) -> Handles:
+    """Draw the panel, along all of its x axis; return what of it belongs in the legend."""
+    drawing.style(axes, "x" if chart.is_lying else "y")
+    if panel.x.is_log:
+        axes.set_xscale("log")
+    if panel.y.is_log:
+        axes.set_yscale("log")
+    longest = max((bar.length for bar in panel.bars), default=0.0) or 1.0
+    for bar in panel.bars:
+        if chart.is_lying:
+            _draw_lying(axes, panel, bar, chart.styles, BAR_INCHES / longest)
+        else:
+            _draw_upright(axes, panel, bar, chart.styles)
+    handles: Handles = {}
+    for curve in panel.curves:
+        drawn = _draw_curve(axes, panel, curve, chart.is_lying)
+        if curve.named:
+            handles[drawing.inert(curve.named)] = drawn
+    for line in panel.references:
+        across = axes.axvline if line.is_upright else axes.axhline
+        drawn_line = across(line.value, color=line.colour, linewidth=1.2, linestyle=line.dash, zorder=1.5)
+        if line.name:
+            handles[drawing.inert(line.name)] = drawn_line
+    for note in panel.notes:
+        axes.annotate(
+            drawing.inert(note.words), (note.x, note.y), (8, 0), textcoords="offset points", va="center", fontsize=8,
+            color="#555555", zorder=5,
+        )  # fmt: skip
+    if panel.x.names and chart.is_lying:
+        axes.set_ylim(len(panel.x.names) - 0.45, -0.55)
+    elif panel.x.names:
+        axes.set_xlim(-0.6, len(panel.x.names) - 0.4)
+    elif panel.x.limits:
+        axes.set_xlim(panel.x.limits)
+    return handles
+
+
+def _draw_curve(axes: Axes, panel: Panel, curve: Curve, is_lying: bool) -> ErrorbarContainer | Line2D:
+    """The known points with their deviations, or for a curve without points what stands in the legend."""
+    look: dict[str, Any] = {
+        "color": curve.colour, "marker": curve.marker, "linestyle": curve.dash or "none", "linewidth": curve.width,
+        "markersize": curve.size, "alpha": curve.opacity, "zorder": 3 if curve.dash else 4,
+    }  # fmt: skip
+    if curve.is_hollow:
+        look |= {"markerfacecolor": "none", "markeredgewidth": 1.4}
+    elif curve.size > 6 and curve.marker not in "|_":
+        look |= {"markeredgecolor": "white", "markeredgewidth": 0.8}
+    points = curve.line.known
+    if not points:
+        return Line2D([], [], **look)
+    places = [panel.x.place(point.x) + curve.aside for point in points]
+    values = [point.value or 0.0 for point in points]
+    above = [point.error or 0.0 for point in points]
+    below = [
+        high if point.error_below is None else point.error_below for point, high in zip(points, above, strict=True)
+    ]
+    errors = [below, above] if any(point.error is not None for point in points) else None
+    drawn: ErrorbarContainer = (
+        axes.errorbar(values, places, xerr=errors, capsize=3, clip_on=False, **look) if is_lying else
+        axes.errorbar(places, values, yerr=errors, capsize=3, **look)
+    )  # fmt: skip
+    return drawn
+
+
+def _draw_upright(axes: Axes, panel: Panel, bar: Bar, styles: Mapping[str, Style]) -> None:
+    place, bottom = panel.x.place(bar.name) + bar.aside, 0.0
+    for name, length in bar.parts.items():
+        axes.bar(place, length, bar.width, bottom, **_look(styles[name]))
+        bottom += length
+    if bar.words:
+        axes.annotate(
+            drawing.inert_lines(bar.words),
+            (place, panel.top(bar)),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    if bar.failure:
+        _write_upright(axes, place, bar.failure)
+
+
+def _draw_lying(axes: Axes, panel: Panel, bar: Bar, styles: Mapping[str, Style], inches: float) -> None:
+    """A bar, each part with its length in two digits where that fits; a length of 1 takes so many inches."""
+    place, left = panel.x.place(bar.name), 0.0
+    for name, length in bar.parts.items():
+        style = styles[name]
+        axes.barh(place, length, 0.72, left, **_look(style))
+        words = significant(length, 2)
+        if (len(words) + 1.5) * CHARACTER_INCHES < inches * length:
+            shade = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if style.pattern else None
+            axes.text(
+                left + length / 2,
+                place,
+                words,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=ink(style.colour),
+                bbox=shade,
+            )
+        left += length
+    words = "\n".join(filter(None, [bar.words, bar.failure]))
+    axes.text(
+        1.03, place, drawing.inert_lines(words), transform=axes.get_yaxis_transform(), va="center", fontsize=8,
+        linespacing=1.2, color=FAILURE_COLOUR if bar.failure else "black",
+    )  # fmt: skip
+
+
+def _look(style: Style) -> dict[str, Any]:
+    return {
+        "facecolor": style.colour, "hatch": style.pattern * 4 or None, "edgecolor": style.ink,
+        "linewidth": 0.5 if style.pattern else 0.0,
+    }  # fmt: skip
+
+
+def _limit_values(axes: Axes, panel: Panel, chart: Chart) -> None:
+    """Ends of the axis of values, with room for the words above bars; lying bars have theirs beside the panel."""
+    if chart.is_lying:
+        values = [point.value or 0.0 for curve in panel.curves for point in curve.line.known]
+        axes.set_xlim(0, max([*values, *(bar.length for bar in panel.bars)], default=0.0) or 1.0)
+        return
+    low, high = panel.y.limits or axes.get_ylim()
+    if panel.y.from_zero:
+        lines = max((1 + bar.words.count("\n") for bar in panel.bars if bar.words), default=0)
+        low, high = min(0.0, low), high * (1.03 + 0.06 * lines)
+    axes.set_ylim(low, high)
+
+
+def _draw_failures(panels: Sequence[tuple[Axes, Panel]], is_shared: bool) -> None:
+    """Crosses in a band along the bottom, a row for each line and each way to fail, with its words.
+
+    The words of an only panel stand to its right, and of several on the side of the crosses that has more room.
+    """
+    most = max(len(panel.failures) for _, panel in panels)
+    for number, (axes, panel) in enumerate(panels):
+        rows = panel.failures
+        band = min((0.05 if len(panels) == 1 else 0.08) * (most if is_shared else len(rows)), 0.4)
+        if band and (number == 0 or not is_shared):
+            _leave_room(axes, band)
+        if rows:
+            across = axes.transAxes
+            shade = Rectangle(
+                (0, 0), 1, band, transform=across, alpha=0.06, zorder=0.6, linewidth=0, color=FAILURE_COLOUR
+            )
+            axes.add_patch(shade)
+        for index, (words, places) in enumerate(rows.items()):
+            height = band * (index + 0.5) / len(rows)
+            axes.plot(places, [height] * len(places), transform=axes.get_xaxis_transform(), **drawing.CROSS)
+            look: dict[str, Any] = {"va": "center", "fontsize": 8, "color": FAILURE_COLOUR}
+            if len(panels) == 1:
+                axes.text(1.015, height, drawing.inert(words, 44), transform=axes.transAxes, **look)
+            else:
+                _write_inside(axes, places, height, words, look)
+
+
+def _leave_room(axes: Axes, band: float) -> None:
+    """Lower the end of the y axis, so that this fraction of the panel is below all that is drawn."""
+    scale = axes.yaxis.get_transform()
+    low, high = scale.transform(axes.get_ylim())
+    axes.set_ylim(scale.inverted().transform([low - (high - low) * band / (1 - band)])[0], axes.get_ylim()[1])
+
+
+def _write_inside(axes: Axes, places: Sequence[float], height: float, words: str, look: Mapping[str, Any]) -> None:
+    across = axes.get_xaxis_transform()
+    first, last = (axes.transAxes.inverted().transform(across.transform((x, 0)))[0] for x in (min(places), max(places)))
+    on_the_left = first > 1 - last
+    axes.annotate(
+        drawing.inert(words, 44), (min(places) if on_the_left else max(places), height), (-8 if on_the_left else 8, 0),
+        xycoords=across, textcoords="offset points", ha="right" if on_the_left else "left", **look,
+    )  # fmt: skip
+
+
+def _write_upright(axes: Axes, x: float, words: str) -> None:
+    """A failed run where there is little room to the sides: a cross on the axis, and words that rise from it."""
+    axes.plot(x, 0, transform=axes.get_xaxis_transform(), clip_on=False, **drawing.CROSS)
+    axes.annotate(
+        drawing.inert(words), (x, 0), (0, 9), textcoords="offset points", rotation=90, ha="center", va="bottom",
+        fontsize=8, color=FAILURE_COLOUR, path_effects=[withStroke(linewidth=2.5, foreground="white")],
+    )  # fmt: skip
+
+
+def _label(axes: Axes, panel: Panel, chart: Chart, *, is_left: bool, is_last: bool) -> None:
+    """Title, ticks and names of the axes; names of axes stand at the left and below only."""
+    axes.set_title(drawing.inert(panel.title), fontsize=10)
+    if chart.is_lying:
+        axes.set_yticks(range(len(panel.x.names)), [_wrapped(name) for name in panel.x.names], linespacing=1.3)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(drawing.inert(panel.y.label) if is_last else "", fontsize=9)
+        return
+    if panel.x.labels:
+        axes.set_xticks(list(panel.x.labels), [drawing.inert(label, LONGEST_NAME) for label in panel.x.labels.values()])
+        axes.xaxis.set_minor_locator(NullLocator())
+    elif panel.x.is_log:
+        _show_decades(axes.xaxis)
+    if panel.y.is_log:
+        _show_decades(axes.yaxis)
+    if len(panel.x.names) > 6 or max(map(len, panel.x.names), default=0) > 9:
+        axes.tick_params(axis="x", rotation=35)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
+            label.set_rotation_mode("anchor")
+    if chart.is_shared and not panel.x.names:
+        axes.tick_params(labelbottom=is_last)
+    axes.set_xlabel(drawing.inert(panel.x.label) if is_last else "", fontsize=9)
+    axes.set_ylabel(drawing.inert(panel.y.label) if is_left else "", fontsize=9)
+
+
+def _show_decades(axis: AnyAxis) -> None:
+    """Name the powers of ten that a logarithmic axis shows, without an exponent, and more where it shows few."""
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low)
+    steps = (1,) if decades >= 2 else (1, 2, 5) if decades >= 0.7 else range(1, 10)
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    ticks = [tick for power in powers for step in steps if low <= (tick := step * 10.0**power) <= high]
+    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+
+
+def _wrapped(name: str) -> str:
+    return drawing.wrapped(name, LONGEST_LABEL)
+
+
+def _legend_beside(axes: Axes, handles: Handles) -> None:
+    """A legend to the right, in the order in which growing values stand above each other."""
+    names = thinned(list(handles))[::-1]
+    title = f"{len(names)} of {len(handles)} lines" if len(names) < len(handles) else None
+    axes.legend(
+        [handles[name] for name in names], names, title=title, title_fontsize=9, frameon=False, fontsize=9,
+        loc="upper left", bbox_to_anchor=(1.0, 1.0),
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Colours and marks of all pictures, of PNGs and of the page; nothing here draws."""
+
+from typing import Final
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.memory.profile import Category
+from cs336_systems.config import Phase, Precision
+
+PHASE_COLOURS = {Phase.FORWARD: "#0072B2", Phase.BACKWARD: "#E69F00", Phase.OPTIMIZER: "#009E73"}
+PRECISION_COLOURS = {
+    Precision.FP32: "#333333",
+    Precision.TF32: "#CC79A7",
+    Precision.BF16: "#D55E00",
+    Precision.FP16: "#56B4E9",
+}
+"""The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
+CLASS_COLOURS = {
+    KernelClass.MATMUL: "#0072B2",
+    KernelClass.ATTENTION: "#56B4E9",
+    KernelClass.SOFTMAX: "#D55E00",
+    KernelClass.ELEMENT_WISE: "#E69F00",
+    KernelClass.NORMALISATION: "#701C70",
+    KernelClass.REDUCTION: "#009E73",
+    KernelClass.OPTIMIZER: "#F0E442",
+    KernelClass.COPY_AND_FILL: "#6A6A6A",
+    KernelClass.COMMUNICATION: "#222222",
+    KernelClass.OTHER: "#CC79A7",
+}
+"""In the order of drawing, in which neighbours differ in grey too."""
+CATEGORY_COLOURS = {
+    Category.HELD: "#BBBBBB",
+    Category.PARAMETERS: "#0072B2",
+    Category.BUFFERS: "#CC79A7",
+    Category.OPTIMIZER_STATE: "#009E73",
+    Category.GRADIENTS: "#F0E442",
+    Category.AUTOCAST_COPIES: "#701C70",
+    Category.SAVED: "#56B4E9",
+    Category.LATER: "#E69F00",
+    Category.TEMPORARY: "#D55E00",
+}
+"""From the bottom up: what stays first."""
+REST_COLOUR: Final = "#BBBBBB"
+FAILURE_COLOUR: Final = "#B00020"
+GREY: Final = "#777777"
+"""What a data sheet says, and other lines that are not measured."""
+MARKERS: Final = "osD^vPX<>*hpd8"
+"""In matplotlib's letters."""
+_VIRIDIS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#FDE725")
+"""Colours of matplotlib's map of this name, equally far apart."""
+
+
+def blend(first: str, second: str, weight: float) -> str:
+    """The colour so far on the way from the first to the second."""
+    pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * weight):02X}" for a, b in pairs)
+
+
+def shades(count: int) -> list[str]:
+    """Colours from light to dark that also differ in grey, for things in an order."""
+    places = [(0.85 - 0.85 * i / max(1, count - 1)) * (len(_VIRIDIS) - 1) for i in range(count)]
+    return [blend(_VIRIDIS[int(place)], _VIRIDIS[int(place) + 1], place % 1) for place in places]
+
+
+def tints(colour: str, count: int) -> list[str]:
+    """The colour from pale to full."""
+    return [blend("#FFFFFF", colour, 1.0 if count == 1 else 0.45 + 0.55 * i / (count - 1)) for i in range(count)]
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever is easier to read on the colour (relative luminance of WCAG 2)."""
+    shares = [value / 255 for value in bytes.fromhex(colour[1:])]
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+    luminance = sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
