@@ -14,7 +14,7 @@ async function load(id) { // a library that the page carries with it
 const once = (make) => { let made; return () => (made ??= make()); };
 const has = (id) => document.getElementById(`packed-${id}`) !== null;
 const unpacked = (id) => once(async () => JSON.parse(await unpack(id)));
-const figures = unpacked("figures"), copies = unpacked("copies"), texts = unpacked("texts");
+const figures = unpacked("figures"), copies = unpacked("copies"), runs = unpacked("runs");
 const plotly = once(async () => { await load("plotly"); return window.Plotly; });
 
 function say(text) {
@@ -125,12 +125,15 @@ addEventListener("keydown", (event) => {
   if (menu) { menu.open = false; menu.querySelector("summary").focus(); }
 });
 
-for (const head of document.querySelectorAll("th[title]")) {
-  head.dataset.about = head.title;
-  head.removeAttribute("title"); // or it would show twice
-  head.setAttribute("aria-describedby", "page-about");
-  if (!has("tables")) head.tabIndex = 0;
+function prepareHeads(root) {
+  for (const head of root.querySelectorAll("th[title]")) {
+    head.dataset.about = head.title;
+    head.removeAttribute("title"); // or it would show twice
+    head.setAttribute("aria-describedby", "page-about");
+    if (!has("tables")) head.tabIndex = 0;
+  }
 }
+prepareHeads(document);
 
 function explain(head) {
   const place = document.getElementById("page-about");
@@ -409,18 +412,15 @@ function finder(place, own) { // kernels by a part of their names, or by how lon
 
 // What is kept of a run is made when the run is opened.
 
-addEventListener("toggle", async ({ target }) => {
-  const place = target.open && target.querySelector(":scope > .texts");
-  if (!place || place.dataset.made) return;
+async function fill(run) {
+  const place = run.querySelector(":scope > .inside"), inside = (await runs())[run.id];
+  if (place.dataset.made) return;
   place.dataset.made = "made";
-  for (const [heading, text] of (await texts())[place.dataset.run]) {
-    const head = document.createElement("h4"), pre = document.createElement("pre");
-    head.textContent = heading;
-    pre.textContent = text;
-    pre.tabIndex = 0;
-    place.append(head, pre);
-  }
-}, true);
+  place.innerHTML = inside; // escaped when the page was written, as the page is
+  prepareHeads(place);
+  observe(place);
+}
+addEventListener("toggle", ({ target }) => { if (target.open && target.matches(".run")) fill(target); }, true);
 
 // Theme, print, and what is made when it comes into view.
 
@@ -477,15 +477,20 @@ const observer = new IntersectionObserver((entries) => {
     (target.matches(".drawing") ? draw : makeTable)(target);
   }
 }, { rootMargin: "400px" });
-for (const target of document.querySelectorAll(".block.table, .drawing")) observer.observe(target);
+function observe(root) {
+  for (const target of root.querySelectorAll(".block.table, .drawing")) observer.observe(target);
+}
+observe(document);
 
-function follow() { // a link to a cell marks it, a link to a run opens it
+async function follow() { // a link to a cell marks it, a link to a run opens it
   for (const cell of document.querySelectorAll(".marked")) cell.classList.remove("marked");
   let name = "";
   try { name = decodeURIComponent(location.hash.slice(1)); } catch { return; }
   if (!name) return;
   const owner = name.split(".").slice(0, -2).join(".");
   if (!document.getElementById(name) && made.has(owner)) showAll(owner); // a filter or a hidden column took it away
+  const run = [...document.querySelectorAll(".run")].find(({ id }) => /^[-.]/.test(name.startsWith(id) ? name.slice(id.length) : ""));
+  if (run && !document.getElementById(name)) await fill(run); // the link leads into it
   const target = document.getElementById(name);
   if (!target) return;
   for (let box = target.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;

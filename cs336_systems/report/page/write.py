@@ -154,7 +154,7 @@ class Figure:
 class Run:
     """One run, closed until somebody opens it: facts in a line each, tables and figures, then texts below headings.
 
-    The texts are packed, and the script of the page unpacks them when the run is opened.
+    All but the title is packed, and the script of the page unpacks it when the run is opened.
     """
 
     id: str
@@ -204,8 +204,17 @@ def to_html(page: Page) -> str:
     _check_links(chapters, blocks)
     figures = {block.id: _inert(block.spec) for block in blocks if isinstance(block, Figure)}
     written = {block.id: copies(block.table, block.csv) for block in blocks if isinstance(block, TableBlock)}
-    texts = {block.id: [[_visible(part) for part in pair] for pair in block.texts] for block in _runs(blocks)}
-    packed = {"figures": figures, "copies": written, "texts": texts}
+    runs: dict[str, str] = {}
+
+    def keep(name: str, inside: Markup) -> str:
+        """Take what stands inside a run out of the page, to be packed."""
+        runs[name] = inside
+        return ""
+
+    def packed() -> dict[str, Markup]:
+        parts = {"figures": figures, "copies": written, "runs": runs}
+        return {**{name: _packed(_encoded(own)) for name, own in parts.items()}, **libraries}
+
     libraries = _libraries(bool(figures))
     script = _read("page.js")
     environment = jinja2.Environment(
@@ -218,7 +227,8 @@ def to_html(page: Page) -> str:
         script=Markup(script),
         formats=FORMATS,
         has_plotly="plotly" in libraries,
-        packed={**{name: _packed(_encoded(own)) for name, own in packed.items()}, **libraries},
+        keep=keep,
+        packed=packed,
     )
 
 
@@ -236,10 +246,6 @@ def _blocks(chapters: Iterable[Chapter]) -> Iterator[Block]:
             yield block
             if isinstance(block, Run):
                 yield from block.blocks
-
-
-def _runs(blocks: Iterable[Block]) -> Iterator[Run]:
-    return (block for block in blocks if isinstance(block, Run))
 
 
 def _check_links(chapters: Sequence[Chapter], blocks: Sequence[Block]) -> None:

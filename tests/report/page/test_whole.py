@@ -159,6 +159,8 @@ def test_the_whole_page_opens_at_once_and_leads_to_a_ladder_and_a_run(whole, chr
     run = tab.locator("[id='ladder/gpt2/run-0']")
     run.locator("summary").click()
     run.locator("pre", has_text="started_at").wait_for()
+    tab.evaluate("location.hash = 'ladder/gpt2/run-3-times'")
+    tab.locator("[id='ladder/gpt2/run-3-times'] .main-svg").first.wait_for()
     tab.set_viewport_size({"width": 400, "height": 900})
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
     assert said == []
