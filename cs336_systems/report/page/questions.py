@@ -4,7 +4,7 @@
 answers. Nothing here names a results directory: of several, `answers/answer.py` chooses by rule.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cs336_systems.report.page.answers import (
@@ -215,7 +215,7 @@ def questions_chapter(collection: Collection) -> Chapter:
             id=f"questions-{number}",
             title=problem.title,
             source=f"Asked for: {problem.settings}.",
-            blocks=[block for part in problem.parts for block in _blocks(problem, part, found[part.id])],
+            blocks=list(_blocks(problem, found)),
         )
         for number, problem in enumerate(PROBLEMS, 1)
     ]
@@ -227,28 +227,36 @@ def questions_chapter(collection: Collection) -> Chapter:
     )
 
 
-def _blocks(problem: Problem, part: Part, found: Answer | None) -> Iterator[Block]:
-    """The question, its answer, and what the answer rests on or what to run."""
-    letter = f"{part.id[-1]}: " if len(problem.parts) > 1 else ""
-    sentences = [(inert_line(text), "") for text in found.sentences] if found else []
-    sentences += [] if part.command else [(NO_COMMAND, "")]
-    yield Prose(heading=f"{letter}{part.asked}", paragraphs=sentences)
-    for number, table in enumerate(found.tables if found else ()):
-        yield TableBlock(id=f"questions-{part.id}-{number}", table=table)
-    sources = [Linked(tuple(_sources(found)))] if found and found.places else []
-    yield Prose(
-        paragraphs=sources, commands=[(words, inert_line(command)) for words, command in _commands(part, found)]
-    )
+def _blocks(problem: Problem, found: Mapping[str, Answer | None]) -> Iterator[Block]:
+    """Each question, its answer, and what the answer rests on or what to run."""
+    shown: dict[tuple[str, str], str] = {}
+    for part in problem.parts:
+        answer = found[part.id]
+        letter = part.id[-1] if len(problem.parts) > 1 else ""
+        sentences = [(inert_line(text), "") for text in answer.sentences] if answer else []
+        sentences += [] if part.command else [(NO_COMMAND, "")]
+        yield Prose(heading=f"{letter}: {part.asked}" if letter else part.asked, paragraphs=sentences)
+        for number, table in enumerate(answer.tables if answer else ()):
+            yield TableBlock(id=f"questions-{part.id}-{number}", table=table)
+        sources: list[tuple[str, str] | Linked] = []
+        if answer and answer.places:
+            sources.append(Linked(tuple(_sources(answer))))
+        commands = list(_commands(part, answer))
+        sources += [(f"{words} the same command as in {shown[words, command]}.", "") for words, command in commands
+                    if (words, command) in shown]  # fmt: skip
+        new = [(f"{words}:", inert_line(command)) for words, command in commands if (words, command) not in shown]
+        yield Prose(paragraphs=sources, commands=new)
+        shown |= {said: shown.get(said, letter) for said in commands if answer is not None}
 
 
 def _commands(part: Part, found: Answer | None) -> Iterator[tuple[str, str]]:
     """What measured the answer, and what measures what is lacking."""
     for command in dict.fromkeys(found.commands if found else ()):
-        yield "Measured by:", command
+        yield "Measured by", command
     if part.command and found is None:
-        yield "Not measured yet. Run:", part.command
+        yield "Not measured yet; run", part.command
     elif part.command and found is not None and found.lacking:
-        yield f"The course also asks for {found.lacking}. Not measured yet, run:", part.command
+        yield f"The course also asks for {found.lacking}, not among these results; run", part.command
 
 
 def _sources(found: Answer) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ def strategy(material: Material) -> Answer:
         "Let one of N blocks have an input of r bytes and save s bytes for backward. Without checkpoints N s bytes are "
         "kept; with one for every block N r + s; with one for every K blocks (N / K) r + K s, which is least at "
         "K = sqrt(N r / s), and then grows as sqrt(N).",
-        "Least memory has nested checkpointing: keep the input of the second half of the blocks only, and when "
+        "Nested checkpointing needs the least memory: keep the input of the second half of the blocks only, and when "
         "backward comes to a half, treat it in the same way. Then log2(N) inputs and one block are kept, "
         "log2(N) r + s, so memory grows as log N, and each of the log2(N) levels computes forward once more: N log N.",
         *_for_size(material),
@@ -59,7 +59,7 @@ def _for_size(material: Material) -> Iterator[str]:
         yield (
             f"For {config.size} at context {config.model.context_length}, N = {blocks}, r = {size(input_bytes)} and, "
             f"as recorded, s = {size(saved_bytes)}: {size(blocks * saved_bytes)} without checkpoints, {size(each)} "
-            f"with one for every block, {size(round(nested))} nested. The formula's K is "
+            f"with one for every block, {size(round(nested))} nested. The formula gives K = "
             f"{significant(math.sqrt(blocks * input_bytes / saved_bytes), 2)}."
         )
 

@@ -1,6 +1,7 @@
 """Answers about the kernels of a step, from runs under nsys or torch.profiler."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
@@ -44,14 +45,40 @@ def forward_time(material: Material) -> Answer | None:
 
 def top_kernel(material: Material) -> Answer | None:
     """The kernel with the most time in forward, and in forward and backward."""
-    columns = []
+    columns: list[Column] = []
     for part in (FORWARD, BOTH):
         columns += [
             Column(f"longest in {part}", key=f"{part} top name", numeric=False, write=str),
             _column(f"{part} top launches", "launches", "", 1, count),
             _column(f"{part} top share", "share", "%", 100),
         ]
-    return _answer(material, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns)
+    found = _answer(material, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns)
+    runs = _best(material)
+    if found is None or runs is None or len(_entries(runs)) == 1:
+        return found
+    return replace(found, sentences=list(_top_words(_facts(runs))))
+
+
+def _top_words(facts: pd.DataFrame) -> Iterator[str]:
+    """What the longest kernels of several traces are, how much of forward they take, and where backward's differ."""
+    kinds = " or ".join(dict.fromkeys(map(str, facts[f"{FORWARD} top class"])))
+    number = facts[f"{FORWARD} top name"].nunique()
+    several = f"; these are {number} different kernels, as the library chooses one by the shape" if number > 1 else ""
+    yield f"The longest kernel of forward ({kinds}) takes {_shares(facts, FORWARD)} of its GPU time{several}."
+    trained = facts[facts[f"{BOTH} time"] > facts[f"{FORWARD} time"]]
+    same = trained[f"{FORWARD} top"] == trained[f"{BOTH} top"]
+    for chosen, words in ((same, "the same"), (~same, "another")):
+        if chosen.any():
+            names = ", ".join(map(str, trained[chosen].index))
+            yield (
+                f"Of forward and backward together it is {words} one for {names}, with "
+                f"{_shares(trained[chosen], BOTH)} of their time."
+            )
+
+
+def _shares(facts: pd.DataFrame, part: str) -> str:
+    found = {str(name): float(share) for name, share in facts[f"{part} top share"].items()}
+    return between(found, lambda share: percent_of(share, 1))
 
 
 def other_kernels(material: Material) -> Answer | None:
@@ -151,5 +178,5 @@ def _lacking(runs: Runs) -> Iterator[str]:
         yield f"{NUM_SIZES} sizes of the course's"
     contexts = {config.model.context_length for config in configs if config.model.context_length > LEAST_CONTEXT}
     if len(contexts) < NUM_CONTEXTS:
-        there = ", ".join(map(str, sorted(contexts))) or "none"
-        yield f"{NUM_CONTEXTS} contexts above {LEAST_CONTEXT} (here: {there})"
+        more = f"{NUM_CONTEXTS - len(contexts)} {'more ' if contexts else ''}"
+        yield f"{more}contexts above {LEAST_CONTEXT}"

@@ -110,8 +110,8 @@ def script(material: Material) -> Answer | None:
     sentences = [
         f"Forward and backward together take {between(both, _times)} times as long as forward alone, and the whole "
         f"step, with the optimizer, {between(whole, _times)} times.",
-        "For each matrix product of forward backward has two, one for the gradient of each factor, so about 3 times "
-        "is what their FLOPs let expect.",
+        "Backward has two matrix products for each one of forward, for the gradients of its two factors, so 3 times is "
+        "expected of forward and backward together.",
         "Each whole step is timed between two synchronisations; the phases within it by CUDA events, which do not "
         "slow it (--sync-phases synchronises after each phase, as the course's handout does). --warmup-steps and "
         "--measured-steps choose w and n, --mode inference, forward, forward-backward or train the part of the step.",
