@@ -18,6 +18,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     ModuleTimes,
     PicturedStep,
     Piece,
+    StreamCopies,
     StreamKernels,
     Window,
 )
@@ -35,23 +36,23 @@ def picture(
     steps: HostSteps,
     spans: DeviceSteps,
     windows: DeviceWindows,
-    in_step: pd.DataFrame,
+    in_step: tuple[pd.DataFrame, pd.DataFrame],
     idle: tuple[Gaps, Jobs],
     tables: tuple[Sequence[KernelTimes], Sequence[ModuleTimes]],
     names: tuple[Sequence[str], RangeParts],
 ) -> PicturedStep:
     """The step of median wall time (of two, the shorter).
 
-    `in_step` has a row for each kernel of all steps, with its class in the column `kind`. The picture refers to the
-    `tables` of kernels and modules; `names` are the trace's strings and the paths of its ranges.
+    `in_step` has a row for each kernel of all steps, with its class in the column `kind`, then one for each copy. The
+    picture refers to the `tables` of kernels and modules; `names` are the trace's strings and its ranges' paths.
     """
     order = np.argsort(steps.end_ns - steps.start_ns, kind="stable")
     step = int(order[(len(order) - 1) // 2])
     start = int(steps.start_ns[step])
     wall = int(spans.end_ns[step]) - start
-    rows = in_step[in_step["step"] == step].sort_values(["device", "stream", "start_ns"], kind="stable")
-    rows = rows.assign(start_ns=rows["start_ns"] - start, end_ns=rows["end_ns"] - start)
-    are_few = len(rows) <= MAX_KERNELS
+    found = [own[own["step"] == step].sort_values(["device", "stream", "start_ns"], kind="stable") for own in in_step]
+    rows, copies = (own.assign(start_ns=own["start_ns"] - start, end_ns=own["end_ns"] - start) for own in found)
+    are_few = len(rows) + len(copies) <= MAX_KERNELS
     return PicturedStep(
         step=step,
         wall_s=wall / 1e9,
@@ -66,6 +67,7 @@ def picture(
             for row in np.flatnonzero(windows.step == step).tolist()
         ),
         streams=tuple(_streams(_with_tables(rows, tables, names), start)) if are_few else (),
+        copies=tuple(_copies(copies, names[0])) if are_few else (),
         idle=tuple(_idle(*idle, step, start)),
         pieces=() if are_few else _pieces(rows, max(wall // CELLS, 1)),
     )
@@ -99,6 +101,18 @@ def _streams(rows: pd.DataFrame, start: int) -> Iterator[StreamKernels]:
             launch_ns=tuple(launch if is_launched else None for launch, is_launched in launches),
             kernel=tuple(own["kernel_row"].tolist()),
             module=tuple(own["module_row"].tolist()),
+        )
+
+
+def _copies(rows: pd.DataFrame, strings: Sequence[str]) -> Iterator[StreamCopies]:
+    for _, own in rows.groupby(["device", "stream", "name", "phase"], sort=False):
+        yield StreamCopies(
+            device=int(own["device"].iloc[0]),
+            stream=int(own["stream"].iloc[0]),
+            name=strings[own["name"].iloc[0]][:MAX_NAME],
+            phase=PHASES[own["phase"].iloc[0]],
+            start_ns=tuple(own["start_ns"].tolist()),
+            duration_ns=tuple(own["duration_ns"].tolist()),
         )
 
 

@@ -26,10 +26,11 @@ Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-MAX_TIME_NS, le=MAX_TIME_NS)]
 Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
 PROFILE_FORMAT_VERSION = 2
-"""Version 1 had merged kernels only: `PicturedStep` with `pieces` and without `streams` and `idle`."""
+"""Version 1 had merged kernels only: `PicturedStep` had `pieces`, but no `streams`, `copies` and `idle`."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
+_COPIES = "copies"
 _NUMBERS = re.compile(rb"\[\n((?:[-+.\deE,\s]|null)+)\]")
 """A list of numbers in indented JSON; a line never ends within a text."""
 
@@ -247,6 +248,21 @@ class StreamKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCopies:
+    """Copies or fills by the driver of one name in one phase of the pictured step, on one stream, in order.
+
+    Times are nanoseconds from the start of the step.
+    """
+
+    device: Count
+    stream: int
+    name: str
+    phase: LaunchPhase
+    start_ns: tuple[Nanoseconds, ...]
+    duration_ns: tuple[Duration, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IdleSpans:
     """Idle times of one device in the pictured step with one cause, in order; in nanoseconds from the step's start."""
 
@@ -282,6 +298,7 @@ class PicturedStep:
     windows: tuple[Window, ...]
     streams: tuple[StreamKernels, ...] = ()
     """All kernels of the step."""
+    copies: tuple[StreamCopies, ...] = ()
     idle: tuple[IdleSpans, ...] = ()
     """The longest idle times with a known cause."""
     pieces: tuple[Piece, ...] = ()
@@ -395,7 +412,7 @@ def _of_picture(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
         if step.streams:
             yield "its picture has kernels and merged kernels too"
         return
-    count, time_ns = Counter[LaunchPhase](), Counter[LaunchPhase]()
+    count, time_ns = Counter[tuple[str, LaunchPhase]](), Counter[tuple[str, LaunchPhase]]()
     for stream in step.streams:
         columns = (stream.start_ns, stream.duration_ns, stream.launch_ns, stream.kernel, stream.module)
         if len(set(map(len, columns))) > 1:
@@ -406,20 +423,23 @@ def _of_picture(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
             yield f"stream {stream.stream} names kernel {largest[0]} and module {largest[1]}, which are not there"
             return
         for module, duration_ns in zip(stream.module, stream.duration_ns, strict=True):
-            count[profile.modules[module].phase] += 1
-            time_ns[profile.modules[module].phase] += duration_ns
-    for idle in step.idle:
-        if len(idle.start_ns) != len(idle.duration_ns):
-            yield f"idle times need as many starts as durations, got {len(idle.start_ns)}, {len(idle.duration_ns)}"
-    needed = {phase.phase: phase for phase in profile.phases}
-    for name in {*count, *needed}:
-        launches = needed[name].launches[step.step] if name in needed else 0
-        needed_s = needed[name].kernel_s[step.step] if name in needed else 0.0
-        if count[name] != launches or not math.isclose(time_ns[name] / 1e9, needed_s, rel_tol=1e-9, abs_tol=1e-9):
-            yield (
-                f"the picture has {count[name]} {profile.work} and {time_ns[name] / 1e9:.9f} s of {name}, "
-                f"needed {launches} and {needed_s:.9f} s"
-            )
+            count[profile.work, profile.modules[module].phase] += 1
+            time_ns[profile.work, profile.modules[module].phase] += duration_ns
+    columns_of = [(own.start_ns, own.duration_ns) for own in step.copies]
+    columns_of += [(own.start_ns, own.duration_ns) for own in step.idle]
+    if wrong := [(len(start), len(duration)) for start, duration in columns_of if len(start) != len(duration)]:
+        yield "the picture has times with {} starts and {} durations".format(*wrong[0])
+    for copies in step.copies:
+        count[_COPIES, copies.phase] += len(copies.duration_ns)
+        time_ns[_COPIES, copies.phase] += sum(copies.duration_ns)
+    needed = {(str(profile.work), own.phase): (own.launches, own.kernel_s) for own in profile.phases}
+    needed |= {(_COPIES, own.phase): (own.copies, own.copy_s) for own in profile.phases}
+    for what, phase in {*count, *needed}:
+        numbers, times_s = needed.get((what, phase), ((), ()))
+        number, time_s = (numbers[step.step], times_s[step.step]) if numbers else (0, 0.0)
+        found, found_ns = count[what, phase], time_ns[what, phase]
+        if found != number or not math.isclose(found_ns, time_s * 1e9, rel_tol=1e-12, abs_tol=0.5):
+            yield f"its picture has {found} {what} and {found_ns} ns of {phase}, needed {number} and {time_s:.9f} s"
 
 
 def read_profile(path: Path) -> StepProfile | None:

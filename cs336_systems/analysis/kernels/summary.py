@@ -71,7 +71,13 @@ def summarise(
         gaps=longest_gaps(gaps, jobs, attribution, selection, host),
         host_calls=host_calls(host, selection),
         pictured=picture(
-            selection.steps, spans, windows, in_step, (gaps, jobs), (by_kernel, by_module), (trace.strings, parts)
+            selection.steps,
+            spans,
+            windows,
+            (in_step, work[work["is_copy"]]),
+            (gaps, jobs),
+            (by_kernel, by_module),
+            (trace.strings, parts),
         ),
         notes=(
             *attribution.notes,

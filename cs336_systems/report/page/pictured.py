@@ -1,9 +1,12 @@
 """The pictured step of an explained profile as a picture that can be zoomed to one kernel."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import groupby
+from operator import itemgetter
 from typing import TypeVar
 
+from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleSpans, PicturedStep, StepProfile, Work
 from cs336_systems.report.page.figures import Spec
 from cs336_systems.report.page.step import IDLE, Lane, Name, Span, StepPicture
@@ -57,7 +60,9 @@ class _Numbers(dict[T, int]):
 def _kernel_lanes(
     profile: StepProfile, step: PicturedStep, names: _Numbers[Name], places: _Numbers[str]
 ) -> Iterator[Lane]:
-    several = len({stream.device for stream in step.streams}) > 1
+    """The kernels of each stream, with the copies and fills by the driver on it."""
+    is_gpu = profile.work is Work.KERNELS
+    rows: dict[tuple[int, int], list[tuple[int, int, int, int, int | None]]] = defaultdict(list)
     for stream in step.streams:
         kernels = {
             number: names[
@@ -71,15 +76,26 @@ def _kernel_lanes(
             for number in dict.fromkeys(stream.module)
             for own in [profile.modules[number]]
         }
-        on = f"GPU {stream.device}, " if several else ""
-        label = f"{on}stream {stream.stream}" if profile.work is Work.KERNELS else f"thread {stream.stream}"
+        columns = (stream.start_ns, stream.duration_ns, stream.launch_ns, stream.kernel, stream.module)
+        rows[stream.device, stream.stream] += [
+            (start, start + length, kernels[kernel], modules[module], launch)
+            for start, length, launch, kernel, module in zip(*columns, strict=True)
+        ]
+    for copies in step.copies:
+        name, place = names[Name(short=copies.name, kind=KernelClass.COPY_AND_FILL)], places[copies.phase]
+        times = zip(copies.start_ns, copies.duration_ns, strict=True)
+        rows[copies.device, copies.stream] += [(start, start + length, name, place, None) for start, length in times]
+    several = len({device for device, _ in rows}) > 1
+    for (device, number), own_rows in sorted(rows.items()):
+        start_ns, end_ns, name_of, place_of, launch_ns = zip(*sorted(own_rows, key=itemgetter(0)), strict=True)
+        on = f"GPU {device}, " if several else ""
         yield Lane(
-            label=label,
-            start_ns=stream.start_ns,
-            end_ns=[start + length for start, length in zip(stream.start_ns, stream.duration_ns, strict=True)],
-            name=[kernels[number] for number in stream.kernel],
-            place=[modules[number] for number in stream.module],
-            launch_ns=stream.launch_ns if profile.work is Work.KERNELS else (),
+            label=f"{on}stream {number}" if is_gpu else f"thread {number}",
+            start_ns=start_ns,
+            end_ns=end_ns,
+            name=name_of,
+            place=place_of,
+            launch_ns=launch_ns if is_gpu else (),
         )
 
 

@@ -93,6 +93,20 @@ def test_kernels_of_a_file_of_nsys_are_those_that_its_tables_have(registered: bo
     assert [kernel[1:6] for kernel in kernels_of(found)] == raw
 
 
+def test_copies_of_the_step_are_kept_apart_from_its_kernels() -> None:
+    made = Recording(spans=[Span("step", 100, 900), Span("forward", 100, 500), Span("backward", 500, 900)])
+    made.kernels = [Kernel("k", 200, start_ns=300)]
+    rows = [("Memcpy", 150, 160, 7), ("Memcpy", 450, 700, 7), ("Memcpy", 600, 750, 7), ("Memset", 160, 400, 7),
+            ("Memset", 170, 420, 8), ("Memset", 950, 960, 8), ("Memset", None, 500, 8)]  # fmt: skip
+    made.copies = [Kernel(name, launch, start_ns=start, duration_ns=5, stream=s) for name, launch, start, s in rows]
+    found = profile(made)
+    assert len(kernels_of(found)) == 1
+    assert [(c.stream, c.name, str(c.phase), c.start_ns, c.duration_ns) for c in found.pictured.copies] == [
+        (7, "Memcpy", "forward", (60, 600), (5, 5)), (7, "Memset", "forward", (300,), (5,)),
+        (7, "Memcpy", "backward", (650,), (5,)), (8, "Memset", "forward", (320,), (5,)),
+    ]  # fmt: skip
+
+
 def test_kernels_without_a_launch_in_the_file_have_none() -> None:
     made = Recording(kernels=[Kernel("a", 5, start_ns=10, duration_ns=30), Kernel("b", None, start_ns=50)])
     made.calls = [Call("cudaDeviceSynchronize", 0, 100)]

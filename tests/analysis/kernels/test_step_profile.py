@@ -17,13 +17,15 @@ from cs336_systems.analysis.kernels.step_profile import (
 )
 from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.cli import main
-from tests.analysis.kernels.tracing import make_trace, random_recording, training
+from tests.analysis.kernels.tracing import Kernel, make_trace, random_recording, training
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_inference, make_profile
 
 
 def make_pictured() -> StepProfile:
-    """With each kernel of the pictured step; `make_profile` has merged kernels, as in format version 1."""
-    return summarise(attribute(make_trace(training(3, step_range=True))), source="p.nsys-rep")
+    """With each kernel and copy of the pictured step; `make_profile` has merged kernels, as in format version 1."""
+    made = training(3, step_range=True)
+    made.copies = [Kernel("Memcpy", k.launch_ns, start_ns=k.start_ns + 9, duration_ns=7) for k in made.kernels[::5]]
+    return summarise(attribute(make_trace(made)), source="p.nsys-rep")
 
 
 @pytest.mark.parametrize("make", [make_profile, make_inference, make_cpu_profile, make_pictured])
@@ -83,6 +85,8 @@ STREAM = ("pictured", "streams", 0)
         ((*STREAM, "duration_ns", 0), 12345), ((*STREAM, "duration_ns", 0), -1), ((*STREAM, "start_ns", 0), 2**62),
         ((*STREAM, "start_ns"), [0]), ((*STREAM, "kernel", 0), 10**6), ((*STREAM, "module", 0), 10**6),
         ((*STREAM, "module", 0), -1), (("pictured", "streams"), []), (("pictured", "idle"), [IDLE]),
+        (("pictured", "copies"), []), (("pictured", "copies", 0, "duration_ns", 0), 8),
+        (("pictured", "copies", 0, "start_ns"), []), (("pictured", "copies", 0, "phase"), "data"),
         (("pictured", "pieces"), json.loads(encode_profile(make_profile()))["pictured"]["pieces"]),
         (("phases", 1, "launches", 1), 1), (("format_version",), 99),
     ],
@@ -100,7 +104,7 @@ def test_a_kernel_moved_to_another_phase_is_refused(tmp_path: Path) -> None:
     found = make_pictured()
     first, *_ = found.pictured.streams[0].module
     other = next(i for i, row in enumerate(found.modules) if row.phase is not found.modules[first].phase)
-    with pytest.raises(ProfileError, match="the picture has"):
+    with pytest.raises(ProfileError, match="its picture has"):
         read_profile(changed(tmp_path / "p.json", (*STREAM, "module", 0), other, make_pictured))
 
 

@@ -32,6 +32,16 @@ def a_step() -> Recording:
     return made
 
 
+def places_of(spec):
+    """Stream, times, name, class and place of all that is not idle."""
+    return [
+        (lane["label"], *times, spec["names"][name], spec["classes"][spec["kind"][name]], spec["places"][place])
+        for lane in spec["lanes"]
+        for times, name, place in zip(unfolded(lane), lane["name"], lane["place"], strict=True)
+        if lane["label"] != IDLE
+    ]
+
+
 def unfolded(lane):
     """Start, end and launch of each kernel, as the page's script works them out."""
     end, found, launches = 0, [], list(accumulate(lane["launch_us"]))
@@ -43,13 +53,7 @@ def unfolded(lane):
 
 def test_each_kernel_is_in_the_page_with_its_name_class_phase_and_module() -> None:
     spec = step_picture(summarise(attribute(make_trace(a_step())), source="p"))
-    kernels = [
-        (lane["label"], *times, spec["names"][name], spec["classes"][spec["kind"][name]], spec["places"][place])
-        for lane in spec["lanes"]
-        for times, name, place in zip(unfolded(lane), lane["name"], lane["place"], strict=True)
-        if lane["label"] != IDLE
-    ]
-    assert kernels == [
+    assert places_of(spec) == [
         ("stream 7", 4_000, 6_500, 2, "sgemm_of_mine", "matrix product", "forward, block"),
         ("stream 7", 306_000, 308_500, 304, "softmax", "softmax", "backward"),
         ("stream 9", 5_000, 7_500, 2, "other", "other", "forward, block"),
@@ -66,6 +70,22 @@ def test_each_kernel_is_in_the_page_with_its_name_class_phase_and_module() -> No
     (idle,) = [lane for lane in spec["lanes"] if lane["label"] == IDLE]
     assert [spec["places"][place] for place in idle["place"]] == ["before sgemm_of_mine", "before softmax", ""]
     assert sum(end - start for start, end, _ in times) == 899_000 - 3_500 - 2_500  # two kernels overlap for 1.5 us
+
+
+def test_copies_by_the_driver_are_on_their_stream_between_the_kernels() -> None:
+    made = a_step()
+    made.copies = [
+        Kernel("Memcpy HtoD", 304_000, start_ns=200_000, duration_ns=50_000, stream=7),
+        Kernel("Memset", 4_000, start_ns=9_000, duration_ns=1_000, stream=4),
+        Kernel("Memset", 901_000, start_ns=902_000, duration_ns=1_000, stream=4),  # after the step
+    ]
+    profile = summarise(attribute(make_trace(made)), source="p")
+    seen = places_of(step_picture(profile))
+    assert [own for own in seen if own[4].startswith("Mem")] == [
+        ("stream 4", 8_000, 9_000, None, "Memset", "copy and fill", "forward"),
+        ("stream 7", 199_000, 249_000, None, "Memcpy HtoD", "copy and fill", "backward"),
+    ]
+    assert [own[4] for own in seen if own[0] == "stream 7"] == ["sgemm_of_mine", "Memcpy HtoD", "softmax"]
 
 
 def test_a_profile_with_merged_kernels_is_still_shown() -> None:
