@@ -327,7 +327,7 @@ async function drawStep(library, place, figure, height) {
   own.figure = figure;
   own.layout = themed({
     height, dragmode: "zoom", barmode: "overlay", legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, itemclick: false, itemdoubleclick: false },
-    xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y", ticklabeloverflow: "allow" }, margin: { t: 10, r: 20, b: 40, l: 60 }, hovermode: "closest",
+    xaxis: { title: { text: "time from the start of the step (ms)" }, anchor: "y", exponentformat: "none", ticklabeloverflow: "allow" }, margin: { t: 10, r: 20, b: 40, l: 60 }, hovermode: "closest",
     yaxis: { ...axis, categoryarray: lanes, range: [lanes.length - 0.5, -0.5], domain: [0, rows ? above - 0.03 : 1] },
     ...(rows ? { yaxis2: { ...axis, categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], domain: [above, 1] } } : {}),
   });
