@@ -2,7 +2,8 @@
 // Everything that a reader can do with the page. Texts and data come from the page itself; nothing is requested from outside.
 
 async function unpack(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(`packed-${id}`).textContent), (char) => char.charCodeAt(0));
+  const text = document.getElementById(`packed-${id}`).textContent;
+  const bytes = Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), (char) => char.charCodeAt(0)); // the first is fifty times as fast
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 
@@ -15,7 +16,11 @@ const once = (make) => { let made; return () => (made ??= make()); };
 const has = (id) => document.getElementById(`packed-${id}`) !== null;
 const unpacked = (id) => once(async () => JSON.parse(await unpack(id)));
 const figures = unpacked("figures"), copies = unpacked("copies"), runs = unpacked("runs");
-const plotly = once(async () => { await load("plotly"); return window.Plotly; });
+let loaded = null; // plotly and what it draws, once they are there: then a figure is drawn at once, as print needs it
+const drawing = once(async () => {
+  const [all] = await Promise.all([figures(), load("plotly")]);
+  return (loaded = { library: window.Plotly, all });
+});
 
 function say(text) {
   const place = document.getElementById("page-message");
@@ -32,9 +37,6 @@ const byValue = (sign) => (a, b) => known(a) && known(b) ? sign * (a - b) : know
 const words = new Intl.Collator("en", { numeric: true });
 
 const tables = once(async () => {
-  const sheet = document.createElement("style");
-  sheet.textContent = await unpack("tables-style");
-  document.head.prepend(sheet); // before the page's own style
   const library = (await load("tables")).default;
   library.type("value", "order", { asc: byValue(1), desc: byValue(-1) });
   library.type("words", "order", { asc: words.compare, desc: (a, b) => words.compare(b, a) });
@@ -149,12 +151,28 @@ addEventListener("scroll", () => explain(null), true);
 
 // Figures answer on hover and zoom; they are drawn when they come into view, and again in the other theme.
 
-const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const probe = document.getElementById("page-message");
+const style = (name) => { // the colour of this name in the theme
+  probe.style.borderColor = `var(${name})`;
+  return getComputedStyle(probe).borderTopColor;
+};
 const isDark = () => document.documentElement.dataset.theme === "dark";
-const ON_DARK = { "#222222": "#dddddd", "#333333": "#cccccc", "#701c70": "#a45fd0" }; // what could not be seen there
+const LEAST_CONTRAST = 3; // of a line with the paper (WCAG 2, 1.4.11)
+
+const onDark = new Map(); // colours that are too dark for dark paper, and what they become: the same hue, lighter
+function lighter(colour) {
+  if (!/^#[0-9a-f]{6}$/i.test(colour)) return colour;
+  if (onDark.has(colour)) return onDark.get(colour);
+  let parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  const luminance = (rgb) => rgb.map((part) => ((part / 255 + 0.055) / 1.055) ** 2.4).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+  const paper = luminance(style("--paper").match(/\d+/g).map(Number));
+  while ((luminance(parts) + 0.05) / (paper + 0.05) < LEAST_CONTRAST) parts = parts.map((part) => part + (255 - part) * 0.08);
+  onDark.set(colour, `#${parts.map((part) => Math.round(part).toString(16).padStart(2, "0")).join("")}`);
+  return onDark.get(colour);
+}
 
 function recoloured(value) {
-  if (typeof value === "string") return ON_DARK[value.toLowerCase()] ?? value;
+  if (typeof value === "string") return lighter(value);
   if (Array.isArray(value)) return value.map(recoloured);
   return value && typeof value === "object" ? Object.fromEntries(Object.entries(value).map(([key, part]) => [key, recoloured(part)])) : value;
 }
@@ -174,20 +192,25 @@ function themed(layout) {
 
 const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset" };
 
+const heightOf = (place) => Number(place.dataset.height);
+
+function specOf(figure, height) {
+  if (isDark()) figure = { ...figure, ...recoloured({ data: figure.data, layout: figure.layout, colours: figure.colours }) };
+  return figure.kernels ? figure : { data: figure.data, layout: themed({ height, ...figure.layout }) };
+}
+
 async function draw(place) {
   if (!has("plotly")) return;
-  const library = await plotly();
-  let figure = (await figures())[place.dataset.figure];
-  if (isDark()) figure = { ...figure, ...recoloured({ data: figure.data, layout: figure.layout, colours: figure.colours }) };
+  const { library, all } = loaded ?? (await drawing());
+  const height = heightOf(place), figure = specOf(all[place.dataset.figure], height);
   place.style.minHeight = "";
-  const height = Number(place.dataset.height);
   if (figure.kernels) return drawStep(library, place, figure, place.clientWidth < 500 ? height + 140 : height); // for the legend
-  const layout = themed({ height, ...figure.layout });
   if (!place.zoom) {
-    await library.newPlot(place, figure.data, layout, config);
+    const drawn = library.newPlot(place, figure.data, figure.layout, config);
     place.zoom = (range) => library.relayout(place, range ? { "xaxis.range": range } : { "xaxis.autorange": true, "yaxis.autorange": true });
     listen(place);
-  } else await library.react(place, figure.data, layout, config);
+    await drawn;
+  } else await library.react(place, figure.data, figure.layout, config);
 }
 
 function listen(place) { // zoom by keys, and by the wheel while the figure has the focus, so that the page still scrolls
@@ -318,7 +341,7 @@ function stepTraces(figure, colours, from, to, pixels) { // and which kernel is 
   return [traces, shown];
 }
 
-async function drawStep(library, place, figure, height) {
+function planStep(place, figure, height) { // what does not depend on what is in view
   figure.lanes.forEach(unfold);
   const rows = figure.rows.length, lanes = figure.lanes.map((lane) => lane.label), above = rows ? 1 - (0.5 * rows) / (0.5 * rows + lanes.length + 0.3) : 1;
   const axis = { type: "category", categoryorder: "array", dtick: 1, fixedrange: true, showgrid: false, ticklabeloverflow: "allow" };
@@ -331,6 +354,17 @@ async function drawStep(library, place, figure, height) {
     yaxis: { ...axis, categoryarray: lanes, range: [lanes.length - 0.5, -0.5], domain: [0, rows ? above - 0.03 : 1] },
     ...(rows ? { yaxis2: { ...axis, categoryarray: figure.rows.map((row) => row.label), range: [rows - 0.5, -0.5], domain: [above, 1] } } : {}),
   });
+  return own;
+}
+
+function viewOfStep(own, width) {
+  const [data, shown] = stepTraces(own.figure, own.colours, ...own.view, width);
+  const xaxis = { ...own.layout.xaxis, range: own.view.map((ns) => ns / 1e6), autorange: false };
+  return { data, shown, layout: { ...own.layout, xaxis, shapes: marks(own) } };
+}
+
+async function drawStep(library, place, figure, height) {
+  const own = planStep(place, figure, height);
   own.next ??= own.view;
   if (place.zoom) return place.zoom("same");
   const show = async () => { // the latest wish only, at most one in a frame
@@ -338,11 +372,10 @@ async function drawStep(library, place, figure, height) {
       const [from, to] = own.next, width = Math.min(Math.max(to - from, LEAST_NS), own.figure.length_ns), start = Math.max(0, Math.min(from, own.figure.length_ns - width));
       own.view = [start, start + width];
       own.next = null;
-      const [traces, shown] = stepTraces(own.figure, own.colours, ...own.view, place._fullLayout?._size.w ?? place.clientWidth - MARGIN);
+      const { data, shown, layout } = viewOfStep(own, place._fullLayout?._size.w ?? place.clientWidth - MARGIN);
       own.shown = shown;
       if (own.width !== place.clientWidth) own.margin = null; // margins are worked out once, since that takes half of a zoom's time
-      const xaxis = { ...own.layout.xaxis, range: own.view.map((ns) => ns / 1e6), autorange: false };
-      await library.react(place, traces, { ...own.layout, xaxis, shapes: marks(own), ...(own.margin ? { margin: own.margin } : {}) }, config);
+      await library.react(place, data, { ...layout, ...(own.margin ? { margin: own.margin } : {}) }, config);
       const { t, r, b, l } = place._fullLayout._size;
       own.margin ??= { t, r, b, l, autoexpand: false };
       own.width = place.clientWidth;
@@ -433,34 +466,44 @@ async function setTheme(dark) {
   await Promise.all([...document.querySelectorAll(".drawing.js-plotly-plot")].map(draw));
 }
 
-async function prepare() { // for print: whole tables, and every figure as an image, in light
-  const dark = isDark();
-  await setTheme(false);
-  for (const id of made.keys()) showAll(id);
-  if (has("plotly")) {
-    const library = await plotly();
-    for (const place of document.querySelectorAll(".drawing")) {
-      if (place.closest("details:not([open])")) continue;
-      observer.unobserve(place);
-      if (!place.zoom) await draw(place);
-      const image = Object.assign(new Image(), { className: "printed", alt: place.getAttribute("aria-label") });
-      image.src = await library.toImage(place, { format: "svg", width: 900, height: Number(place.dataset.height) });
-      await image.decode();
-      place.before(image);
-    }
-  }
-  document.documentElement.classList.add("printing");
-  return async () => {
-    document.documentElement.classList.remove("printing");
-    for (const image of document.querySelectorAll("img.printed")) image.remove();
-    await setTheme(dark);
-  };
+const PRINTED = 900; // width of a figure, in pixels, before it is scaled to the paper
+
+function image(place) { // what the figure shows, or would show once drawn
+  const { library, all } = loaded, aside = document.createElement("div"), height = heightOf(place), figure = specOf(all[place.dataset.figure], height);
+  const { data, layout } = figure.kernels ? viewOfStep(planStep(place, figure, height), PRINTED - MARGIN) : place.zoom ? place : figure;
+  document.body.append(aside);
+  const plotted = library.newPlot(aside, structuredClone(data), { ...structuredClone(layout), width: PRINTED, autosize: false }, { staticPlot: true });
+  const drawn = new DOMParser().parseFromString(library.Snapshot.toSVG(aside, "svg"), "image/svg+xml").documentElement;
+  aside.remove();
+  plotted.then(() => library.purge(aside));
+  drawn.setAttribute("viewBox", `0 0 ${drawn.getAttribute("width")} ${drawn.getAttribute("height")}`);
+  for (const name of ["width", "height"]) drawn.removeAttribute(name);
+  drawn.setAttribute("class", "printed");
+  drawn.setAttribute("aria-label", place.getAttribute("aria-label"));
+  return drawn;
 }
 
+let restore = null; // what undoes the preparations for print
+
+function prepare() { // whole tables, all sentences, and every figure as an image, in light; at once, as the browser does not wait
+  const dark = isDark(), opened = [...document.querySelectorAll(".more:not([open])")];
+  setTheme(false);
+  for (const id of made.keys()) showAll(id);
+  for (const more of opened) more.open = true;
+  for (const place of loaded ? document.querySelectorAll(".drawing") : []) if (!place.closest("details:not([open])")) place.before(image(place));
+  restore = () => {
+    for (const drawn of document.querySelectorAll(".printed")) drawn.remove();
+    for (const more of opened) more.open = false;
+    setTheme(dark);
+    restore = null;
+  };
+}
+addEventListener("beforeprint", () => restore ?? prepare());
+addEventListener("afterprint", () => restore?.());
+
 async function printPage() {
-  const restore = await prepare();
+  if (has("plotly")) await drawing();
   window.print();
-  await restore();
 }
 
 document.getElementById("page-theme").addEventListener("click", () => setTheme(!isDark()));
@@ -476,11 +519,15 @@ const observer = new IntersectionObserver((entries) => {
     observer.unobserve(target);
     (target.matches(".drawing") ? draw : makeTable)(target);
   }
-}, { rootMargin: "400px" });
+}, { rootMargin: "1000px" });
 function observe(root) {
   for (const target of root.querySelectorAll(".block.table, .drawing")) observer.observe(target);
 }
 observe(document);
+
+const idle = window.requestIdleCallback ?? setTimeout; // the libraries are there before somebody scrolls to what needs them
+if (has("tables")) idle(tables);
+if (has("plotly")) idle(drawing);
 
 async function follow() { // a link to a cell marks it, a link to a run opens it
   for (const cell of document.querySelectorAll(".marked")) cell.classList.remove("marked");

@@ -26,6 +26,7 @@ from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.peak_bars import peak_charts
+from cs336_systems.report.sections.memory.words import when
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import Ceilings
@@ -116,7 +117,9 @@ class Subjects:
             blocks.append(_prose(name, texts))
             if (timeline := profiles.memory_picture(entry.profile)) is not None:
                 stem = f"{entry.config.key}_timeline"
-                blocks.append(self._figure(stem, f"Memory over time: {name}", timeline, 460, source, number))
+                figure = self._figure(stem, f"Memory over time: {name}", timeline, 460, source, number)
+                title = inert_line(f"What holds the peak, {when(entry.profile.peak)}")
+                blocks.append(replace(figure, parts=profiles.peak_parts(entry.profile), parts_title=title))
         return blocks
 
     def _tables(self, sections: Iterable[Section], before: str = "") -> Iterator[TableBlock]:

@@ -30,7 +30,6 @@ from cs336_systems.text import inert_line
 
 LIBRARIES = {
     "tables": ("itables", "html/dt_bundle.js"),
-    "tables-style": ("itables", "html/dt_bundle.css"),
     "plotly": ("plotly", "package_data/plotly.min.js"),
 }
 """What the page carries of other packages, by its identifiers in the page: the package and its file."""
@@ -147,6 +146,9 @@ class Figure:
     """As a `data:` address; empty where there is none."""
     source: str = ""
     height: int = 420
+    parts: Sequence[tuple[str, str, str]] = ()
+    """What the picture says that is to be read without pointing at it: a name, an amount and a share in each row."""
+    parts_title: str = ""
     kind: str = "figure"
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import statistics
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -62,6 +63,14 @@ def show(chromium, tmp_path):
         url for url in seen.requests if url.startswith(tmp_path.as_uri())
     ]
     assert seen.console == []
+
+
+def until(tab, expression):
+    """Wait until the expression is true. Playwright's own way evaluates texts in the page, whose policy forbids it."""
+    end = time.monotonic() + 60
+    while not tab.evaluate(expression):
+        assert time.monotonic() < end, expression
+        time.sleep(0.02)
 
 
 def sizes(tab):
@@ -161,18 +170,18 @@ def test_one_step_is_zoomed_by_wheel_and_keys_to_one_kernel_and_back(show) -> No
     assert "idle" in place.inner_text()
     assert "forward" in place.inner_text()
     place.evaluate("async (place) => place.zoom([3.98995, 3.9902])")
-    tab.wait_for_function("document.querySelector('#kernels .drawing').data[0].type === 'bar'")
+    until(tab, "document.querySelector('#kernels .drawing').data[0].type === 'bar'")
     area = tab.locator("#kernels .nsewdrag").first.evaluate("(place) => place.getBoundingClientRect().toJSON()")
     tab.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.75)
     tab.wait_for_selector("#kernels .hoverlayer:has-text('tiny gemm')")
     assert "0.05\xa0µs" in tab.text_content("#kernels .hoverlayer")
     place.focus()
     tab.keyboard.press("0")
-    tab.wait_for_function("document.querySelector('#kernels .drawing').range()[1] === 4")
+    until(tab, "document.querySelector('#kernels .drawing').range()[1] === 4")
     tab.keyboard.press("+")
-    tab.wait_for_function("document.querySelector('#kernels .drawing').range().join() === '1,3'")
+    until(tab, "document.querySelector('#kernels .drawing').range().join() === '1,3'")
     tab.mouse.wheel(0, -250)
-    tab.wait_for_function("(([from, to]) => to - from < 1)(document.querySelector('#kernels .drawing').range())")
+    until(tab, "(([from, to]) => to - from < 1)(document.querySelector('#kernels .drawing').range())")
 
 
 def seen_ms(tab):
@@ -188,10 +197,10 @@ def test_one_step_is_zoomed_by_dragging_and_a_double_click_shows_all_again(show)
     tab.mouse.move(x + 0.4 * area["width"], y, steps=4)
     tab.mouse.move(x + 0.5 * area["width"], y, steps=4)
     tab.mouse.up()
-    tab.wait_for_function("document.querySelector('#kernels .drawing').range()[1] < 3")
+    until(tab, "document.querySelector('#kernels .drawing').range()[1] < 3")
     assert seen_ms(tab) == pytest.approx([1, 2], abs=0.02)  # of 4 ms
     tab.mouse.dblclick(x + 0.5 * area["width"], y)
-    tab.wait_for_function("document.querySelector('#kernels .drawing').range().join() === '0,4'")
+    until(tab, "document.querySelector('#kernels .drawing').range().join() === '0,4'")
 
 
 def test_kernels_are_found_by_name_and_by_length_with_the_keyboard_alone(show) -> None:
@@ -200,7 +209,7 @@ def test_kernels_are_found_by_name_and_by_length_with_the_keyboard_alone(show) -
     tab.focus("#kernels input")
     tab.keyboard.type("TINY")
     tab.keyboard.press("Enter")
-    tab.wait_for_function("(([from, to]) => to - from < 0.001)(document.querySelector('#kernels .drawing').range())")
+    until(tab, "(([from, to]) => to - from < 0.001)(document.querySelector('#kernels .drawing').range())")
     assert [word.strip() for word in said.inner_text().replace("\xa0", " ").split("·")] == [
         "1 of 1: tiny gemm", "softmax, stream 7, too", "0.05 µs, from 3.99 ms",
     ]  # fmt: skip
@@ -237,6 +246,7 @@ def test_a_click_on_a_kernel_says_which_it_is(show) -> None:
     start = tab.evaluate(f"(({{selected: [l, i], figure}}) => figure.lanes[l].start[i])({place}.own)")
     assert abs(start - 2_000_000) < 10_000
     tab.locator("#kernels .drawing").evaluate("async (place) => place.zoom([1.9999, 2.0001])")
+    tab.wait_for_timeout(400)  # or plotly takes the next click for the second half of a double click
     tab.mouse.click(area["x"] + 0.75 * area["width"], y)
     tab.wait_for_selector("#kernels .found:has-text('from 2\xa0ms')")
 
@@ -281,23 +291,37 @@ def test_every_zoom_of_a_step_of_15_000_kernels_is_drawn_at_once(show) -> None:
     assert statistics.median(times) < 400
 
 
-def test_figures_follow_the_theme_and_are_printed_as_images_in_light(show, tmp_path) -> None:
+def test_figures_follow_the_theme_and_are_printed_as_images_in_light(show) -> None:
     tab = show(figure_page())
     colour = "getComputedStyle(document.querySelector('#kernels .xtick text')).fill"
     before = tab.evaluate(colour)
     tab.click("#page-theme")
-    tab.wait_for_function(f"{colour} !== '{before}'")
+    until(tab, f"{colour} !== '{before}'")
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
-    tab.evaluate("prepare().then((restore) => { window.restore = restore; })")
-    tab.wait_for_function("!!window.restore")
+    until(tab, "loaded !== null")
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")  # as the menu of the browser does, which does not wait
     tab.emulate_media(media="print")
-    assert tab.locator("img.printed:visible").count() == 2  # the run is closed
+    assert tab.locator("svg.printed:visible").count() == 2  # the run is closed
+    assert tab.locator("#bars svg.printed .point").count() == 2
+    assert tab.locator("#kernels svg.printed image").count()  # all kernels of the step
+    assert "stream 7" in tab.text_content("#kernels svg.printed")
     assert not tab.locator(".drawing:visible, button:visible, nav:visible, .keys:visible").count()
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert tab.pdf().startswith(b"%PDF")
+    ink = "getComputedStyle(document.querySelector('#kernels svg.printed .xtick text')).fill"
+    assert tab.evaluate(ink) == before
+    tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert tab.pdf().startswith(b"%PDF")  # with both events once more
     tab.emulate_media(media="screen")
-    tab.evaluate("restore()")
-    tab.wait_for_function("document.documentElement.dataset.theme === 'dark' && !document.querySelector('.printed')")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert tab.locator(".printed").count() == 0
+
+
+def test_a_table_is_printed_whole(show) -> None:
+    tab = show(table_page())
+    tab.fill("#steps input[type=search]", "medium")
+    assert sizes(tab) == ["medium"]
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert sizes(tab) == ["small", "medium", "large", "xl"]
 
 
 @pytest.mark.parametrize("text", ["".join(sorted(HOSTILE_TEXTS)[:-1]), "x" * 300])
