@@ -301,12 +301,12 @@ function about(figure, lane, i) { // what there is to say of one kernel or idle 
 }
 
 function stepTraces(figure, colours, from, to, pixels) { // and which kernel is in each row and column of the first
-  const clip = (start, end) => [Math.max(start, from) / 1e6, (Math.min(end, to) - Math.max(start, from)) / 1e6];
-  const bars = (rows, extra) => { // a row has its label, start, end, text, hover text and colour
-    const places = rows.map((row) => clip(row[1], row[2])), perMs = pixels * 1e6 / (to - from);
+  const perMs = pixels * 1e6 / (to - from), clip = (start, end) => [Math.max(start, from) / 1e6, Math.max((Math.min(end, to) - Math.max(start, from)) / 1e6, 1 / perMs)];
+  const bars = (rows, extra) => { // a row has its label, start, end, text, hover text and colour; each is at least a pixel wide
+    const places = rows.map((row) => clip(row[1], row[2]));
     return {
       type: "bar", orientation: "h", y: rows.map((row) => row[0]), base: places.map((place) => place[0]), x: places.map((place) => place[1]),
-      text: rows.map((row, r) => fitting(row[3], Math.floor(places[r][1] * perMs / 8) - 1)), hovertext: rows.map((row) => row[4]), marker: { color: rows.map((row) => row[5]), line: { width: 1, color: colours.paper } },
+      text: rows.map((row, r) => fitting(row[3], Math.floor(places[r][1] * perMs / 8) - 1)), hovertext: rows.map((row) => row[4]), marker: { color: rows.map((row) => row[5]), line: { width: places.map((place) => place[1] * perMs < 4 ? 0 : 1), color: colours.paper } },
       hoverinfo: "text", textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", cliponaxis: true, width: 0.85, showlegend: false, ...extra,
     };
   };
