@@ -12,7 +12,7 @@ from cs336_systems.analysis.matching import refuse_unlike, without_profiled
 from cs336_systems.files import read_json
 from cs336_systems.record import RecordError, RunRecord, load_records, read_record
 from cs336_systems.report.columns import Row
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.comparison import pair_section
 from cs336_systems.report.sections.side_by_side import ONLY_A, ONLY_B, sweeps_section
 from cs336_systems.text import counted
@@ -63,8 +63,8 @@ class Compared:
         return [(row["verdict"], row["ratio"]) for row in self.rows if row["verdict"] not in (ONLY_A, ONLY_B)]
 
     def write(self, directory: Path) -> None:
-        """Write the tables."""
-        write_files(texts_of(self.section), directory)
+        """Write the tables and pictures."""
+        write_files({**texts_of(self.section), **pngs_of(self.section)}, directory)
 
 
 def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_files: bool = False) -> Compared:

@@ -9,10 +9,10 @@ from cs336_systems.analysis.compare import Verdict
 from cs336_systems.analysis.matching import conditions_apart, has_changed_inputs
 from cs336_systems.report.columns import Row
 from cs336_systems.report.compared import Compared
-from cs336_systems.report.identity import ALWAYS, names_of
 from cs336_systems.report.numbers import DOUBT
+from cs336_systems.report.page.figures import height_of, spec_of
 from cs336_systems.report.page.provenance import conditions_and_times
-from cs336_systems.report.page.write import Chapter, Linked, Part, Prose, TableBlock
+from cs336_systems.report.page.write import Chapter, Figure, Linked, Part, Prose, TableBlock
 from cs336_systems.report.sections.side_by_side import NOT_COMPARED, ONLY_A, ONLY_B
 from cs336_systems.text import counted, inert_line
 
@@ -32,31 +32,37 @@ Sentence = Part | Linked
 
 
 def comparison_chapters(compared: Compared, prefix: str = "") -> list[Chapter]:
-    """The verdicts with what they rest on, then the rows that they come from; `prefix` begins all identifiers."""
+    """The verdicts, then the rows that they come from and pictures of these; `prefix` begins all identifiers."""
     section, source = compared.section, _source(compared)
     tables = [
         TableBlock(id=f"{prefix}comparison{number or ''}", table=table, csv=section.csv, source=source)
         for number, table in enumerate(section.tables)
     ]
+    pictures = [
+        Figure(
+            id=f"{prefix}figure-{chart.name}", title=inert_line(f"{chart.title}: {chart.settings}"),
+            spec=spec_of(chart), height=height_of(chart), source=source,
+        )
+        for chart in section.pictures
+    ]  # fmt: skip
     return [
         Chapter(
             id=f"{prefix}verdicts", title="B against A", blocks=list(_findings(compared, tables[0])), source=source
         ),
-        Chapter(id=f"{prefix}rows", title="Both sides", blocks=tables, source=source),
+        Chapter(id=f"{prefix}rows", title="Both sides", blocks=[*tables, *pictures]),
     ]
 
 
 class _Compared(NamedTuple):
-    """One configuration, by its name and the number of its row."""
+    """One configuration, by the number of its row."""
 
-    name: str
     number: int
     row: Row
 
 
 def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     """What the rows say, in sentences whose numbers are those of the cells that they link to."""
-    rows = [] if compared.sentences else _named(compared.rows)
+    rows = [] if compared.sentences else [_Compared(*numbered) for numbered in enumerate(compared.rows)]
     told = [each for each in rows if each.row["verdict"] in DIFFERENT]
     told.sort(key=lambda each: max(each.row["ratio"], 1 / each.row["ratio"]), reverse=True)
     by_verdict = [[each for each in told if each.row["verdict"] == verdict] for verdict in DIFFERENT]
@@ -76,13 +82,6 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     if reasons := [(text, "") for text in _conditions(compared)]:
         yield Prose(heading="What else may be the reason", paragraphs=reasons)
     yield Prose(heading="What A and B are", paragraphs=_sides(compared))
-
-
-def _named(rows: Sequence[Row]) -> list[_Compared]:
-    """The rows, each with what tells it from the others."""
-    identities = [row["identity"] for row in rows]
-    names = map(inert_line, names_of(identities, always=[name for name in ALWAYS if name in identities[0]]))
-    return [_Compared(name, number, row) for number, (name, row) in enumerate(zip(names, rows, strict=True))]
 
 
 def _counted(rows: Sequence[_Compared], block: TableBlock) -> Linked:
@@ -120,7 +119,7 @@ def _linked(each: _Compared, words: str, block: TableBlock, before: str = "") ->
         column = keys.index(found[place][0])
         text = block.table.rows[each.number][column].removesuffix(f" {DOUBT}")
         found[place] = text, f"{block.id}.{each.number}.{column}"
-    return Linked(((before + each.name, ""), *found))
+    return Linked(((before + each.row["name"], ""), *found))
 
 
 def _conditions(compared: Compared) -> Iterator[str]:

@@ -12,6 +12,7 @@ from cs336_systems.analysis.warnings import STEPS, in_doubt
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section
+from cs336_systems.report.sections.ratio_charts import processes_chart
 from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.sweep.store import SweepError
@@ -42,7 +43,8 @@ def pair_section(
         "ratio_low": comparison.low, "ratio_high": comparison.high,
         "ratio_is_doubted": in_doubt(itertools.chain.from_iterable(itertools.chain(*codes))),
     }  # fmt: skip
-    section = Section(name="comparison", tables=(comparison_table(names, means, comparison, codes),))
+    table = comparison_table(names, means, comparison, codes)
+    section = Section(name="comparison", tables=(table,), pictures=(processes_chart(names, means),))
     json = {"sides": listed, "verdict": comparison.verdict, "comparison": comparison}
     return section, row, json, [comparison.sentence, *_doubts(codes)]
 

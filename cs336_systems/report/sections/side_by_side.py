@@ -13,12 +13,21 @@ from cs336_systems.config import Phase, RunConfig
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.frame import codes_of, rows_of, to_frame
-from cs336_systems.report.identity import ALWAYS, SHAPE, apart_from, heading, identity_columns, shared_settings
+from cs336_systems.report.identity import (
+    ALWAYS,
+    SHAPE,
+    apart_from,
+    heading,
+    identity_columns,
+    names_of,
+    shared_settings,
+)
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section
+from cs336_systems.report.sections.ratio_charts import ratio_charts
 from cs336_systems.report.table import known, make_table
 from cs336_systems.report.words import status_text
-from cs336_systems.text import text_of
+from cs336_systems.text import inert_line, text_of
 
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
 """Stand in place of a verdict."""
@@ -52,8 +61,10 @@ def sweeps_section(
         *(_row(a[i], None, times, matching.differing) for i in matching.only_a),
         *(_row(None, b[j], times, matching.differing) for j in matching.only_b),
     ]
-    identities = [row["identity"] for row in rows]
     always = [name for name in ALWAYS if name not in matching.differing]
+    identities = [row["identity"] for row in rows]
+    for row, name in zip(rows, names_of(identities, always=always), strict=True):
+        row["name"] = inert_line(name)
     columns = [*identity_columns(rows, always), *known([column(key) for key in COLUMNS], rows)]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
     notes = [
@@ -64,7 +75,9 @@ def sweeps_section(
     ]
     table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED))
     apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
-    return Section(name="comparison", tables=(table,), rows=rows, keys=(*identities[0], *apart, *VALUES))
+    keys = (*identities[0], *apart, *VALUES)
+    pictures = ratio_charts(rows, f"A is {names[0]}, B is {names[1]}; {shared}")
+    return Section(name="comparison", tables=(table,), rows=rows, keys=keys, pictures=pictures)
 
 
 def matched(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], *, allow_mixed: bool = False) -> Matching:
