@@ -75,6 +75,10 @@ class Collection:
         kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "root"}
         return Collection(root=directory, **{name: {Path(): own[path]} for name, own in kept.items() if path in own})
 
+    def place(self, directory: Path) -> Path:
+        """How the page names the directory: by its path below the root, or the root by its name."""
+        return directory if directory != Path() else Path(self.root.resolve().name)
+
     def ceilings_of(self, directory: Path) -> Ceilings:
         """The ceilings that were measured beside this directory."""
         return self.beside.get(directory, NO_CEILINGS)

@@ -6,8 +6,9 @@ from pathlib import Path
 from cs336_systems.record import Environment
 from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.contents import sweep_chapters
+from cs336_systems.report.page.figures import height_of, spec_of
 from cs336_systems.report.page.provenance import conditions_of
-from cs336_systems.report.page.write import Chapter, TableBlock
+from cs336_systems.report.page.write import Chapter, Figure, TableBlock, png_address
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
@@ -17,17 +18,15 @@ from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.text import inert_line
 
-RUNGS = "Rungs"
-
 
 def ladder_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """The rungs; what the kernels of each did; and all runs."""
     climbed = collection.ladders[directory]
-    found_in, prefix = {directory: climbed.results.records}, block_id(directory, "")
+    found_in, prefix = {collection.place(directory): climbed.results.records}, block_id(directory, "")
     chapters = sweep_chapters(climbed.results, collection.root / directory, found_in=found_in, prefix=prefix)
     of_runs = [chapter for chapter in chapters if chapter.id.removeprefix(prefix).partition("-")[0] in _OF_RUNS]
-    source = of_runs[-1].source if of_runs else str(directory)
-    yield from _chapters(directory, [(RUNGS, ladder_section(climbed.rows))], source)
+    source = of_runs[-1].source if of_runs else str(collection.place(directory))
+    yield from _of_study(collection, directory, [ladder_section(climbed.rows)], source)
     yield from of_runs
 
 
@@ -39,42 +38,44 @@ def ceilings_chapters(collection: Collection, directory: Path) -> Iterator[Chapt
     """What the machine reaches, subject by subject."""
     study = collection.ceilings[directory]
     sections = ceilings_sections(study, collection.parts.get(directory))
-    yield from _of_study(directory, sections, _source(directory, "ceilings.json", study.environment))
+    yield from _of_study(
+        collection, directory, sections, _source(collection, directory, "ceilings.json", study.environment)
+    )
 
 
 def attention_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """Times, memory and errors of attention alone."""
     study = collection.attention[directory]
-    source = _source(directory, "attention.json", study.environment)
-    yield from _of_study(directory, [attention_section(study)], source)
+    source = _source(collection, directory, "attention.json", study.environment)
+    yield from _of_study(collection, directory, [attention_section(study)], source)
 
 
 def fusion_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """What fusing does to each operation."""
     study = collection.fusion[directory]
-    yield from _of_study(directory, [fusion_section(study)], _source(directory, "fusion.json", study.environment))
+    yield from _of_study(
+        collection, directory, [fusion_section(study)], _source(collection, directory, "fusion.json", study.environment)
+    )
 
 
 def precision_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """Sums, layer norm and data types."""
     study = collection.precision[directory]
-    yield from _of_study(directory, precision_sections(study), _source_of_precision(directory, study))
+    yield from _of_study(
+        collection, directory, precision_sections(study), _source_of_precision(collection, directory, study)
+    )
 
 
-def _of_study(directory: Path, sections: Iterable[Section], source: str) -> Iterator[Chapter]:
+def _of_study(collection: Collection, directory: Path, sections: Iterable[Section], source: str) -> Iterator[Chapter]:
     """One chapter with the tables and pictures of all sections."""
-    blocks = [block for section in sections for block in section_blocks(section, directory, source)]
+    blocks = [block for section in sections for block in section_blocks(section, collection, directory, source)]
     yield Chapter(id=block_id(directory, "tables"), title="Tables and pictures", blocks=blocks, source=source)
 
 
-def _chapters(directory: Path, sections: Iterable[tuple[str, Section]], source: str) -> Iterator[Chapter]:
-    for title, section in sections:
-        blocks = list(section_blocks(section, directory, source))
-        yield Chapter(id=block_id(directory, title.lower()), title=title, blocks=blocks, source=source)
-
-
-def section_blocks(section: Section, directory: Path, source: str) -> Iterator[TableBlock]:
-    """The tables of the section, below its name; the second is called `NAME1`."""
+def section_blocks(
+    section: Section, collection: Collection, directory: Path, source: str
+) -> Iterator[TableBlock | Figure]:
+    """The tables of the section, below its name, of which the second is called `NAME1`; then its pictures."""
     for number, table in enumerate(section.tables):
         yield TableBlock(
             id=block_id(directory, f"{section.name}{number or ''}"),
@@ -82,14 +83,23 @@ def section_blocks(section: Section, directory: Path, source: str) -> Iterator[T
             csv=section.csv if not number else "",
             source=source,
         )
+    for chart in section.pictures:
+        yield Figure(
+            id=block_id(directory, f"figure-{chart.name}"),
+            title=inert_line(f"{chart.title}: {chart.settings}"),
+            spec=spec_of(chart),
+            png=png_address(collection.root / directory / "plots" / f"{chart.name}.png"),
+            source=source,
+            height=height_of(chart),
+        )
 
 
-def _source(directory: Path, file: str, environment: Environment | None) -> str:
+def _source(collection: Collection, directory: Path, file: str, environment: Environment | None) -> str:
     """The file, and the device, software and commit that it names; a study does not say when it was measured."""
     conditions = conditions_of([environment] if environment is not None else [])
-    return inert_line("; ".join([str(directory / file), *conditions]))
+    return inert_line("; ".join([str(collection.place(directory) / file), *conditions]))
 
 
-def _source_of_precision(directory: Path, study: PrecisionStudy) -> str:
+def _source_of_precision(collection: Collection, directory: Path, study: PrecisionStudy) -> str:
     gpu = [study.gpu] if study.gpu is not None else []
-    return inert_line("; ".join([str(directory / "precision.json"), *gpu, f"PyTorch {study.torch}"]))
+    return inert_line("; ".join([str(collection.place(directory) / "precision.json"), *gpu, f"PyTorch {study.torch}"]))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cs336_systems.config import Profiler
+from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.contents import sweep_chapters
@@ -15,7 +16,7 @@ from cs336_systems.report.page.studies import (
     ladder_chapters,
     precision_chapters,
 )
-from cs336_systems.report.page.write import Chapter, Page, Prose
+from cs336_systems.report.page.write import LONGEST_LINE, Chapter, Page, Prose
 from cs336_systems.report.results import Results
 from cs336_systems.text import counted, inert_line
 
@@ -48,12 +49,12 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     if directories == [SELF]:
         subject = _subject(collection, SELF)
         title = ALONE.get(subject, OF_A_SWEEP)
-        return Page(title=f"{title}: {name}", source=_source(made[SELF]), chapters=made[SELF])
+        return Page(title=f"{title}: {name}", source=_source(collection, SELF, made[SELF]), chapters=made[SELF])
     chapters = [questions_chapter(collection)]
     for subject, title in SUBJECTS.items():
         own = [directory for directory in directories if _subject(collection, directory) == subject]
         if own:
-            parts = [_directory(directory, made[directory]) for directory in own]
+            parts = [_directory(collection, directory, made[directory]) for directory in own]
             chapters.append(Chapter(id=f"subject-{subject}", title=title, chapters=parts))
     chapters += _unreadable(collection)
     return Page(title=f"All results in {name}", source=_counted(collection), chapters=chapters)
@@ -84,18 +85,20 @@ def _subject(collection: Collection, directory: Path) -> str:
     return "kernels" if profilers - {Profiler.NONE} else "steps"
 
 
-def _directory(directory: Path, chapters: list[Chapter]) -> Chapter:
+def _directory(collection: Collection, directory: Path, chapters: Sequence[Chapter]) -> Chapter:
     return Chapter(
         id=block_id(directory, "all"),
         title=inert_line(str(directory)),
-        source=_source(chapters),
+        source=_source(collection, directory, chapters),
         chapters=chapters,
         is_closed=True,
     )
 
 
-def _source(chapters: Iterable[Chapter]) -> str:
-    return next((chapter.source for chapter in chapters if chapter.source), "")
+def _source(collection: Collection, directory: Path, chapters: Iterable[Chapter]) -> str:
+    """Where the results come from, and the command that makes such results again."""
+    source = next((chapter.source for chapter in chapters if chapter.source), str(collection.place(directory)))
+    return inert_line(f"{source}. Repeat it with: {command_for(collection, directory)}", LONGEST_LINE)
 
 
 def _chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
@@ -122,7 +125,7 @@ def _sweep_chapters(collection: Collection, directory: Path) -> Iterator[Chapter
         results,
         collection.root / directory,
         collection.ceilings_of(directory),
-        {directory: results.records},
+        {collection.place(directory): results.records},
         prefix,
     )
 

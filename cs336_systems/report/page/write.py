@@ -241,6 +241,13 @@ def _chapters(chapters: Iterable[Chapter]) -> Iterator[Chapter]:
         yield from _chapters(chapter.chapters)
 
 
+def png_address(path: Path) -> str:
+    """The address of a PNG that stands in the place of a figure; empty where plotly draws it, or there is no PNG."""
+    if importlib.util.find_spec("plotly") is not None or not path.is_file():
+        return ""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
 def _blocks(chapters: Iterable[Chapter]) -> Iterator[Block]:
     """All blocks of the chapters, and those within runs."""
     for chapter in chapters:

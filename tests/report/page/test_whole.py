@@ -2,13 +2,19 @@
 
 import csv
 import re
+import shlex
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cs336_systems import cli
+from cs336_systems.commands.flags import parse
 from cs336_systems.commands.rebuild import load_collection
+from cs336_systems.config import Device
 from cs336_systems.report.compared import Sides, compare_sides
+from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Climbed, Collection, block_id
 from cs336_systems.report.page.whole import SELF, collection_page
 from cs336_systems.report.page.write import to_html
@@ -78,10 +84,10 @@ def test_each_directory_has_its_tables_below_its_own_identifiers_and_a_link_in_t
     assert text == to_html(collection_page(tiny()))
 
 
-@pytest.mark.parametrize("name", [*HOSTILE_TEXTS, "..", "%2e", "a b#c?d&e"])
-def test_a_hostile_name_of_a_directory_adds_no_tag_and_its_links_resolve(name) -> None:
-    named = name.translate({ord("/"): "|", 0: None, 0xD800: 0xDC9B})  # what the name of a file can be
-    made = to_html(collection_page(tiny(named)))
+def test_a_hostile_name_of_a_directory_adds_no_tag_and_its_links_resolve() -> None:
+    texts = "".join((*HOSTILE_TEXTS[:3], "%2e a b#c?d&e"))
+    name = texts.translate({ord("/"): "|", 0: None, 0xD800: 0xDC9B})  # what the name of a file can be
+    made = to_html(collection_page(tiny(name)))
     assert Tags(made).tags == Tags(to_html(collection_page(tiny()))).tags
 
 
@@ -94,11 +100,19 @@ def test_the_page_of_one_directory_has_no_prefix_and_is_open() -> None:
 
 
 @pytest.fixture(scope="module")
-def whole():
-    """The page of data/ as text, and the processor time that reading and making it took."""
+def read():
+    """All of data/, and the processor time that reading it took."""
     begin_s = time.process_time()
-    text = to_html(collection_page(load_collection(DATA)))
-    return text, time.process_time() - begin_s
+    return load_collection(DATA), time.process_time() - begin_s
+
+
+@pytest.fixture(scope="module")
+def whole(read):
+    """The page of data/ as text, and the processor time that reading and making it took."""
+    collection, took_s = read
+    begin_s = time.process_time()
+    text = to_html(collection_page(collection))
+    return text, took_s + time.process_time() - begin_s
 
 
 def test_all_of_data_is_on_a_page_that_is_small_enough_and_made_in_time(whole) -> None:
@@ -165,3 +179,35 @@ def test_the_whole_page_opens_at_once_and_leads_to_a_ladder_and_a_run(whole, chr
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
     assert said == []
     assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [path.as_uri()]
+
+
+@pytest.mark.parametrize(
+    ("directory", "grid"),
+    [
+        ("attention/bf16", lambda collection, path: collection.attention[path].grid),
+        ("fusion/fp32", lambda collection, path: collection.fusion[path].grid),
+        ("ceilings/NVIDIA-H200-x2", lambda collection, path: collection.ceilings[path].grid),
+    ],
+)
+def test_the_command_of_a_study_asks_for_the_grid_that_was_measured(read, directory, grid, monkeypatch) -> None:
+    for module in ("study", "ceilings"):
+        monkeypatch.setattr(f"cs336_systems.commands.{module}.resolve_device", lambda asked: Device.CUDA)
+    monkeypatch.setattr("cs336_systems.commands.ceilings.visible_gpus", lambda: (None, None))
+    collection, _ = read
+    program, command, *words = shlex.split(command_for(collection, Path(directory)))
+    arguments = parse(cli._arguments(command), command, words)
+    assert program == "cs336"
+    assert arguments.grid() == grid(collection, Path(directory))
+    assert arguments.directory() == Path("data") / directory
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
+def test_the_command_of_a_ladder_plans_the_runs_that_its_records_are_of(read, name, monkeypatch) -> None:
+    monkeypatch.setattr("cs336_systems.commands.ladder.resolve_device", lambda asked: Device.CUDA)
+    monkeypatch.setattr("cs336_systems.commands.ladder.visible_gpus", lambda: [SimpleNamespace(name="NVIDIA H200")])
+    collection, _ = read
+    climbed = collection.ladders[Path("ladder", name)]
+    _, command, *words = shlex.split(command_for(collection, Path("ladder", name)))
+    arguments = parse(cli._arguments(command), command, words)
+    assert {*arguments.runs(arguments.ladder())} == {record.config for record in climbed.results.records}
+    assert arguments.directory() == Path("data/ladder") / name

@@ -10,24 +10,58 @@ from cs336_systems.config import SETTINGS, Device, Profiler
 from cs336_systems.record import RunRecord
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import settings_of, usual_settings
-from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.collection import Climbed, Collection
 from cs336_systems.settings import Setting, declared, flag_of
 from cs336_systems.studies.attention_records import AttentionGrid
+from cs336_systems.studies.ceilings_records import CeilingsGrid
+from cs336_systems.sweep.ladder import gate_learning_rate, rungs
 
 PROFILERS = {Profiler.NSYS: "--nsys", Profiler.KINETO: "--profile", Profiler.MEMORY: "--memory"}
 ALWAYS = ("size", "context_length", "precision")
 """Settings that the command of a sweep names even where they have their usual values."""
+LADDER_ALWAYS = ("size", "context_length", "batch_size")
+LADDER_FLAGS = (*LADDER_ALWAYS, "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "model_factory",
+                "warmup_steps", "measured_steps", "learning_rate", "tokens", "seed")  # fmt: skip
+"""Settings that a ladder takes."""
+LADDER_WARMUP = 10
+"""Warm-up steps of a ladder by default."""
+LAYER = " feed-forward"
+"""How the name of a layer's shape in a study of ceilings goes on after the size."""
+MIB = 2**20
 
 
 def command_for(collection: Collection, directory: Path) -> str:
-    """The command that measured the directory: of a sweep, or of a comparison of two configurations."""
+    """The command that measured the directory, or that compared what others hold."""
+    place = collection.place(directory)
+    if (climbed := collection.ladders.get(directory)) is not None:
+        return _named(["cs336 ladder", *_ladder_flags(climbed)], place)
+    if (ceilings := collection.ceilings.get(directory)) is not None:
+        return _named(["cs336 ceilings", *_ceilings_flags(ceilings.grid)], place)
+    if (attention := collection.attention.get(directory)) is not None:
+        return attention_command(attention.grid, place)
+    if (fusion := collection.fusion.get(directory)) is not None:
+        return _named(["cs336 fusion", *_grid_flags(fusion.grid)], place)
+    if directory in collection.precision:
+        below = collection.root.resolve().name / directory
+        return f"python precision.py --output {shlex.quote(str(below))}"
+    if directory not in collection.sweeps:
+        sides = collection.comparisons[directory].sides
+        mixed = ["--allow-mixed"] if sides.allow_mixed else []
+        return _named(["cs336 compare", *map(shlex.quote, sides.names), *mixed], place)
+    return _sweep_command(collection, directory)
+
+
+def _sweep_command(collection: Collection, directory: Path) -> str:
+    """The command of a sweep, or of a comparison that was measured."""
     records = sorted(collection.sweeps[directory].records, key=lambda record: order(record.config))
     if (compared := collection.comparisons.get(directory)) is not None:
         sides = [compared.sides.a, compared.sides.b]
         repeats = len({record.config.repeat for record in records}) // 2
         words = ["cs336", "compare", *map(shlex.quote, sides), "--repeats", str(repeats)]
-        return " ".join([*words, "--name", shlex.quote(directory.name)])
-    return " ".join(["python benchmark_sweep.py", *_sweep_flags(records), "--name", shlex.quote(directory.name)])
+        return " ".join([*words, "--name", shlex.quote(collection.place(directory).name)])
+    return " ".join(
+        ["python benchmark_sweep.py", *_sweep_flags(records), "--name", shlex.quote(collection.place(directory).name)]
+    )
 
 
 def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
@@ -73,15 +107,54 @@ def _flag(name: str, setting: Setting, values: Sequence[Any]) -> str:
 
 def attention_command(grid: AttentionGrid, directory: Path) -> str:
     """The command that measured a grid of attention."""
-    words = ["cs336 attention"]
-    on_gpu = grid.device is Device.CUDA
+    return _named(["cs336 attention", *_grid_flags(grid)], directory)
+
+
+def _grid_flags(grid: object) -> Iterator[str]:
+    """The flags of a study for what its grid does not have by default."""
     for each, setting in declared(grid):
         value, usual = getattr(grid, each.name), each.default
         if setting.by_device is not None:
-            usual = setting.by_device.gpu if on_gpu else setting.by_device.cpu
+            usual = setting.by_device.gpu if getattr(grid, "device", None) is Device.CUDA else setting.by_device.cpu
         if each.name == "implementations":
             value = tuple(name for name in value if name != "own")
         if setting.help and value != usual:
-            values = value if isinstance(value, tuple) else (value,)
-            words.append(_flag(each.name, setting, values))
+            yield _flag(each.name, setting, value if isinstance(value, tuple) else (value,))
+    if seed := getattr(grid, "seed", 0):
+        yield f"--seed {seed}"
+
+
+def _ceilings_flags(grid: CeilingsGrid) -> Iterator[str]:
+    """The flags of a study of ceilings, with all sizes."""
+    squares = [str(shape.rows) for shape in grid.shapes if shape.is_square]
+    presets = [shape.name.removesuffix(LAYER) for shape in grid.shapes if shape.name.endswith(LAYER)]
+    yield " ".join(["--sizes", *squares])
+    yield " ".join(["--presets", *map(shlex.quote, presets)])
+    yield " ".join(["--memory-mib", *(str(num_bytes // MIB) for num_bytes in grid.stream_bytes)])
+    yield from _grid_flags(grid)
+
+
+def _ladder_flags(climbed: Climbed) -> Iterator[str]:
+    """The flags of a ladder: what the first rung does not have by default, and which rungs were run."""
+    first = climbed.rungs[0].config
+    usual = usual_settings(first) | {"warmup_steps": LADDER_WARMUP}
+    usual["learning_rate"] = gate_learning_rate(first.model.d_model)
+    for name, value in settings_of(first).items():
+        if name in LADDER_FLAGS and (name in LADDER_ALWAYS or value != usual[name]):
+            yield f"{flag_of(name, SETTINGS[name])} {shlex.quote(str(value))}"
+    names = [rung.name for rung in climbed.rungs]
+    if names != [rung.name for rung in rungs(first, _device_name(climbed))]:
+        yield " ".join(["--rungs", *names])
+    repeats = {record.config.repeat for record in climbed.results.published}
+    yield f"--repeats {len(repeats) or 1}"
+    if all(record.config.profiler is Profiler.NONE for record in climbed.results.records):
+        yield "--no-reasons"
+
+
+def _device_name(climbed: Climbed) -> str | None:
+    environments = (record.environment for record in climbed.results.records)
+    return next((environment.identity.device_name for environment in environments if environment), None)
+
+
+def _named(words: Sequence[str], directory: Path) -> str:
     return " ".join([*words, "--name", shlex.quote(directory.name)])
