@@ -245,7 +245,8 @@ def _blocks(problem: Problem, found: Mapping[str, Answer | None]) -> Iterator[Bl
         sources += [(f"{words} the same command as in {shown[words, command]}.", "") for words, command in commands
                     if (words, command) in shown]  # fmt: skip
         new = [(f"{words}:", inert_line(command)) for words, command in commands if (words, command) not in shown]
-        yield Prose(paragraphs=sources, commands=new)
+        if sources or new:
+            yield Prose(paragraphs=sources, commands=new)
         shown |= {said: shown.get(said, letter) for said in commands if answer is not None}
 
 

@@ -349,6 +349,8 @@ def test_attention_is_that_of_the_record(answers):
         assert row["forward_mean_ms"] == pytest.approx(mean_ms(cell, "forward"))
         assert row["backward_mean_ms"] == pytest.approx(mean_ms(cell, "backward"))
         assert row["before_backward_mib"] == cell["memory"]["before_backward_bytes"] / MIB
+    for phase in ("forward", "backward"):
+        says(answers["attention"], *(mean_ms(cells["naive", 128, context], phase) for context in (256, 4096, 16384)))
     weights, queries = 8 * 16384**2 * 4, 8 * 16384 * 128 * 4
     says(answers["attention"], (weights + 2 * queries) / MIB, weights / MIB, digits=4)
     gains = [

@@ -39,8 +39,23 @@ def attention(material: Material) -> Answer | None:
     table = make_table("Attention written out", columns, sorted(naive, key=_shape))
     known = [row for row in naive if row["saved_mib"] is not None]
     grows = [f"From {text}" for text in growth_words(known, "what forward leaves for backward grows")] if known else []
-    sentences = [*limit_notes(study, rows), *grows, *_without(rows, known)]
+    sentences = [*_times(naive), *limit_notes(study, rows), *grows, *_without(rows, known)]
     return _answer(directory, study, rows, sentences, table, _lacking(naive))
+
+
+def _times(naive: Sequence[Row]) -> Iterator[str]:
+    """Times of the widest head over contexts, as far as there are any."""
+    widest = [row for row in naive if row["d_head"] == naive[-1]["d_head"] and row["forward_mean_ms"]]
+    parts = [
+        f"{part} takes {', '.join(significant(row[f'{part}_mean_ms'], 3) for row in widest)} ms"
+        for part in ("forward", "backward")
+    ]
+    if widest:
+        contexts = ", ".join(str(row["context_length"]) for row in widest)
+        yield (
+            f"At d_head {widest[0]['d_head']} and contexts {contexts}, {' and '.join(parts)}. naive is "
+            "attention written out."
+        )
 
 
 def _without(rows: Sequence[Row], naive: Sequence[Row]) -> Iterator[str]:

@@ -46,7 +46,7 @@ def strategy(material: Material) -> Answer:
         *_for_size(material),
     ]
     places = [place for _, _, place in _saved(material)]
-    lacking = "" if places else "what a block saves"
+    lacking = "" if places else "numbers, for which a recorded step says what a block saves"
     return Answer(sentences=sentences, places=places[:1], lacking=lacking)
 
 

@@ -37,7 +37,7 @@ def forward_time(material: Material) -> Answer | None:
     """The forward pass by the trace and by the clock."""
     table = [
         _column("wall", "by the trace", "ms", 1e3),
-        _column("in kernels", "in kernels", "ms", 1e3),
+        _column("in kernels", "of it in kernels", "ms", 1e3),
         _column("clock", "by the clock", "ms", 1e3),
     ]
     return _answer(material, Question.FORWARD_TIME, "phases", "Time of forward", table)
@@ -175,7 +175,7 @@ def _lacking(runs: Runs) -> Iterator[str]:
     """What the course asks for and the runs have not: a GPU's sizes, and contexts."""
     configs = [entry.config for entry in _entries(runs)]
     if len({config.size for config in configs if is_of_course(config)}) < NUM_SIZES:
-        yield f"{NUM_SIZES} sizes of the course's"
+        yield f"{NUM_SIZES} of its sizes"
     contexts = {config.model.context_length for config in configs if config.model.context_length > LEAST_CONTEXT}
     if len(contexts) < NUM_CONTEXTS:
         more = f"{NUM_CONTEXTS - len(contexts)} {'more ' if contexts else ''}"

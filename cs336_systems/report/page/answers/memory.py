@@ -207,7 +207,7 @@ def residual_stream(material: Material) -> Answer:
     ]
     pair = _best_pair(material)
     if pair is None:
-        return Answer(sentences=sentences, lacking="what is allocated on a GPU")
+        return Answer(sentences=sentences, lacking="that of a recorded step")
     measured = pair.step.profile.residual_stream_bytes
     if measured is not None:
         context = pair.step.config.model.context_length

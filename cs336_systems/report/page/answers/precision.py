@@ -67,7 +67,7 @@ def data_types(material: Material) -> Answer | None:
         "type of their parameters, and the loss is computed in fp32.",
         *_other_device(rows, seen, device),
     ]
-    lacking = "a GPU, on which the course asks for it" if device is Device.CPU else ""
+    lacking = "the same on a GPU" if device is Device.CPU else ""
     return _answer(directory, study, sentences, "dtypes", lacking=lacking)
 
 

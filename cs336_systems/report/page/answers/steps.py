@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from cs336_systems.config import CompileMode, Mode, Precision, RunConfig
+from cs336_systems.config import CompileMode, Device, Mode, Precision, RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.frame import SPEED_UPS
@@ -35,9 +35,10 @@ from cs336_systems.text import counted
 
 MEASURED_STEPS = 10
 """As many steps as the course measures."""
-FIRST_STEP = (
-    "it also starts cuBLAS, loads kernels, takes memory from the driver and, in training, makes the optimizer's state"
-)
+FIRST_STEP = {
+    Device.CUDA: "it also starts cuBLAS, loads kernels, takes memory from the driver and makes the optimizer's state",
+    Device.CPU: "it also fills caches, starts threads, takes memory from the system and makes the optimizer's state",
+}
 SLOW_START = 1.05
 """The first measured step over the mean after enough warm-up, from which on the reason is given."""
 PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
@@ -112,8 +113,8 @@ def script(material: Material) -> Answer | None:
         f"step, with the optimizer, {between(whole, _times)} times.",
         "Backward has two matrix products for each one of forward, for the gradients of its two factors, so 3 times is "
         "expected of forward and backward together.",
-        "Each whole step is timed between two synchronisations; the phases within it by CUDA events, which do not "
-        "slow it (--sync-phases synchronises after each phase, as the course's handout does). --warmup-steps and "
+        "Each whole step is timed between two synchronisations; on a GPU the phases within it by CUDA events, which do "
+        "not slow it (--sync-phases synchronises after each phase, as the course's handout does). --warmup-steps and "
         "--measured-steps choose w and n, --mode inference, forward, forward-backward or train the part of the step.",
     ]
     return _answer(material, runs, sentences, lacking=lacking_sizes(runs))
@@ -179,12 +180,17 @@ def _without_warmup(first: Row, most: Row) -> str:
         f"after {_steps(first['warmup_steps'])} the mean step is {mean} times that after "
         f"{most['warmup_steps']}{spread}; the first measured step takes {start} times as long"
     )
-    return f"{said}: {FIRST_STEP}." if first["first_step_ms"] > SLOW_START * enough_ms else f"{said}."
+    return (
+        f"{said}: {FIRST_STEP[first['config'].device]}."
+        if first["first_step_ms"] > SLOW_START * enough_ms
+        else f"{said}."
+    )
 
 
 def _with_some(rows: Sequence[Row], enough_ms: float) -> str:
-    means = [f"after {row['warmup_steps']} {_times(row['step_mean_ms'] / enough_ms)}" for row in rows]
-    return f"With more of it the mean step is {' and '.join(means)} times that."
+    counts = " and ".join(str(row["warmup_steps"]) for row in rows)
+    means = " and ".join(_times(row["step_mean_ms"] / enough_ms) for row in rows)
+    return f"After {counts} warm-up step{'s' if counts != '1' else ''} it is {means} times that."
 
 
 def _steps(count: int) -> str:
