@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import product
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.costs.accounting import count_parameters
@@ -247,6 +248,39 @@ def attention_alone() -> Sequence[Value]:
     rows = some(linked(DATA, "attention/bf16/results.csv"), context_length=16384, d_head=128)
     three = [one(rows, implementation=name) for name in ("naive", "flash", "cudnn")]
     return 16384, 128, *(number(row, name) for name in ("forward_mean_ms", "saved_mib") for row in three)
+
+
+@claim(
+    DATA,
+    r"forward at ([\d,]+) tokens and d_head (\d+) in bf16 takes ([\d.]+) ms written out, ([\d.]+) by flash, ([\d.]+) "
+    r"by cuDNN and ([\d.]+) by flex_attention",
+)
+def own_attention() -> Sequence[Value]:
+    rows = some(linked(DATA, "attention/own_flex/results.csv"), context_length=65536, d_head=128, precision="bf16")
+    return (
+        65536,
+        128,
+        *(number(one(rows, implementation=name), "forward_mean_ms") for name in ("naive", "flash", "cudnn", "own")),
+    )
+
+
+@claim(DATA, r"Stopped after (\d+) of (\d+) cells: the (\w+) longest of flex_attention in fp32 are missing")
+def missing_cells() -> Sequence[Value]:
+    cells = {
+        (row["implementation"], row["precision"], int(row["d_head"]), int(row["context_length"]))
+        for row in linked(DATA, "attention/own_flex/results.csv")
+    }
+    grid = set(
+        product(
+            ("naive", "flash", "efficient", "cudnn", "own"), ("bf16", "fp32"), (16, 32, 64, 128),
+            [2**power for power in range(7, 17)],
+        )
+    )  # fmt: skip
+    missing = grid - cells
+    kept = [cell for cell in grid if cell[:2] == ("own", "fp32") and cell not in missing]
+    assert {cell[:2] for cell in missing} == {("own", "fp32")}
+    assert min((cell[3], cell[2]) for cell in missing) > max((cell[3], cell[2]) for cell in kept)
+    return len(cells), len(grid), len(missing)
 
 
 @claim(DATA, r"at (\d+) of the promised ([\d.]+) TFLOP/s in bf16")

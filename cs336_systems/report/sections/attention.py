@@ -150,6 +150,9 @@ def _time_notes(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
     yield f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up."
     if timed == "forward":
         yield from _own_notes(study, rows)
+        wanted = sum(map(len, study.grid.groups()))
+        if len(study.results) < wanted:
+            yield f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study was interrupted."
     yield from doubt_notes([row[f"{timed}_warnings"] for row in rows if row[mean] is not None], "cells", PASSES)
     others = [name for name in _available(study, rows) if name is not Implementation.NAIVE]
     naive = _of(rows, Implementation.NAIVE, mean)

@@ -82,6 +82,16 @@ def test_sentences_answer_the_courses_question(study):
     assert "flash: from context 1024 to 2048 it grows 2.00-fold, as the context to the power of 1.00" in notes
 
 
+def test_an_interrupted_study_says_how_many_cells_it_has(study):
+    def said(study):
+        return [note for note in attention_section(study).tables[0].notes if "interrupted" in note]
+
+    grid = replace(study.grid, implementations=(NAIVE, FLASH), d_heads=(64,), context_lengths=(512, 1024, 2048))
+    assert said(replace(study, grid=grid)) == []
+    (note,) = said(replace(study, grid=grid, results=study.results[:-1]))
+    assert [int(number) for number in re.findall(r"\d+", note)] == [5, 6]
+
+
 def test_where_nothing_runs_out_the_context_that_would_is_told():
     study = make_study(make_result(make_cell(NAIVE, 64, 1024), peak_mib=24))
     notes = " ".join(attention_section(study).tables[3].notes)
