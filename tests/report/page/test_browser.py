@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.formats import to_latex, to_markdown, to_typst
+from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.step import IDLE, Lane, Name, StepPicture
-from cs336_systems.report.page.write import LIBRARIES, Figure, to_html, write_page
+from cs336_systems.report.page.write import LIBRARIES, Figure, Page, to_html, write_page
 from cs336_systems.text import inert_line
+from tests.report.making import make_config, make_record
 from tests.report.page.pages import HOSTILE_TEXTS, csv_of, figure_page, large_step, make_page, page_with, table_page
 
 pytestmark = pytest.mark.browser
@@ -52,7 +55,7 @@ def show(chromium, tmp_path):
         tab.on("console", lambda message: seen.console.append(message.text))
         tab.on("pageerror", lambda error: seen.console.append(str(error)))
         tab.goto(path.as_uri() + fragment)
-        first = "#steps" if tab.query_selector("#steps") else "#kernels"
+        first = next(name for name in ("#steps", "#kernels", "#comparison") if tab.query_selector(name))
         tab.locator(first).scroll_into_view_if_needed()
         tab.wait_for_selector(f"{first} .tools:visible, {first} .main-svg")
         return tab
@@ -348,6 +351,32 @@ def test_only_wide_tables_scroll_and_only_in_their_box(show, width) -> None:
     tab = show(table_page("A note of many words that must wrap. " * 10), width)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.is_visible("#steps .tools")
+
+
+def test_a_verdict_leads_to_its_row_and_the_picture_of_ratios_answers(show) -> None:
+    sides = [
+        [
+            make_record(make_config(context_length=context, precision=precision), [step_s * factor] * 3)
+            for context, factor in ((128, 1), (256, ratio), (512, 1.001))
+        ]
+        for precision, step_s, ratio in (("fp32", 0.1, 1), ("bf16", 0.1, 0.25))
+    ]
+    found = compare_sides(Sides(a="there/a", b="there/b", records=("a", "b")), sides)
+    tab = show(Page(title="x", chapters=comparison_chapters(found)))
+    tab.locator("#verdicts a", has_text="0.250").first.click()
+    cell = tab.locator("#comparison td:target")
+    assert cell.inner_text() == "0.250"
+    assert cell.is_visible()
+    tab.fill("#comparison input[type=search]", "cannot tell")
+    assert tab.locator("#comparison tbody tr:visible").count() == 2
+    figure = tab.locator("#figure-ratios")
+    figure.scroll_into_view_if_needed()
+    tab.wait_for_selector("#figure-ratios .points path")
+    box = figure.locator(".points path").first.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    tab.wait_for_selector("#figure-ratios .hovertext")
+    words = figure.locator(".hovertext").text_content()
+    assert ("256" in words, "0.25" in words) == (True, True)
 
 
 def test_a_page_opened_at_a_cell_shows_it(show) -> None:
