@@ -49,6 +49,7 @@ _CODE = {cause: code for code, cause in enumerate(CAUSES)}
 class Gaps(Columns):
     """Idle times of devices within steps."""
 
+    device: Ints
     step: Ints
     start_ns: Ints
     end_ns: Ints
@@ -63,8 +64,10 @@ class Gaps(Columns):
 
 def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
     """All idle times of the devices that a step used, with their causes, by step and start."""
-    found = [_gaps_of(busy, spans, selection) for busy in devices]
-    step, start, end, before, after = (np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True))
+    found = [_gaps_of(busy, int(jobs.device[busy.rows[0]]), spans, selection) for busy in devices]
+    device, step, start, end, before, after = (
+        np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True)
+    )
     phase = np.append(jobs.phase, np.int8(0))[after]
     ends_step = after < 0
     phase[ends_step] = _last_phase(selection)[step[ends_step]]
@@ -80,6 +83,7 @@ def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Se
         cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
     order = np.lexsort((start, step))
     return Gaps(
+        device=device[order],
         step=step[order],
         start_ns=start[order],
         end_ns=end[order],
@@ -90,15 +94,16 @@ def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Se
     )
 
 
-_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 5
+_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 6
 
 
-def _gaps_of(busy: Busy, spans: DeviceSteps, selection: Selection) -> tuple[Ints, ...]:
+def _gaps_of(busy: Busy, device: int, spans: DeviceSteps, selection: Selection) -> tuple[Ints, ...]:
     uses = busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns)
     steps = np.flatnonzero((selection.steps.process == busy.process) & uses)
     holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
     rows = np.append(busy.rows, -1)
-    return steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
+    devices = np.full(len(holes), device, dtype=np.int64)
+    return devices, steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
 
 
 def _last_phase(selection: Selection) -> Codes:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from cs336_systems.analysis.columns import groups
 from cs336_systems.analysis.kernels.classes import MAX_NAME
-from cs336_systems.analysis.kernels.device_time import DeviceSteps, DeviceWindows, Jobs
+from cs336_systems.analysis.kernels.device_time import DeviceSteps, DeviceWindows
 from cs336_systems.analysis.kernels.idle import CAUSES, UNKNOWN_CAUSE, Gaps
 from cs336_systems.analysis.kernels.kernel_times import CLASSES
 from cs336_systems.analysis.kernels.parts import RangeParts
@@ -36,23 +36,20 @@ def picture(
     steps: HostSteps,
     spans: DeviceSteps,
     windows: DeviceWindows,
-    in_step: tuple[pd.DataFrame, pd.DataFrame],
-    idle: tuple[Gaps, Jobs],
-    tables: tuple[Sequence[KernelTimes], Sequence[ModuleTimes]],
-    names: tuple[Sequence[str], RangeParts],
+    kernels: pd.DataFrame,
+    copies: pd.DataFrame,
+    gaps: Gaps,
 ) -> PicturedStep:
     """The step of median wall time (of two, the shorter).
 
-    `in_step` has a row for each kernel of all steps, with its class in the column `kind`, then one for each copy. The
-    picture refers to the `tables` of kernels and modules; `names` are the trace's strings and its ranges' paths.
+    `kernels` are those of all steps, `with_rows`; `copies` have their names in the column `text`.
     """
     order = np.argsort(steps.end_ns - steps.start_ns, kind="stable")
     step = int(order[(len(order) - 1) // 2])
     start = int(steps.start_ns[step])
     wall = int(spans.end_ns[step]) - start
-    found = [own[own["step"] == step].sort_values(["device", "stream", "start_ns"], kind="stable") for own in in_step]
-    rows, copies = (own.assign(start_ns=own["start_ns"] - start, end_ns=own["end_ns"] - start) for own in found)
-    are_few = len(rows) + len(copies) <= MAX_KERNELS
+    kernels, copies = (_of_step(rows, step, start) for rows in (kernels, copies))
+    are_few = len(kernels) + len(copies) <= MAX_KERNELS
     return PicturedStep(
         step=step,
         wall_s=wall / 1e9,
@@ -66,20 +63,27 @@ def picture(
             )
             for row in np.flatnonzero(windows.step == step).tolist()
         ),
-        streams=tuple(_streams(_with_tables(rows, tables, names), start)) if are_few else (),
-        copies=tuple(_copies(copies, names[0])) if are_few else (),
-        idle=tuple(_idle(*idle, step, start)),
-        pieces=() if are_few else _pieces(rows, max(wall // CELLS, 1)),
+        streams=tuple(_streams(kernels)) if are_few else (),
+        copies=tuple(_copies(copies)) if are_few else (),
+        idle=tuple(_idle(gaps, step, start)),
+        pieces=() if are_few else _pieces(kernels, max(wall // CELLS, 1)),
     )
 
 
-def _with_tables(
+def _of_step(rows: pd.DataFrame, step: int, start: int) -> pd.DataFrame:
+    """The rows of one step, by stream, in nanoseconds from its start."""
+    rows = rows[rows["step"] == step].sort_values(["device", "stream", "start_ns"], kind="stable")
+    return rows.assign(**{name: rows[name] - start for name in ("start_ns", "end_ns", "launch_ns")})
+
+
+def with_rows(
     rows: pd.DataFrame,
-    tables: tuple[Sequence[KernelTimes], Sequence[ModuleTimes]],
-    names: tuple[Sequence[str], RangeParts],
+    kernels: Sequence[KernelTimes],
+    modules: Sequence[ModuleTimes],
+    strings: Sequence[str],
+    parts: RangeParts,
 ) -> pd.DataFrame:
-    """The rows with two more columns: the row of each kernel in the table of kernels, and in that of modules."""
-    (kernels, modules), (strings, parts) = tables, names
+    """The kernels with two more columns: the row of each in the table of kernels, and in that of modules."""
     kernel_of = {row.name: index for index, row in enumerate(kernels) if row.phase is None}
     module_of = {(row.path, row.phase): index for index, row in enumerate(modules)}
     kernel = {name: kernel_of[strings[name][:MAX_NAME]] for name in rows["name"].unique().tolist()}
@@ -90,9 +94,9 @@ def _with_tables(
     return rows.assign(kernel_row=rows["name"].map(kernel), module_row=place.map(module))
 
 
-def _streams(rows: pd.DataFrame, start: int) -> Iterator[StreamKernels]:
+def _streams(rows: pd.DataFrame) -> Iterator[StreamKernels]:
     for _, own in rows.groupby(["device", "stream"], sort=False):
-        launches = zip((own["launch_ns"] - start).tolist(), own["is_launched"].tolist(), strict=True)
+        launches = zip(own["launch_ns"].tolist(), own["is_launched"].tolist(), strict=True)
         yield StreamKernels(
             device=int(own["device"].iloc[0]),
             stream=int(own["stream"].iloc[0]),
@@ -104,24 +108,23 @@ def _streams(rows: pd.DataFrame, start: int) -> Iterator[StreamKernels]:
         )
 
 
-def _copies(rows: pd.DataFrame, strings: Sequence[str]) -> Iterator[StreamCopies]:
-    for _, own in rows.groupby(["device", "stream", "name", "phase"], sort=False):
+def _copies(rows: pd.DataFrame) -> Iterator[StreamCopies]:
+    for _, own in rows.groupby(["device", "stream", "text", "phase"], sort=False):
         yield StreamCopies(
             device=int(own["device"].iloc[0]),
             stream=int(own["stream"].iloc[0]),
-            name=strings[own["name"].iloc[0]][:MAX_NAME],
+            name=own["text"].iloc[0][:MAX_NAME],
             phase=PHASES[own["phase"].iloc[0]],
             start_ns=tuple(own["start_ns"].tolist()),
             duration_ns=tuple(own["duration_ns"].tolist()),
         )
 
 
-def _idle(gaps: Gaps, jobs: Jobs, step: int, start: int) -> Iterator[IdleSpans]:
+def _idle(gaps: Gaps, step: int, start: int) -> Iterator[IdleSpans]:
     rows = np.flatnonzero((gaps.step == step) & (gaps.cause != UNKNOWN_CAUSE))
     length = gaps.end_ns - gaps.start_ns
     rows = np.sort(rows[np.argsort(-length[rows], kind="stable")[:MAX_IDLE]])
-    beside = np.where(gaps.after < 0, gaps.before, gaps.after)
-    for device, on_device in groups(jobs.device[beside[rows]]):
+    for device, on_device in groups(gaps.device[rows]):
         for cause, own in groups(gaps.cause[rows[on_device]].astype(np.int64)):
             chosen = rows[on_device[own]]
             yield IdleSpans(
