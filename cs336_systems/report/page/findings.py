@@ -5,7 +5,7 @@ follow, closed; all findings of each profile are beside its pictures.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from cs336_systems.config import Phase
 from cs336_systems.record import RunRecord, RunWarning, WarningCode
@@ -15,7 +15,7 @@ from cs336_systems.report.numbers import significant
 from cs336_systems.report.page.limits import limits, milliseconds, percent, recorded_runs
 from cs336_systems.report.page.rows import Named, between, linked, named_rows
 from cs336_systems.report.page.subjects import Subjects
-from cs336_systems.report.page.write import Linked, Prose
+from cs336_systems.report.page.write import Linked, Part, Prose
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.words import parts_of, size
 from cs336_systems.text import counted, inert_line
@@ -35,33 +35,39 @@ Warned = tuple[str, RunRecord, RunWarning, str]
 
 def findings(found: Sequence[Subjects], refused: Sequence[str]) -> list[Prose]:
     """The sentences on all records of a sweep, in groups that can be compared; `refused` says what cannot be."""
-    steps = named_rows([block for own in found for block in own.steps], "step_mean_ms")
-    warned = [each for own in found for each in _warned(own, steps)]
-    doubts = [*_doubts(warned, sum(len(own.results.published) for own in found))]
-    every = [(inert_line(f"{name}: {each.code}: {each.message}."), cell) for name, _, each, cell in warned]
     prose = [
-        Prose(heading="What limits each configuration", paragraphs=[*limits(steps, found)]),
-        Prose(heading="What stands out", paragraphs=[*_stands_out(found, steps)]),
-        Prose(
-            heading="What is in doubt",
-            paragraphs=doubts,
-            more=every if len(every) > len(doubts) else (),
-            more_title=f"All {len(every)} warnings",
-        ),
+        *(_prose("What limits each configuration", own, limits(own)) for own in found),
+        *(_prose("What stands out", own, _stands_out(own)) for own in _several(found)),
+        *map(_in_doubt, found),
         Prose(heading="What is not side by side, and why", paragraphs=[(text, "") for text in refused]),
     ]
     return [block for block in prose if block.paragraphs]
 
 
-def _stands_out(found: Sequence[Subjects], steps: Sequence[Named]) -> Iterator[Linked]:
-    """The extremes of the records that can be compared, after most warm-up; then the largest peaks of memory."""
-    several = [own for own in found if sum(len(block.table.values) for block in own.steps) > 1]
-    for own in several or found[:1]:
-        first = [step for step in steps if step.block in own.steps[:1] and step.row["step_mean_ms"] is not None]
-        begin = f"{own.conditions}: " if len(several) > 1 else ""
-        for sentence in _extremes(first):
-            yield Linked((((inert_line(begin), ""),) if begin else ()) + sentence.parts)
-    yield from _peaks(steps, found)
+def _prose(title: str, own: Subjects, sentences: Iterable[Linked | Part], more: Sequence[Part] = ()) -> Prose:
+    """The sentences below the title, and the conditions that tell these records from the others of the sweep."""
+    heading = f"{title}: {own.conditions}" if own.conditions else title
+    return Prose(heading=heading, paragraphs=list(sentences), more=more, more_title=f"All {len(more)} warnings")
+
+
+def _several(found: Sequence[Subjects]) -> Sequence[Subjects]:
+    """Those of more than one configuration, of which some can stand out; all where there are none."""
+    return [own for own in found if sum(len(block.table.values) for block in own.steps) > 1] or found
+
+
+def _in_doubt(own: Subjects) -> Prose:
+    """A sentence for each kind of warning, then all warnings, closed."""
+    warned = list(_warned(own))
+    doubts = list(_doubts(warned, len(own.results.published)))
+    every = [(inert_line(f"{name}: {each.code}: {each.message}."), cell) for name, _, each, cell in warned]
+    return _prose("What is in doubt", own, doubts, every if len(every) > len(doubts) else ())
+
+
+def _stands_out(own: Subjects) -> Iterator[Linked]:
+    """The extremes of the steps after most warm-up, and the largest peaks of memory."""
+    steps = named_rows(own.steps[:1], "step_mean_ms")
+    yield from _extremes([step for step in steps if step.row["step_mean_ms"] is not None])
+    yield from _peaks(steps, recorded_runs(own.memory))
 
 
 def _extremes(steps: Sequence[Named]) -> Iterator[Linked]:
@@ -94,10 +100,8 @@ def _but(steps: Sequence[Named], key: str) -> str:
     return f" ({' and '.join(told)} of {len(steps)})" if told else ""
 
 
-def _peaks(steps: Sequence[Named], found: Sequence[Subjects]) -> Iterator[Linked]:
+def _peaks(steps: Sequence[Named], recorded: Sequence[Named]) -> Iterator[Linked]:
     """The largest peak of memory; of a recorded one, what it consists of."""
-    blocks = [block for own in found for block in own.memory]
-    recorded = recorded_runs(blocks)
     if len(recorded) > 1:
         largest = max(recorded, key=lambda run: int(run.row["peak_allocated_bytes"]))
         peak = largest.row["entry"].profile.peak
@@ -110,14 +114,14 @@ def _peaks(steps: Sequence[Named], found: Sequence[Subjects]) -> Iterator[Linked
         yield linked("The peak of memory is ", *peaks, ".")
 
 
-def _warned(own: Subjects, steps: Sequence[Named]) -> Iterator[Warned]:
+def _warned(own: Subjects) -> Iterator[Warned]:
     """The warnings of the runs whose times are shown."""
     records = sorted(own.results.published, key=lambda record: order(record.config))
     runs = [(r.config, r.environment.identity.device_name if r.environment else None) for r in records]
+    cells = {row.row["config"]: row.link("step_mean_ms", "")[1] for row in named_rows(own.steps, "step_mean_ms")}
     for name, record in zip(names_of(identities(runs)), records, strict=True):
-        rows = [step for step in steps if step.block in own.steps and step.row["config"] == record.config.configuration]
         for warning in record.warnings:
-            yield name, record, warning, rows[0].link("step_mean_ms", "")[1] if rows else ""
+            yield name, record, warning, cells.get(record.config.configuration, "")
 
 
 def _doubts(warned: Sequence[Warned], num_runs: int) -> Iterator[Linked]:

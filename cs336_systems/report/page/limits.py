@@ -25,13 +25,13 @@ MOST_OF_ONE = 3
 """Findings of a profile that is the only one."""
 
 
-def limits(steps: Sequence[Named], found: Sequence[Subjects]) -> Iterator[Linked | Part]:
+def limits(own: Subjects) -> Iterator[Linked | Part]:
     """What the clock says of all configurations, which of them failed, and what profiles say."""
-    timed = [step for step in steps if step.row["step_mean_ms"] is not None]
-    yield from _launches(timed, steps, found)
-    yield from _longest_phase(timed)
-    yield from _failed(steps, found)
-    yield from _profiles(found, any(step.row["status"] == Status.OOM for step in steps))
+    steps = named_rows(own.steps, "step_mean_ms")
+    yield from _launches(steps, own)
+    yield from _longest_phase(steps, own)
+    yield from _failed(steps, own)
+    yield from _profiles(own, any(step.row["status"] == Status.OOM for step in steps))
 
 
 def percent(share: float) -> str:
@@ -53,27 +53,33 @@ def recorded_runs(blocks: Sequence[Block]) -> list[Named]:
 def _of(part: Sequence[Named], whole: Sequence[Named]) -> str:
     if len(part) == len(whole) > 1:
         return f"all {len(whole)} configurations"
-    return f"{len(part)} of {counted(len(whole), 'configuration')}" if len(whole) > 1 else "the configuration"
+    return f"{len(part)} of {counted(len(whole), 'configuration')}" if len(whole) > 1 else "the only configuration"
 
 
-def _launches(timed: Sequence[Named], steps: Sequence[Named], found: Sequence[Subjects]) -> Iterator[Linked]:
+def _timed(steps: Sequence[Named]) -> list[Named]:
+    return [step for step in steps if step.row["step_mean_ms"] is not None]
+
+
+def _launches(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:
     """Where launching takes the whole step, and where the GPU is still at work after it."""
+    timed = _timed(steps)
     launched = [step for step in timed if WarningCode.LAUNCH_BOUND in codes_of(step.row)]
     if launched:
         named = listed(launched, "step_mean_ms", lambda step: f"{step.name} ({milliseconds(step.row['step_mean_ms'])})")
         advice = against_launches(launched[0].row["config"])
         yield linked(f"The host's launches limit {_of(launched, steps)}: ", *named, f". What helps is {advice}.")
-    watched = {record.config.configuration for own in found for record in own.results.published if record.host_times_s}
+    watched = {record.config.configuration for record in own.results.published if record.host_times_s}
     others = [step for step in timed if step.row["config"] in watched and step not in launched]
     if others:
-        is_rest = 0 < len(launched) == len(steps) - len(others)
+        is_rest = 0 < len(launched) == len(steps) - len(others) and len(own.steps) == 1
         which = f"the other {len(others)}" if is_rest else _of(others, steps)
         took = [", which takes ", *between(others, "step_mean_ms", milliseconds)] if is_rest else []
         yield linked(f"In {which} the GPU is still at work when the host has launched a step", *took, ".")
 
 
-def _longest_phase(timed: Sequence[Named]) -> Iterator[Linked]:
-    """Which phase is the longest, where more than one was measured."""
+def _longest_phase(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:
+    """Which phase is the longest, of the steps after most warm-up, where more than one was measured."""
+    timed = _timed([step for step in steps if step.block is own.steps[0]])
     longest: dict[Phase, list[Named]] = defaultdict(list)
     for step in timed:
         times_ms = {phase: step.row.get(f"{phase}_mean_ms") for phase in Phase if phase is not Phase.STEP}
@@ -82,9 +88,9 @@ def _longest_phase(timed: Sequence[Named]) -> Iterator[Linked]:
             longest[max(known, key=known.__getitem__)].append(step)
     every = sum(map(len, longest.values()))
     parts: Parts = []
-    for phase, own in sorted(longest.items(), key=lambda item: -len(item[1])):
-        number = f" in {len(own)} of {every}" if len(own) < every else ""
-        shares = between(own, f"{phase}_mean_ms", percent, _share_of(phase))
+    for phase, phased in sorted(longest.items(), key=lambda item: -len(item[1])):
+        number = f" in {len(phased)} of {every}" if len(phased) < every else ""
+        shares = between(phased, f"{phase}_mean_ms", percent, _share_of(phase))
         parts += [f"{'; ' if parts else 'The longest phase is '}{phase}{number}, with ", *shares]
     if parts:
         yield linked(*parts, " of the step.")
@@ -94,18 +100,19 @@ def _share_of(phase: Phase) -> Callable[[Row], float]:
     return lambda row: row[f"{phase}_mean_ms"] / row["step_mean_ms"]
 
 
-def _failed(steps: Sequence[Named], found: Sequence[Subjects]) -> Iterator[Linked]:
+def _failed(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:
     """The configurations that failed, by how they ended; of those out of memory, what the first asked for."""
-    failures = {record.config.configuration: record.failure for own in found for record in own.results.published}
+    failures = {record.config.configuration: record.failure for record in own.results.published}
     by_status: dict[str, list[Named]] = defaultdict(list)
     for step in steps:
         if step.row["status"] != Status.OK:
             by_status[step.row["status"]].append(step)
-    for status, own in by_status.items():
-        words = "Memory limits" if status == Status.OOM else f"A run {status_text(status)}"
-        why = _asked_for(failures, own[0].row["config"]) if status == Status.OOM else ""
-        link = "" if status == Status.OOM else " in"
-        yield linked(f"{words}{link} {_of(own, steps)}: ", *listed(own, "status"), f"{why}.")
+    for status, ended in by_status.items():
+        if status == Status.OOM:
+            why = _asked_for(failures, ended[0].row["config"])
+            yield linked(f"Memory limits {_of(ended, steps)}: ", *listed(ended, "status"), f"{why}.")
+        else:
+            yield linked(f"Ended as {status_text(status)}: {_of(ended, steps)}, ", *listed(ended, "status"), ".")
 
 
 def _asked_for(failures: Mapping[RunConfig, Failure | None], config: RunConfig) -> str:
@@ -115,13 +122,9 @@ def _asked_for(failures: Mapping[RunConfig, Failure | None], config: RunConfig) 
     return f"; the first asked for {size(failure.requested_bytes)} with {size(failure.free_bytes)} free"
 
 
-def _profiles(found: Sequence[Subjects], is_oom_told: bool) -> Iterator[Linked | Part]:
+def _profiles(own: Subjects, is_oom_told: bool) -> Iterator[Linked | Part]:
     """The main findings of a profile that is the only one of its kind; of several, what they have in common."""
-    kernels, memory = (
-        [each for own in found for each in own.of_kernels],
-        [each for own in found for each in own.of_memory],
-    )
-    blocks = [block for own in found for block in (*own.kernels, *own.memory)]
+    kernels, memory, blocks = own.of_kernels, own.of_memory, [*own.kernels, *own.memory]
     if len(kernels) > 1:
         yield from _kernels(blocks)
     if len(memory) > 1 and not is_oom_told:

@@ -22,9 +22,11 @@ def places(found_in: Mapping[Path, Sequence[RunRecord]], directory: Path) -> Pla
 
 
 def provenance(records: Iterable[RunRecord], place_of: PlaceOf) -> str:
-    """Where what is shown comes from: directories, device, software, commit and time of measurement."""
+    """The directories of what is shown, or its file if it is one run, then device, software, commit and time."""
     found = list(records)
     places = dict.fromkeys(str(place_of(record)) for record in found)
+    if len(found) == 1:
+        places = dict.fromkeys([str(place_of(found[0]) / "runs" / f"{found[0].key}.json")])
     return inert_line("; ".join([", ".join(places), conditions_and_times(found)]))
 
 

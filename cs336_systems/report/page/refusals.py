@@ -1,11 +1,12 @@
 """What the page does not put side by side: records that cannot be compared, each refusal with its reason."""
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cs336_systems.config import Phase
-from cs336_systems.record import Identity, RunRecord
+from cs336_systems.record import Environment, Identity, RunRecord
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.memory.entries import MemoryEntry
@@ -40,8 +41,12 @@ def separated(results: Results) -> Separated:
         keys = {id_of(record) for record in group}
         identity = _identity(group)
         kernels = [entry for entry in results.kernels if id_of(entry.profiled) in keys]
-        of_config = {record.config: record for record in group}
-        memory = [entry for entry in results.memory if entry.config in of_config]
+        of_config = {record.config for record in group}
+        memory = [
+            entry
+            for entry in results.memory
+            if (entry.config in of_config if entry.recorded is None else id_of(entry.recorded) in keys)
+        ]
         entries: list[Profiled | MemoryEntry] = [*kernels, *memory]
         for entry in entries:
             if entry.plain is not None and not _is_same(entry.plain, identity):
@@ -81,9 +86,9 @@ def warmup_reasons(records: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def id_of(record: RunRecord) -> tuple[str, str]:
-    """What names a record among those of several directories."""
-    return record.key, record.started_at
+def id_of(record: RunRecord) -> tuple[str, str, Environment | None]:
+    """What names a record among those of several directories, which may have been measured in the same second."""
+    return record.key, record.started_at, record.environment
 
 
 def without_contradictions(record: RunRecord) -> tuple[RunRecord, list[str]]:
@@ -96,7 +101,21 @@ def without_contradictions(record: RunRecord) -> tuple[RunRecord, list[str]]:
             "so they are not shown as its parts."
         )
         record = replace(record, measurements=(step,))
+    host_s = statistics.fmean(record.host_times_s) if record.host_times_s else 0.0
+    if step is not None and host_s > (1 + TOLERANCE) * step.mean_s:
+        reasons.append(
+            f"{label}: the host took {host_s * 1e3:.4g} ms to launch a step, more than the step of "
+            f"{step.mean_s * 1e3:.4g} ms, so it is not shown as its part."
+        )
+        record = replace(record, host_times_s=())
     memory = record.memory
+    device_bytes = record.environment.device_memory_bytes if record.environment else None
+    if memory is not None and device_bytes is not None and memory.peak_reserved_bytes > device_bytes:
+        reasons.append(
+            f"{label}: the peak of reserved memory, {memory.peak_reserved_bytes:,} bytes, is more than the device has, "
+            f"{device_bytes:,} bytes, so no peak is shown."
+        )
+        record, memory = replace(record, memory=None), None
     if memory is not None and memory.peak_allocated_bytes > memory.peak_reserved_bytes:
         reasons.append(
             f"{label}: the peak of allocated memory, {memory.peak_allocated_bytes:,} bytes, is more than that of "

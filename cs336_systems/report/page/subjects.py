@@ -113,7 +113,7 @@ class Subjects:
         blocks += map(self._chart, peak_charts(entries))
         records = {record.config: record for record in self.results.records}
         for number, (name, entry, texts) in enumerate(self.of_memory):
-            source = provenance([records[entry.config]], self.place_of)
+            source = provenance([entry.recorded or records[entry.config]], self.place_of)
             blocks.append(_prose(name, texts))
             if (timeline := profiles.memory_picture(entry.profile)) is not None:
                 stem = f"{entry.config.key}_timeline"

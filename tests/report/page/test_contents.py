@@ -11,8 +11,8 @@ from cs336_systems import cli
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.results import show_results
-from cs336_systems.config import Device, Phase, Precision, Profiler
-from cs336_systems.record import Measurement, load_records
+from cs336_systems.config import Device, Precision, Profiler
+from cs336_systems.record import load_records
 from cs336_systems.report.page.command import command_of
 from cs336_systems.report.page.contents import sweep_chapters, sweep_page
 from cs336_systems.report.page.refusals import without_contradictions
@@ -72,30 +72,6 @@ def measured(size="small", step_s=(0.02, 0.02), **identity):
     return replace(record, environment=replace(environment, identity=replace(environment.identity, **identity)))
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("device_name", ("NVIDIA H200", "NVIDIA A100")),
-        ("driver", ("580", "535")),
-        ("torch", ("2.11.0", "2.12.0")),
-        ("code", ("abc", "def")),
-    ],
-)
-def test_records_of_other_conditions_have_tables_of_their_own(field, values, tmp_path):
-    alike = [measured("small", **{field: values[0]}), measured("medium", **{field: values[0]})]
-    page = sweep_page(Results(records=alike), tmp_path)
-    assert steps_of(page) == [["small", "medium"]]
-    assert refused(page) == ""
-    apart = [alike[0], measured("medium", **{field: values[1]})]
-    page = sweep_page(Results(records=apart), tmp_path)
-    assert steps_of(page) == [["small"], ["medium"]]
-    titles = [chapter.title for chapter in page.chapters if chapter.id.startswith("time")]
-    assert [value in title for title in titles for value in values] == [True, False, False, True]
-    assert all(value in refused(page) for value in values)
-    assert not [b for c in page.chapters for b in c.blocks if isinstance(b, Figure)], "no picture has one run"
-    to_html(page)
-
-
 def test_a_page_holds_the_chapters_of_several_sweeps(tmp_path):
     """Each with a prefix of its own, as a page whose parts share an identifier is not written."""
     apart = Results(records=[measured("small", code="abc"), measured("medium", code="def")])
@@ -103,28 +79,6 @@ def test_a_page_holds_the_chapters_of_several_sweeps(tmp_path):
     to_html(Page(title="two sweeps", chapters=chapters))
     with pytest.raises(ValueError, match="identifier"):
         to_html(Page(title="two sweeps", chapters=[*sweep_chapters(apart, tmp_path), *sweep_chapters(apart, tmp_path)]))
-
-
-def test_what_is_shown_names_the_directory_that_it_comes_from(tmp_path):
-    first, second = measured("small", code="abc"), measured("medium", code="def")
-    found = {tmp_path / "one": [first], tmp_path / "two": [second]}
-    page = sweep_page(Results(records=[first, second]), tmp_path / "both", found_in=found)
-    sources = {b.table.rows[0][0]: b.source for c in page.chapters for b in c.blocks if isinstance(b, TableBlock)}
-    assert sources.keys() == {"small", "medium"}
-    for size, own, other in (("small", "one", "two"), ("medium", "two", "one")):
-        assert str(tmp_path / own) in sources[size]
-        assert str(tmp_path / other) not in sources[size]
-
-
-def test_runs_after_other_warmup_have_tables_of_their_own(tmp_path):
-    records = [
-        make_record(make_config("small"), (0.02, 0.02)),
-        make_record(make_config("medium", warmup_steps=1), (0.05, 0.05)),
-    ]
-    page = sweep_page(Results(records=records), tmp_path)
-    assert steps_of(page) == [["small"], ["medium"]]
-    assert "after 5" in refused(page)
-    assert "after 1" in refused(page)
 
 
 def test_named_values_of_a_setting_stand_in_their_order_and_no_line_joins_them(tmp_path):
@@ -137,13 +91,6 @@ def test_named_values_of_a_setting_stand_in_their_order_and_no_line_joins_them(t
     assert figure.spec["layout"]["xaxis"]["tickvals"] == times["x"] == [0, 1, 2]
     assert times["y"] == pytest.approx([1e3 * time_s for time_s in times_s.values()])
     assert times["type"] == "bar"
-
-
-def test_a_profiled_time_is_in_no_table_of_steps(tmp_path):
-    profiled = make_record(make_config("medium", profiler=Profiler.KINETO), (0.09, 0.09))
-    page = sweep_page(Results(records=[measured("small"), profiled]), tmp_path)
-    assert steps_of(page) == [["small"]]
-    assert "1 run under a profiler" in refused(page)
 
 
 def test_a_slowdown_by_the_profiler_is_not_given_against_a_run_under_other_conditions(tmp_path):
@@ -165,28 +112,6 @@ def test_a_slowdown_by_the_profiler_is_not_given_against_a_run_under_other_condi
     assert cells
     assert plain_ms not in cells
     assert entry.config.label in reasons
-
-
-def test_phases_longer_than_their_step_are_not_shown_as_its_parts(tmp_path):
-    whole = measured("small", step_s=(0.02, 0.02))
-    forward = Measurement(Phase.FORWARD, (0.03, 0.03))
-    wrong = replace(whole, measurements=(forward, *whole.measurements[1:]))
-    page = sweep_page(Results(records=[wrong, measured("medium")]), tmp_path)
-    (table,) = (b.table for c in page.chapters for b in c.blocks if isinstance(b, TableBlock))
-    rows = [dict(zip([heading.name for heading in table.headings], row, strict=True)) for row in table.rows]
-    assert [row["forward"] for row in rows] == ["", "5.000 ± 0"]
-    assert rows[0]["step"] == "20.00 ± 0"
-    assert "42.5 ms" in refused(page)
-    assert "20 ms" in refused(page)
-
-
-def test_a_peak_above_what_was_reserved_is_not_shown(tmp_path):
-    whole = measured("small")
-    wrong = replace(whole, memory=replace(whole.memory, peak_allocated_bytes=5 * 2**30, peak_reserved_bytes=2**30))
-    page = sweep_page(Results(records=[wrong]), tmp_path)
-    (table,) = (b.table for c in page.chapters for b in c.blocks if isinstance(b, TableBlock))
-    assert "peak" not in [heading.name for heading in table.headings]
-    assert f"{5 * 2**30:,}" in refused(page)
 
 
 def test_no_committed_sweep_contradicts_itself():

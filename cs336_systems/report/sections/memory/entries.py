@@ -55,6 +55,8 @@ class MemoryEntry(Snapshot):
     """A run of a sweep whose memory was recorded."""
 
     config: RunConfig
+    recorded: RunRecord | None = None
+    """The run itself; None if only its profile is known."""
 
     is_run: ClassVar[bool] = True
 
@@ -80,9 +82,11 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
     plain = {_apart_from_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
 
     def load(record: RunRecord) -> MemoryEntry:
-        profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
         return MemoryEntry(
-            config=record.config, profile=profile, plain=plain.get(_apart_from_steps(record.config.unprofiled))
+            config=record.config,
+            profile=read_memory_profile(memory_profile_path(record.config, directory / "runs")),
+            plain=plain.get(_apart_from_steps(record.config.unprofiled)),
+            recorded=record,
         )
 
     return load_entries(records, (Profiler.MEMORY,), load)
