@@ -1,6 +1,7 @@
 """The page of a comparison: the verdicts first, then the rows that they come from, and what each side is."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -142,9 +143,18 @@ def _source(compared: Compared) -> str:
 
 
 def _sides(compared: Compared) -> list[Part]:
-    """What the user called A and B, and where and when it was measured."""
+    """What the user called A and B, where and when it was measured, and the command that compares them."""
     sides = zip("AB", compared.sides.names, compared.records, strict=True)
-    return [
-        (inert_line(f"{side} is {name or 'without flags'}: {conditions_and_times(own)}."), "")
-        for side, name, own in sides
-    ]
+    texts = [f"{side} is {name or 'without flags'}: {conditions_and_times(own)}." for side, name, own in sides]
+    return [(inert_line(text), "") for text in (*texts, f"Compared by: {_command(compared)}")]
+
+
+def _command(compared: Compared) -> str:
+    sides = compared.sides
+    words = ["cs336", "compare", *sides.names]
+    if sides.records is None:
+        counts = Counter(record.config.configuration for record in compared.records[0])
+        words += ["--repeats", str(max(counts.values()))]
+        words += ["--measure"] if not any(name.startswith("-") for name in sides.names) and all(sides.names) else []
+    words += ["--allow-mixed"] if sides.allow_mixed else []
+    return shlex.join(words)

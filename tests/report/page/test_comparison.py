@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 from cs336_systems.config import Profiler
 from cs336_systems.record import WarningCode
-from cs336_systems.report.compared import Sides, compare_paths, compare_sides
+from cs336_systems.report.compared import Sides, compare_paths, compare_sides, load_compared
 from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.write import Linked, Page, Prose, to_html
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
@@ -158,6 +159,18 @@ def test_two_configurations_have_their_verdict_first():
     chapters = comparison_chapters(compare_sides(Sides(a="--seed 0", b="--seed 1"), sides))
     assert "B is slower than A" in sentences(chapters)["Verdict"][0]
     assert "--seed 1" in " ".join(sentences(chapters)["What A and B are"])
+
+
+MADE = re.findall(r"`(cs336 compare .*?)`", (DATA.parent / "README.md").read_text())
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_the_command_is_the_one_that_made_the_committed_comparison(made):
+    words = shlex.split(made)
+    at = words.index("--name")
+    found = load_compared(DATA / words[at + 1])
+    (told,) = (text for text in sentences(comparison_chapters(found))["What A and B are"] if "cs336" in text)
+    assert shlex.split(told.partition(": ")[2]) == [*words[:at], *words[at + 2 :]]
 
 
 @pytest.mark.parametrize("name", [HOSTILE, *HOSTILE_TEXTS])
