@@ -23,14 +23,16 @@ from cs336_systems.text import counted
 class ReportArguments:
     """Make the tables, plots and page (index.html) of finished runs again, of one sweep's directory or several.
 
-    A directory that holds no runs itself stands for all results below it, of sweeps, ladders and studies: each is
-    written again where it is, as in `cs336 report data`.
+    A directory that holds no runs itself stands for all results below it, of sweeps, ladders, studies and comparisons:
+    each is written again where it is, as in `cs336 report data`. The directory gets one page of all of them, which
+    begins with the course's questions and then has the results by subject. The directory of a ladder or of a study
+    is written again too, with its page.
 
     A run under a profiler whose raw profile was not explained, or whose explanation was lost, is explained first.
     """
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR ...]")]
-    """Directories of sweeps (each with runs/ in it), or one with results below it."""
+    """Directories of sweeps (each with runs/ in it), or one of anything else, or with results below it."""
     output: Annotated[Path | None, unset("DIR", "the directory itself, if there is one only")] = None
     """Where to write."""
     json: Switch = False
