@@ -172,8 +172,9 @@ def _time(timed: str) -> Column:
 def _beside(title: str, rows: Sequence[Row], names: Sequence[Implementation], timed: Sequence[str]) -> Table:
     """A row for each shape and precision, with the times of the implementations beside each other."""
     index = ("precision", "d_head", "context_length")
-    has_several = len({row["precision"] for row in rows}) > 1
-    shape = [column(key, drop_order=0) for key in (index if has_several else index[1:])]
+    shape = [column(key, drop_order=0) for key in index[1:]]
+    if len({row["precision"] for row in rows}) > 1:
+        shape = [Column("precision", key="precision", numeric=False, write=str), *shape]
     times = [(part, name) for part in timed for name in names]
     cells = [replace(across(name, _time(part)), name=f"{part}, {name}", unit="ms") for part, name in times]
     pivot = pivoted([row for row in rows if row["implementation"] in names], index, "implementation")
