@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from markupsafe import Markup
@@ -22,11 +23,14 @@ SMALL = 0.6
 FAILED = {"symbol": "x", "size": 10, "color": FAILURE_COLOUR}
 WORDS = 11
 """Size of words in a picture in pixels."""
-SPACE = Markup("&nbsp; ")
 LONGEST = 500
 """Characters of a text in a picture."""
-PANEL, BAR, GAP, AROUND, KEY = 270, 30, 90, 100, 10
-"""Pixels: height of a panel, of a lying bar, between panels, around all of them, and for each entry of the legend."""
+PANEL, BAR, GAP, AROUND = 270, 30, 90, 100
+"""Pixels: height of a panel, of a lying bar, between panels, and around all of them."""
+KEY, NARROW_KEY = 8, 20
+"""Pixels for each entry of the legend, and on a narrow screen."""
+MOST_WORDS = 8
+"""Bars of a panel that have room for words on a narrow screen."""
 FEW = 2
 """Powers of ten below which a logarithmic axis has ticks between them."""
 ASIDE = 0.07
@@ -40,50 +44,74 @@ def text(words: object) -> str:
 
 def height_of(chart: Chart) -> int:
     """Height of the figure in pixels."""
+    return _height(chart, KEY)
+
+
+def _height(chart: Chart, key: int) -> int:
     rows = _row_heights(chart)
-    return sum(rows) + GAP * (len(rows) - 1) + AROUND + KEY * len(chart.keys)
+    return sum(rows) + GAP * (len(rows) - 1) + AROUND + key * len(chart.keys)
 
 
 def spec_of(chart: Chart) -> Spec:
-    """Data and layout."""
+    """Data and layout; and for a narrow screen a layout with its own height, in which no panel is beside another."""
     data: list[Spec] = []
+    named = {""}
+    for number, panel in enumerate(chart.panels):
+        place = {"xaxis": f"x{_ending(number)}", "yaxis": f"y{_ending(number)}"}
+        for trace in [*_bars(chart, panel), *_curves(panel, chart.is_lying), *_failures(panel), *_marks(panel)]:
+            name = trace.get("name", "")
+            data.append({"showlegend": name not in named, "legendgroup": name} | trace | place)
+            named.add(name)
+    narrow = replace(chart, columns=1)
+    return {
+        "data": data,
+        "layout": _layout(chart, math.inf),
+        "narrow": _layout(narrow, MOST_WORDS) | {"height": _height(narrow, NARROW_KEY)},
+    }
+
+
+def _ending(number: int) -> str:
+    """What the names of the axes of a panel end with."""
+    return "" if number == 0 else str(number + 1)
+
+
+def _layout(chart: Chart, most_words: float) -> Spec:
+    """Axes, lines across and words; bars have words where there are at most so many in a panel."""
     legend = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0}
     layout: Spec = {"barmode": "stack", "hovermode": "closest", "annotations": [], "shapes": [], "legend": legend}
-    named: set[str] = set()
+    named = {""}
     for number, panel in enumerate(chart.panels):
-        ending = "" if number == 0 else str(number + 1)
-        across, upward = _domains(chart, number)
+        ending, (across, upward) = _ending(number), _domains(chart, number)
         is_left, is_last = number % chart.columns == 0, number + chart.columns >= len(chart.panels)
-        x, y = _axis(panel.x, is_last or chart.is_lying), _axis(panel.y, is_left, _decades(panel))
+        x, y = _axis(panel.x, is_named=is_last), _axis(panel.y, is_named=is_left, values=panel.values)
         if chart.is_lying:
             x, y = _beside(panel, is_last), {"tickvals": [-place for place in x["tickvals"]], "ticktext": x["ticktext"]}
         if chart.is_shared and number:
             y["matches"] = "y"
         layout[f"xaxis{ending}"] = x | {"domain": across, "anchor": f"y{ending}"}
         layout[f"yaxis{ending}"] = y | {"domain": upward, "anchor": f"x{ending}"}
-        place = {"xaxis": f"x{ending}", "yaxis": f"y{ending}"}
-        for trace in [*_bars(chart, panel), *_curves(panel, chart.is_lying), *_failures(panel), *_words(chart, panel)]:
-            name = trace.get("name", "")
-            data.append({"showlegend": bool(name) and name not in named, "legendgroup": name} | trace | place)
-            named.add(name)
         for line in panel.references:
-            ends, value = ("y", "x") if line.is_upright else ("x", "y")
+            ends, value, name = "y" if line.is_upright else "x", "x" if line.is_upright else "y", text(line.name)
             layout["shapes"].append(
                 {
                     "type": "line", f"{ends}ref": f"{ends}{ending} domain", f"{value}ref": f"{value}{ending}",
-                    f"{ends}0": 0, f"{ends}1": 1, f"{value}0": line.value, f"{value}1": line.value,
-                    "name": text(line.name),
-                    "line": {"dash": DASHES[line.dash], "color": line.colour, "width": 1.2}, "layer": "below",
-                    "showlegend": bool(line.name) and line.name not in named, "legendgroup": text(line.name),
+                    f"{ends}0": 0, f"{ends}1": 1, f"{value}0": line.value, f"{value}1": line.value, "name": name,
+                    "line": {"dash": DASHES[line.dash], "color": line.colour, "width": 1.2},
+                    "layer": "above" if panel.bars else "below",
+                    "showlegend": name not in named, "legendgroup": name,
                 }
             )  # fmt: skip
-            named.add(line.name)
-        if panel.title:
+            named.add(name)
+        if title := chart.title_of(number):
             layout["annotations"].append(
                 {"xref": f"x{ending} domain", "yref": f"y{ending} domain", "x": 0.5, "y": 1, "yanchor": "bottom",
-                 "text": text(panel.title), "showarrow": False}
+                 "text": text(title), "showarrow": False}
             )  # fmt: skip
-    return {"data": data, "layout": layout}
+        if len(panel.bars) <= most_words:
+            layout["annotations"] += [
+                {"xref": f"x{ending}", "yref": f"y{ending}"} | own for own in _words(chart, panel)
+            ]
+    return layout
 
 
 def _row_heights(chart: Chart) -> list[int]:
@@ -103,18 +131,18 @@ def _domains(chart: Chart, number: int) -> tuple[list[float], list[float]]:
     return [left, left + width], [below / whole, (below + heights[row]) / whole]
 
 
-def _decades(panel: Panel) -> float:
-    """Powers of ten from the smallest to the largest value that is drawn over a logarithmic axis."""
-    known = [point.value for curve in panel.curves for point in curve.line.known if point.value]
-    return math.log10(max(known) / min(known)) if known and panel.y.is_log else 0.0
-
-
-def _axis(axis: Axis, is_named: bool, decades: float = 0.0) -> Spec:
+def _axis(axis: Axis, *, is_named: bool, values: Sequence[float] = ()) -> Spec:
     found: Spec = {"title": {"text": axis.label if is_named else ""}}
     if axis.labels:
-        found |= {"tickvals": list(axis.labels), "ticktext": [text(label) for label in axis.labels.values()]}
+        found |= {
+            "ticklabeloverflow": "allow",
+            "tickvals": list(axis.labels),
+            "ticktext": [text(label) for label in axis.labels.values()],
+        }
     if axis.is_log:
-        found |= {"type": "log", "exponentformat": "none", "dtick": "D2" if decades < FEW else 1}
+        ends = axis.limits or [value for value in values if value > 0] or [1.0]
+        is_short = math.log10(max(ends) / min(ends)) < FEW
+        found |= {"type": "log", "exponentformat": "none", "dtick": "D2" if is_short else 1}
     if axis.limits:
         found["range"] = [math.log10(end) if axis.is_log else end for end in axis.limits]
     if axis.from_zero:
@@ -124,9 +152,8 @@ def _axis(axis: Axis, is_named: bool, decades: float = 0.0) -> Spec:
 
 def _beside(panel: Panel, is_last: bool) -> Spec:
     """The axis of the values of lying bars, with room for the words beside them."""
-    values = [point.value or 0.0 for curve in panel.curves for point in curve.line.known]
-    longest = max([*values, *(bar.length for bar in panel.bars)], default=0.0) or 1.0
-    return _axis(panel.y, is_last) | {"range": [0, 1.25 * longest]}
+    longest = max([*panel.values, *(bar.length for bar in panel.bars)], default=0.0) or 1.0
+    return _axis(panel.y, is_named=is_last) | {"range": [0, 1.3 * longest]}
 
 
 def _bars(chart: Chart, panel: Panel) -> Iterator[Spec]:
@@ -143,9 +170,13 @@ def _bars(chart: Chart, panel: Panel) -> Iterator[Spec]:
             "type": "bar", "name": text(label), "width": [bar.width for bar in bars], **lying,
             "marker": {"color": style.colour, "line": {"width": 0.5, "color": style.ink},
                        "pattern": {"shape": style.pattern, "fgcolor": style.ink, "bgcolor": style.colour}},
-            "text": [_hover(f"{bar.name}: {name}", panel.y, bar.parts[name]) for bar in bars],
+            "text": [_hover(_named(panel, bar, name), panel.y, bar.parts[name]) for bar in bars],
             "hovertemplate": Markup("%{text}<extra></extra>"), "textposition": "none",
         }  # fmt: skip
+
+
+def _named(panel: Panel, bar: Bar, part: str) -> str:
+    return f"{', '.join(filter(None, [panel.title, bar.name]))}: {part}"
 
 
 def _place(panel: Panel, bar: Bar, is_lying: bool) -> float:
@@ -174,14 +205,15 @@ def _curves(panel: Panel, is_lying: bool) -> Iterator[Spec]:
             "x": x or [None], "y": y or [None], "line": {"color": curve.colour, "width": curve.width,
                                                          "dash": DASHES[curve.dash or "-"]},
             "marker": _marker(curve), "hovertemplate": Markup("%{text}<extra></extra>"), **errors,
-            "text": [_hover(point.about or curve.line.name, panel.y, point.value or 0.0, point.error, at)
-                     for point, at in zip(points, _places(panel.x, [point.x for point in points]), strict=True)],
+            "text": [_hover(p.about or curve.line.name, panel.y, p.value or 0.0, p.error, _at(panel, p.x))
+                     for p in points],
         }  # fmt: skip
 
 
-def _places(axis: Axis, values: Sequence[str | float]) -> list[str]:
-    """The names or numbers as words."""
-    return [value if isinstance(value, str) else f"{axis.label} {value:.4g}" for value in values]
+def _at(panel: Panel, x: str | float) -> str:
+    """Where a point stands, in words."""
+    place = f"{panel.x.label} {x}".lstrip() if isinstance(x, str) else f"{panel.x.label} {x:.4g}"
+    return ", ".join(filter(None, [panel.title, place]))
 
 
 def _errors(curve: Curve) -> Spec:
@@ -203,8 +235,7 @@ def _marker(curve: Curve) -> Spec:
 
 def _failures(panel: Panel) -> Iterator[Spec]:
     """Crosses at the lowest point of all, or where there is none at 1, for each line and each way to fail."""
-    values = [point.value for curve in panel.curves for point in curve.line.known if point.value]
-    lowest = min(values, default=1.0)
+    lowest = min(filter(None, panel.values), default=1.0)
     for words, places in panel.failures.items():
         yield {
             "type": "scatter", "mode": "markers", "name": text(words), "marker": FAILED, "x": places,
@@ -213,39 +244,38 @@ def _failures(panel: Panel) -> Iterator[Spec]:
         }  # fmt: skip
 
 
-def _words(chart: Chart, panel: Panel) -> Iterator[Spec]:
-    """Words at the ends of bars, how runs failed, and notes."""
-    shown: Spec = {"type": "scatter", "mode": "text", "hoverinfo": "skip", "showlegend": False, "cliponaxis": False}
-    fonts = {True: {"size": WORDS, "color": FAILURE_COLOUR}, False: {"size": WORDS}}
-    for has_failed in (False, True):
-        bars = [bar for bar in panel.bars if bool(bar.failure) is has_failed and (bar.words or bar.failure)]
-        places, ends = [_place(panel, bar, chart.is_lying) for bar in bars], [panel.top(bar) for bar in bars]
-        if bars and chart.is_lying:
-            words = [SPACE + _lines([*bar.words.split("\n"), *filter(None, [bar.failure])]) for bar in bars]
-            yield shown | {"x": ends, "y": places, "text": words, "textposition": "middle right",
-                           "textfont": fonts[has_failed]}  # fmt: skip
-        elif bars and has_failed:
-            yield {
-                "type": "scatter", "mode": "markers+text", "name": "failed", "marker": FAILED, "x": places,
-                "y": [0.0] * len(bars), "text": [_lines(bar.failure.split()) for bar in bars],
-                "hovertext": [text(f"{bar.name}: {bar.failure}") for bar in bars], "textposition": "top center",
-                "hovertemplate": Markup("%{hovertext}<extra></extra>"), "textfont": fonts[True], "cliponaxis": False,
-            }  # fmt: skip
-        elif bars:
-            words = [_lines(bar.words.split("\n")) for bar in bars]
-            yield shown | {
-                "x": places,
-                "y": ends,
-                "text": words,
-                "textposition": "top center",
-                "textfont": fonts[False],
-            }
-    if panel.notes:
-        yield shown | {
-            "x": [note.x for note in panel.notes], "y": [note.y for note in panel.notes],
-            "text": [SPACE + text(note.words) for note in panel.notes], "textposition": "middle right",
-            "textfont": fonts[False],
+def _marks(panel: Panel) -> Iterator[Spec]:
+    """Crosses where bars are missing because runs failed, and notes."""
+    failed = [bar for bar in panel.bars if bar.failure and not bar.parts]
+    if failed:
+        yield {
+            "type": "scatter", "mode": "markers", "name": "failed", "marker": FAILED, "y": [0.0] * len(failed),
+            "x": [panel.x.place(bar.name) + bar.aside for bar in failed], "cliponaxis": False,
+            "text": [text(f"{bar.name}: {bar.failure}") for bar in failed],
+            "hovertemplate": Markup("%{text}<extra></extra>"),
         }  # fmt: skip
+    if panel.notes:
+        yield {
+            "type": "scatter", "mode": "text", "hoverinfo": "skip", "cliponaxis": False,
+            "x": [note.x for note in panel.notes], "y": [note.y for note in panel.notes],
+            "text": [Markup("&nbsp; ") + text(note.words) for note in panel.notes], "textposition": "middle right",
+            "textfont": {"size": WORDS},
+        }  # fmt: skip
+
+
+def _words(chart: Chart, panel: Panel) -> Iterator[Spec]:
+    """Words at the ends of bars, and how runs failed."""
+    for bar in panel.bars:
+        place, end, lines = panel.x.place(bar.name) + bar.aside, panel.top(bar), bar.words.split("\n")
+        font: Spec = {"size": WORDS} | ({"color": FAILURE_COLOUR} if bar.failure else {})
+        own: Spec = {"showarrow": False, "font": font}
+        if chart.is_lying:
+            words = _lines([*lines, *filter(None, [bar.failure])])
+            yield own | {"x": end, "y": -place, "text": words, "xanchor": "left", "xshift": 6, "align": "left"}
+        elif bar.failure:
+            yield own | {"x": place, "y": 0, "text": _lines(bar.failure.split()), "yanchor": "bottom", "yshift": 6}
+        elif bar.words:
+            yield own | {"x": place, "y": end, "text": _lines(lines), "yanchor": "bottom"}
 
 
 def _lines(lines: Iterable[str]) -> Markup:

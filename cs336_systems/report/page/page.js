@@ -202,7 +202,8 @@ function specOf(figure, height) {
 async function draw(place) {
   if (!has("plotly")) return;
   const { library, all } = loaded ?? (await drawing());
-  const height = heightOf(place), figure = specOf(all[place.dataset.figure], height);
+  const own = all[place.dataset.figure], isNarrow = own.narrow && place.clientWidth < 500;
+  const height = heightOf(place), figure = specOf(isNarrow ? { ...own, layout: own.narrow } : own, height);
   place.style.minHeight = "";
   if (figure.kernels) return drawStep(library, place, figure, place.clientWidth < 500 ? height + 140 : height); // for the legend
   if (!place.zoom) {

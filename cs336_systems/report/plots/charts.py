@@ -149,6 +149,11 @@ class Panel:
             return first
         return {f"{name}: {failure}": places for name, own in ends.items() for failure, places in own.items()}
 
+    @property
+    def values(self) -> list[float]:
+        """Of all points that are known."""
+        return [point.value or 0.0 for curve in self.curves for point in curve.line.known]
+
     def top(self, bar: Bar) -> float:
         """Where a bar ends, or the upper deviation of a point at its place."""
         place = self.x.place(bar.name) + bar.aside
@@ -183,6 +188,12 @@ class Chart:
     """The x axis runs from the top to the bottom and has names, beside which bars lie."""
     is_shared: bool = False
     """The panels have one scale of values."""
+
+    def title_of(self, number: int) -> str:
+        """The title of a panel, unless the panel above has the same."""
+        above = number - self.columns
+        title = self.panels[number].title
+        return "" if above >= 0 and self.panels[above].title == title else title
 
     @property
     def shown_styles(self) -> dict[str, Style]:

@@ -59,8 +59,8 @@ def draw(chart: Chart) -> Figure:
     for axes, panel in panels[: 1 if chart.is_shared else None]:
         _limit_values(axes, panel, chart)
     _draw_failures(panels, chart.is_shared)
-    for number, (axes, panel) in enumerate(panels):
-        _label(axes, panel, chart, is_left=number % columns == 0, is_last=number + columns >= len(panels))
+    for number, (axes, _) in enumerate(panels):
+        _label(axes, chart, number)
     if chart.legend:
         drawing.legend_below(figure, handles, chart.legend)
     elif handles:
@@ -88,7 +88,7 @@ def _draw_panel(axes: Axes, panel: Panel, chart: Chart) -> Handles:
             handles[drawing.inert(curve.named)] = drawn
     for line in panel.references:
         across = axes.axvline if line.is_upright else axes.axhline
-        drawn_line = across(line.value, color=line.colour, linewidth=1.2, linestyle=line.dash, zorder=1.5)
+        drawn_line = across(line.value, color=line.colour, linewidth=1.2, linestyle=line.dash, zorder=2.5)
         if line.name:
             handles[drawing.inert(line.name)] = drawn_line
     for note in panel.notes:
@@ -187,8 +187,7 @@ def _look(style: Style) -> dict[str, Any]:
 def _limit_values(axes: Axes, panel: Panel, chart: Chart) -> None:
     """Ends of the axis of values, with room for the words above bars; lying bars have theirs beside the panel."""
     if chart.is_lying:
-        values = [point.value or 0.0 for curve in panel.curves for point in curve.line.known]
-        axes.set_xlim(0, max([*values, *(bar.length for bar in panel.bars)], default=0.0) or 1.0)
+        axes.set_xlim(0, max([*panel.values, *(bar.length for bar in panel.bars)], default=0.0) or 1.0)
         return
     low, high = panel.y.limits or axes.get_ylim()
     if panel.y.from_zero:
@@ -250,21 +249,24 @@ def _write_upright(axes: Axes, x: float, words: str) -> None:
     )  # fmt: skip
 
 
-def _label(axes: Axes, panel: Panel, chart: Chart, *, is_left: bool, is_last: bool) -> None:
-    """Title, ticks and names of the axes; names of axes stand at the left and below only."""
-    axes.set_title(drawing.inert(panel.title), fontsize=10)
+def _label(axes: Axes, chart: Chart, number: int) -> None:
+    """Title, ticks and names of the axes of a panel; names of axes stand at the left and below only."""
+    panel, title = chart.panels[number], chart.title_of(number)
+    is_left, is_last = number % chart.columns == 0, number + chart.columns >= len(chart.panels)
+    axes.set_title(drawing.inert(title), fontsize=10)
     if chart.is_lying:
         axes.set_yticks(range(len(panel.x.names)), [_wrapped(name) for name in panel.x.names], linespacing=1.3)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(drawing.inert(panel.y.label) if is_last else "", fontsize=9)
         return
-    if panel.x.labels:
-        axes.set_xticks(list(panel.x.labels), [drawing.inert(label, LONGEST_NAME) for label in panel.x.labels.values()])
-        axes.xaxis.set_minor_locator(NullLocator())
-    elif panel.x.is_log:
-        _show_decades(axes.xaxis)
-    if panel.y.is_log:
-        _show_decades(axes.yaxis)
+    for axis, own in ((panel.x, axes.xaxis), (panel.y, axes.yaxis)):
+        if axis.labels:
+            own.set_ticks(
+                list(axis.labels), labels=[drawing.inert(words, LONGEST_NAME) for words in axis.labels.values()]
+            )
+            own.set_minor_locator(NullLocator())
+        elif axis.is_log:
+            _show_decades(own)
     if len(panel.x.names) > 6 or max(map(len, panel.x.names), default=0) > 9:
         axes.tick_params(axis="x", rotation=35)
         for label in axes.get_xticklabels():

@@ -253,11 +253,7 @@ def setting_chart(
     """The lines of each size, by what the y axis is called; what is known of no size has no panel."""
     every = next(iter(sizes.values()))
     labels = [label for label in every if any(line.known for panels in sizes.values() for line in panels[label])]
-    panels = [
-        _over_values(panels[label], label, axis, size if row == 0 else "")
-        for row, label in enumerate(labels)
-        for size, panels in sizes.items()
-    ]
+    panels = [_over_values(panels[label], label, axis, size) for label in labels for size, panels in sizes.items()]
     return Chart(
         name=name, title=title, settings=settings, panels=panels, columns=len(sizes), size=(2.8, 2.45), legend=4,
         styles={name: Style(colour=colour) for name, (colour, _) in LOOKS.items()},

@@ -158,7 +158,7 @@ def _panel(rows: Sequence[Row], op: str, phase: Phase, bandwidth: float | None) 
     return Panel(
         x=Axis(names=[row["version"] for row in rows]),
         y=Axis(label=f"{phase}, median time (ms)", unit="ms", from_zero=True),
-        title=op if phase is PHASES[0] else "",
+        title=op,
         bars=bars,
         references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],
     )

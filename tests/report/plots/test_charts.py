@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 
-from cs336_systems.report.page.figures import spec_of
+from cs336_systems.report.page.figures import height_of, spec_of
 from cs336_systems.report.page.write import _inert
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.charts import (
@@ -141,7 +141,7 @@ def test_both_show_each_point_and_where_runs_failed() -> None:
 def test_hover_names_the_point_its_value_and_unit() -> None:
     (first, *_), (bars, *_) = spec_of(make_lines())["data"], spec_of(make_bars())["data"]
     assert first["text"] == ["small 64<br>context 64: 6.4 ± 1.0 ms", "small 128<br>context 128: 12.8 ± 1.0 ms"]
-    assert bars["text"] == ["small: forward: 1.000 ms", "xl: forward: 4.000 ms"]
+    assert bars["text"] == ["context 128 small, small: forward: 1.000 ms", "context 128 small, xl: forward: 4.000 ms"]
     assert {trace["type"] for chart in (make_lines(), make_bars()) for trace in spec_of(chart)["data"]} <= {
         "scatter", "bar",
     }, "WebGL needs eval, which the page forbids"  # fmt: skip
@@ -175,9 +175,12 @@ def test_panels_of_a_figure_do_not_cover_each_other() -> None:
         replace(whole, panels=whole.panels * 3),
         replace(make_bars(True), panels=whole.panels * 2),
     ):
-        layout = spec_of(chart)["layout"]
-        boxes = [(layout[f"xaxis{n}"]["domain"], layout[f"yaxis{n}"]["domain"])
-                 for n in ("", *range(2, len(chart.panels) + 1))]  # fmt: skip
+        endings, spec = ["", *range(2, len(chart.panels) + 1)], spec_of(chart)
+        layout, narrow = spec["layout"], spec["narrow"]
+        assert all(narrow[f"xaxis{n}"]["domain"] == [0, 1] for n in endings)
+        assert len({narrow[f"yaxis{n}"]["domain"][0] for n in endings}) == len(endings), "each below the other"
+        assert narrow["height"] > height_of(chart)
+        boxes = [(layout[f"xaxis{n}"]["domain"], layout[f"yaxis{n}"]["domain"]) for n in endings]
         for number, ((left, right), (low, high)) in enumerate(boxes):
             assert 0 <= left < right <= 1.000001
             assert -1e-9 <= low < high <= 1.000001
