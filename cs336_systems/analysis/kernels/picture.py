@@ -32,7 +32,14 @@ MAX_IDLE = 3000
 """Only the longest idle times are kept."""
 
 
+def median_step(steps: HostSteps) -> int:
+    """The step of median wall time; of two, the shorter."""
+    order = np.argsort(steps.end_ns - steps.start_ns, kind="stable")
+    return int(order[(len(order) - 1) // 2])
+
+
 def picture(
+    step: int,
     steps: HostSteps,
     spans: DeviceSteps,
     windows: DeviceWindows,
@@ -40,15 +47,10 @@ def picture(
     copies: pd.DataFrame,
     gaps: Gaps,
 ) -> PicturedStep:
-    """The step of median wall time (of two, the shorter).
-
-    `kernels` are those of all steps, `with_rows`; `copies` have their names in the column `text`.
-    """
-    order = np.argsort(steps.end_ns - steps.start_ns, kind="stable")
-    step = int(order[(len(order) - 1) // 2])
+    """One step; its `kernels` are those `with_rows`, its `copies` have their names in the column `text`."""
     start = int(steps.start_ns[step])
     wall = int(spans.end_ns[step]) - start
-    kernels, copies = (_of_step(rows, step, start) for rows in (kernels, copies))
+    kernels, copies = _by_stream(kernels, start), _by_stream(copies, start)
     are_few = len(kernels) + len(copies) <= MAX_KERNELS
     return PicturedStep(
         step=step,
@@ -70,9 +72,9 @@ def picture(
     )
 
 
-def _of_step(rows: pd.DataFrame, step: int, start: int) -> pd.DataFrame:
-    """The rows of one step, by stream, in nanoseconds from its start."""
-    rows = rows[rows["step"] == step].sort_values(["device", "stream", "start_ns"], kind="stable")
+def _by_stream(rows: pd.DataFrame, start: int) -> pd.DataFrame:
+    """The rows by stream and start, in nanoseconds from the start of the step."""
+    rows = rows.sort_values(["device", "stream", "start_ns"], kind="stable")
     return rows.assign(**{name: rows[name] - start for name in ("start_ns", "end_ns", "launch_ns")})
 
 

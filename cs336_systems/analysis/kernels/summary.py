@@ -15,7 +15,7 @@ from cs336_systems.analysis.kernels.kernel_times import class_times, kernel_clas
 from cs336_systems.analysis.kernels.matmuls import attention_times, matmul_counts, with_roles
 from cs336_systems.analysis.kernels.parts import AttentionNames, module_times, range_parts
 from cs336_systems.analysis.kernels.phases import PHASES
-from cs336_systems.analysis.kernels.picture import picture, with_rows
+from cs336_systems.analysis.kernels.picture import median_step, picture, with_rows
 from cs336_systems.analysis.kernels.step_profile import Left, PhaseTimes, StepProfile, Work, contradictions
 from cs336_systems.analysis.kernels.windows import Selection, select
 from cs336_systems.config import ModelConfig
@@ -46,7 +46,8 @@ def summarise(
     kind = kernel_classes(trace.kernels.name, trace.strings)
     parts = range_parts(attribution, AttentionNames() if names is None else names)
     kernels = with_roles(work[~work["is_copy"]].assign(kind=kind), attribution, parts)
-    in_step, copies = kernels[kernels["step"] >= 0], work[work["is_copy"]]
+    in_step, step = kernels[kernels["step"] >= 0], median_step(selection.steps)
+    copies = work[work["is_copy"] & (work["step"] == step)]
     by_kernel, by_module = kernel_times(in_step, trace.strings), module_times(in_step, parts)
     attention, attention_notes = attention_times(in_step, parts, model, batch_size)
     profile = StepProfile(
@@ -71,10 +72,11 @@ def summarise(
         gaps=longest_gaps(gaps, jobs, attribution, selection, host),
         host_calls=host_calls(host, selection),
         pictured=picture(
+            step,
             selection.steps,
             spans,
             windows,
-            with_rows(in_step, by_kernel, by_module, trace.strings, parts),
+            with_rows(in_step[in_step["step"] == step], by_kernel, by_module, trace.strings, parts),
             copies.assign(text=[trace.strings[name] for name in copies["name"]]),
             gaps,
         ),
