@@ -13,8 +13,8 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.rebuild import load_collection
-from cs336_systems.config import SIZES, Device
-from cs336_systems.record import load_records
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, Precision
+from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page import questions
 from cs336_systems.report.page.answers.answer import Material
 from cs336_systems.report.page.answers.commands import command_for
@@ -22,7 +22,7 @@ from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.page.write import Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.attention_records import Implementation
-from tests.report.making import make_config, make_record
+from tests.report.making import H200, make_config, make_failure, make_record
 from tests.report.studies import make_cell, make_failed, make_result, make_study
 
 DATA = Path(__file__).parents[3] / "data"
@@ -389,6 +389,43 @@ def test_results_with_the_course_settings_on_a_gpu_are_chosen_before_others(tmp_
     assert all(size in alone.lacking for size in COURSE)
 
 
+def test_phases_that_contradict_their_step_are_in_no_answer(tmp_path):
+    """Such a run has a step alone, and a compiled one beside it has no gain by phase."""
+    eager = make_record(make_config("small", 512), [0.1, 0.2])
+    compiled = make_record(make_config("small", 512, compile=CompileMode.DEFAULT), [0.1, 0.2])
+    wrong = [
+        replace(
+            record, measurements=tuple(Measurement(each.phase, (0.2, 0.2)) for each in record.measurements)
+        )
+        for record in (eager, compiled)
+    ]  # fmt: skip
+    material = Material.of(Collection(root=tmp_path, sweeps={Path("a"): Results(records=wrong)}))
+    found = {part.id: part.answer(material) for problem in questions.PROBLEMS for part in problem.parts}
+    assert found["benchmarking-a"] is None
+    assert found["benchmarking-b"] is None
+    assert not any("By phase" in text for text in found["compile-b"].sentences)
+    assert found["compile-b"].tables[0].values[0]["step_mean_ms"] == pytest.approx(200)
+
+
+def test_a_precision_without_times_is_not_asked(tmp_path):
+    """An interrupted study may have no cell in fp32 that ended well."""
+    failed, timed = (make_cell("naive", 64, 512, precision) for precision in (Precision.FP32, Precision.BF16))
+    study = make_study(make_failed(failed), make_result(timed))
+    material = Material.of(Collection(root=tmp_path, attention={Path("a"): study}))
+    [part] = next(problem for problem in questions.PROBLEMS if problem.title == "Attention in PyTorch").parts
+    [row] = part.answer(material).tables[0].values
+    assert row["precision"] is Precision.BF16
+
+
+def test_where_every_run_ran_out_of_memory_the_peaks_say_so(tmp_path):
+    modes = (Mode.INFERENCE, Mode.TRAIN)
+    records = [make_failure(make_config("2.7B", 2048, mode=mode), device_name=H200) for mode in modes]
+    material = Material.of(Collection(root=tmp_path, sweeps={Path("a"): Results(records=records)}))
+    [peaks] = [part for problem in questions.PROBLEMS for part in problem.parts if part.id == "memory-b"]
+    [row] = peaks.answer(material).tables[0].rows
+    assert row[2:] == ("out of memory", "out of memory")
+
+
 def test_the_chapter_has_tables_with_identifiers_of_their_own(collection):
     chapter = questions.questions_chapter(collection)
     tables = [block.id for own in chapter.chapters for block in own.blocks if isinstance(block, TableBlock)]
@@ -398,6 +435,7 @@ def test_the_chapter_has_tables_with_identifiers_of_their_own(collection):
 def test_the_own_kernel_is_compared_in_the_precision_and_at_the_shapes_that_both_have(tmp_path):
     """Naive takes 2 + 5 ms, own half of it; at 2048 naive has no memory. A study without own is not asked."""
     cells = [make_cell(name, 64, context) for name in ("naive", "own") for context in (512, 1024, 2048)]
+    cells.append(make_cell("own", 64, 512, Precision.BF16))
     halves = {"forward_s": (0.00099, 0.001, 0.00101), "backward_s": (0.00249, 0.0025, 0.00251)}
     results = [
         make_failed(cell)
@@ -411,14 +449,14 @@ def test_the_own_kernel_is_compared_in_the_precision_and_at_the_shapes_that_both
     [part] = next(problem for problem in questions.PROBLEMS if problem.title == "Flash attention").parts
     answer = part.answer(Material.of(Collection(root=tmp_path, attention=studies)))
     assert answer.places[0][0] == Path("attention/b")
-    by_context = {row["context_length"]: row for row in answer.tables[0].values}
-    assert {*by_context} == {512, 1024, 2048}
+    rows = by(answer.tables[0], "precision", "context_length")
+    assert {*rows} == {("fp32", 512), ("fp32", 1024), ("fp32", 2048), ("bf16", 512)}
+    by_context = {context: row for (precision, context), row in rows.items() if precision == "fp32"}
     assert by_context[1024]["naive together_mean_ms"] == pytest.approx(7)
     assert by_context[1024]["own together_mean_ms"] == pytest.approx(3.5)
     assert by_context[2048]["naive forward_mean_ms"] is None
     told = [text for text in answer.sentences if "times as fast" in text]
     assert [re.findall(r"(\S+) at context (\d+)", text) for text in told] == [[("2.00", "512"), ("2.00", "1024")]] * 3
-    assert "bf16" in answer.lacking
     assert "65536" in answer.lacking
     arguments = parsed(answer.commands[0])
     assert (arguments.own, arguments.causal, arguments.batch_size) == ("mine:flash", True, 1)

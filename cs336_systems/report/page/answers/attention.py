@@ -13,7 +13,7 @@ from cs336_systems.report.page.answers.commands import attention_command
 from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_words, limit_notes
 from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.studies.attention_records import AttentionStudy, Implementation
+from cs336_systems.studies.attention_records import AttentionCell, AttentionStudy, Implementation
 
 COURSE_CONTEXTS = (256, 1024, 4096, 8192, 16384)
 COURSE_HEADS = (16, 32, 64, 128)
@@ -131,28 +131,29 @@ def _ends(rows: Sequence[Row]) -> Iterator[str]:
 def _best(material: Material, name: Implementation) -> tuple[Path, AttentionStudy, list[Row]] | None:
     """The study of this implementation with the most cells of the course's grid, on a GPU, in its precision; newest."""
     is_own = name is Implementation.OWN
-    found = []
-    for directory, study in material.collection.attention.items():
-        is_known = name in study.grid.implementations
-        if is_known and any(result.cell.implementation is name and result.measurements for result in study.results):
-            found.append((directory, study))
+    found = [
+        (directory, study, timed)
+        for directory, study in material.collection.attention.items()
+        if (timed := [each.cell for each in study.results if each.cell.implementation is name and each.measurements])
+    ]
     if not found:
         return None
 
-    def rank(pair: tuple[Path, AttentionStudy]) -> tuple[int, bool, bool, int, str]:
-        grid, results = pair[1].grid, pair[1].results
-        cells = {(each.cell.precision, each.cell.context_length, each.cell.d_head) for each in results
-                 if each.cell.implementation is name}  # fmt: skip
+    def rank(candidate: tuple[Path, AttentionStudy, list[AttentionCell]]) -> tuple[int, bool, bool, int, str]:
+        directory, study, timed = candidate
         contexts = OWN_CONTEXTS if is_own else COURSE_CONTEXTS
+        cells = {(cell.precision, cell.context_length, cell.d_head) for cell in timed}
         of_course = [cell for cell in cells if cell[1] in contexts and cell[2] in COURSE_HEADS]
-        has_settings = (grid.batch_size, grid.causal) == ((1, True) if is_own else (8, False))
-        in_full = Precision.FP32 in pair[1].precisions
-        return len(of_course) * has_settings, grid.device is Device.CUDA, in_full, len(cells), str(pair[0])
+        has_settings = (study.grid.batch_size, study.grid.causal) == ((1, True) if is_own else (8, False))
+        in_full = any(cell.precision is Precision.FP32 for cell in timed)
+        on_gpu = study.grid.device is Device.CUDA
+        return len(of_course) * has_settings, on_gpu, in_full, len(cells), str(directory)
 
-    directory, study = max(found, key=rank)
+    directory, study, timed = max(found, key=rank)
     rows = attention_rows(study)
     if not is_own:
-        precision = Precision.FP32 if Precision.FP32 in study.precisions else study.precisions[0]
+        precisions = [cell.precision for cell in timed]
+        precision = Precision.FP32 if Precision.FP32 in precisions else precisions[0]
         rows = [row for row in rows if row["precision"] is precision]
     return directory, study, sorted(rows, key=lambda row: (row["context_length"], row["d_head"]))
 

@@ -54,9 +54,9 @@ def top_kernel(material: Material) -> Answer | None:
         ]
     found = _answer(material, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns)
     runs = _best(material)
-    if found is None or runs is None or len(_entries(runs)) == 1:
+    if found is None or runs is None or len(facts := _with_forward(runs)) <= 1:
         return found
-    return replace(found, sentences=list(_top_words(_facts(runs))))
+    return replace(found, sentences=list(_top_words(facts)))
 
 
 def _top_words(facts: pd.DataFrame) -> Iterator[str]:
@@ -92,7 +92,7 @@ def product_share(material: Material) -> Answer | None:
     alone = _best(material, (Mode.INFERENCE, Mode.FORWARD))
     if found is None or alone is None:
         return found
-    facts = _facts(alone)[f"{FORWARD} {KernelClass.MATMUL}"]
+    facts = _with_forward(alone)[f"{FORWARD} {KernelClass.MATMUL}"]
     shares = between({str(name): float(share) for name, share in facts.items()}, lambda share: percent_of(share, 1))
     sentence = f"In runs of forward alone, without a graph, matrix products take {shares} of its time."
     return Answer(
@@ -156,6 +156,12 @@ def _answer(
         conditions=runs.conditions,
         lacking=", ".join(_lacking(runs)),
     )
+
+
+def _with_forward(runs: Runs) -> pd.DataFrame:
+    """The facts about traces that have a forward pass."""
+    facts = _facts(runs)
+    return facts[facts[f"{FORWARD} time"] > 0]
 
 
 def _table(title: str, runs: Runs, columns: Sequence[Column]) -> Table:

@@ -181,8 +181,8 @@ def _peak_words(rows: Sequence[Row], in_low: bool) -> Iterator[str]:
                 "the weights in bf16, which autocast keeps, take about what the smaller activations save."
             )
         return
-    alone = next(mode for mode in ALONE if any(row.get(mode) for row in rows))
-    both = [row for row in rows if row[alone] and row[Mode.TRAIN]]
+    alone = next((mode for mode in ALONE if any(row.get(mode) for row in rows)), Mode.INFERENCE)
+    both = [row for row in rows if row.get(alone) and row[Mode.TRAIN]]
     ratios = {f"{row['size']} ctx {row['context']}": row[Mode.TRAIN] / row[alone] for row in both}
     if ratios:
         yield (

@@ -102,5 +102,5 @@ def _with_bf16(rows: tuple[NormalisedActivations, ...]) -> list[str]:
         return []
     return [
         "bf16 has the range of fp32, so no square overflows; but it has 8 significant bits, so activations that differ "
-        "little from a large mean become equal. Layer norm is therefore still computed in fp32 under autocast."
+        "little from a large mean become equal. So autocast computes layer norm in fp32 with bf16 too, on a GPU."
     ]

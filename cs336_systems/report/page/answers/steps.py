@@ -76,8 +76,13 @@ def _timed(runs: Runs) -> list[RunRecord]:
     """Training steps after most warm-up, in fp32 as the course's; in other precisions where there are none."""
     trained = _trained(runs)
     most = max((record.config.warmup_steps for record in trained), default=0)
-    found = [record for record in trained if record.config.warmup_steps == most]
+    found = [record for record in trained if record.config.warmup_steps == most and _has_phases(record)]
     return [record for record in found if record.config.precision is Precision.FP32] or found
+
+
+def _has_phases(record: RunRecord) -> bool:
+    """Whether its phases are known; those that contradict their step are not."""
+    return all(record.measurement(phase) for phase in record.config.phases)
 
 
 def _is_timed_by_course(config: RunConfig) -> bool:
@@ -248,8 +253,9 @@ def compiled_model(material: Material) -> Answer | None:
             for other in eager
             if _is_same_but(row, other, "compile") and (before := value(other)) and (after := value(row))
         }
-        said.append(f"{part} {between(gains, _times)} times")
-    sentences = [*_texts(choice_answers(rows)), f"By phase: {', '.join(said)} as fast. The optimizer is not compiled."]
+        said += [f"{part} {between(gains, _times)} times"] if gains else []
+    sentences = _texts(choice_answers(rows))
+    sentences += [f"By phase: {', '.join(said)} as fast. The optimizer is not compiled."] if said else []
     lacking = lacking_sizes(runs)
     return _answer(material, runs, sentences, [table], lacking=lacking)
 
