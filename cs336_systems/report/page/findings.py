@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cs336_systems.config import Phase
 from cs336_systems.record import RunRecord, RunWarning, WarningCode
-from cs336_systems.report.frame import SPEED_UPS, order
+from cs336_systems.report.columns import Row
+from cs336_systems.report.frame import SPEED_UPS, apart_from, order
 from cs336_systems.report.identity import identities, names_of
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.page.limits import limits, milliseconds, percent, recorded_runs
-from cs336_systems.report.page.rows import Named, between, linked, named_rows
+from cs336_systems.report.page.rows import Named, between, linked, listed, named_rows
 from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Linked, Part, Prose
 from cs336_systems.report.sections.memory.facts import by_category
@@ -68,6 +69,7 @@ def _stands_out(own: Subjects) -> Iterator[Linked]:
     steps = named_rows(own.steps[:1], "step_mean_ms")
     yield from _extremes([step for step in steps if step.row["step_mean_ms"] is not None])
     yield from _peaks(steps, recorded_runs(own.memory))
+    yield from _checkpoints(steps)
 
 
 def _extremes(steps: Sequence[Named]) -> Iterator[Linked]:
@@ -112,6 +114,28 @@ def _peaks(steps: Sequence[Named], recorded: Sequence[Named]) -> Iterator[Linked
     elif not recorded and (known := [step for step in steps if step.row["peak_allocated_gib"] is not None]):
         peaks = between(known, "peak_allocated_gib", lambda gib: size(round(gib * 2**30)))
         yield linked("The peak of memory is ", *peaks, ".")
+
+
+def _checkpoints(steps: Sequence[Named]) -> Iterator[Linked]:
+    """The groups of blocks with the least peak, of steps that differ in their checkpoints alone."""
+    groups: dict[tuple[object, ...], list[Named]] = defaultdict(list)
+    for step in steps:
+        if step.row["peak_allocated_gib"] is not None:
+            groups[apart_from(step.row["config"], "checkpoint_blocks")].append(step)
+    several = [own for own in groups.values() if len(own) > 1]
+    best: dict[int, list[Named]] = defaultdict(list)
+    for own in several:
+        least = min(own, key=lambda step: float(step.row["peak_allocated_gib"]))
+        best[least.row["checkpoint_blocks"]].append(least)
+    for blocks, own in best.items():
+        words = f"checkpoints of {counted(blocks, 'block')}" if blocks else "no checkpoints"
+        number = f"{len(own)} of {len(several)}" if len(several) > len(own) else "all of them"
+        peaks = listed(own, "peak_allocated_gib", lambda step: f"{step.name} ({_gib(step.row)})")
+        yield linked(f"Over groups of blocks the least peak is that with {words}, in {number}: ", *peaks, ".")
+
+
+def _gib(row: Row) -> str:
+    return size(round(row["peak_allocated_gib"] * 2**30))
 
 
 def _warned(own: Subjects) -> Iterator[Warned]:

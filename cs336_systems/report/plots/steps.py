@@ -68,6 +68,7 @@ LOOKS = {
 """Colour and marker of the lines over a setting, by their names."""
 NAMED: dict[str, dict[Place, str]] = {SETTINGS_ALONG["checkpoint_blocks"]: {0: "none"}}
 """Words in place of a value, by what the axis is called."""
+PEAK, LEAST = "peak of memory (GiB)", "least peak"
 MILLISECONDS = Axis(label="time (ms)", unit="ms", from_zero=True)
 
 
@@ -141,7 +142,7 @@ def _panels(rows: Sequence[Row], setting: str) -> dict[str, list[Line]]:
         return {"time (ms)": [mean, first], "std/mean (%)": [line("std/mean", in_percent, setting, "step_cv")]}
     return {
         "time (ms), mean ± std": lines(rows, "precision", setting, "step_mean_ms", "step_std_ms"),
-        "peak of memory (GiB)": lines(rows, "precision", setting, "peak_allocated_gib"),
+        PEAK: lines(rows, "precision", setting, "peak_allocated_gib"),
     }
 
 
@@ -287,6 +288,15 @@ def _over_values(lines: Sequence[Line], label: str, axis: str, title: str) -> Pa
             parts = {} if point.value is None else {own.name: point.value}
             failure = f"{own.name}: {point.failure}" if point.failure and len(lines) > 1 else point.failure or ""
             bars.append(Bar(name=str(point.x), parts=parts, failure=failure, aside=aside, width=0.9 * width))
+    if (axis, label) == (SETTINGS_ALONG["checkpoint_blocks"], PEAK):
+        curves += [_least(curve) for curve in curves if len(curve.line.known) > 1]
     unit = label.partition("(")[2].partition(")")[0]
     return Panel(x=Axis(label=axis, names=names), y=Axis(label=label, unit=unit, from_zero=True), title=title,
                  bars=bars, curves=curves)  # fmt: skip
+
+
+def _least(curve: Curve) -> Curve:
+    """A ring around the point of the curve with the least value."""
+    least = min(curve.line.known, key=lambda point: point.value or 0.0)
+    line = Line(name=LEAST, points=(replace(least, error=None),))
+    return Curve(line=line, colour=BLACK, marker="o", dash="", size=11, is_hollow=True, aside=curve.aside)

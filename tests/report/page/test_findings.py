@@ -217,3 +217,31 @@ def test_a_sweep_of_one_phase_or_without_times_says_nothing_of_phases(tmp_path):
         ]
         assert not [text for text in texts if "longest phase" in text]
         to_html(page)
+
+
+def test_the_checkpoints_with_the_least_peak_are_told_and_ringed():
+    """Of each precision that one version of the measuring code measured with several groups of blocks."""
+    directory = DATA / "e2e_benchmark/checkpointing"
+    runs = [json.loads(path.read_text()) for path in (directory / "runs").glob("*.json")]
+    codes = Counter(run["environment"]["identity"]["code"] for run in runs)
+    ((code, _),) = codes.most_common(1)
+    peaks = {
+        (run["config"]["precision"], run["config"].get("checkpoint_blocks", 0)): run["memory"]["peak_allocated_bytes"]
+        for run in runs
+        if run["environment"]["identity"]["code"] == code
+    }
+    least = {
+        precision: min((peak, blocks) for (own, blocks), peak in peaks.items() if own == precision)
+        for precision in ("fp32", "bf16")
+    }
+    page = page_of(directory)
+    (sentence,) = (
+        each for block in page.chapters[0].blocks for each in block.paragraphs if "groups of blocks" in text_of(each)
+    )
+    for precision, (peak, blocks) in least.items():
+        (text,) = (text for text, _ in links(sentence) if precision in text)
+        assert f"checkpoint {blocks}" in text
+        assert f"{peak / 2**30:.2f} GiB" in text
+    (figure,) = (b for chapter in page.chapters for b in chapter.blocks if "checkpoint_blocks" in getattr(b, "id", ""))
+    rings = [trace for trace in figure.spec["data"] if trace.get("name") == "least peak"]
+    assert sorted(ring["y"][0] for ring in rings) == pytest.approx(sorted(peak / 2**30 for peak, _ in least.values()))

@@ -123,7 +123,9 @@ def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
     times, peaks = figure.axes
     assert drawn_lines(times) == [shifted(fp32, -0.06), shifted(bf16, 0.06)]
     expected = list(enumerate((8, 5, 6, 8, 12)))
-    assert drawn_lines(peaks) == [shifted(expected, -0.06), shifted(expected, 0.06)]
+    rings = [shifted(expected[1:2], aside) for aside in (-0.06, 0.06)]
+    assert drawn_lines(peaks) == [shifted(expected, -0.06), shifted(expected, 0.06), *rings]
+    assert "least peak" in texts(figure)
     assert overlaps(figure) == []
 
 
