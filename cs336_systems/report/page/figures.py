@@ -1,6 +1,7 @@
 """A chart as plotly's data and layout: what the PNG shows, which answers on hover."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -29,6 +30,10 @@ PANEL, BAR, GAP, AROUND = 270, 30, 90, 100
 """Pixels: height of a panel, of a lying bar, between panels, and around all of them."""
 KEY, NARROW_KEY = 8, 20
 """Pixels for each entry of the legend, and on a narrow screen."""
+MAX_TICKS = 20
+"""Names along an axis that there is room for."""
+LONGEST_LABEL = 34
+"""Characters of a line of a lying bar's name."""
 MOST_WORDS = 8
 """Bars of a panel that have room for words on a narrow screen."""
 FEW = 2
@@ -58,7 +63,7 @@ def spec_of(chart: Chart) -> Spec:
     named = {""}
     for number, panel in enumerate(chart.panels):
         place = {"xaxis": f"x{_ending(number)}", "yaxis": f"y{_ending(number)}"}
-        for trace in [*_bars(chart, panel), *_curves(panel, chart.is_lying), *_failures(panel), *_marks(panel)]:
+        for trace in [*_bars(chart, panel), *_curves(panel, chart.is_lying), *_failures(panel), *_marks(chart, panel)]:
             name = trace.get("name", "")
             data.append({"showlegend": name not in named, "legendgroup": name} | trace | place)
             named.add(name)
@@ -85,7 +90,8 @@ def _layout(chart: Chart, most_words: float) -> Spec:
         is_left, is_last = number % chart.columns == 0, number + chart.columns >= len(chart.panels)
         x, y = _axis(panel.x, is_named=is_last), _axis(panel.y, is_named=is_left, values=panel.values)
         if chart.is_lying:
-            x, y = _beside(panel, is_last), {"tickvals": [-place for place in x["tickvals"]], "ticktext": x["ticktext"]}
+            names = [_lines(textwrap.wrap(text(name), LONGEST_LABEL) or [""]) for name in panel.x.names]
+            x, y = _beside(panel, is_last), {"tickvals": [-place for place in range(len(names))], "ticktext": names}
         if chart.is_shared and number:
             y["matches"] = "y"
         layout[f"xaxis{ending}"] = x | {"domain": across, "anchor": f"y{ending}"}
@@ -133,12 +139,9 @@ def _domains(chart: Chart, number: int) -> tuple[list[float], list[float]]:
 
 def _axis(axis: Axis, *, is_named: bool, values: Sequence[float] = ()) -> Spec:
     found: Spec = {"title": {"text": axis.label if is_named else ""}}
-    if axis.labels:
-        found |= {
-            "ticklabeloverflow": "allow",
-            "tickvals": list(axis.labels),
-            "ticktext": [text(label) for label in axis.labels.values()],
-        }
+    if labels := axis.labels(MAX_TICKS):
+        shown = [text(label) for label in labels.values()]
+        found |= {"ticklabeloverflow": "allow", "tickvals": list(labels), "ticktext": shown}
     if axis.is_log:
         ends = axis.limits or [value for value in values if value > 0] or [1.0]
         is_short = math.log10(max(ends) / min(ends)) < FEW
@@ -244,9 +247,9 @@ def _failures(panel: Panel) -> Iterator[Spec]:
         }  # fmt: skip
 
 
-def _marks(panel: Panel) -> Iterator[Spec]:
+def _marks(chart: Chart, panel: Panel) -> Iterator[Spec]:
     """Crosses where bars are missing because runs failed, and notes."""
-    failed = [bar for bar in panel.bars if bar.failure and not bar.parts]
+    failed = [bar for bar in panel.bars if bar.failure and not chart.is_lying]
     if failed:
         yield {
             "type": "scatter", "mode": "markers", "name": "failed", "marker": FAILED, "y": [0.0] * len(failed),

@@ -1,5 +1,6 @@
 """Pictures as data: bars and lines in panels. `draw.py` makes PNGs of them, `page/figures.py` figures of the page."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -8,8 +9,6 @@ from typing import TypeAlias, TypeVar
 from cs336_systems.report.plots.palette import MARKERS
 from cs336_systems.report.plots.series import Line
 
-MAX_TICKS = 16
-"""Names along an axis or in a legend beside it that there is room for."""
 TICKS_APART = 1 / 14
 """Of a logarithmic axis: what the label of a tick needs."""
 Place: TypeAlias = str | float
@@ -24,7 +23,7 @@ class Axis:
     unit: str = ""
     """What follows a value that is shown alone."""
     names: Sequence[str] = ()
-    """In order; the first stands at 0, the next at 1. Empty for numbers."""
+    """In order and distinct; the first stands at 0, the next at 1. Empty for numbers."""
     is_log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
@@ -35,11 +34,10 @@ class Axis:
         """Where this name or number stands."""
         return self.names.index(x) if isinstance(x, str) else x
 
-    @property
-    def labels(self) -> dict[float, str]:
-        """The labels of ticks by place, as far as there is room for them; empty if each renderer finds its own."""
+    def labels(self, most: int) -> dict[float, str]:
+        """The labels of ticks by place, of names at most so many; empty if each renderer finds its own."""
         if self.names:
-            return {place: self.names[place] for place in thinned(range(len(self.names)))}
+            return {place: self.names[place] for place in thinned(range(len(self.names)), most)}
         return {tick: f"{round(tick, 2):g}" for tick in self.ticks}
 
 
@@ -179,7 +177,7 @@ class Chart:
     columns: int = 1
     """Panels beside each other."""
     size: tuple[float, float] = (6.4, 3.8)
-    """Width and height of a panel of a PNG in inches; of lying bars, the height is that of all bars."""
+    """Width and height of a panel of a PNG in inches; lying bars take what height they need."""
     legend: int = 0
     """Columns of the legend below the panels; 0 for a legend to the right, in which large values stand above small."""
     styles: Mapping[str, Style] = field(default_factory=dict)
@@ -209,7 +207,17 @@ class Chart:
         return (styles | curves | {line.name for panel in self.panels for line in panel.references}) - {""}
 
 
-def thinned(items: Sequence[Item], most: int = MAX_TICKS) -> list[Item]:
+def distinct(names: Iterable[str]) -> list[str]:
+    """The names, each with its number where it is there several times: bars of one name stand at one place."""
+    found: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        found[name] += 1
+        numbered.append(f"{name} ({found[name]})" if found[name] > 1 else name)
+    return numbered
+
+
+def thinned(items: Sequence[Item], most: int) -> list[Item]:
     """At most so many of the items, equally far apart, from the first to the last."""
     count = min(len(items), most)
     return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]

@@ -24,7 +24,10 @@ LONGEST_LABEL = 34
 """Characters of a line of a lying bar's label."""
 LONGEST_NAME = 20
 """Characters of a name below an axis."""
-CHARACTER_INCHES = 0.075
+CHARACTER_INCHES, LABEL_INCHES = 0.075, 0.42
+"""What a character of a number in a bar, and a slanted name along an axis, take."""
+MAX_KEYS = 16
+"""Entries of a legend beside a panel that there is room for."""
 BAR_INCHES = 3.6
 """Approximate length of the longest lying bar."""
 
@@ -260,10 +263,8 @@ def _label(axes: Axes, chart: Chart, number: int) -> None:
         axes.set_xlabel(drawing.inert(panel.y.label) if is_last else "", fontsize=9)
         return
     for axis, own in ((panel.x, axes.xaxis), (panel.y, axes.yaxis)):
-        if axis.labels:
-            own.set_ticks(
-                list(axis.labels), labels=[drawing.inert(words, LONGEST_NAME) for words in axis.labels.values()]
-            )
+        if labels := axis.labels(int(chart.size[0] / LABEL_INCHES)):
+            own.set_ticks(list(labels), labels=[drawing.inert(words, LONGEST_NAME) for words in labels.values()])
             own.set_minor_locator(NullLocator())
         elif axis.is_log:
             _show_decades(own)
@@ -295,7 +296,7 @@ def _wrapped(name: str) -> str:
 
 def _legend_beside(axes: Axes, handles: Handles) -> None:
     """A legend to the right, in the order in which growing values stand above each other."""
-    names = thinned(list(handles))[::-1]
+    names = thinned(list(handles), MAX_KEYS)[::-1]
     title = f"{len(names)} of {len(handles)} lines" if len(names) < len(handles) else None
     axes.legend(
         [handles[name] for name in names], names, title=title, title_fontsize=9, frameon=False, fontsize=9,

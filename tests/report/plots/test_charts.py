@@ -24,6 +24,7 @@ from cs336_systems.report.plots.charts import (
     Style,
     along,
     curves_of,
+    distinct,
     doubling,
 )
 from cs336_systems.report.plots.draw import draw, png_of
@@ -186,6 +187,19 @@ def test_panels_of_a_figure_do_not_cover_each_other() -> None:
             assert -1e-9 <= low < high <= 1.000001
             for (other_left, other_right), (other_low, other_high) in boxes[:number]:
                 assert right <= other_left or other_right <= left or high <= other_low or other_high <= low
+
+
+def test_every_lying_bar_is_named_in_both_however_many_there_are() -> None:
+    names = distinct(["small", *(f"size {i}" for i in range(28)), "small"])
+    assert len(set(names)) == 30
+    bars = [Bar(name=name, parts={"forward": 1.0}) for name in names]
+    panel = Panel(x=Axis(names=names), y=Axis(), bars=bars)
+    chart = Chart(name="many", title="Many", settings="", panels=[panel], styles=STYLES, is_lying=True)
+    (axes,) = draw(chart).axes
+    assert (
+        [label.get_text() for label in axes.get_yticklabels()] == spec_of(chart)["layout"]["yaxis"]["ticktext"] == names
+    )
+    assert len({place for _, place, *_ in drawn_bars(chart, axes)}) == 30
 
 
 def test_numbers_along_equal_distances_may_have_words() -> None:

@@ -8,7 +8,7 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style, distinct
 from cs336_systems.report.plots.palette import CLASS_COLOURS, REST_COLOUR
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.shares import CLASS_KEYS, class_rows
@@ -95,7 +95,8 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart:
     if not profiles:
         raise ValueError("a picture of configurations needs at least one profile, got none")
     bars = []
-    for label, profile in profiles:
+    labels = distinct(label for label, _ in profiles)
+    for label, (_, profile) in zip(labels, profiles, strict=True):
         step = time_bars(profile)[-1]
         parts = {name: 100 * time_ms / (step.length_ms or 1.0) for name, time_ms in step.parts_ms.items()}
         bars.append(Bar(name=label, parts=parts, words=f"{significant(step.row['wall_mean_ms'], 3)} ms"))
@@ -103,7 +104,7 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart:
         name="configurations", title="Where the time of a step goes, by configuration",
         settings=", ".join(describe_devices([profile for _, profile in profiles])), size=(6.0, 0.0), legend=4,
         styles=STYLES, is_lying=True,
-        panels=[Panel(x=Axis(names=[label for label, _ in profiles]),
+        panels=[Panel(x=Axis(names=labels),
                       y=Axis(label="share of the step (%); its time is on the right", unit="%"), bars=bars)],
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.entries import labels, settings
 from cs336_systems.report.numbers import GIB
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Panel, Style
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Panel, Style, distinct
 from cs336_systems.report.plots.palette import CATEGORY_COLOURS
 from cs336_systems.report.plots.series import Line, Point
 from cs336_systems.report.sections.memory.entries import MemoryEntry
@@ -63,12 +63,12 @@ def peak_chart(name: str, groups: Sequence[Sequence[LabelledProfile]], words: st
 
 
 def _panel(group: Sequence[LabelledProfile]) -> Panel:
-    reserved = [Point(x=label, value=profile.peak.reserved_bytes / GIB) for label, profile in group]
+    names, profiles = distinct(label for label, _ in group), [profile for _, profile in group]
+    reserved = [Point(x=name, value=own.peak.reserved_bytes / GIB) for name, own in zip(names, profiles, strict=True)]
     marks = Curve(line=Line(name="reserved", points=tuple(reserved)), colour="#222222", marker="|", dash="", size=13)
-    return Panel(
-        x=Axis(names=[label for label, _ in group]), y=Axis(label="memory at the peak (GiB)", unit="GiB"),
-        bars=[_bar(label, profile) for label, profile in group], curves=[marks],
-    )  # fmt: skip
+    bars = [_bar(name, profile) for name, profile in zip(names, profiles, strict=True)]
+    y = Axis(label="memory at the peak (GiB)", unit="GiB")
+    return Panel(x=Axis(names=names), y=y, bars=bars, curves=[marks])
 
 
 def _bar(label: str, profile: MemoryProfile) -> Bar:
