@@ -455,8 +455,34 @@ def test_the_own_kernel_is_compared_in_the_precision_and_at_the_shapes_that_both
     assert by_context[1024]["naive together_mean_ms"] == pytest.approx(7)
     assert by_context[1024]["own together_mean_ms"] == pytest.approx(3.5)
     assert by_context[2048]["naive forward_mean_ms"] is None
-    told = [text for text in answer.sentences if "times as fast" in text]
-    assert [re.findall(r"(\S+) at context (\d+)", text) for text in told] == [[("2.00", "512"), ("2.00", "1024")]] * 3
+    [told] = [text for text in answer.sentences if "over that of own" in text]
+    assert [float(gain) for gain in re.findall(r"in (?:forward|backward|both together) ([\d.]+)", told)] == [2, 2, 2]
+    assert "bf16 at contexts 128" in answer.lacking
     assert "65536" in answer.lacking
     arguments = parsed(answer.commands[0])
     assert (arguments.own, arguments.causal, arguments.batch_size) == ("mine:flash", True, 1)
+
+
+def test_the_own_kernel_of_data_is_that_of_the_record(answers):
+    answer = answers["flash-attention"]
+    study = json.loads((DATA / answer.places[0][0] / "attention.json").read_bytes())
+    cells = {
+        tuple(own["cell"][key] for key in ("implementation", "precision", "context_length")): own
+        for own in study["results"]
+        if own["cell"]["d_head"] == 128 and own["status"] == "ok"
+    }
+    for precision in ("bf16", "fp32"):
+        contexts = [key[2] for key in cells if key[:2] == ("own", precision)]
+        gains = {
+            phase: [
+                mean_ms(cells["naive", precision, context], phase) / mean_ms(cells["own", precision, context], phase)
+                for context in contexts
+            ]
+            for phase in ("forward", "backward")
+        }
+        says(answer, *(end(found) for found in gains.values() for end in (min, max)))
+        last = cells["own", precision, max(contexts)]
+        says(answer, mean_ms(last, "forward") + mean_ms(last, "backward"))
+    for row in answer.tables[0].values:
+        cell = cells["naive", row["precision"], row["context_length"]]
+        assert row["naive forward_mean_ms"] == pytest.approx(mean_ms(cell, "forward"))

@@ -12,6 +12,7 @@ from cs336_systems.report.page.answers.answer import Answer, Material, Place
 from cs336_systems.report.page.answers.commands import attention_command
 from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_words, limit_notes
 from cs336_systems.report.sections.study import across, pivoted
+from cs336_systems.report.sentences import between
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.attention_records import AttentionCell, AttentionStudy, Implementation
 
@@ -99,19 +100,56 @@ def own_kernel(material: Material) -> Answer | None:
     if (found := _best(material, Implementation.OWN)) is None:
         return None
     directory, study, rows = found
-    names = [Implementation.NAIVE, Implementation.OWN]
     widest = max(row["d_head"] for row in rows)
-    kept = [row for row in rows if row["d_head"] == widest]
-    table = _beside(f"Own kernel and PyTorch's at d_head {widest}", kept, names, tuple(TIMED))
-    sentences = [f"own is {study.grid.own}."]
-    for precision in study.precisions:
-        own = [row for row in kept if row["precision"] is precision]
-        sentences += [f"In {precision}, {text[0].lower()}{text[1:]}" for text in _series(own, names, tuple(TIMED))]
-        sentences += [f"In {precision}, {text}" for text in _ends(own)]
-    lacking = [str(each) for each in OWN_PRECISIONS if each not in study.precisions]
-    contexts = [str(length) for length in OWN_CONTEXTS if length not in study.grid.context_lengths]
-    lacking += [f"contexts {', '.join(contexts)}"] if contexts else []
-    return _answer(directory, study, rows, sentences, table, ", ".join(lacking))
+    kept = sorted(
+        (row for row in rows if row["d_head"] == widest), key=lambda row: list(Precision).index(row["precision"])
+    )
+    table = _beside(
+        f"Own kernel and PyTorch's at d_head {widest}", kept, [Implementation.NAIVE, Implementation.OWN], tuple(TIMED)
+    )
+    sentences = [f"own is {study.grid.own}, naive is attention written out in PyTorch; at d_head {widest}:"]
+    for precision in sorted(study.precisions, key=list(Precision).index):
+        in_it = [row for row in kept if row["precision"] is precision]
+        sentences += [f"In {precision} {text}" for text in (*_own_gains(in_it), *_longest(in_it), *_ends(in_it))]
+    return _answer(directory, study, rows, sentences, table, _lacking_of_own(_of(rows, Implementation.OWN)))
+
+
+def _own_gains(rows: Sequence[Row]) -> Iterator[str]:
+    """Between which factors own is as fast as naive over contexts, in each pass, and how many times are in doubt."""
+    said, doubted, number = [], 0, 0
+    for part in TIMED:
+        pairs = list(_pairs(rows, (Implementation.NAIVE, Implementation.OWN), part))
+        gains = {f"context {after['context_length']}": gain for _, after, gain in pairs}
+        said += [f"in {WORDS[part].lower()} {between(gains, _three)}"] if gains else []
+        doubted += sum(row[f"{part}_is_doubted"] for pair in pairs for row in pair[:2])
+        number += 2 * len(pairs)
+    doubts = f"; {doubted} of these {number} times are in doubt ({DOUBT})" if doubted else ""
+    if said:
+        yield f"the time of naive over that of own is {', '.join(said)}{doubts}."
+
+
+def _longest(rows: Sequence[Row]) -> Iterator[str]:
+    """Forward and backward of every implementation at the longest context that own has."""
+    timed = [row for row in _of(rows, Implementation.OWN) if row["together_mean_ms"]]
+    for last in timed[-1:]:
+        same = [row for row in rows if _shape(row) == _shape(last) and row["together_mean_ms"]]
+        times = ", ".join(f"{row['implementation']} {_three(row['together_mean_ms'])} ms" for row in same)
+        yield f"forward and backward together take at context {last['context_length']}: {times}."
+
+
+def _three(value: float) -> str:
+    return significant(value, 3)
+
+
+def _lacking_of_own(rows: Sequence[Row]) -> str:
+    """Which precisions, and which contexts of a precision, the own kernel was not measured in."""
+    said = []
+    for precision in OWN_PRECISIONS:
+        there = {_shape(row) for row in rows if row["precision"] is precision}
+        missing = [length for length in OWN_CONTEXTS if any((head, length) not in there for head in COURSE_HEADS)]
+        if missing:
+            said.append(f"{precision} at contexts {', '.join(map(str, missing))}" if there else str(precision))
+    return " and ".join(said)
 
 
 def _ends(rows: Sequence[Row]) -> Iterator[str]:
@@ -187,22 +225,25 @@ def _series(rows: Sequence[Row], names: Sequence[Implementation], timed: Sequenc
     """How many times as fast the second is as the first, over contexts, at the widest head."""
     before, after = names
     widest = max((row["d_head"] for row in rows), default=0)
-    first = {_shape(row): row for row in _of(rows, before)}
-    second = {_shape(row): row for row in _of(rows, after)}
     for part in timed:
-        key = f"{part}_mean_ms"
-        gains = {
-            shape: first[shape][key] / row[key]
-            for shape, row in second.items()
-            if shape[0] == widest and shape in first and row[key] and first[shape][key]
-        }
-        doubts = [shape for shape in gains if any(own[shape][f"{part}_is_doubted"] for own in (first, second))]
         said = ", ".join(
-            f"{significant(gain, 3)}{f' {DOUBT}' if shape in doubts else ''} at context {shape[1]}"
-            for shape, gain in gains.items()
+            f"{_three(gain)}{f' {DOUBT}' if any(row[f'{part}_is_doubted'] for row in (first, second)) else ''} "
+            f"at context {second['context_length']}"
+            for first, second, gain in _pairs(rows, names, part)
+            if second["d_head"] == widest
         )
         if said:
             yield f"{WORDS[part]} of {after} is, at d_head {widest}, {said} times as fast as {before}."
+
+
+def _pairs(rows: Sequence[Row], names: Sequence[Implementation], part: str) -> Iterator[tuple[Row, Row, float]]:
+    """The rows of both implementations that have this time at one shape, and the first's time over the second's."""
+    before, after = names
+    first, key = {_shape(row): row for row in _of(rows, before)}, f"{part}_mean_ms"
+    for row in _of(rows, after):
+        other = first.get(_shape(row))
+        if other is not None and row[key] and other[key]:
+            yield other, row, other[key] / row[key]
 
 
 def _lacking(rows: Sequence[Row]) -> str:
