@@ -456,7 +456,7 @@ def test_the_own_kernel_is_compared_in_the_precision_and_at_the_shapes_that_both
     assert by_context[1024]["own together_mean_ms"] == pytest.approx(3.5)
     assert by_context[2048]["naive forward_mean_ms"] is None
     [told] = [text for text in answer.sentences if "over that of own" in text]
-    assert [float(gain) for gain in re.findall(r"in (?:forward|backward|both together) ([\d.]+)", told)] == [2, 2, 2]
+    assert [float(gain) for gain in re.findall(r"in (?:forward|backward|both together) (\d+\.\d+)", told)] == [2, 2, 2]
     assert "bf16 at contexts 128" in answer.lacking
     assert "65536" in answer.lacking
     arguments = parsed(answer.commands[0])
