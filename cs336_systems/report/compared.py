@@ -1,7 +1,9 @@
 """Two sides compared, each one configuration or a sweep: the verdicts, and the file from which they are made again."""
 
 import os
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +63,16 @@ class Compared:
     def verdicts(self) -> list[tuple[str, float | None]]:
         """The verdict on each configuration that both sides have, and B's step over A's; None if it is not known."""
         return [(row["verdict"], row["ratio"]) for row in self.rows if row["verdict"] not in (ONLY_A, ONLY_B)]
+
+    @property
+    def words(self) -> list[str]:
+        """The command that makes such a comparison, without its name, in words for a shell."""
+        found = ["cs336", "compare", *map(shlex.quote, self.sides.names)]
+        if self.sides.records is None:
+            counts = Counter(record.config.configuration for record in self.records[0])
+            are_directories = all(name and not name.startswith("-") for name in self.sides.names)
+            found += ["--repeats", str(max(counts.values())), *(["--measure"] if are_directories else [])]
+        return [*found, *(["--allow-mixed"] if self.sides.allow_mixed else [])]
 
     def write(self, directory: Path) -> None:
         """Write the tables and pictures."""

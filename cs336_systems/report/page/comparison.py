@@ -1,9 +1,9 @@
 """The page of a comparison: the verdicts first, then the rows that they come from, and what each side is."""
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems.analysis.compare import Verdict
@@ -11,9 +11,10 @@ from cs336_systems.analysis.matching import conditions_apart, has_changed_inputs
 from cs336_systems.report.columns import Row
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.page.figures import height_of, spec_of
+from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.provenance import conditions_and_times
-from cs336_systems.report.page.write import Chapter, Figure, Linked, Part, Prose, TableBlock
+from cs336_systems.report.page.studies import section_blocks
+from cs336_systems.report.page.write import Chapter, Linked, Part, Prose, TableBlock
 from cs336_systems.report.sections.side_by_side import NOT_COMPARED, ONLY_A, ONLY_B
 from cs336_systems.text import counted, inert_line
 
@@ -32,25 +33,16 @@ DIFFERENT = (Verdict.FASTER, Verdict.SLOWER)
 Sentence = Part | Linked
 
 
-def comparison_chapters(compared: Compared, prefix: str = "") -> list[Chapter]:
-    """The verdicts, then the rows that they come from and pictures of these; `prefix` begins all identifiers."""
-    section, source = compared.section, _source(compared)
-    tables = [
-        TableBlock(id=f"{prefix}comparison{number or ''}", table=table, csv=section.csv, source=source)
-        for number, table in enumerate(section.tables)
-    ]
-    pictures = [
-        Figure(
-            id=f"{prefix}figure-{chart.name}", title=inert_line(f"{chart.title}: {chart.settings}"),
-            spec=spec_of(chart), height=height_of(chart), source=source,
-        )
-        for chart in section.pictures
-    ]  # fmt: skip
+def comparison_chapters(collection: Collection, directory: Path) -> list[Chapter]:
+    """The verdicts, then the rows that they come from, and pictures of these."""
+    compared = collection.comparisons[directory]
+    source = _source(compared)
+    table, *others = section_blocks(compared.section, collection, directory, source)
+    assert isinstance(table, TableBlock)
+    verdicts = list(_findings(compared, table))
     return [
-        Chapter(
-            id=f"{prefix}verdicts", title="B against A", blocks=list(_findings(compared, tables[0])), source=source
-        ),
-        Chapter(id=f"{prefix}rows", title="Both sides", blocks=[*tables, *pictures]),
+        Chapter(id=block_id(directory, "verdicts"), title="B against A", blocks=verdicts, source=source),
+        Chapter(id=block_id(directory, "rows"), title="Both sides", blocks=[table, *others]),
     ]
 
 
@@ -143,18 +135,7 @@ def _source(compared: Compared) -> str:
 
 
 def _sides(compared: Compared) -> list[Part]:
-    """What the user called A and B, where and when it was measured, and the command that compares them."""
+    """What the user called A and B, and where and when it was measured."""
     sides = zip("AB", compared.sides.names, compared.records, strict=True)
     texts = [f"{side} is {name or 'without flags'}: {conditions_and_times(own)}." for side, name, own in sides]
-    return [(inert_line(text), "") for text in (*texts, f"Compared by: {_command(compared)}")]
-
-
-def _command(compared: Compared) -> str:
-    sides = compared.sides
-    words = ["cs336", "compare", *sides.names]
-    if sides.records is None:
-        counts = Counter(record.config.configuration for record in compared.records[0])
-        words += ["--repeats", str(max(counts.values()))]
-        words += ["--measure"] if not any(name.startswith("-") for name in sides.names) and all(sides.names) else []
-    words += ["--allow-mixed"] if sides.allow_mixed else []
-    return shlex.join(words)
+    return [(inert_line(text), "") for text in texts]

@@ -104,7 +104,7 @@ def _source(collection: Collection, directory: Path, chapters: Iterable[Chapter]
 def _chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """The chapters of one directory."""
     for kind, make in (
-        (collection.comparisons, _comparison_chapters),
+        (collection.comparisons, comparison_chapters),
         (collection.sweeps, _sweep_chapters),
         (collection.ladders, ladder_chapters),
         (collection.ceilings, ceilings_chapters),
@@ -140,10 +140,6 @@ def _missing(results: Results) -> str:
         f"Of {counted(num_runs, 'run')} under a profiler, {num_kept} still have their explained profile here. Tables, "
         f"pictures and sentences about profiles are of these {num_kept} alone; the records of all runs are complete."
     )
-
-
-def _comparison_chapters(collection: Collection, directory: Path) -> Sequence[Chapter]:
-    return comparison_chapters(collection.comparisons[directory], block_id(directory, ""))
 
 
 def _unreadable(collection: Collection) -> Iterator[Chapter]:

@@ -6,15 +6,17 @@ import shutil
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.formats import to_latex, to_markdown, to_typst
-from cs336_systems.report.page.comparison import comparison_chapters
+from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.page.step import IDLE, Lane, Name, StepPicture
-from cs336_systems.report.page.write import LIBRARIES, Figure, Page, to_html, write_page
+from cs336_systems.report.page.whole import collection_page
+from cs336_systems.report.page.write import LIBRARIES, Figure, to_html, write_page
 from cs336_systems.text import inert_line
 from tests.report.making import make_config, make_record
 from tests.report.page.pages import HOSTILE_TEXTS, csv_of, figure_page, large_step, make_page, page_with, table_page
@@ -362,7 +364,7 @@ def test_a_verdict_leads_to_its_row_and_the_picture_of_ratios_answers(show) -> N
         for precision, step_s, ratio in (("fp32", 0.1, 1), ("bf16", 0.1, 0.25))
     ]
     found = compare_sides(Sides(a="there/a", b="there/b", records=("a", "b")), sides)
-    tab = show(Page(title="x", chapters=comparison_chapters(found)))
+    tab = show(collection_page(Collection(root=Path("x"), comparisons={Path(): found})))
     tab.locator("#verdicts a", has_text="0.250").first.click()
     cell = tab.locator("#comparison td:target")
     assert cell.inner_text() == "0.250"

@@ -13,6 +13,8 @@ import pytest
 from cs336_systems.config import Profiler
 from cs336_systems.record import WarningCode
 from cs336_systems.report.compared import Sides, compare_paths, compare_sides, load_compared
+from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.write import Linked, Page, Prose, to_html
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
@@ -35,6 +37,10 @@ def sentences(chapters):
     }
 
 
+def chapters_of(found):
+    return comparison_chapters(Collection(root=Path("x"), comparisons={Path(): found}), Path())
+
+
 def compared(a, b, **options):
     return compare_sides(Sides(a="one", b="two", records=ELSEWHERE, **options), [a, b])
 
@@ -42,7 +48,7 @@ def compared(a, b, **options):
 @pytest.fixture(scope="module")
 def page():
     found = compare_paths(Sides(a="fp32", b="bf16", records=ELSEWHERE), list(PATHS.values()))
-    return Parsed(to_html(Page(title="x", chapters=comparison_chapters(found))))
+    return Parsed(to_html(Page(title="x", chapters=chapters_of(found))))
 
 
 def step_times_s(path):
@@ -103,7 +109,7 @@ def test_the_largest_difference_each_way_comes_first():
         make_record(make_config(context_length=context, precision="bf16"), [0.1 * ratio] * 5)
         for context, ratio in ratios.items()
     ]
-    _, first, second, *others = sentences(comparison_chapters(compared(a, b)))["Verdict"]
+    _, first, second, *others = sentences(chapters_of(compared(a, b)))["Verdict"]
     assert ("ctx 256" in first, "0.25" in first) == (True, True)
     assert ("ctx 1024" in second, "3.0" in second) == (True, True)
     assert [re.search(r"ctx (\d+)", each)[1] for each in others] == ["256", "1024", "128", "512"]
@@ -116,7 +122,7 @@ def test_what_is_missing_failed_or_in_doubt_is_named():
         make_failure(make_config("medium", seed=1)),
         make_record(make_config("xl", seed=1), [0.1] * 3),
     ]
-    found = sentences(comparison_chapters(compared(a, b)))
+    found = sentences(chapters_of(compared(a, b)))
     ((_, doubt),) = (own for heading, own in found.items() if "doubt" in heading)
     assert ("small" in doubt, "unstable" in doubt) == (True, True)
     missing = {re.match(r"\S+", text)[0]: text for own in found.values() for text in own if "small" not in text}
@@ -129,11 +135,11 @@ def test_what_else_may_be_the_reason_is_said_where_it_was_allowed():
     a, other = (make_record(make_config(warmup_steps=steps), [0.1] * 3) for steps in (5, 2))
     identity = replace(other.environment.identity, driver="999", code="def")
     b = replace(other, environment=replace(other.environment, identity=identity))
-    every = sentences(comparison_chapters(compared([a], [b], allow_mixed=True)))
+    every = sentences(chapters_of(compared([a], [b], allow_mixed=True)))
     text = " ".join(every["What else may be the reason"])
     for word in ("driver 580 and 999", "code abc and def", "5 warm-up", "had 2"):
         assert word in text
-    alike = sentences(comparison_chapters(compared([a], [a])))
+    alike = sentences(chapters_of(compared([a], [a])))
     assert "What else may be the reason" not in alike
     assert "999" in " ".join(every["What A and B are"])
     assert "one" in alike["What A and B are"][0]
@@ -146,7 +152,7 @@ def test_runs_under_a_profiler_are_left_out_and_counted():
     )
     found = compared([plain, profiled], [profiled, plain])
     assert [row["ratio"] for row in found.rows] == [1]
-    assert [text[:5] for text in sentences(comparison_chapters(found))["What is left out"]] == ["1 run"] * 2
+    assert [text[:5] for text in sentences(chapters_of(found))["What is left out"]] == ["1 run"] * 2
     with pytest.raises(ValueError, match="A has times under a profiler"):
         compared([profiled], [plain])
 
@@ -156,7 +162,7 @@ def test_two_configurations_have_their_verdict_first():
         [make_record(make_config(seed=seed, repeat=2 * i + seed), [mean_s + i / 1e4] * 3) for i in range(5)]
         for seed, mean_s in ((0, 0.1), (1, 0.2))
     ]
-    chapters = comparison_chapters(compare_sides(Sides(a="--seed 0", b="--seed 1"), sides))
+    chapters = chapters_of(compare_sides(Sides(a="--seed 0", b="--seed 1"), sides))
     assert "B is slower than A" in sentences(chapters)["Verdict"][0]
     assert "--seed 1" in " ".join(sentences(chapters)["What A and B are"])
 
@@ -169,15 +175,15 @@ def test_the_command_is_the_one_that_made_the_committed_comparison(made):
     words = shlex.split(made)
     at = words.index("--name")
     found = load_compared(DATA / words[at + 1])
-    (told,) = (text for text in sentences(comparison_chapters(found))["What A and B are"] if "cs336" in text)
-    assert shlex.split(told.partition(": ")[2]) == [*words[:at], *words[at + 2 :]]
+    told = command_for(Collection(root=DATA, comparisons={Path(words[at + 1]): found}), Path(words[at + 1]))
+    assert shlex.split(told) == words
 
 
 @pytest.mark.parametrize("name", [HOSTILE, *HOSTILE_TEXTS])
 def test_no_name_of_a_side_is_markup(name):
     a, b = ([make_record(make_config(model_factory=own), [s] * 3)] for own, s in (("a:b", 0.1), ("c:d", 0.2)))
     found = compare_sides(Sides(a=name, b=name, records=ELSEWHERE), [a, b])
-    page = to_html(Page(title=name, chapters=comparison_chapters(found)))
+    page = to_html(Page(title=name, chapters=chapters_of(found)))
     shown = page.partition("<body")[2].partition("<script")[0]
     assert not re.search(r"<(img|style|script)|onerror=\"|javascript:[^&]*'>", shown)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\u2028]", page)

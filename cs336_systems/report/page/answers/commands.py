@@ -44,21 +44,14 @@ def command_for(collection: Collection, directory: Path) -> str:
     if directory in collection.precision:
         below = collection.root.resolve().name / directory
         return f"python precision.py --output {shlex.quote(str(below))}"
-    if directory not in collection.sweeps:
-        sides = collection.comparisons[directory].sides
-        mixed = ["--allow-mixed"] if sides.allow_mixed else []
-        return _named(["cs336 compare", *map(shlex.quote, sides.names), *mixed], place)
+    if (compared := collection.comparisons.get(directory)) is not None:
+        return _named(compared.words, place)
     return _sweep_command(collection, directory)
 
 
 def _sweep_command(collection: Collection, directory: Path) -> str:
-    """The command of a sweep, or of a comparison that was measured."""
+    """The command of a sweep."""
     records = sorted(collection.sweeps[directory].records, key=lambda record: order(record.config))
-    if (compared := collection.comparisons.get(directory)) is not None:
-        sides = [compared.sides.a, compared.sides.b]
-        repeats = len({record.config.repeat for record in records}) // 2
-        words = ["cs336", "compare", *map(shlex.quote, sides), "--repeats", str(repeats)]
-        return " ".join([*words, "--name", shlex.quote(collection.place(directory).name)])
     return " ".join(
         ["python benchmark_sweep.py", *_sweep_flags(records), "--name", shlex.quote(collection.place(directory).name)]
     )
