@@ -162,6 +162,7 @@ const LEAST_CONTRAST = 3; // of a line with the paper (WCAG 2, 1.4.11)
 const onDark = new Map(); // colours that are too dark for dark paper, and what they become: the same hue, lighter
 function lighter(colour) {
   if (!/^#[0-9a-f]{6}$/i.test(colour)) return colour;
+  if (/^#ffffff$/i.test(colour)) return style("--paper"); // what is empty, and lines between parts
   if (onDark.has(colour)) return onDark.get(colour);
   let parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   const luminance = (rgb) => rgb.map((part) => ((part / 255 + 0.055) / 1.055) ** 2.4).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
@@ -194,18 +195,45 @@ const config = { responsive: true, displaylogo: false, displayModeBar: false, do
 
 const heightOf = (place) => Number(place.dataset.height);
 
-function specOf(figure, height) {
+const NARROW = 500, CHARACTER = 7, LINE = 24; // of a figure and of words in it, in pixels
+
+function specOf(figure, height, width) {
+  if (figure.narrow && width < NARROW) figure = { ...figure, layout: figure.narrow };
   if (isDark()) figure = { ...figure, ...recoloured({ data: figure.data, layout: figure.layout, colours: figure.colours }) };
-  return figure.kernels ? figure : { data: figure.data, layout: themed({ height, ...figure.layout }) };
+  return figure.kernels ? figure : { data: figure.data, layout: fitted(figure.data, themed({ height, ...figure.layout }), width) };
+}
+
+function fitted(data, layout, width) { // height for what plotly would else take from the plot: a legend of many rows, and names on several lines
+  const named = new Set([...data.filter((own) => own.showlegend !== false), ...(layout.shapes ?? []).filter((own) => own.showlegend)].map((own) => own.name).filter(Boolean));
+  const entry = Math.max(0, ...[...named].map((name) => name.length)) * CHARACTER + 45, rows = Math.ceil(named.size / Math.max(1, Math.floor((0.65 * width) / entry)));
+  let height = layout.height + LINE * Math.max(0, rows - 2);
+  const broken = {};
+  for (const [key, axis] of Object.entries(layout)) {
+    if (/^xaxis/.test(key) && axis.title?.text) broken[key] = { ...axis, title: { ...axis.title, text: inLines(axis.title.text, Math.floor((0.65 * width) / CHARACTER)) } };
+    if (!/^yaxis/.test(key) || !axis.ticktext) continue;
+    const ticktext = axis.ticktext.map((text) => inLines(text, Math.max(20, Math.floor((0.3 * width) / CHARACTER))));
+    const most = Math.max(...ticktext.map((text) => text.split("<br>").length));
+    if (most > 1) broken[key] = { ...axis, ticktext };
+    height += ticktext.length * Math.max(0, 16 * most - 32);
+  }
+  return { ...layout, ...broken, height, legend: { ...layout.legend, maxheight: LINE * (rows + 2) } };
+}
+
+function inLines(text, room) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    if (lines.at(-1) && lines.at(-1).length + word.length >= room) lines.push(word);
+    else lines[lines.length - 1] += `${lines.at(-1) && " "}${word}`;
+  }
+  return lines.join("<br>");
 }
 
 async function draw(place) {
   if (!has("plotly")) return;
   const { library, all } = loaded ?? (await drawing());
-  const own = all[place.dataset.figure], isNarrow = own.narrow && place.clientWidth < 500;
-  const height = heightOf(place), figure = specOf(isNarrow ? { ...own, layout: own.narrow } : own, height);
+  const height = heightOf(place), figure = specOf(all[place.dataset.figure], height, place.clientWidth);
   place.style.minHeight = "";
-  if (figure.kernels) return drawStep(library, place, figure, place.clientWidth < 500 ? height + 140 : height); // for the legend
+  if (figure.kernels) return drawStep(library, place, figure, place.clientWidth < NARROW ? height + 140 : height); // for the legend
   if (!place.zoom) {
     const drawn = library.newPlot(place, figure.data, figure.layout, config);
     place.zoom = (range) => library.relayout(place, range ? { "xaxis.range": range } : { "xaxis.autorange": true, "yaxis.autorange": true });
@@ -470,7 +498,7 @@ async function setTheme(dark) {
 const PRINTED = 900; // width of a figure, in pixels, before it is scaled to the paper
 
 function image(place) { // what the figure shows, or would show once drawn
-  const { library, all } = loaded, aside = document.createElement("div"), height = heightOf(place), figure = specOf(all[place.dataset.figure], height);
+  const { library, all } = loaded, aside = document.createElement("div"), height = heightOf(place), figure = specOf(all[place.dataset.figure], height, PRINTED);
   const { data, layout } = figure.kernels ? viewOfStep(planStep(place, figure, height), PRINTED - MARGIN) : place.zoom ? place : figure;
   document.body.append(aside);
   const plotted = library.newPlot(aside, structuredClone(data), { ...structuredClone(layout), width: PRINTED, autosize: false }, { staticPlot: true });

@@ -397,3 +397,22 @@ def test_a_script_that_gets_into_the_page_does_not_run(show, tmp_path) -> None:
     context.goto((tmp_path / "other.html").as_uri())
     context.click("b:text-is('b')")
     assert context.evaluate("window.hacked") is None
+
+
+def test_on_a_narrow_screen_legend_and_long_names_take_nothing_from_the_plot(show) -> None:
+    name = "a configuration with many settings that differ"
+    bars = [{"type": "bar", "orientation": "h", "x": [1], "y": [0], "name": f"class of kernels {n}"} for n in range(9)]
+    layout = {
+        "barmode": "stack", "yaxis": {"tickvals": [0], "ticktext": [name]}, "margin": {"t": 10, "b": 40},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+    }  # fmt: skip
+    spec = {"data": bars, "layout": layout}
+    tab = show(make_page(Figure(id="kernels", title="Classes", spec=spec, height=200)), width=400)
+    area = tab.evaluate("document.querySelector('#kernels .nsewdrag').getBoundingClientRect().toJSON()")
+    assert area["height"] > 100
+    assert area["width"] > 400 / 3
+    words = tab.locator("#kernels .legendtext").all()
+    box = tab.locator("#kernels .drawing").bounding_box()
+    assert len(words) == 9
+    assert all(word.bounding_box()["y"] + 10 < box["y"] + box["height"] for word in words)
+    assert " ".join(tab.locator("#kernels .ytick tspan").all_text_contents()) == name
