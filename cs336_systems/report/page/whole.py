@@ -1,6 +1,7 @@
 """The page of all results below a directory, by subject; and that of one ladder, study or comparison."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.config import Profiler
@@ -54,7 +55,8 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     for subject, title in SUBJECTS.items():
         own = [directory for directory in directories if _subject(collection, directory) == subject]
         if own:
-            parts = [_directory(collection, directory, made[directory]) for directory in own]
+            is_one_folder = len({directory.parent for directory in own}) == 1
+            parts = [_directory(collection, directory, made[directory], is_one_folder) for directory in own]
             chapters.append(Chapter(id=f"subject-{subject}", title=title, chapters=parts))
     chapters += _unreadable(collection)
     return Page(title=f"All results in {name}", source=_counted(collection), chapters=chapters)
@@ -85,12 +87,15 @@ def _subject(collection: Collection, directory: Path) -> str:
     return "kernels" if profilers - {Profiler.NONE} else "steps"
 
 
-def _directory(collection: Collection, directory: Path, chapters: Sequence[Chapter]) -> Chapter:
+def _directory(collection: Collection, directory: Path, chapters: Sequence[Chapter], is_one_folder: bool) -> Chapter:
+    """The chapter of a directory; `is_one_folder` says that all of its subject are in one folder."""
+    source = chapters[0].source if chapters else ""  # said once
     return Chapter(
         id=block_id(directory, "all"),
         title=inert_line(str(directory)),
+        short=inert_line(directory.name) if is_one_folder else "",
         source=_source(collection, directory, chapters),
-        chapters=chapters,
+        chapters=[replace(own, source="") if own.source == source else own for own in chapters],
         is_closed=True,
     )
 

@@ -181,6 +181,8 @@ class Chapter:
     blocks: Sequence[Block] = ()
     source: str = ""
     chapters: "Sequence[Chapter]" = ()
+    short: str = ""
+    """What the contents call it, if that is not the title."""
     is_closed: bool = False
     """Only the title and the source are shown until somebody opens the chapter."""
 
