@@ -103,7 +103,7 @@ class TableBlock:
 
     @property
     def cells(self) -> Iterator[CellRow]:
-        """Rows of cells, each below the identifier `TABLE.ROW.COLUMN`."""
+        """Rows of cells, each with the identifier `TABLE.ROW.COLUMN`, which the page has where a link leads to it."""
         table = self.table
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
@@ -205,7 +205,7 @@ def to_html(page: Page) -> str:
     """The page as text; raise ValueError where two parts have one identifier, or a link leads nowhere."""
     chapters = list(_chapters(page.chapters))
     blocks = list(_blocks(chapters))
-    _check_links(chapters, blocks)
+    linked = _checked_links(chapters, blocks)
     figures = {block.id: _inert(block.spec) for block in blocks if isinstance(block, Figure)}
     written = {block.id: copies(block.table, block.csv) for block in blocks if isinstance(block, TableBlock)}
     runs: dict[str, str] = {}
@@ -231,6 +231,7 @@ def to_html(page: Page) -> str:
         script=Markup(script),
         formats=FORMATS,
         has_plotly="plotly" in libraries,
+        linked=linked,
         keep=keep,
         packed=packed,
     )
@@ -259,8 +260,8 @@ def _blocks(chapters: Iterable[Chapter]) -> Iterator[Block]:
                 yield from block.blocks
 
 
-def _check_links(chapters: Sequence[Chapter], blocks: Sequence[Block]) -> None:
-    """Raise ValueError where two parts have one identifier, or a link leads nowhere."""
+def _checked_links(chapters: Sequence[Chapter], blocks: Sequence[Block]) -> set[str]:
+    """What the page has links to; raise ValueError where two parts have one identifier, or a link leads nowhere."""
     named = [chapter.id for chapter in chapters]
     for block in blocks:
         if not isinstance(block, Prose):
@@ -272,10 +273,13 @@ def _check_links(chapters: Sequence[Chapter], blocks: Sequence[Block]) -> None:
         twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
     sentences = [each for block in blocks if isinstance(block, Prose) for each in (*block.paragraphs, *block.more)]
+    linked = set()
     for sentence in sentences:
         for text, target in sentence.parts if isinstance(sentence, Linked) else (sentence,):
             if target and target not in known:
                 raise ValueError(f"a link needs the identifier of a part of the page, got {target!r} in: {text}")
+            linked.add(target)
+    return linked
 
 
 def _inert(value: object) -> object:

@@ -9,19 +9,25 @@ class Parsed(HTMLParser):
     def __init__(self, page):
         super().__init__()
         self.headings, self.cells, self.links = {}, {}, []
-        self._into, self._table = None, ""
+        self._into, self._table, self._row, self._column = None, "", -1, 0
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         found = dict(attrs)
         if tag == "div" and "table" in (found.get("class") or "").split():
-            self._table = found["id"]
+            self._table, self._row = found["id"], -2  # the row of headings comes first
+        elif tag == "table" and found.get("class") == "parts":
+            self._table = ""
+        elif tag == "tr":
+            self._row, self._column = self._row + 1, -1
         elif tag == "th":
             self._into = [""]
             self.headings.setdefault(self._table, []).append(self._into)
-        elif tag == "td":
-            self._into = ["", found.get("data-order")]
-            self.cells[found["id"]] = self._into
+        elif tag == "td" and self._table:
+            self._column += 1
+            name = f"{self._table}.{self._row}.{self._column}"
+            assert found.get("id", name) == name
+            self._into = self.cells[name] = ["", found.get("data-order")]
         elif tag == "a" and (found.get("href") or "").startswith("#"):
             self._into = ["", found["href"].removeprefix("#")]
             self.links.append(self._into)

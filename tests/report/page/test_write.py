@@ -19,6 +19,7 @@ from cs336_systems.report.page.contents import sweep_page
 from cs336_systems.report.page.write import Chapter, Figure, Linked, Page, Prose, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
 from tests.report.page.pages import HOSTILE_TEXTS, figure_page, make_page, make_steps, page_with, table_page
+from tests.report.page.parsed import Parsed as Cells
 
 TRAIN = Path(__file__).parents[3] / "data" / "e2e_benchmark" / "train"
 
@@ -28,7 +29,7 @@ class Parsed(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.cells, self.scripts, self.policy = [], {}, {}, ""
+        self.tags, self.scripts, self.policy, self.cells = [], {}, "", Cells(text).cells
         self._into = None
         self.feed(text)
 
@@ -38,8 +39,6 @@ class Parsed(HTMLParser):
         if own.get("http-equiv") == "Content-Security-Policy":
             self.policy = own["content"]
         self._into = None
-        if tag == "td":
-            self._into = self.cells.setdefault(own["id"], ["", own.get("data-order")])
         if tag == "script":
             self._into = self.scripts.setdefault(own.get("id", ""), [""])
 
