@@ -29,7 +29,7 @@ MEMORY = (
     "python benchmark_sweep.py --memory --sizes 2.7B --context-lengths 128 2048 --modes inference train "
     "--warmup-steps 1 --measured-steps 2"
 )
-CHECKPOINTS = "python benchmark_sweep.py --sizes xl --context-lengths 2048 --checkpoint-blocks 1 2 3 4 6 8"
+CHECKPOINTS = "python benchmark_sweep.py --sizes xl 2.7B --context-lengths 2048 --checkpoint-blocks 1 2 3 4 6 8"
 OWN = (
     "cs336 attention --own flash:FlashAttention --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 "
     "--context-lengths 128 256 512 1024 2048 4096 8192 16384 32768 65536"
@@ -134,7 +134,7 @@ PROBLEMS = (
     ),
     Problem(
         title="Activation checkpointing",
-        settings="xl at context 2048",
+        settings="2.7B (2026: xl) at context 2048",
         parts=(
             _part("checkpointing-a", "Which strategy needs the least memory, and how does that grow with N blocks?",
                   MEMORY, checkpoints.strategy),

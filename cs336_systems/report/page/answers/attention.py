@@ -125,7 +125,7 @@ def _own_gains(rows: Sequence[Row]) -> Iterator[str]:
         number += 2 * len(pairs)
     doubts = f"; {doubted} of these {number} times are in doubt ({DOUBT})" if doubted else ""
     if said:
-        yield f"the time of naive over that of own is {', '.join(said)}{doubts}."
+        yield f"the time of naive over that of own, above 1 where own is faster, is {', '.join(said)}{doubts}."
 
 
 def _longest(rows: Sequence[Row]) -> Iterator[str]:
@@ -135,6 +135,9 @@ def _longest(rows: Sequence[Row]) -> Iterator[str]:
         same = [row for row in rows if _shape(row) == _shape(last) and row["together_mean_ms"]]
         times = ", ".join(f"{row['implementation']} {_three(row['together_mean_ms'])} ms" for row in same)
         yield f"forward and backward together take at context {last['context_length']}: {times}."
+        if kept := [row for row in same if row["saved_mib"]]:
+            sizes = ", ".join(f"{row['implementation']} {_three(row['saved_mib'])} MiB" for row in kept)
+            yield f"forward leaves for backward there: {sizes}; naive keeps its T x T weights."
 
 
 def _three(value: float) -> str:

@@ -26,6 +26,7 @@ from cs336_systems.report.sections.memory.facts import typical
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.sections.steps_answers import checkpoint_answers
 from cs336_systems.report.table import Table, make_table
+from cs336_systems.text import counted
 
 CONTEXT = 2048
 """The context of the course's questions on checkpointing."""
@@ -94,7 +95,7 @@ def groups(material: Material) -> Answer:
         "block saves far more than its input, so each block more that backward computes again at once costs more than "
         "the inputs that it saves."
     )
-    lacking = f"size xl at context {CONTEXT}, with a checkpoint for every block and for every 2 to 8"
+    lacking = f"context {CONTEXT}, with a checkpoint for every block and for every 2 to 8"
     if found is None:
         return Answer(sentences=[predicted], tables=tables, lacking=lacking)
     rows = found.rows
@@ -147,5 +148,7 @@ def _predicted_words(rows: Sequence[Row]) -> Iterator[str]:
         known = {row["blocks"]: row[name] for row in rows if row[name] is not None and row["blocks"]}
         if known:
             least = min(known, key=known.__getitem__)
-            others = ", ".join(f"{size(peak)} for {blocks}" for blocks, peak in known.items() if blocks != least)
-            yield f"{name} peaks at {size(known[least])} with {least} block per checkpoint ({others})"
+            beside = [other for other in (least - 1, least + 1) if other in known]
+            others = " and ".join(f"{size(known[other])} with {other}" for other in beside)
+            group = counted(least, "block")
+            yield f"{name} has its least peak, {size(known[least])}, with {group} per checkpoint ({others})"
