@@ -33,7 +33,7 @@ KEY, NARROW_KEY = 8, 20
 MAX_TICKS = 20
 """Names along an axis that there is room for."""
 LONGEST_LABEL = 34
-"""Characters of a line of a lying bar's name."""
+"""Characters of a line of a lying bar's name, and of a name below an axis."""
 MOST_WORDS = 8
 """Bars of a panel that have room for words on a narrow screen."""
 FEW = 2
@@ -140,7 +140,7 @@ def _domains(chart: Chart, number: int) -> tuple[list[float], list[float]]:
 def _axis(axis: Axis, *, is_named: bool, values: Sequence[float] = ()) -> Spec:
     found: Spec = {"title": {"text": axis.label if is_named else ""}}
     if labels := axis.labels(MAX_TICKS):
-        shown = [text(label) for label in labels.values()]
+        shown = [_tick(text(label)) for label in labels.values()]
         found |= {"ticklabeloverflow": "allow", "tickvals": list(labels), "ticktext": shown}
     if axis.is_log:
         ends = axis.limits or [value for value in values if value > 0] or [1.0]
@@ -151,6 +151,11 @@ def _axis(axis: Axis, *, is_named: bool, values: Sequence[float] = ()) -> Spec:
     if axis.from_zero:
         found["rangemode"] = "tozero"
     return found
+
+
+def _tick(words: str) -> str:
+    """The words below an axis, without their middle where they would leave no room for the picture."""
+    return words if len(words) <= LONGEST_LABEL else f"{words[: 2 * LONGEST_LABEL // 3]}…{words[-LONGEST_LABEL // 3 :]}"
 
 
 def _beside(panel: Panel, is_last: bool) -> Spec:

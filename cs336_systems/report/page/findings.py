@@ -129,9 +129,9 @@ def _checkpoints(steps: Sequence[Named]) -> Iterator[Linked]:
         best[least.row["checkpoint_blocks"]].append(least)
     for blocks, own in best.items():
         words = f"checkpoints of {counted(blocks, 'block')}" if blocks else "no checkpoints"
-        number = f"{len(own)} of {len(several)}" if len(several) > len(own) else "all of them"
+        number = f", in {len(own)} of {len(several)} cases" if len(several) > len(own) else ""
         peaks = listed(own, "peak_allocated_gib", lambda step: f"{step.name} ({_gib(step.row)})")
-        yield linked(f"Over groups of blocks the least peak is that with {words}, in {number}: ", *peaks, ".")
+        yield linked(f"Over groups of blocks the least peak is that with {words}{number}: ", *peaks, ".")
 
 
 def _gib(row: Row) -> str:

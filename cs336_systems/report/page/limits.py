@@ -52,7 +52,7 @@ def recorded_runs(blocks: Sequence[Block]) -> list[Named]:
 
 def _of(part: Sequence[Named], whole: Sequence[Named]) -> str:
     if len(part) == len(whole) > 1:
-        return f"all {len(whole)} configurations"
+        return "both configurations" if len(whole) == 2 else f"all {len(whole)} configurations"
     return f"{len(part)} of {counted(len(whole), 'configuration')}" if len(whole) > 1 else "the only configuration"
 
 
