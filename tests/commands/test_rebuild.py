@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import cli
-from cs336_systems.commands.rebuild import results_below
+from cs336_systems.commands.rebuild import is_study, results_below
 from cs336_systems.report.page import whole
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -89,6 +89,14 @@ def test_json_names_what_was_rebuilt_and_what_was_not(tree: Path, capsys: pytest
     assert said["rebuilt"] == [str(tree / "e2e_benchmark/a"), str(tree / "precision")]
     assert list(said["failed"]) == [str(tree / "e2e_benchmark/damaged")]
     assert said["page"] == str(tree / "index.html")
+
+
+@pytest.mark.parametrize(
+    ("directory", "is_other"),
+    [("ladder/gpt2", True), ("precision", True), ("e2e_benchmark/train", False), ("e2e_benchmark/compiled", False)],
+)
+def test_a_ladder_is_no_sweep_though_it_has_runs(directory: str, is_other: bool) -> None:
+    assert is_study(DATA / directory) is is_other
 
 
 def test_results_lie_at_most_two_folders_deep() -> None:

@@ -9,6 +9,7 @@ from cs336_systems.cli import main
 from cs336_systems.record import Status
 from cs336_systems.studies import runner
 from cs336_systems.studies.fusion_records import Version
+from tests.report.page.parsed import Parsed
 from tests.report.studies import (
     Implementation,
     make_cell,
@@ -40,3 +41,18 @@ def test_a_cell_that_crashed_is_exit_status_1(
 ) -> None:
     monkeypatch.setattr(runner, "run_study", lambda *_: study_of(ended))
     assert main([command, "--device", "cpu", "--output", str(tmp_path)]) == status
+
+
+@pytest.mark.parametrize(("command", "study_of"), [("attention", attention_of), ("fusion", fusion_of)])
+def test_a_study_ends_with_naming_its_page_which_has_its_tables(
+    command: str, study_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "run_study", lambda *_: study_of(Status.OOM))
+    assert main([command, "--device", "cpu", "--name", "mine", "--output", str(tmp_path)]) == 0
+    page = tmp_path / command / "mine" / "index.html"
+    assert capsys.readouterr().out.splitlines()[-1] == f"page: {page}"
+    assert "results.0.0" in Parsed(page.read_text()).cells
+    made = page.read_bytes()
+    page.unlink()
+    assert main(["report", str(page.parent)]) == 0
+    assert page.read_bytes() == made

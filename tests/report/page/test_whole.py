@@ -149,7 +149,7 @@ def test_what_is_not_kept_of_the_memory_profiles_is_said(whole) -> None:
 
 
 @pytest.mark.browser
-def test_the_whole_page_opens_at_once_and_leads_to_a_ladder_and_a_run(whole, chromium, tmp_path) -> None:  # noqa: F811
+def test_the_whole_page_opens_at_once_and_leads_to_a_ladder_a_run_and_a_picture(whole, chromium, tmp_path) -> None:  # noqa: F811
     path = tmp_path / "index.html"
     path.write_text(whole[0])
     said, asked = [], []
@@ -175,6 +175,8 @@ def test_the_whole_page_opens_at_once_and_leads_to_a_ladder_and_a_run(whole, chr
     run.locator("pre", has_text="started_at").wait_for()
     tab.evaluate("location.hash = 'ladder/gpt2/run-3-times'")
     tab.locator("[id='ladder/gpt2/run-3-times'] .main-svg").first.wait_for()
+    tab.evaluate("location.hash = 'attention/bf16/figure-forward_bf16'")
+    tab.locator("[id='attention/bf16/figure-forward_bf16'] .main-svg").first.wait_for()
     tab.set_viewport_size({"width": 400, "height": 900})
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
     assert said == []
