@@ -24,9 +24,9 @@ COUNTS = {
     Verdict.FASTER: "B is faster in {}",
     Verdict.SLOWER: "B is slower in {}",
     Verdict.CANNOT_TELL: "of {} one cannot tell",
-    NOT_COMPARED: "{} did not end well on both sides",
-    ONLY_A: "{} are only in A",
-    ONLY_B: "{} are only in B",
+    NOT_COMPARED: "without a time on one side: {}",
+    ONLY_A: "only in A: {}",
+    ONLY_B: "only in B: {}",
 }
 """What is said of the number of configurations with each verdict."""
 DIFFERENT = (Verdict.FASTER, Verdict.SLOWER)
@@ -63,15 +63,26 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     every = [_difference(each, block) for each in told]
     verdicts: list[Sentence] = [(text, block.id) for text in compared.sentences] or [_counted(rows, block)]
     verdicts += [_difference(each, block, f"B is {each.row['verdict']} the most in ") for each in largest]
-    yield Prose(heading="Verdict", paragraphs=verdicts, more=every if len(every) > len(largest) else ())
+    is_more = len(every) > len(largest)
+    yield Prose(
+        heading="Verdict", paragraphs=verdicts, more=every if is_more else (),
+        more_title=f"All {len(every)} that are faster or slower",
+    )  # fmt: skip
     if doubted := [each for each in rows if each.row["ratio_is_doubted"]]:
-        number = f"Of {counted(len(rows), 'configuration')} {len(doubted)} have a ratio that is in doubt."
+        number = f"{len(doubted)} of {counted(sum(each.row['ratio'] is not None for each in rows), 'ratio')}"
+        is_one = len(doubted) == 1
         more = [_doubt(each, block) for each in doubted]
-        yield Prose(heading="What is in doubt", paragraphs=[(number, "")], more=more)
+        yield Prose(
+            heading="What is in doubt",
+            paragraphs=[(f"{number} {'is' if is_one else 'are'} in doubt.", "")],
+            more=more,
+            more_title="Each with its warnings",
+        )
     if compared.left_out:
         yield Prose(heading="What is left out", paragraphs=[(text, "") for text in compared.left_out])
     if missing := [_missing(each, block) for each in rows if each.row["ratio"] is None]:
-        yield Prose(heading="What has no ratio", paragraphs=missing[:MOST], more=missing[MOST:])
+        more_title = counted(len(missing[MOST:]), "more configuration")
+        yield Prose(heading="What has no ratio", paragraphs=missing[:MOST], more=missing[MOST:], more_title=more_title)
     if reasons := [(text, "") for text in _conditions(compared)]:
         yield Prose(heading="What else may be the reason", paragraphs=reasons)
     yield Prose(heading="What A and B are", paragraphs=_sides(compared))
