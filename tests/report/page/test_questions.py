@@ -19,10 +19,12 @@ from cs336_systems.report.page import questions
 from cs336_systems.report.page.answers.answer import Material
 from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.whole import collection_page
 from cs336_systems.report.page.write import Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.attention_records import Implementation
 from tests.report.making import H200, make_config, make_failure, make_record
+from tests.report.page.test_browser import chromium  # noqa: F401 (a fixture)
 from tests.report.studies import make_cell, make_failed, make_result, make_study
 
 DATA = Path(__file__).parents[3] / "data"
@@ -486,3 +488,26 @@ def test_the_own_kernel_of_data_is_that_of_the_record(answers):
     for row in answer.tables[0].values:
         cell = cells["naive", row["precision"], row["context_length"]]
         assert row["naive forward_mean_ms"] == pytest.approx(mean_ms(cell, "forward"))
+
+
+@pytest.mark.browser
+def test_a_question_leads_to_its_table_and_has_its_command_to_copy(chromium, tmp_path):  # noqa: F811
+    """The table is in a chapter that is closed until then; the console stays empty."""
+    gpu, laptop = (
+        Results(records=[make_record(make_config(size, 512), [0.1, 0.2])]) for size in ("small", "tiny")
+    )  # fmt: skip
+    page = tmp_path / "index.html"
+    page.write_text(to_html(collection_page(Collection(root=tmp_path, sweeps={Path("x/a"): gpu, Path("x/b"): laptop}))))
+    tab, said = chromium.new_page(viewport={"width": 400, "height": 900}), []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.goto(page.as_uri())
+    questions_of_times = tab.locator("#questions-1")
+    assert "--context-lengths 512 --name a" in questions_of_times.locator("pre").first.inner_text()
+    table = tab.locator("[id='x/a/results']")
+    assert not table.is_visible()
+    questions_of_times.locator("a[href='#x/a/results']").first.click()
+    table.wait_for(state="visible")
+    assert "small" in table.inner_text()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+    assert said == []

@@ -9,7 +9,7 @@ from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import DOUBT, scientific, significant
 from cs336_systems.report.page.answers.answer import Answer, Material, Place
-from cs336_systems.report.page.answers.commands import attention_command
+from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_words, limit_notes
 from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.report.sentences import between
@@ -41,7 +41,7 @@ def attention(material: Material) -> Answer | None:
     known = [row for row in naive if row["saved_mib"] is not None]
     grows = [f"From {text}" for text in growth_words(known, "what forward leaves for backward grows")] if known else []
     sentences = [*_times(naive), *limit_notes(study, rows), *grows, *_without(rows, known)]
-    return _answer(directory, study, rows, sentences, table, _lacking(naive))
+    return _answer(material, directory, rows, sentences, table, _lacking(naive))
 
 
 def _times(naive: Sequence[Row]) -> Iterator[str]:
@@ -75,11 +75,11 @@ def compiled_attention(material: Material) -> Answer | None:
     """The same attention under torch.compile."""
     if (found := _best(material, Implementation.COMPILED)) is None:
         return None
-    directory, study, rows = found
+    directory, _, rows = found
     names = [Implementation.NAIVE, Implementation.COMPILED]
     table = _beside("Attention eager and compiled", sorted(rows, key=_shape), names, ("forward", "backward"))
     sentences = [*_series(rows, names, ("forward", "backward")), *_kept(rows)]
-    return _answer(directory, study, rows, sentences, table, _lacking(_of(rows, Implementation.COMPILED)))
+    return _answer(material, directory, rows, sentences, table, _lacking(_of(rows, Implementation.COMPILED)))
 
 
 def _kept(rows: Sequence[Row]) -> Iterator[str]:
@@ -111,7 +111,7 @@ def own_kernel(material: Material) -> Answer | None:
     for precision in sorted(study.precisions, key=list(Precision).index):
         in_it = [row for row in kept if row["precision"] is precision]
         sentences += [f"In {precision} {text}" for text in (*_own_gains(in_it), *_longest(in_it), *_ends(in_it))]
-    return _answer(directory, study, rows, sentences, table, _lacking_of_own(_of(rows, Implementation.OWN)))
+    return _answer(material, directory, rows, sentences, table, _lacking_of_own(_of(rows, Implementation.OWN)))
 
 
 def _own_gains(rows: Sequence[Row]) -> Iterator[str]:
@@ -256,9 +256,9 @@ def _lacking(rows: Sequence[Row]) -> str:
 
 
 def _answer(
-    directory: Path, study: AttentionStudy, rows: Sequence[Row], sentences: Sequence[str], table: Table, lacking: str
+    material: Material, directory: Path, rows: Sequence[Row], sentences: Sequence[str], table: Table, lacking: str
 ) -> Answer:
-    device = rows[0]["device_name"]
+    study, device = material.collection.attention[directory], rows[0]["device_name"]
     kept = f"batch {study.grid.batch_size}, {'causal, ' if study.grid.causal else ''}{study.grid.passes} passes"
     precisions = ", ".join(dict.fromkeys(str(row["precision"]) for row in rows))
     place: Place = (directory, "results")
@@ -266,7 +266,7 @@ def _answer(
         sentences=sentences,
         tables=[table],
         places=[place],
-        commands=[attention_command(study.grid, directory)],
+        commands=[command_for(material.collection, directory)],
         conditions=f"{device}, {precisions}, {kept}",
         lacking=lacking,
     )

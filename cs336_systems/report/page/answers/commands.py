@@ -12,7 +12,6 @@ from cs336_systems.report.frame import order
 from cs336_systems.report.identity import settings_of, usual_settings
 from cs336_systems.report.page.collection import Climbed, Collection
 from cs336_systems.settings import Setting, declared, flag_of
-from cs336_systems.studies.attention_records import AttentionGrid
 from cs336_systems.studies.ceilings_records import CeilingsGrid
 from cs336_systems.sweep.ladder import gate_learning_rate, rungs
 
@@ -38,7 +37,7 @@ def command_for(collection: Collection, directory: Path) -> str:
     if (ceilings := collection.ceilings.get(directory)) is not None:
         return _named(["cs336 ceilings", *_ceilings_flags(ceilings.grid)], place)
     if (attention := collection.attention.get(directory)) is not None:
-        return attention_command(attention.grid, place)
+        return _named(["cs336 attention", *_grid_flags(attention.grid)], place)
     if (fusion := collection.fusion.get(directory)) is not None:
         return _named(["cs336 fusion", *_grid_flags(fusion.grid)], place)
     if directory in collection.precision:
@@ -66,20 +65,15 @@ def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
         is_first_step = is_first and profiled[0].profiler is Profiler.MEMORY
         yield "--memory-first-step" if is_first_step else PROFILERS[profiled[0].profiler]
     plain = [config for config in configs if config.profiler is Profiler.NONE] or configs
-    values = [settings_of(config) for config in plain]
-    usual = usual_settings(plain[0])
+    values = [(settings_of(config), usual_settings(config)) for config in plain]
     for name, setting in SETTINGS.items():
-        found = list(dict.fromkeys(_in_order([own[name] for own in values])))
+        found = list(dict.fromkeys(_in_order([own[name] for own, _ in values])))
         is_flag = bool(setting.help) and all(value is not None for value in found)
-        if is_flag and name not in _SHAPE and (name in ALWAYS or found != [usual[name]]):
+        if is_flag and (name in ALWAYS or any(own[name] != usual[name] for own, usual in values)):
             yield _flag(name, setting, found)
     repeats = len({config.repeat for config in plain})
     if repeats > 1:
         yield f"--repeats {repeats}"
-
-
-_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "arch")
-"""Settings that follow from the size."""
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
@@ -96,11 +90,6 @@ def _flag(name: str, setting: Setting, values: Sequence[Any]) -> str:
     if isinstance(values[0], bool):
         return flag if values[0] else f"--no-{flag.removeprefix('--')}"
     return " ".join([flag, *(shlex.quote(str(value)) for value in values)])
-
-
-def attention_command(grid: AttentionGrid, directory: Path) -> str:
-    """The command that measured a grid of attention."""
-    return _named(["cs336 attention", *_grid_flags(grid)], directory)
 
 
 def _grid_flags(grid: object) -> Iterator[str]:

@@ -4,6 +4,7 @@ from cs336_systems.config import Device
 from cs336_systems.report.columns import Column, Row
 from cs336_systems.report.numbers import GIGA, MIB, significant
 from cs336_systems.report.page.answers.answer import Answer, Material
+from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.table import make_table
 
@@ -50,7 +51,7 @@ def all_reduce(material: Material) -> Answer | None:
         sentences=sentences,
         tables=[make_table("All-reduce by the size of the tensor", columns, rows)],
         places=[(directory, "all_reduce")],
-        commands=[f"cs336 ceilings --name {directory.name}"],
+        commands=[command_for(material.collection, directory)],
         conditions=f"{study.device_name}, fp32",
         lacking=", ".join(lacking),
     )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.page.answers.answer import Answer, Material
+from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.sections.precision import (
     is_lost,
     library_words,
@@ -21,14 +22,15 @@ def _study(material: Material) -> tuple[Path, PrecisionStudy] | None:
     return max(found, key=lambda pair: (pair[1].gpu is not None, len(pair[1].layer_norm), str(pair[0])), default=None)
 
 
-def _answer(directory: Path, study: PrecisionStudy, sentences: list[str], place: str, **others: object) -> Answer:
+def _answer(material: Material, directory: Path, sentences: list[str], place: str, lacking: str = "") -> Answer:
+    study = material.collection.precision[directory]
     where = "" if study.gpu is None else f", {study.gpu}"
     return Answer(
         sentences=sentences,
         places=[(directory, place)],
-        commands=["python precision.py --output data/precision"],
+        commands=[command_for(material.collection, directory)],
         conditions=f"PyTorch {study.torch}{where}",
-        **others,  # type: ignore[arg-type]
+        lacking=lacking,
     )
 
 
@@ -47,7 +49,7 @@ def accumulation(material: Material) -> Answer | None:
         "So sums belong in fp32 even where the addends are in 16 bits: what a low precision loses in each addition "
         "adds up, and the larger the sum, the coarser are its numbers.",
     ]
-    return _answer(directory, study, sentences, "accumulation")
+    return _answer(material, directory, sentences, "accumulation")
 
 
 def data_types(material: Material) -> Answer | None:
@@ -68,7 +70,7 @@ def data_types(material: Material) -> Answer | None:
         *_other_device(rows, seen, device),
     ]
     lacking = "the same on a GPU" if device is Device.CPU else ""
-    return _answer(directory, study, sentences, "dtypes", lacking=lacking)
+    return _answer(material, directory, sentences, "dtypes", lacking=lacking)
 
 
 def _other_device(rows: list[ObservedDtype], seen: list[ObservedDtype], device: Device) -> list[str]:
@@ -90,7 +92,7 @@ def layer_norm(material: Material) -> Answer | None:
         *library_words(study.layer_norm),
         *_with_bf16(study.layer_norm),
     ]
-    return _answer(directory, study, sentences, "layer_norm")
+    return _answer(material, directory, sentences, "layer_norm")
 
 
 def _with_bf16(rows: tuple[NormalisedActivations, ...]) -> list[str]:
