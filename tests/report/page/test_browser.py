@@ -14,9 +14,11 @@ import pytest
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.formats import to_latex, to_markdown, to_typst
 from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.figures import height_of, spec_of
 from cs336_systems.report.page.step import IDLE, Lane, Name, StepPicture
 from cs336_systems.report.page.whole import collection_page
 from cs336_systems.report.page.write import LIBRARIES, Figure, to_html, write_page
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style
 from cs336_systems.text import inert_line
 from tests.report.making import make_config, make_record
 from tests.report.page.pages import HOSTILE_TEXTS, csv_of, figure_page, large_step, make_page, page_with, table_page
@@ -416,3 +418,25 @@ def test_on_a_narrow_screen_legend_and_long_names_take_nothing_from_the_plot(sho
     assert len(words) == 9
     assert all(word.bounding_box()["y"] + 10 < box["y"] + box["height"] for word in words)
     assert " ".join(tab.locator("#kernels .ytick tspan").all_text_contents()) == name
+
+
+def test_a_chart_answers_on_hover_and_its_panels_stand_below_each_other_on_a_narrow_screen(show) -> None:
+    panels = [
+        Panel(x=Axis(names=["small"]), y=Axis(unit="ms"), title=title, bars=[Bar(name="small", parts={"forward": ms})])
+        for title, ms in (("context 128", 12.5), ("context 256", 31.0))
+    ]
+    styles = {"forward": Style(colour="#0072B2")}
+    chart = Chart(name="times", title="Times", settings="", panels=panels, columns=2, legend=1, styles=styles)
+    page = make_page(Figure(id="kernels", title="Times", spec=spec_of(chart), height=height_of(chart)))
+
+    def tops(tab):
+        boxes = [tab.locator(f"#kernels .annotation:has-text('{panel.title}')").bounding_box() for panel in panels]
+        return [box["y"] for box in boxes]
+
+    tab = show(page)
+    assert tops(tab)[0] == tops(tab)[1]
+    box = tab.locator("#kernels .bars path").nth(1).bounding_box()
+    tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    tab.wait_for_selector("#kernels .hoverlayer:has-text('context 256, small: forward: 31.00 ms')")
+    narrow = show(page, width=400)
+    assert tops(narrow)[1] > tops(narrow)[0] + 100
