@@ -391,6 +391,19 @@ def test_results_with_the_course_settings_on_a_gpu_are_chosen_before_others(tmp_
     assert all(size in alone.lacking for size in COURSE)
 
 
+def test_of_equal_settings_more_runs_and_then_newer_ones_are_chosen(tmp_path):
+    def sweep(*sizes, day=1):
+        records = [make_record(make_config(size, 512, measured_steps=10), [0.1] * 10) for size in sizes]
+        return Results(records=[replace(record, started_at=f"2026-01-0{day}T00:00:00Z") for record in records])
+
+    one, two, newer = sweep("small", day=3), sweep("small", "xl", day=1), sweep("small", "xl", day=2)
+    times = questions.PROBLEMS[0].parts[1]
+    for sweeps in ([one, two, newer], [newer, two, one]):
+        names = [Path(str(number)) for number in range(len(sweeps))]
+        collection = Collection(root=tmp_path, sweeps=dict(zip(names, sweeps, strict=True)))
+        assert times.answer(Material.of(collection)).places[0][0] == names[sweeps.index(newer)]
+
+
 def test_phases_that_contradict_their_step_are_in_no_answer(tmp_path):
     """Such a run has a step alone, and a compiled one beside it has no gain by phase."""
     eager = make_record(make_config("small", 512), [0.1, 0.2])

@@ -291,5 +291,5 @@ def _answer(material: Material, pair: Pair, sentences: list[str], place: str) ->
         places=[pair.runs.place(place)],
         commands=[command_for(material.collection, pair.runs.directory)],
         conditions=pair.runs.conditions,
-        lacking=_lacking(there),
+        lacking=f"recordings of {missing}" if (missing := _lacking(there)) else "",
     )

@@ -45,13 +45,15 @@ def all_reduce(material: Material) -> Answer | None:
         "Small tensors take the time of starting a transfer, whatever their size; large ones that of their bytes.",
     ]
     there = {(study.grid.device, cell.world_size) for _, study in studies for cell in study.reductions}
-    lacking = [f"{count} processes with {name}" for name, device in BACKENDS.items() for count in PROCESSES
-               if (device, count) not in there]  # fmt: skip
+    missing = {
+        name: [str(count) for count in PROCESSES if (device, count) not in there] for name, device in BACKENDS.items()
+    }
+    lacking = [f"{', '.join(counts)} processes with {name}" for name, counts in missing.items() if counts]
     return Answer(
         sentences=sentences,
         tables=[make_table("All-reduce by the size of the tensor", columns, rows)],
         places=[(directory, "all_reduce")],
         commands=[command_for(material.collection, directory)],
         conditions=f"{study.device_name}, fp32",
-        lacking=", ".join(lacking),
+        lacking=" and ".join(lacking),
     )
