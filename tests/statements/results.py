@@ -88,7 +88,6 @@ def mean_ms(row: Mapping[str, str], phase: str) -> tuple[float, float]:
 
 
 @claim(README, r"on a GPU machine it is (\w+) sizes at (\w+) context lengths")
-@claim(README, r"by phase, (\w+) sizes at (\w+) context lengths, bf16")
 def sizes_and_contexts() -> Sequence[Value]:
     return count(train(), "size"), count(train(), "context_length")
 
