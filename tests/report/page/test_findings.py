@@ -3,11 +3,12 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import Phase
+from cs336_systems.config import Device, Phase
 from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page.contents import sweep_page
 from cs336_systems.report.page.write import Linked, TableBlock, to_html
@@ -245,3 +246,19 @@ def test_the_checkpoints_with_the_least_peak_are_told_and_ringed():
     (figure,) = (b for chapter in page.chapters for b in chapter.blocks if "checkpoint_blocks" in getattr(b, "id", ""))
     rings = [trace for trace in figure.spec["data"] if trace.get("name") == "least peak"]
     assert sorted(ring["y"][0] for ring in rings) == pytest.approx(sorted(peak / 2**30 for peak, _ in least.values()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_told"), [({}, True), ({"device": Device.CPU}, False), ({"sync_phases": True}, False)]
+)
+def test_launching_is_told_only_where_it_is_not_running(fields, is_told, tmp_path):
+    """A CPU launches as long as it runs, and so does a host that waits for each phase."""
+    done = make_record(make_config(), (0.02, 0.02))
+    record = replace(done, config=replace(done.config, **fields), host_times_s=(0.01, 0.01))
+    page = sweep_page(Results(records=[record]), tmp_path)
+    told = [text_of(each) for each in findings_of(page)["What limits each configuration"].paragraphs]
+    assert any("launched" in text for text in told) == is_told
+    (run,) = (block for chapter in page.chapters for block in chapter.blocks if block.kind == "run")
+    assert ("Launching a step" in dict(run.facts)) == is_told
+    lines = [line["name"] for line in run.blocks[0].spec["data"]]
+    assert any("launch" in name for name in lines) == is_told
