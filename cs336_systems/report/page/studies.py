@@ -1,6 +1,6 @@
 """The parts of a page that come from ladders and studies: their tables and pictures, and where they were measured."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cs336_systems.record import Environment
@@ -8,7 +8,14 @@ from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.contents import sweep_chapters
 from cs336_systems.report.page.figures import height_of, spec_of
 from cs336_systems.report.page.provenance import conditions_of
-from cs336_systems.report.page.write import Chapter, Figure, TableBlock, png_address
+from cs336_systems.report.page.study_findings import (
+    attention_findings,
+    ceilings_findings,
+    fusion_findings,
+    ladder_findings,
+    precision_findings,
+)
+from cs336_systems.report.page.write import Chapter, Figure, Linked, Part, Prose, TableBlock, png_address
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
@@ -26,7 +33,7 @@ def ladder_chapters(collection: Collection, directory: Path) -> Iterator[Chapter
     chapters = sweep_chapters(climbed.results, collection.root / directory, found_in=found_in, prefix=prefix)
     of_runs = [chapter for chapter in chapters if chapter.id.removeprefix(prefix).partition("-")[0] in _OF_RUNS]
     source = of_runs[-1].source if of_runs else str(collection.place(directory))
-    yield from _of_study(collection, directory, [ladder_section(climbed.rows)], source)
+    yield from _of_study(collection, directory, [ladder_section(climbed.rows)], source, ladder_findings)
     yield from of_runs
 
 
@@ -39,7 +46,11 @@ def ceilings_chapters(collection: Collection, directory: Path) -> Iterator[Chapt
     study = collection.ceilings[directory]
     sections = ceilings_sections(study, collection.parts.get(directory))
     yield from _of_study(
-        collection, directory, sections, _source(collection, directory, "ceilings.json", study.environment)
+        collection,
+        directory,
+        sections,
+        _source(collection, directory, "ceilings.json", study.environment),
+        ceilings_findings,
     )
 
 
@@ -47,14 +58,18 @@ def attention_chapters(collection: Collection, directory: Path) -> Iterator[Chap
     """Times, memory and errors of attention alone."""
     study = collection.attention[directory]
     source = _source(collection, directory, "attention.json", study.environment)
-    yield from _of_study(collection, directory, [attention_section(study)], source)
+    yield from _of_study(collection, directory, [attention_section(study)], source, attention_findings)
 
 
 def fusion_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """What fusing does to each operation."""
     study = collection.fusion[directory]
     yield from _of_study(
-        collection, directory, [fusion_section(study)], _source(collection, directory, "fusion.json", study.environment)
+        collection,
+        directory,
+        [fusion_section(study)],
+        _source(collection, directory, "fusion.json", study.environment),
+        fusion_findings,
     )
 
 
@@ -62,13 +77,27 @@ def precision_chapters(collection: Collection, directory: Path) -> Iterator[Chap
     """Sums, layer norm and data types."""
     study = collection.precision[directory]
     yield from _of_study(
-        collection, directory, precision_sections(study), _source_of_precision(collection, directory, study)
+        collection,
+        directory,
+        precision_sections(study),
+        _source_of_precision(collection, directory, study),
+        precision_findings,
     )
 
 
-def _of_study(collection: Collection, directory: Path, sections: Iterable[Section], source: str) -> Iterator[Chapter]:
-    """One chapter with the tables and pictures of all sections."""
+def _of_study(
+    collection: Collection,
+    directory: Path,
+    sections: Iterable[Section],
+    source: str,
+    findings: Callable[[Sequence[TableBlock]], Iterable[Part | Linked]],
+) -> Iterator[Chapter]:
+    """What stands out, unless nothing does; then the tables and pictures of all sections."""
     blocks = [block for section in sections for block in section_blocks(section, collection, directory, source)]
+    if told := list(findings([block for block in blocks if isinstance(block, TableBlock)])):
+        yield Chapter(
+            id=block_id(directory, "findings"), title="Findings", blocks=[Prose(paragraphs=told)], source=source
+        )
     yield Chapter(id=block_id(directory, "tables"), title="Tables and pictures", blocks=blocks, source=source)
 
 

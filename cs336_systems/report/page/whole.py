@@ -44,7 +44,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     directories = collection.directories
     made = {}
     for number, directory in enumerate(directories):
-        on_progress(directory, number, len(directories))
+        on_progress(collection.place(directory), number, len(directories))
         made[directory] = list(_chapters(collection, directory))
     name = inert_line(collection.root.resolve().name)
     if directories == [SELF]:
