@@ -103,6 +103,6 @@ def test_results_lie_at_most_two_folders_deep() -> None:
     assert results_below(DATA / "e2e_benchmark/train") == [DATA / "e2e_benchmark/train"]
     assert {path.parent.name for path in results_below(DATA)} == {
         "data", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention", "fusion",
-        "ceilings",
+        "ceilings", "comparisons",
     }  # fmt: skip
     assert results_below(DATA.parent / "tests") == []
