@@ -67,8 +67,9 @@ def _launches(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:
     launched = [step for step in timed if WarningCode.LAUNCH_BOUND in codes_of(step.row)]
     if launched:
         named = listed(launched, "step_mean_ms", lambda step: f"{step.name} ({milliseconds(step.row['step_mean_ms'])})")
-        advice = against_launches(launched[0].row["config"])
-        yield linked(f"The host's launches limit {_of(launched, steps)}: ", *named, f". What helps is {advice}.")
+        ways = list(dict.fromkeys(against_launches(step.row["config"]) for step in launched))
+        whom = f", for {launched[0].name}," if len(ways) > 1 else ""
+        yield linked(f"The host's launches limit {_of(launched, steps)}: ", *named, f". What helps{whom} is {ways[0]}.")
     watched = {record.config.configuration for record in own.results.published if launch_times_s(record)}
     others = [step for step in timed if step.row["config"] in watched and step not in launched]
     if others:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import Device, Phase
-from cs336_systems.record import Measurement, load_records
+from cs336_systems.config import Device, OptimizerKind, Phase
+from cs336_systems.record import Measurement, WarningCode, load_records
 from cs336_systems.report.page.contents import sweep_page
 from cs336_systems.report.page.write import Linked, TableBlock, to_html
 from cs336_systems.report.results import Results
@@ -262,3 +262,15 @@ def test_launching_is_told_only_where_it_is_not_running(fields, is_told, tmp_pat
     assert ("Launching a step" in dict(run.facts)) == is_told
     lines = [line["name"] for line in run.blocks[0].spec["data"]]
     assert any("launch" in name for name in lines) == is_told
+
+
+def test_advice_that_is_not_that_of_all_says_whose_it_is(tmp_path):
+    """A run that is fused already cannot be helped by fusing."""
+    codes = [WarningCode.LAUNCH_BOUND]
+    plain = make_record(make_config("small"), (0.02,), codes=codes)
+    fused = make_record(make_config("medium", optimizer=OptimizerKind.FUSED), (0.02,), codes=codes)
+    for records, is_of_one in (([plain], False), ([plain, fused], True)):
+        found = findings_of(sweep_page(Results(records=records), tmp_path))
+        sentence = one_with("What helps", found["What limits each configuration"])
+        assert "--optimizer fused" in sentence.text
+        assert bool(re.search("What helps, for small", sentence.text)) == is_of_one
