@@ -1,7 +1,6 @@
 """A chart as plotly's data and layout: what the PNG shows, which answers on hover."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -26,10 +25,8 @@ WORDS = 11
 """Size of words in a picture in pixels."""
 LONGEST = 500
 """Characters of a text in a picture."""
-PANEL, BAR, GAP, AROUND = 270, 30, 90, 100
-"""Pixels: height of a panel, of a lying bar, between panels, and around all of them."""
-KEY, NARROW_KEY = 8, 20
-"""Pixels for each entry of the legend, and on a narrow screen."""
+PANEL, BAR, GAP, AROUND, NARROW = 270, 30, 90, 130, 50
+"""Pixels: height of a panel, of a lying bar, between panels, around all of them, and more on a narrow screen."""
 MAX_TICKS = 20
 """Names along an axis that there is room for."""
 LONGEST_LABEL = 34
@@ -48,13 +45,9 @@ def text(words: object) -> str:
 
 
 def height_of(chart: Chart) -> int:
-    """Height of the figure in pixels."""
-    return _height(chart, KEY)
-
-
-def _height(chart: Chart, key: int) -> int:
+    """Height of the figure in pixels, to which the page adds that of a legend of more than two rows."""
     rows = _row_heights(chart)
-    return sum(rows) + GAP * (len(rows) - 1) + AROUND + key * len(chart.keys)
+    return sum(rows) + GAP * (len(rows) - 1) + AROUND
 
 
 def spec_of(chart: Chart) -> Spec:
@@ -71,7 +64,7 @@ def spec_of(chart: Chart) -> Spec:
     return {
         "data": data,
         "layout": _layout(chart, math.inf),
-        "narrow": _layout(narrow, MOST_WORDS) | {"height": _height(narrow, NARROW_KEY)},
+        "narrow": _layout(narrow, MOST_WORDS) | {"height": height_of(narrow) + NARROW},
     }
 
 
@@ -90,7 +83,7 @@ def _layout(chart: Chart, most_words: float) -> Spec:
         is_left, is_last = number % chart.columns == 0, number + chart.columns >= len(chart.panels)
         x, y = _axis(panel.x, is_named=is_last), _axis(panel.y, is_named=is_left, values=panel.values)
         if chart.is_lying:
-            names = [_lines(textwrap.wrap(text(name), LONGEST_LABEL) or [""]) for name in panel.x.names]
+            names = list(map(text, panel.x.names))
             x, y = _beside(panel, is_last), {"tickvals": [-place for place in range(len(names))], "ticktext": names}
         if chart.is_shared and number:
             y["matches"] = "y"
