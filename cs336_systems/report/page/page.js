@@ -208,15 +208,17 @@ function fitted(data, layout, width) { // height for what plotly would else take
   const entry = Math.max(0, ...[...named].map((name) => name.length)) * CHARACTER + 45, rows = Math.ceil(named.size / Math.max(1, Math.floor((0.65 * width) / entry)));
   let height = layout.height + LINE * Math.max(0, rows - 2);
   const broken = {};
+  let right = layout.margin?.r ?? 0; // words beside lying bars may reach beyond the plot
   for (const [key, axis] of Object.entries(layout)) {
     if (/^xaxis/.test(key) && axis.title?.text) broken[key] = { ...axis, title: { ...axis.title, text: inLines(axis.title.text, Math.floor((0.65 * width) / CHARACTER)) } };
     if (!/^yaxis/.test(key) || !axis.ticktext) continue;
+    if (width < NARROW) right = 60;
     const ticktext = axis.ticktext.map((text) => inLines(text, Math.max(20, Math.floor((0.3 * width) / CHARACTER))));
     const most = Math.max(...ticktext.map((text) => text.split("<br>").length));
     if (most > 1) broken[key] = { ...axis, ticktext };
     height += ticktext.length * Math.max(0, 16 * most - 32);
   }
-  return { ...layout, ...broken, height, legend: { ...layout.legend, maxheight: LINE * (rows + 2) } };
+  return { ...layout, ...broken, height, margin: { ...layout.margin, r: right }, legend: { ...layout.legend, maxheight: LINE * (rows + 2) } };
 }
 
 function inLines(text, room) {
@@ -542,21 +544,23 @@ addEventListener("keydown", (event) => {
 });
 setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
 
-const observer = new IntersectionObserver((entries) => {
+const observing = (make, rootMargin) => new IntersectionObserver((entries, own) => {
   for (const { isIntersecting, target } of entries) {
     if (!isIntersecting) continue;
-    observer.unobserve(target);
-    (target.matches(".drawing") ? draw : makeTable)(target);
+    own.unobserve(target);
+    make(target);
   }
-}, { rootMargin: "1000px" });
+}, { rootMargin });
+const nearTables = observing(makeTable, "1000px"), nearFigures = observing(draw, "100px");
 function observe(root) {
-  for (const target of root.querySelectorAll(".block.table, .drawing")) observer.observe(target);
+  for (const target of root.querySelectorAll(".block.table")) nearTables.observe(target);
+  for (const target of root.querySelectorAll(".drawing")) nearFigures.observe(target);
 }
 observe(document);
 
-const idle = window.requestIdleCallback ?? setTimeout; // the libraries are there before somebody scrolls to what needs them
+const idle = window.requestIdleCallback ?? setTimeout; // the libraries are there before somebody scrolls to what needs them, tables first
 if (has("tables")) idle(tables);
-if (has("plotly")) idle(drawing);
+if (has("plotly")) setTimeout(() => idle(drawing), 1500);
 
 async function follow() { // a link to a cell marks it, a link to a run opens it
   for (const cell of document.querySelectorAll(".marked")) cell.classList.remove("marked");
