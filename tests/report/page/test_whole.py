@@ -115,6 +115,11 @@ def whole(read):
     return text, took_s + time.process_time() - begin_s
 
 
+@pytest.fixture(scope="module")
+def tables(whole):
+    return Parsed(whole[0])
+
+
 def test_all_of_data_is_on_a_page_that_is_small_enough_and_made_in_time(whole) -> None:
     text, took_s = whole
     print(f"the page of data/: {took_s:.1f} s of processor time, {len(text.encode()) / 1e6:.2f} MB")
@@ -131,13 +136,12 @@ def test_all_of_data_is_on_a_page_that_is_small_enough_and_made_in_time(whole) -
         ("e2e_benchmark/warmup", "results", "results.csv", "step", "step_mean_ms"),
     ],
 )
-def test_values_are_those_of_the_committed_files(whole, directory, table, file, heading, key) -> None:
-    found = Parsed(whole[0])
+def test_values_are_those_of_the_committed_files(tables, directory, table, file, heading, key) -> None:
     block = block_id(Path(directory), table)
-    headings = [" ".join(own.split()) for (own,) in found.headings[block]]
+    headings = [" ".join(own.split()) for (own,) in tables.headings[block]]
     place = next(number for number, own in enumerate(headings) if own.startswith(heading))
     pattern = re.compile(rf"{re.escape(block)}\.\d+\.{place}")
-    shown = [float(order) for name, (_, order) in found.cells.items() if pattern.fullmatch(name) and order]
+    shown = [float(order) for name, (_, order) in tables.cells.items() if pattern.fullmatch(name) and order]
     with (DATA / directory / file).open(newline="") as lines:
         wanted = [float(row[key]) for row in csv.DictReader(lines) if row[key]]
     assert shown
