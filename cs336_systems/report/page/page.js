@@ -562,6 +562,12 @@ const idle = window.requestIdleCallback ?? setTimeout; // the libraries are ther
 if (has("tables")) idle(tables);
 if (has("plotly")) setTimeout(() => idle(drawing), 1500);
 
+function cellOf(name) { // TABLE.ROW.COLUMN, which is an identifier in the page only where a link leads to it
+  const parts = name.split("."), [row, column] = parts.splice(-2).map(Number), owner = parts.join("."), block = document.getElementById(owner);
+  if (!block?.matches(".block.table")) return null;
+  return made.get(owner)?.cell(row, column).node() ?? block.querySelector("table").tBodies[0].rows[row]?.cells[column];
+}
+
 async function follow() { // a link to a cell marks it, a link to a run opens it
   for (const cell of document.querySelectorAll(".marked")) cell.classList.remove("marked");
   let name = "";
@@ -571,7 +577,7 @@ async function follow() { // a link to a cell marks it, a link to a run opens it
   if (!document.getElementById(name) && made.has(owner)) showAll(owner); // a filter or a hidden column took it away
   const run = [...document.querySelectorAll(".run")].find(({ id }) => /^[-.]/.test(name.startsWith(id) ? name.slice(id.length) : ""));
   if (run && !document.getElementById(name)) await fill(run); // the link leads into it
-  const target = document.getElementById(name);
+  const target = document.getElementById(name) ?? cellOf(name);
   if (!target) return;
   for (let box = target.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
   if (!target.matches("td")) return target.scrollIntoView();

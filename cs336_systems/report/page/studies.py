@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cs336_systems.record import Environment
+from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.contents import sweep_chapters
 from cs336_systems.report.page.figures import height_of, spec_of
@@ -95,6 +96,9 @@ def _of_study(
     """What stands out, unless nothing does; then the tables and pictures of all sections."""
     blocks = [block for section in sections for block in section_blocks(section, collection, directory, source)]
     if told := list(findings([block for block in blocks if isinstance(block, TableBlock)])):
+        texts = [each.text if isinstance(each, Linked) else each[0] for each in told]
+        if any(f" {DOUBT}" in text for text in texts):
+            told.append((f"{DOUBT} marks what rests on times in doubt; the warnings stand below the tables.", ""))
         yield Chapter(
             id=block_id(directory, "findings"), title="Findings", blocks=[Prose(paragraphs=told)], source=source
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cs336_systems.report.page.collection import Climbed, Collection
 from cs336_systems.report.page.whole import SELF, collection_page
-from cs336_systems.report.page.write import to_html
+from cs336_systems.report.page.write import Linked, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.studies.attention_records import Implementation
@@ -23,7 +23,7 @@ def told(**parts):
     linked = [(text, found.cells[target][0]) for text, target in found.links if target in found.cells]
     assert linked
     assert all(text == cell for text, cell in linked)
-    return [sentence.text for sentence in first.blocks[0].paragraphs]
+    return [own.text if isinstance(own, Linked) else own[0] for own in first.blocks[0].paragraphs]
 
 
 def test_a_ladder_says_its_fastest_rung_its_gains_and_what_is_not_credited() -> None:
