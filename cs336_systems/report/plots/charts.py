@@ -7,12 +7,42 @@ from itertools import cycle
 from typing import TypeAlias, TypeVar
 
 from cs336_systems.report.plots.palette import MARKERS
-from cs336_systems.report.plots.series import Line
 
 TICKS_APART = 1 / 14
 """Of a logarithmic axis: what the label of a tick needs."""
 Place: TypeAlias = str | float
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value with its standard deviation; None is unknown, and `failure` may be the reason."""
+
+    x: str | float
+    value: float | None
+    error: float | None = None
+    error_below: float | None = None
+    """Where it is another than above."""
+    failure: str | None = None
+    """How the run ended, in words, where it failed."""
+    about: str = ""
+    """What stands there, if that is more than the name of the line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Points that belong together, in order along the axis."""
+
+    name: str
+    points: tuple[Point, ...]
+
+    @property
+    def known(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.value is not None)
+
+    @property
+    def failed(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.failure is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

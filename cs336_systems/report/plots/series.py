@@ -1,7 +1,6 @@
 """What the pictures of steps show, taken from the frame of results; nothing here draws."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -9,42 +8,12 @@ import pandas as pd
 from cs336_systems.config import Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import apart_from, numbered, rows_of
+from cs336_systems.report.plots.charts import Line, Point
 from cs336_systems.report.words import status_text
 
 AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
 """Settings that run along the axes and the lines of a picture; all else is equal within one picture."""
 Row: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One value with its standard deviation; None is unknown, and `failure` may be the reason."""
-
-    x: str | float
-    value: float | None
-    error: float | None = None
-    error_below: float | None = None
-    """Where it is another than above."""
-    failure: str | None = None
-    """How the run ended, in words, where it failed."""
-    about: str = ""
-    """What stands there, if that is more than the name of the line."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """Points that belong together, in order along the axis."""
-
-    name: str
-    points: tuple[Point, ...]
-
-    @property
-    def known(self) -> tuple[Point, ...]:
-        return tuple(point for point in self.points if point.value is not None)
-
-    @property
-    def failed(self) -> tuple[Point, ...]:
-        return tuple(point for point in self.points if point.failure is not None)
 
 
 def named_rows(frame: pd.DataFrame) -> list[Row]:

@@ -21,8 +21,10 @@ from cs336_systems.report.plots.charts import (
     Bar,
     Chart,
     Curve,
+    Line,
     Panel,
     Place,
+    Point,
     Reference,
     Style,
     along,
@@ -30,7 +32,7 @@ from cs336_systems.report.plots.charts import (
     doubling,
 )
 from cs336_systems.report.plots.palette import MARKERS, PHASE_COLOURS, PRECISION_COLOURS, REST_COLOUR, shades, tints
-from cs336_systems.report.plots.series import AXES, Line, Point, Row, line, lines, named_rows, speed_up_lines, split
+from cs336_systems.report.plots.series import AXES, Row, line, lines, named_rows, speed_up_lines, split
 from cs336_systems.report.words import STEP_WORDS
 
 Item = TypeVar("Item")

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from cs336_systems.analysis.compare import CONFIDENCE, Verdict
 from cs336_systems.report.columns import WIDEST_RATIO, Row
-from cs336_systems.report.plots.charts import Axis, Chart, Curve, Panel, Reference
+from cs336_systems.report.plots.charts import Axis, Chart, Curve, Line, Panel, Point, Reference
 from cs336_systems.report.plots.palette import GREY
-from cs336_systems.report.plots.series import Line, Point
 
 LOOKS = {Verdict.FASTER: ("#0072B2", "o"), Verdict.SLOWER: ("#D55E00", "s"), Verdict.CANNOT_TELL: (GREY, "D")}
 """Colour and mark of each verdict."""

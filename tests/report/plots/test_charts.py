@@ -18,8 +18,10 @@ from cs336_systems.report.plots.charts import (
     Bar,
     Chart,
     Curve,
+    Line,
     Note,
     Panel,
+    Point,
     Reference,
     Style,
     along,
@@ -29,7 +31,6 @@ from cs336_systems.report.plots.charts import (
 )
 from cs336_systems.report.plots.draw import draw, png_of
 from cs336_systems.report.plots.palette import FAILURE_COLOUR
-from cs336_systems.report.plots.series import Line, Point
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.page.pages import HOSTILE_TEXTS

@@ -6,10 +6,20 @@ from statistics import geometric_mean, median
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import GIGA, MIB, TERA
-from cs336_systems.report.plots.charts import Axis, Chart, Curve, Note, Panel, Reference, curves_of, doubling
+from cs336_systems.report.plots.charts import (
+    Axis,
+    Chart,
+    Curve,
+    Line,
+    Note,
+    Panel,
+    Point,
+    Reference,
+    curves_of,
+    doubling,
+)
 from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
 from cs336_systems.report.plots.palette import MARKERS as MARKS
-from cs336_systems.report.plots.series import Line, Point
 from cs336_systems.report.sections.ceilings.tables import (
     product_rows,
     promised_flops,

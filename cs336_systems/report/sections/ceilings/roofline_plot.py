@@ -6,9 +6,8 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.numbers import TERA
 from cs336_systems.report.plots import palette
-from cs336_systems.report.plots.charts import Axis, Chart, Curve, Panel
+from cs336_systems.report.plots.charts import Axis, Chart, Curve, Line, Panel, Point
 from cs336_systems.report.plots.palette import GREY, MARKERS
-from cs336_systems.report.plots.series import Line, Point
 from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, points_of, slow_layers
 from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, timed
 from cs336_systems.report.sections.study import promised_bandwidth

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import DOUBT, significant
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Panel, Style
-from cs336_systems.report.plots.series import Line, Point
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style
 
 _FRACTION = 5
 PASSED, UNCREDITED = "passed", "did not pass the gate"

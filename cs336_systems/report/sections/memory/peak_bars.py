@@ -7,9 +7,8 @@ from typing import TypeAlias
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.entries import labels, settings
 from cs336_systems.report.numbers import GIB
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Panel, Style, distinct
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style, distinct
 from cs336_systems.report.plots.palette import CATEGORY_COLOURS
-from cs336_systems.report.plots.series import Line, Point
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.words import size
