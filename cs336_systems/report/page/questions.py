@@ -209,7 +209,11 @@ def questions_chapter(collection: Collection) -> Chapter:
     material = Material.of(collection)
     found = {part.id: part.answer(material) for problem in PROBLEMS for part in problem.parts}
     whole = sum(answer is not None and not answer.lacking for answer in found.values())
-    summary = f"{whole} of {counted(len(found), 'part')} are answered in full; each of the others says what to run."
+    without = sum(not part.command for problem in PROBLEMS for part in problem.parts)
+    summary = (
+        f"{whole} of {counted(len(found), 'part')} are answered in full; {len(found) - whole - without} say what to "
+        f"run for what is missing; for {without} this tool has no command yet."
+    )
     chapters = [
         Chapter(
             id=f"questions-{number}",
@@ -268,3 +272,7 @@ def _sources(found: Answer) -> Iterator[tuple[str, str]]:
         yield (" and " if number else ""), ""
         yield inert_line(f"{name} of {directory.as_posix()}"), block_id(directory, name)
     yield ".", ""
+    for number, (words, (directory, name)) in enumerate(found.pictures):
+        yield (", " if number else " Pictures: "), ""
+        yield words, block_id(directory, name)
+    yield ("." if found.pictures else ""), ""

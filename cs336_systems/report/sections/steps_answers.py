@@ -172,7 +172,7 @@ def _trend(rows: Sequence[Row], along: str, across: str, word: str) -> Iterator[
         return
     grows = sum(own[-1]["speed_up"] > own[0]["speed_up"] for own in lines.values())
     last = [*lines.values()][-1] if across == "size" else max(lines.values(), key=lambda own: own[0][across])
-    gains = ", ".join(f"{_times(row['speed_up'])} {_at(row, along)}" for row in last)
+    gains = " and ".join(f"{_times(row['speed_up'])} {_at(row, along)}" for row in (last[0], last[-1]))
     ends = "the smallest to the largest size" if along == "size" else "the shortest to the longest context"
     yield f"{word} {last[0][across]} it is {gains}. From {ends} it grows in {grows} of {len(lines)} cases."
 

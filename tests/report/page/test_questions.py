@@ -16,11 +16,12 @@ from cs336_systems.commands.rebuild import load_collection
 from cs336_systems.config import SIZES, CompileMode, Device, Mode, Precision
 from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page import questions
+from cs336_systems.report.page.answers import attention
 from cs336_systems.report.page.answers.answer import Material
 from cs336_systems.report.page.answers.commands import command_for
-from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.whole import collection_page
-from cs336_systems.report.page.write import Page, Prose, TableBlock, to_html
+from cs336_systems.report.page.write import Figure, Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.attention_records import Implementation
 from tests.report.making import H200, make_config, make_failure, make_record
@@ -81,6 +82,10 @@ def mean_ms(record, phase):
 
 def numbers(answer):
     return [float(found.replace(",", "")) for text in answer.sentences for found in re.findall(r"\d[\d,]*\.?\d*", text)]
+
+
+def ends(values):
+    return min(values), max(values)
 
 
 def says(answer, *values, digits=3):
@@ -220,6 +225,9 @@ def test_kernels_are_those_of_the_traces(answers):
     assert {*times} == {*top} == {*profiles} == {*records}
     assert len({size for size, _ in profiles}) >= 2
     assert len({context for _, context in profiles if context > 128}) >= 3
+    rest, shares, in_attention = (
+        by(answers[f"nsys-{part}"].tables[0], "size", "context_length") for part in "cde"
+    )  # fmt: skip
     forward_shares, step_shares, others, softmax = [], [], [], []
     for which, profile in profiles.items():
         steps = profile["num_steps"]
@@ -244,7 +252,16 @@ def test_kernels_are_those_of_the_traces(answers):
         others.append(100 * share("element-wise", {"forward"}))
         parts = {row["part"]: row for row in profile["attention"] if row["phase"] == "forward"}
         softmax.append(parts["softmax"]["total_s"] / (parts["scores"]["product_s"] + parts["values"]["product_s"]))
-    says(answers["nsys-c"], min(others), max(others))
+        assert rest[which]["forward element-wise"] == pytest.approx(others[-1] / 100)
+        assert shares[which]["step matrix product"] == pytest.approx(step_shares[-1] / 100)
+        whole = sum(row["total_s"] for row in parts.values())
+        products = parts["scores"]["product_s"] + parts["values"]["product_s"]
+        left_ms = 1e3 * (whole - products - parts["softmax"]["total_s"]) / steps
+        assert in_attention[which]["rest_ms_per_step"] == pytest.approx(left_ms)
+    longer = {key: 100 * (row["wall"] / row["clock"] - 1) for key, row in times.items()}
+    apart = [each for each in longer.values() if abs(each) > 2]
+    says(answers["nsys-a"], *apart, len(longer) - len(apart))
+    says(answers["nsys-c"], max(others))
     says(answers["nsys-d"], min(forward_shares), max(forward_shares), min(step_shares), max(step_shares))
     says(answers["nsys-e"], min(softmax), max(softmax))
 
@@ -270,7 +287,7 @@ def test_speed_ups_of_bf16_are_those_of_the_records(answers):
         key = (config["size"], config["model"]["context_length"])
         steps.setdefault(key, {})[config.get("precision", "fp32")] = mean_ms(record, "step")
     gains = {key: own["fp32"] / own["bf16"] for key, own in steps.items()}
-    says(answer, min(gains.values()), max(gains.values()), *(gains[size, 512] for size in COURSE))
+    says(answer, *ends(gains.values()), gains["small", 512], gains["2.7B", 512])
     rows = by(answer.tables[0], "size", "precision")
     for size in COURSE:
         assert rows[size, "bf16"]["speed_up"] == pytest.approx(gains[size, 512])
@@ -296,7 +313,13 @@ def test_peaks_are_those_of_the_records(answers):
         for (size, context, precision), row in rows.items()
         if precision == "bf16" and row["train"]
     ]
-    says(answers["memory-c"], min(of_mixed), max(of_mixed))
+    says(answers["memory-c"], *ends(of_mixed))
+    of_forward = [
+        row["inference"] / rows[size, context, "fp32"]["inference"]
+        for (size, context, precision), row in rows.items()
+        if precision == "bf16"
+    ]
+    says(answers["memory-c"], *ends(of_forward))
 
 
 def test_memory_over_time_and_of_a_block_are_those_of_the_profiles(answers):
@@ -308,12 +331,22 @@ def test_memory_over_time_and_of_a_block_are_those_of_the_profiles(answers):
         says(answers["memory-a"], *(phase[key] / GIB for phase in last for key in ("end_bytes", "peak_bytes")))
     largest = max(row["requested_bytes"] for row in step["largest"])
     says(answers["memory-e"], largest, digits=9)
+    table = answers["memory-e"].tables[0].values
+    assert {row["bytes"] for row in table} == {
+        *sorted({row["requested_bytes"] for row in step["largest"]}, reverse=True)[:3]
+    }
+    counts = [row["count"] for row in step["largest"] if row["requested_bytes"] == largest]
+    assert [row["count"] for row in table if row["bytes"] == largest] == counts
+    says(answers["memory-e"], sum(counts))
     saved = sorted(block["saved_bytes"] for block in step["blocks"])
     block = step["blocks"][0]
     assert saved[0] == saved[-1]
-    five = [tensor["num_bytes"] / MIB for tensor in block["saved"][:5]]
+    five = [tensor["num_bytes"] for tensor in block["saved"][:5]]
     says(answers["memory-f"], saved[0], block["gradient_bytes"], digits=9)
-    says(answers["memory-f"], *five, *(100 * MIB * each / saved[0] for each in five))
+    table = answers["memory-f"].tables[0].values
+    assert [row["bytes"] for row in table] == five
+    assert [row["share"] for row in table] == pytest.approx([each / saved[0] for each in five])
+    says(answers["memory-f"], 100 * sum(five) / saved[0])
     d_model, d_ff = SIZES["xl"].d_model, SIZES["xl"].d_ff
     weights = 4 * d_model**2 + 3 * d_model * d_ff + 2 * d_model
     assert block["gradient_bytes"] == 4 * weights
@@ -334,6 +367,7 @@ def test_checkpoints_are_those_of_the_records_and_of_the_closed_form(answers):
             assert row["peak_allocated_gib"] == pytest.approx(record["memory"]["peak_allocated_bytes"] / GIB)
             assert row["step_mean_ms"] == pytest.approx(mean_ms(record, "step"))
     assert {1, 2, 4, 8} <= {*rows}
+    says(answer, *(rows[blocks][key] for blocks in (1, 8) for key in ("peak_allocated_gib", "step_mean_ms")))
     predicted = {row["blocks"]: row["xl"] for row in answer.tables[1].values}
     assert min((blocks for blocks in predicted if blocks), key=predicted.__getitem__) == 1
     says(answer, predicted[1] / GIB, predicted[2] / GIB)
@@ -361,15 +395,17 @@ def test_attention_is_that_of_the_record(answers):
         assert row["backward_mean_ms"] == pytest.approx(mean_ms(cell, "backward"))
         assert row["before_backward_mib"] == cell["memory"]["before_backward_bytes"] / MIB
     for phase in ("forward", "backward"):
-        says(answers["attention"], *(mean_ms(cells["naive", 128, context], phase) for context in (256, 4096, 16384)))
+        says(answers["attention"], *(mean_ms(cells["naive", 128, context], phase) for context in (256, 16384)))
+        last = mean_ms(cells["naive", 128, 16384], phase)
+        says(answers["attention"], last / mean_ms(cells["naive", 128, 8192], phase))
     weights, queries = 8 * 16384**2 * 4, 8 * 16384 * 128 * 4
     says(answers["attention"], (weights + 2 * queries) / MIB, weights / MIB, digits=4)
-    gains = [
-        mean_ms(cells["naive", 128, context], phase) / mean_ms(cells["compiled", 128, context], phase)
-        for context in (256, 1024, 4096, 8192, 16384)
-        for phase in ("forward", "backward")
-    ]
-    says(answers["compile-a"], *gains)
+    for phase in ("forward", "backward"):
+        gains = {
+            context: mean_ms(cells["naive", 128, context], phase) / mean_ms(cells["compiled", 128, context], phase)
+            for context in (256, 1024, 4096, 8192, 16384)
+        }
+        says(answers["compile-a"], *ends(gains.values()))
 
 
 def test_the_compiled_model_is_that_of_the_records(answers):
@@ -385,6 +421,18 @@ def test_the_compiled_model_is_that_of_the_records(answers):
                  for sides in pairs]  # fmt: skip
         gains = [sides["none"] / sides["default"] for sides in means]
         says(answer, min(gains), max(gains))
+
+
+@pytest.mark.parametrize(("gains", "words"), [
+    ([2, 3], ["faster at all contexts"]),
+    ([1.01, 0.99], ["about as fast at all contexts"]),
+    ([0.5, 0.6, 2, 3], ["faster from context 512 on", "slower at the 2 shorter ones"]),
+    ([0.5, 2, 0.6, 3], ["faster at context 1024", "of the 3 shorter ones", "slower at 2", "faster at 1"]),
+    ([0.5, 2], ["faster at context 256", "slower at the shorter one"]),
+])  # fmt: skip
+def test_where_a_kernel_turns_faster_is_told_from_the_longest_context_down(gains, words):
+    told = attention._where({128 * 2**number: gain for number, gain in enumerate(gains)})
+    assert all(word in told for word in words), told
 
 
 def test_results_with_the_course_settings_on_a_gpu_are_chosen_before_others(tmp_path):
@@ -484,12 +532,18 @@ def test_the_own_kernel_is_compared_in_the_precision_and_at_the_shapes_that_both
     assert by_context[1024]["naive together_mean_ms"] == pytest.approx(7)
     assert by_context[1024]["own together_mean_ms"] == pytest.approx(3.5)
     assert by_context[2048]["naive forward_mean_ms"] is None
-    [told] = [text for text in answer.sentences if "over that of own" in text]
-    assert [float(gain) for gain in re.findall(r"in (?:forward|backward|both together) (\d+\.\d+)", told)] == [2, 2, 2]
+    [told] = [text for text in answer.sentences if "times as fast as naive" in text]
+    assert "own is 2.00 times as fast" in told
+    assert "faster at all contexts" in told
+    assert [table.values[0]["context_length"] for table in answer.tables] == [512, 512, 512]
     assert "bf16 at contexts 128" in answer.lacking
     assert "65536" in answer.lacking
     arguments = parsed(answer.commands[0])
     assert (arguments.own, arguments.causal, arguments.batch_size) == ("mine:flash", True, 1)
+
+
+def both_ms(cell):
+    return mean_ms(cell, "forward") + mean_ms(cell, "backward")
 
 
 def test_the_own_kernel_of_data_is_that_of_the_record(answers):
@@ -502,19 +556,38 @@ def test_the_own_kernel_of_data_is_that_of_the_record(answers):
     }
     for precision in ("bf16", "fp32"):
         contexts = [key[2] for key in cells if key[:2] == ("own", precision)]
-        gains = {
-            phase: [
-                mean_ms(cells["naive", precision, context], phase) / mean_ms(cells["own", precision, context], phase)
-                for context in contexts
-            ]
-            for phase in ("forward", "backward")
-        }
-        says(answer, *(end(found) for found in gains.values() for end in (min, max)))
-        last = cells["own", precision, max(contexts)]
-        says(answer, mean_ms(last, "forward") + mean_ms(last, "backward"))
+        gains = [
+            both_ms(cells["naive", precision, context]) / both_ms(cells["own", precision, context])
+            for context in contexts
+        ]
+        says(answer, *ends(gains))
+        last = max(contexts)
+        best = min(both_ms(cell) for key, cell in cells.items() if key[0] != "own" and key[1:] == (precision, last))
+        own_ms = both_ms(cells["own", precision, last])
+        says(answer, own_ms, best, own_ms / best)
+    for phase, table in zip(("forward", "backward"), answer.tables, strict=False):
+        for row in table.values:
+            for name in ("flash", "cudnn", "own"):
+                if (cell := cells.get((name, row["precision"], row["context_length"]))) is not None:
+                    assert row[f"{name} {phase}_mean_ms"] == pytest.approx(mean_ms(cell, phase))
     for row in answer.tables[0].values:
         cell = cells["naive", row["precision"], row["context_length"]]
         assert row["naive forward_mean_ms"] == pytest.approx(mean_ms(cell, "forward"))
+
+
+def test_pictures_that_an_answer_names_are_on_the_page(collection):
+    directory = Path("memory_profiles/h200")
+    own = Collection(root=DATA, sweeps={directory: collection.sweeps[directory]})
+    [part] = [part for problem in questions.PROBLEMS for part in problem.parts if part.id == "memory-a"]
+    pictures = part.answer(Material.of(own)).pictures
+    assert [("inference" in name, "train" in name) for _, (_, name) in pictures] == [(True, False), (False, True)]
+
+    def figures(chapters):
+        for chapter in chapters:
+            yield from (block.id for block in chapter.blocks if isinstance(block, Figure))
+            yield from figures(chapter.chapters)
+
+    assert {block_id(*place) for _, place in pictures} <= {*figures(collection_page(own).chapters)}
 
 
 @pytest.mark.browser

@@ -36,6 +36,8 @@ class Answer:
     """Small tables that the question asks for."""
     places: Sequence[Place] = ()
     """The tables that the sentences rest on."""
+    pictures: Sequence[tuple[str, Place]] = ()
+    """Pictures that the question asks for, each after what it shows."""
     commands: Sequence[str] = ()
     """What measured it."""
     conditions: str = ""

@@ -1,6 +1,7 @@
 """Answers about attention alone: written out, compiled, and the student's own kernel."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,17 @@ from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.report.sentences import between
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.attention_records import AttentionCell, AttentionStudy, Implementation
+from cs336_systems.text import counted
 
 COURSE_CONTEXTS = (256, 1024, 4096, 8192, 16384)
 COURSE_HEADS = (16, 32, 64, 128)
 OWN_CONTEXTS = tuple(2**power for power in range(7, 17))
 OWN_PRECISIONS = (Precision.BF16, Precision.FP32)
 NUM_CELLS = len(COURSE_CONTEXTS) * len(COURSE_HEADS)
-WORDS = {"forward": "Forward", "backward": "Backward", "together": "Both together"}
+WORDS = {"forward": "Forward", "backward": "Backward", "together": "Forward and backward together"}
+SAME = "about as fast"
+ABOUT = 0.02
+"""Two times that differ by less than this part of them are about the same."""
 
 
 def attention(material: Material) -> Answer | None:
@@ -41,22 +46,31 @@ def attention(material: Material) -> Answer | None:
     known = [row for row in naive if row["saved_mib"] is not None]
     grows = [f"From {text}" for text in growth_words(known, "what forward leaves for backward grows")] if known else []
     sentences = [*_times(naive), *limit_notes(study, rows), *grows, *_without(rows, known)]
-    return _answer(material, directory, rows, sentences, table, _lacking(naive))
+    return _answer(material, directory, rows, sentences, [table], _lacking(naive))
 
 
 def _times(naive: Sequence[Row]) -> Iterator[str]:
-    """Times of the widest head over contexts, as far as there are any."""
+    """Times of the widest head at the shortest and the longest context, and how they grow at the end."""
     widest = [row for row in naive if row["d_head"] == naive[-1]["d_head"] and row["forward_mean_ms"]]
-    parts = [
-        f"{part} takes {', '.join(significant(row[f'{part}_mean_ms'], 3) for row in widest)} ms"
+    widest = [row for row in widest if row["backward_mean_ms"]]
+    if not widest:
+        return
+    ends = widest[:: len(widest) - 1] if len(widest) > 1 else widest
+    at = " and ".join(str(row["context_length"]) for row in ends)
+    told = " and ".join(
+        f"{part} takes {' and '.join(_three(row[f'{part}_mean_ms']) for row in ends)} ms"
         for part in ("forward", "backward")
-    ]
-    if widest:
-        contexts = ", ".join(str(row["context_length"]) for row in widest)
-        yield (
-            f"At d_head {widest[0]['d_head']} and contexts {contexts}, {' and '.join(parts)}. naive is "
-            "attention written out."
+    )
+    grown = ""
+    if len(widest) > 1:
+        before, last = widest[-2:]
+        forward, backward = (_three(last[key] / before[key]) for key in ("forward_mean_ms", "backward_mean_ms"))
+        grown = (
+            f" From context {before['context_length']} to {last['context_length']} forward grows {forward}-fold and "
+            f"backward {backward}-fold."
         )
+    head, contexts = widest[0]["d_head"], counted(len(ends), "context").split()[1]
+    yield f"At d_head {head} and {contexts} {at}, {told}.{grown} naive is attention written out."
 
 
 def _without(rows: Sequence[Row], naive: Sequence[Row]) -> Iterator[str]:
@@ -78,8 +92,11 @@ def compiled_attention(material: Material) -> Answer | None:
     directory, _, rows = found
     names = [Implementation.NAIVE, Implementation.COMPILED]
     table = _beside("Attention eager and compiled", sorted(rows, key=_shape), names, ("forward", "backward"))
-    sentences = [*_series(rows, names, ("forward", "backward")), *_kept(rows)]
-    return _answer(material, directory, rows, sentences, table, _lacking(_of(rows, Implementation.COMPILED)))
+    widest = max(row["d_head"] for row in rows)
+    kept = [row for row in rows if row["d_head"] == widest]
+    gains = [text for part in ("forward", "backward") for text in _gain(kept, part, *names)]
+    sentences = [*(f"At d_head {widest}, {text}" for text in gains), *_kept(rows)]
+    return _answer(material, directory, rows, sentences, [table], _lacking(_of(rows, Implementation.COMPILED)))
 
 
 def _kept(rows: Sequence[Row]) -> Iterator[str]:
@@ -104,40 +121,69 @@ def own_kernel(material: Material) -> Answer | None:
     kept = sorted(
         (row for row in rows if row["d_head"] == widest), key=lambda row: list(Precision).index(row["precision"])
     )
-    table = _beside(
-        f"Own kernel and PyTorch's at d_head {widest}", kept, [Implementation.NAIVE, Implementation.OWN], tuple(TIMED)
-    )
+    every = [name for name in Implementation if name is not Implementation.OWN and _of(kept, name)]
+    tables = [
+        _beside(
+            f"{WORDS[part]} at d_head {widest}: own kernel and PyTorch's", kept, [*every, Implementation.OWN], [part]
+        )
+        for part in TIMED
+    ]
     sentences = [f"own is {study.grid.own}, naive is attention written out in PyTorch; at d_head {widest}:"]
     for precision in sorted(study.precisions, key=list(Precision).index):
         in_it = [row for row in kept if row["precision"] is precision]
-        sentences += [f"In {precision} {text}" for text in (*_own_gains(in_it), *_longest(in_it), *_ends(in_it))]
-    return _answer(material, directory, rows, sentences, table, _lacking_of_own(_of(rows, Implementation.OWN)))
+        gains = _gain(in_it, "together", Implementation.NAIVE, Implementation.OWN)
+        sentences += [f"In {precision} {text}" for text in (*gains, *_longest(in_it), *_ends(in_it))]
+    return _answer(material, directory, rows, sentences, tables, _lacking_of_own(_of(rows, Implementation.OWN)))
 
 
-def _own_gains(rows: Sequence[Row]) -> Iterator[str]:
-    """Between which factors own is as fast as naive over contexts, in each pass, and how many times are in doubt."""
-    said, doubted, number = [], 0, 0
-    for part in TIMED:
-        pairs = list(_pairs(rows, (Implementation.NAIVE, Implementation.OWN), part))
-        gains = {f"context {after['context_length']}": gain for _, after, gain in pairs}
-        said += [f"in {WORDS[part].lower()} {between(gains, _three)}"] if gains else []
-        doubted += sum(row[f"{part}_is_doubted"] for pair in pairs for row in pair[:2])
-        number += 2 * len(pairs)
-    doubts = f"; {doubted} of these {number} times are in doubt ({DOUBT})" if doubted else ""
-    if said:
-        yield f"the time of naive over that of own, above 1 where own is faster, is {', '.join(said)}{doubts}."
+def _gain(rows: Sequence[Row], part: str, before: Implementation, after: Implementation) -> Iterator[str]:
+    """How many times as fast `after` is as `before` in this pass, and at which contexts it is faster."""
+    pairs = list(_pairs(rows, (before, after), part))
+    gains = {second["context_length"]: gain for _, second, gain in pairs}
+    if gains:
+        ends = between({f"context {context}": gain for context, gain in gains.items()}, _three)
+        doubted = sum(row[f"{part}_is_doubted"] for pair in pairs for row in pair[:2])
+        doubts = f" {doubted} of these {2 * len(pairs)} times are in doubt ({DOUBT})." if doubted else ""
+        yield f"{after} is {ends} times as fast as {before} in {WORDS[part].lower()}: {_where(gains)}.{doubts}"
+
+
+def _where(gains: Mapping[int, float]) -> str:
+    """Whether it is faster or slower, by more than ABOUT, at the longest contexts, from which one on, and before it."""
+    contexts = list(gains)
+    words = ["slower" if gain < 1 - ABOUT else "faster" if gain > 1 + ABOUT else SAME for gain in gains.values()]
+    start = max((number + 1 for number, word in enumerate(words) if word != words[-1]), default=0)
+    if start == 0:
+        return f"{words[-1]} at all contexts" if len(contexts) > 1 else f"{words[-1]} at context {contexts[0]}"
+    since = f"at context {contexts[-1]}" if start == len(contexts) - 1 else f"from context {contexts[start]} on"
+    before = Counter(words[:start])
+    which = "shorter one" if start == 1 else f"{start} shorter ones"
+    if len(before) == 1:
+        return f"{words[-1]} {since}, and {words[0]} at the {which}"
+    counts = " and ".join(f"{word} at {number}" for word, number in before.items())
+    return f"{words[-1]} {since}, and of the {which} {counts}"
 
 
 def _longest(rows: Sequence[Row]) -> Iterator[str]:
-    """Forward and backward of every implementation at the longest context that own has."""
+    """At the longest context that own has: its time beside the fastest of PyTorch's, and what forward leaves."""
     timed = [row for row in _of(rows, Implementation.OWN) if row["together_mean_ms"]]
     for last in timed[-1:]:
-        same = [row for row in rows if _shape(row) == _shape(last) and row["together_mean_ms"]]
-        times = ", ".join(f"{row['implementation']} {_three(row['together_mean_ms'])} ms" for row in same)
-        yield f"forward and backward together take at context {last['context_length']}: {times}."
-        if kept := [row for row in same if row["saved_mib"]]:
-            sizes = ", ".join(f"{row['implementation']} {_three(row['saved_mib'])} MiB" for row in kept)
-            yield f"forward leaves for backward there: {sizes}; naive keeps its T x T weights."
+        same = [row for row in rows if _shape(row) == _shape(last) and row["together_mean_ms"] and row is not last]
+        own = f"at context {last['context_length']}, own takes {_three(last['together_mean_ms'])} ms for both"
+        if not same:
+            yield f"{own}."
+            continue
+        best = min(same, key=lambda row: float(row["together_mean_ms"]))
+        ratio = _three(last["together_mean_ms"] / best["together_mean_ms"])
+        yield (
+            f"{own}, {ratio} times as long as {best['implementation']}, the fastest of PyTorch's "
+            f"({_three(best['together_mean_ms'])} ms)."
+        )
+        naive = [row for row in _of(same, Implementation.NAIVE) if row["saved_mib"]]
+        if naive and last["saved_mib"]:
+            yield (
+                f"forward of own leaves {_three(last['saved_mib'])} MiB for backward there, and that of naive, which "
+                f"keeps its T x T weights, {_three(naive[0]['saved_mib'])} MiB."
+            )
 
 
 def _three(value: float) -> str:
@@ -164,8 +210,7 @@ def _ends(rows: Sequence[Row]) -> Iterator[str]:
     errors = [row["output_relative_error"] for row in _of(rows, Implementation.OWN) if row["output_relative_error"]]
     if errors:
         yield (
-            f"the largest distance of own's output from float64 is {scientific(max(errors))} of the largest magnitude "
-            "there."
+            f"own's output differs from that in float64 by at most {scientific(max(errors))} of its largest magnitude."
         )
 
 
@@ -218,25 +263,14 @@ def _beside(title: str, rows: Sequence[Row], names: Sequence[Implementation], ti
     if len({row["precision"] for row in rows}) > 1:
         shape = [Column("precision", key="precision", numeric=False, write=str), *shape]
     times = [(part, name) for part in timed for name in names]
-    cells = [replace(across(name, _time(part)), name=f"{part}, {name}", unit="ms") for part, name in times]
+    is_several = len(timed) > 1
+    cells = [
+        replace(across(name, _time(part)), name=f"{part}, {name}" if is_several else str(name), unit="ms")
+        for part, name in times
+    ]
     pivot = pivoted([row for row in rows if row["implementation"] in names], index, "implementation")
     note = f"In ms, mean ± standard deviation; {DOUBT} marks a time in doubt."
     return make_table(title, [*shape, *cells], pivot, [note])
-
-
-def _series(rows: Sequence[Row], names: Sequence[Implementation], timed: Sequence[str]) -> Iterator[str]:
-    """How many times as fast the second is as the first, over contexts, at the widest head."""
-    before, after = names
-    widest = max((row["d_head"] for row in rows), default=0)
-    for part in timed:
-        said = ", ".join(
-            f"{_three(gain)}{f' {DOUBT}' if any(row[f'{part}_is_doubted'] for row in (first, second)) else ''} "
-            f"at context {second['context_length']}"
-            for first, second, gain in _pairs(rows, names, part)
-            if second["d_head"] == widest
-        )
-        if said:
-            yield f"{WORDS[part]} of {after} is, at d_head {widest}, {said} times as fast as {before}."
 
 
 def _pairs(rows: Sequence[Row], names: Sequence[Implementation], part: str) -> Iterator[tuple[Row, Row, float]]:
@@ -256,7 +290,12 @@ def _lacking(rows: Sequence[Row]) -> str:
 
 
 def _answer(
-    material: Material, directory: Path, rows: Sequence[Row], sentences: Sequence[str], table: Table, lacking: str
+    material: Material,
+    directory: Path,
+    rows: Sequence[Row],
+    sentences: Sequence[str],
+    tables: Sequence[Table],
+    lacking: str,
 ) -> Answer:
     study, device = material.collection.attention[directory], rows[0]["device_name"]
     kept = f"batch {study.grid.batch_size}, {'causal, ' if study.grid.causal else ''}{study.grid.passes} passes"
@@ -264,7 +303,7 @@ def _answer(
     place: Place = (directory, "results")
     return Answer(
         sentences=sentences,
-        tables=[table],
+        tables=tables,
         places=[place],
         commands=[command_for(material.collection, directory)],
         conditions=f"{device}, {precisions}, {kept}",

@@ -11,7 +11,7 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels, rows_of
 from cs336_systems.report.identity import identity_columns
-from cs336_systems.report.numbers import count
+from cs336_systems.report.numbers import count, label
 from cs336_systems.report.page.answers.answer import (
     Answer,
     Material,
@@ -21,11 +21,23 @@ from cs336_systems.report.page.answers.answer import (
     is_plain,
 )
 from cs336_systems.report.page.answers.commands import command_for
-from cs336_systems.report.sections.kernels.answers import BOTH, FORWARD, Question, answer, facts_of
+from cs336_systems.report.sections.kernels.answers import (
+    BOTH,
+    FORWARD,
+    NUM_CLASSES,
+    OPTIMIZER,
+    SAME_TIME,
+    STEP,
+    Question,
+    answer,
+    facts_of,
+)
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.shares import attention
+from cs336_systems.report.sections.kernels.words import ms
 from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import Table, make_table
+from cs336_systems.text import counted
 
 LEAST_CONTEXT = 128
 """The course asks for contexts above this."""
@@ -40,7 +52,30 @@ def forward_time(material: Material) -> Answer | None:
         _column("in kernels", "of it in kernels", "ms", 1e3),
         _column("clock", "by the clock", "ms", 1e3),
     ]
-    return _answer(material, Question.FORWARD_TIME, "phases", "Time of forward", table)
+    return _over_several(
+        material, _answer(material, Question.FORWARD_TIME, "phases", "Time of forward", table), _time_words
+    )
+
+
+def _time_words(facts: pd.DataFrame) -> Iterator[str]:
+    """Forward of several traces by the trace, and where that is what the clock says."""
+    yield f"By the trace, forward takes {_between(facts['wall'], ms)}."
+    known = facts[facts["clock"].notna()]
+    longer = known["wall"] / known["clock"] - 1
+    agree = longer.abs() <= SAME_TIME
+    if agree.any():
+        number = f"{agree.sum()} of {counted(len(facts), 'trace')}"
+        yield f"In {number} it matches the clock of a run without a profiler within {100 * SAME_TIME:g} %."
+    for name, row in known[~agree].iterrows():
+        more = float(row["wall"] / row["clock"] - 1)
+        late = (
+            ": a profiler makes each launch slower, and the GPU was idle for "
+            f"{ms(row['late'])} because the next kernel was not launched yet"
+            if more > 0 and row["late"] >= row["wall"] - row["clock"]
+            else ""
+        )
+        how = "longer" if more > 0 else "shorter"
+        yield f"In {name} the trace is {percent_of(abs(more), 1)} {how} than the clock says{late}."
 
 
 def top_kernel(material: Material) -> Answer | None:
@@ -53,10 +88,7 @@ def top_kernel(material: Material) -> Answer | None:
             _column(f"{part} top share", "share", "%", 100),
         ]
     found = _answer(material, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns)
-    runs = _best(material)
-    if found is None or runs is None or len(facts := _with_forward(runs)) <= 1:
-        return found
-    return replace(found, sentences=list(_top_words(facts)))
+    return _over_several(material, found, _top_words)
 
 
 def _top_words(facts: pd.DataFrame) -> Iterator[str]:
@@ -77,36 +109,126 @@ def _top_words(facts: pd.DataFrame) -> Iterator[str]:
 
 
 def _shares(facts: pd.DataFrame, part: str) -> str:
-    found = {str(name): float(share) for name, share in facts[f"{part} top share"].items()}
-    return between(found, lambda share: percent_of(share, 1))
+    return _between(facts[f"{part} top share"], _percent)
+
+
+def _between(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
+    return between({str(name): float(value) for name, value in values.items()}, text)
+
+
+def _percent(share: float) -> str:
+    return percent_of(share, 1)
 
 
 def other_kernels(material: Material) -> Answer | None:
     """Other kernels that matter in forward."""
-    return _answer(material, Question.OTHER_KERNELS, "classes")
+    if (runs := _best(material)) is None:
+        return None
+    facts = _with_forward(runs)
+    columns = [_column(f"{FORWARD} {kind}", f"{kind}", "%", 100) for kind in _others(facts, FORWARD)]
+    found = _answer(material, Question.OTHER_KERNELS, "classes", "Kernels of forward besides matrix products", columns)
+    return _over_several(material, found, _other_words)
+
+
+def _others(facts: pd.DataFrame, part: str) -> list[KernelClass]:
+    """The classes besides matrix products with the largest shares of the part."""
+    largest = facts[[f"{part} {kind}" for kind in KernelClass if kind is not KernelClass.MATMUL]].max()
+    largest = largest[largest > 0].sort_values(ascending=False)
+    return [KernelClass(name.removeprefix(f"{part} ")) for name in largest.index[:NUM_CLASSES]]
+
+
+def _other_words(facts: pd.DataFrame) -> Iterator[str]:
+    """What else forward consists of, over several traces."""
+    rest = _between(1 - facts[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
+    told = []
+    for kind in _others(facts, FORWARD):
+        names = facts[f"longest {kind}"].dropna().unique()
+        name = f" ({label(names[0])})" if len(names) == 1 else ""
+        told.append(f"{kind}{name} at most {_percent(facts[f'{FORWARD} {kind}'].max())}")
+    yield f"Kernels besides matrix products take {rest} of forward's GPU time: {', '.join(told)}."
 
 
 def product_share(material: Material) -> Answer | None:
     """The share of matrix products in a whole step, in its forward, and in forward alone."""
-    found = _answer(material, Question.PRODUCT_SHARE, "classes")
+    if (runs := _best(material)) is None:
+        return None
+    facts, parts = _with_forward(runs), (FORWARD, STEP)
+    kinds = [KernelClass.MATMUL, *_others(facts, STEP)]
+    columns = [_column(f"{part} {kind}", f"{kind}, {part}", "%", 100) for kind in kinds for part in parts]
+    found = _answer(
+        material, Question.PRODUCT_SHARE, "classes", "Shares of GPU time in forward and in the step", columns
+    )
+    found = _over_several(material, found, _share_words)
     alone = _best(material, (Mode.INFERENCE, Mode.FORWARD))
     if found is None or alone is None:
         return found
-    facts = _with_forward(alone)[f"{FORWARD} {KernelClass.MATMUL}"]
-    shares = between({str(name): float(share) for name, share in facts.items()}, lambda share: percent_of(share, 1))
-    sentence = f"In runs of forward alone, without a graph, matrix products take {shares} of its time."
-    return Answer(
-        sentences=[*found.sentences, sentence],
-        places=[*found.places, alone.place("classes")],
-        commands=[*found.commands, command_for(material.collection, alone.directory)],
-        conditions=found.conditions,
-        lacking=found.lacking,
+    shares = _between(_with_forward(alone)[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
+    sentence = (
+        "In runs of forward alone, without a graph, it is the same."
+        if any(f" {shares} of a forward pass" in said for said in found.sentences)
+        else f"In runs of forward alone, without a graph, matrix products take {shares} of its time."
     )
+    return replace(
+        found,
+        sentences=[*found.sentences, sentence],
+        places=list(dict.fromkeys([*found.places, alone.place("classes")])),
+        commands=[*found.commands, command_for(material.collection, alone.directory)],
+    )
+
+
+def _share_words(facts: pd.DataFrame) -> Iterator[str]:
+    """How the share of matrix products, and of what grows the most beside it, changes from forward to the step."""
+    trained = facts[facts[f"{OPTIMIZER} time"] > 0]
+    if trained.empty:
+        return
+    forward, step = (_between(trained[f"{part} {KernelClass.MATMUL}"], _percent) for part in (FORWARD, STEP))
+    yield f"Matrix products take {forward} of a forward pass and {step} of a whole training step."
+    grown = {kind: float((trained[f"{STEP} {kind}"] - trained[f"{FORWARD} {kind}"]).mean()) for kind in KernelClass}
+    most = max(grown, key=lambda kind: grown[kind])
+    if grown[most] > 0 and not trained[f"{OPTIMIZER} {KernelClass.MATMUL}"].any():
+        before, after = (_between(trained[f"{part} {most}"], _percent) for part in (FORWARD, STEP))
+        yield (
+            f"Kernels of class {most} take {before} of forward and {after} of the step, as the optimizer has no "
+            "matrix products."
+        )
 
 
 def softmax(material: Material) -> Answer | None:
     """Softmax against matrix products in attention, in time and FLOPs."""
-    return _answer(material, Question.SOFTMAX, "attention")
+    columns = [
+        _column("softmax_ms_per_step", "softmax", "ms", 1),
+        _column("products_ms_per_step", "matrix products", "ms", 1),
+        _column("rest_ms_per_step", "scaling, masking, copies", "ms", 1),
+        _column("time_ratio", "softmax over products, time", "", 1),
+        _column("flops_ratio", "and FLOPs", "", 1),
+    ]
+    found = _answer(material, Question.SOFTMAX, "attention", "Attention of a forward pass", columns)
+    return _over_several(material, found, _softmax_words)
+
+
+def _softmax_words(facts: pd.DataFrame) -> Iterator[str]:
+    """Softmax beside the matrix products of attention, over several traces."""
+    known = facts[facts["time_ratio"].notna() & facts["flops_ratio"].notna()]
+    if known.empty:
+        return
+    times, flops = _between(known["time_ratio"], three_digits), _between(known["flops_ratio"], three_digits)
+    yield (
+        f"In a forward pass the softmax takes {times} times as long as the matrix products of attention, with {flops} "
+        f"times their FLOPs: for each FLOP {_between(known['time_per_flop_ratio'], three_digits)} times as long, as it "
+        "moves the scores through memory and computes little on them."
+    )
+    if (rest := (known["rest_ms_per_step"] / known["products_ms_per_step"]).dropna()).gt(0).all():
+        yield f"Scaling, masking and copies take {_between(rest, three_digits)} times as long as the matrix products."
+
+
+def _over_several(
+    material: Material, found: Answer | None, words: Callable[[pd.DataFrame], Iterator[str]]
+) -> Answer | None:
+    """The answer with these sentences in place of its own, if it is about several traces and they say anything."""
+    runs = _best(material)
+    if found is None or runs is None or len(facts := _with_forward(runs)) <= 1:
+        return found
+    return replace(found, sentences=sentences) if (sentences := list(words(facts))) else found
 
 
 def _column(key: str, name: str, unit: str, scale: float, write: Callable[[float], str] = three_digits) -> Column:
@@ -138,7 +260,10 @@ def _said(runs: Runs, question: Question) -> str:
 def _facts(runs: Runs) -> pd.DataFrame:
     """A row of facts about each trace."""
     entries = _entries(runs)
-    return facts_of(dict(zip(labels(entries), entries, strict=True)))
+    facts = facts_of(dict(zip(labels(entries), entries, strict=True)))
+    parts = facts[["whole_ms_per_step", "softmax_ms_per_step", "products_ms_per_step"]].astype(float)
+    facts["rest_ms_per_step"] = 2 * parts["whole_ms_per_step"] - parts.sum(axis=1, skipna=False)
+    return facts
 
 
 def _answer(

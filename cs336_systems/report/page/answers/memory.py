@@ -4,26 +4,31 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations
 from cs336_systems.config import SIZES, Mode, Precision, RunConfig
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.columns import Column, Row
+from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels
-from cs336_systems.report.numbers import significant
-from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_of_course, is_plain
-from cs336_systems.report.page.answers.commands import command_for
-from cs336_systems.report.sections.memory.answers import (
-    block_answer,
-    largest_answers,
-    mixed_answers,
-    timeline_answer,
+from cs336_systems.report.frame import order
+from cs336_systems.report.numbers import label, significant
+from cs336_systems.report.page.answers.answer import (
+    Answer,
+    Material,
+    Place,
+    Runs,
+    best,
+    is_of_course,
+    is_plain,
 )
+from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.sections.memory.answers import mixed_answers, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.facts import typical
-from cs336_systems.report.sections.memory.largest import largest_words
-from cs336_systems.report.sections.memory.words import GIB, size
-from cs336_systems.report.sentences import between
+from cs336_systems.report.sections.memory.words import GIB, MIB, innermost, shape_text, size
+from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import status_text
+from cs336_systems.text import counted
 
 ALONE = (Mode.INFERENCE, Mode.FORWARD)
 """Modes of forward alone: without a graph, and with what backward would need."""
@@ -32,7 +37,7 @@ COURSE = {"2.7B": (128, 2048)}
 ON_PAPER = {"xl": (128, 512, 2048), "2.7B": (128, 512, 2048)}
 FP32_BYTES = 4
 BATCH_SIZE = 4
-NUM_LARGEST = 3
+NUM_LARGEST, NUM_SAVED = 3, 5
 NAMES = {Mode.INFERENCE: "forward without a graph", Mode.FORWARD: "forward with its graph", Mode.TRAIN: "whole step"}
 
 
@@ -53,7 +58,16 @@ def timelines(material: Material) -> Answer | None:
         f"Whole step, {name_of(pair.step)}: {timeline_answer(pair.step.profile)}",
         *_stages(pair),
     ]
-    return _answer(material, pair, sentences, "memory-phases")
+    found = _answer(material, pair, sentences, "memory-phases")
+    pictures = [_picture(material, pair.runs, entry) for entry in (pair.alone, pair.step)]
+    return replace(found, pictures=list(zip(("forward alone", "whole step"), pictures, strict=True)))
+
+
+def _picture(material: Material, runs: Runs, entry: MemoryEntry) -> Place:
+    """The picture of memory over time of this run, which is numbered among those of the same part of the page."""
+    [every] = [own for own in material.runs if (own.directory, own.ending) == (runs.directory, runs.ending)]
+    number = sorted(order(own.config) for own in every.results.memory).index(order(entry.config))
+    return runs.place(f"figure-{entry.config.key}_timeline{f'-{number}' if number else ''}")
 
 
 def name_of(entry: MemoryEntry) -> str:
@@ -106,7 +120,8 @@ def _peaks(material: Material, precisions: Sequence[Precision]) -> Answer | None
     in_low = len(precisions) > 1
     title = "Peaks in fp32 and in mixed precision" if in_low else "Peaks of forward alone and of a whole step"
     entries = _of_records(runs, material)
-    sentences = [*(mixed_answers(entries) if in_low else ()), *_peak_words(rows, in_low)]
+    steps = [entry for entry in entries if entry.config.mode is Mode.TRAIN]
+    sentences = [*_peak_words(rows, in_low), *(mixed_answers(steps) if in_low else ())]
     return Answer(
         sentences=sentences,
         tables=[_peak_table(title, rows, in_low)],
@@ -145,7 +160,8 @@ def _peak_rows(records: Sequence[RunRecord]) -> list[Row]:
         row[f"{config.mode} ended"] = "" if record.status is Status.OK else status_text(record.status)
     for row in found.values():
         full = found.get((row["size"], row["context"], Precision.FP32), {})
-        row["ratio"] = None if row is full else _ratio(row.get(Mode.TRAIN), full.get(Mode.TRAIN))
+        for name, mode in (("ratio", Mode.TRAIN), ("alone", Mode.INFERENCE)):
+            row[name] = None if row is full else _ratio(row.get(mode), full.get(mode))
     modes = [mode for mode in (*ALONE, Mode.TRAIN) if any(mode in row for row in found.values())]
     empty = dict.fromkeys(modes) | {f"{mode} ended": "" for mode in modes}
     return [empty | row for row in found.values()]
@@ -179,6 +195,11 @@ def _peak_words(rows: Sequence[Row], in_low: bool) -> Iterator[str]:
                 f"In mixed precision the peak of a whole step is {between(ratios, _ratio_text)} times that in fp32: "
                 "parameters, gradients and the optimizer's state stay in fp32, and the copies of "
                 "the weights in bf16, which autocast keeps, take about what the smaller activations save."
+            )
+        if ratios := {f"{row['size']} ctx {row['context']}": row["alone"] for row in rows if row["alone"]}:
+            yield (
+                f"That of {NAMES[Mode.INFERENCE]} is {between(ratios, _ratio_text)} times that in fp32: few "
+                "activations are alive at once, and autocast keeps its copies of the weights until the pass ends."
             )
         return
     alone = next((mode for mode in ALONE if any(row.get(mode) for row in rows)), Mode.INFERENCE)
@@ -226,11 +247,49 @@ def largest(material: Material) -> Answer | None:
     """The largest allocations of a step, and where they come from."""
     if (pair := _best_pair(material)) is None or not pair.step.profile.largest:
         return None
+    rows = pair.step.profile.largest
+    sizes = list(dict.fromkeys(row.requested_bytes for row in rows))[:NUM_LARGEST]
+    kept = [row for row in rows if row.requested_bytes in sizes]
+    most, steps = [row for row in kept if row.requested_bytes == sizes[0]], counted(pair.step.profile.num_steps, "step")
+    formulas = " or ".join(dict.fromkeys(row.explanation.partition(": ")[0] for row in most if row.explanation))
     sentences = [
-        f"Of a whole step, {name_of(pair.step)}: {largest_words(pair.step.profile.largest, NUM_LARGEST)}.",
-        *largest_answers(_all_of(pair)),
+        f"The largest allocations of {name_of(pair.step)} are of {sizes[0]:,} bytes ({size(sizes[0])}), "
+        f"{sum(row.count for row in most):,} of them in {steps}{f': {formulas}' if formulas else ''}.",
+        *_largest_of_all(_all_of(pair)),
     ]
-    return _answer(material, pair, sentences, "memory-largest")
+    return replace(_answer(material, pair, sentences, "memory-largest"), tables=[_largest_table(kept)])
+
+
+def _largest_of_all(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """In which of several recordings the largest allocation is."""
+    known = {
+        name: entry.profile.largest[0].requested_bytes
+        for name, entry in zip(labels(entries), entries, strict=True)
+        if entry.profile.largest
+    }
+    if len(known) > 1:
+        name = max(known, key=known.__getitem__)
+        yield f"The largest of all recordings is in {name}: {known[name]:,} bytes ({size(known[name])})."
+
+
+def _largest_table(rows: Sequence[LikeAllocations]) -> Table:
+    columns = [
+        Column("each", "MiB", key="bytes", scale=1 / MIB),
+        Column("number", key="count", write=str),
+        *(Column(name, key=name, numeric=False, write=str) for name in ("bytes as", "kind", "phase", "allocated at")),
+    ]
+    values: list[Row] = [
+        {
+            "bytes": row.requested_bytes,
+            "count": row.count,
+            "bytes as": row.explanation,
+            "kind": str(row.category),
+            "phase": label(row.phase),
+            "allocated at": innermost(row.places),
+        }
+        for row in rows
+    ]
+    return make_table("The largest allocations", columns, values)
 
 
 def block(material: Material) -> Answer | None:
@@ -242,8 +301,44 @@ def block(material: Material) -> Answer | None:
         name: typical(entry.profile.blocks).saved_bytes for name, entry in zip(labels(kept), kept, strict=True)
     }  # fmt: skip
     over = f"Over all recorded runs a block saves {between(others, lambda found: size(int(found)))}."
-    sentences = [f"{name_of(pair.step)}: {block_answer(pair.step.profile)}", *([over] if len(others) > 1 else [])]
-    return _answer(material, pair, sentences, "memory-peaks")
+    block = typical(pair.step.profile.blocks)
+    table = _saved_table(block)
+    held = sum(tensor.num_bytes for tensor in block.saved[:NUM_SAVED])
+    sentences = [
+        f"{name_of(pair.step)}: one block saves {size(block.saved_bytes)} ({block.saved_bytes:,} bytes) for backward, "
+        f"{percent_of(held, block.saved_bytes)} of it in the {len(table.rows)} largest tensors.",
+        _gradient_words(block),
+        *([over] if len(others) > 1 else []),
+    ]
+    return replace(_answer(material, pair, sentences, "memory-peaks"), tables=[table])
+
+
+def _gradient_words(block: BlockMemory) -> str:
+    """The gradients of a block beside its parameters."""
+    if not block.gradient_bytes:
+        return "It had no gradients."
+    words = f"Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)"
+    if block.gradient_bytes == block.parameter_bytes:
+        return f"{words}, as many as its parameters: a gradient of the same size for each of them, as expected."
+    return f"{words}, and its parameters {size(block.parameter_bytes)} ({block.parameter_bytes:,} bytes): not the same."
+
+
+def _saved_table(block: BlockMemory) -> Table:
+    columns = [
+        *(Column(name, key=name, numeric=False, write=str) for name in ("saved in", "shape")),
+        Column("size", "MiB", key="bytes", scale=1 / MIB),
+        Column("share of the block", "%", key="share", scale=100, write=three_digits),
+    ]
+    values: list[Row] = [
+        {
+            "saved in": label(tensor.name),
+            "shape": shape_text(tensor.shape, tensor.dtype),
+            "bytes": tensor.num_bytes,
+            "share": tensor.num_bytes / block.saved_bytes,
+        }
+        for tensor in block.saved[:NUM_SAVED]
+    ]
+    return make_table("The largest tensors that a block saves for backward", columns, values)
 
 
 def _all_of(pair: Pair) -> list[MemoryEntry]:

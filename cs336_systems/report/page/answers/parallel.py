@@ -49,11 +49,12 @@ def all_reduce(material: Material) -> Answer | None:
         name: [str(count) for count in PROCESSES if (device, count) not in there] for name, device in BACKENDS.items()
     }
     lacking = [f"{', '.join(counts)} processes with {name}" for name, counts in missing.items() if counts]
+    each = " (a study for each number of processes, with --device cpu for gloo)" if lacking else ""
     return Answer(
         sentences=sentences,
         tables=[make_table("All-reduce by the size of the tensor", columns, rows)],
         places=[(directory, "all_reduce")],
         commands=[command_for(material.collection, directory)],
         conditions=f"{study.device_name}, fp32",
-        lacking=" and ".join(lacking),
+        lacking=f"{' and '.join(lacking)}{each}",
     )

@@ -41,7 +41,8 @@ def accumulation(material: Material) -> Answer | None:
     directory, study = found
     rows = [row for row in study.accumulation if "bf16" not in (row.sum_dtype, row.addend_dtype)]
     totals = ", ".join(
-        f"{row.total:.4f} in {row.sum_dtype} of {'cast ' if row.cast else ''}{row.addend_dtype}" for row in rows
+        f"{row.total:.4f} (sum {row.sum_dtype}, addends {row.addend_dtype}{', cast first' if row.cast else ''})"
+        for row in rows
     )
     sentences = [f"{rows[0].addend} added {rows[0].count} times gives {totals}."] if rows else []
     sentences += [

@@ -41,6 +41,8 @@ FIRST_STEP = {
 }
 SLOW_START = 1.05
 """The first measured step over the mean after enough warm-up, from which on the reason is given."""
+SAME = 0.01
+"""Largest relative difference of two mean steps at which further warm-up changed nothing."""
 PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
 
 
@@ -167,6 +169,7 @@ def _warmup_words(rows: Sequence[Row]) -> Iterator[str]:
     by_name: dict[str, list[Row]] = {}
     for name, row in zip(names_of([row["identity"] for row in rows], without=["warmup_steps"]), rows, strict=True):
         by_name.setdefault(name, []).append(row)
+    slow = []
     for name, own in by_name.items():
         *few, most = sorted(own, key=lambda row: row["warmup_steps"])
         enough_ms = most["step_mean_ms"]
@@ -174,6 +177,9 @@ def _warmup_words(rows: Sequence[Row]) -> Iterator[str]:
             first, *others = few
             told = [_without_warmup(first, most), *([_with_some(others, enough_ms)] if others else [])]
             yield f"{name}: {' '.join(told)}"
+            slow += [first] if first["first_step_ms"] > SLOW_START * enough_ms else []
+    if slow:
+        yield f"The first step takes longer because {FIRST_STEP[slow[0]['config'].device]}."
 
 
 def _without_warmup(first: Row, most: Row) -> str:
@@ -181,21 +187,19 @@ def _without_warmup(first: Row, most: Row) -> str:
     enough_ms = most["step_mean_ms"]
     mean, start = (_times(first[key] / enough_ms) for key in ("step_mean_ms", "first_step_ms"))
     spread = "" if first["step_cv"] is None else f", with a standard deviation of {percent_of(first['step_cv'], 1)}"
-    said = (
-        f"after {_steps(first['warmup_steps'])} the mean step is {mean} times that after "
-        f"{most['warmup_steps']}{spread}; the first measured step takes {start} times as long"
-    )
     return (
-        f"{said}: {FIRST_STEP[first['config'].device]}."
-        if first["first_step_ms"] > SLOW_START * enough_ms
-        else f"{said}."
+        f"after {_steps(first['warmup_steps'])} the mean step is {mean} times that after {most['warmup_steps']}"
+        f"{spread}; the first measured step takes {start} times as long."
     )
 
 
 def _with_some(rows: Sequence[Row], enough_ms: float) -> str:
     counts = " and ".join(str(row["warmup_steps"]) for row in rows)
-    means = " and ".join(_times(row["step_mean_ms"] / enough_ms) for row in rows)
-    return f"After {counts} warm-up step{'s' if counts != '1' else ''} it is {means} times that."
+    ratios = [row["step_mean_ms"] / enough_ms for row in rows]
+    means = " and ".join(map(_times, ratios))
+    is_enough = rows[0]["warmup_steps"] == 1 and all(abs(ratio - 1) <= SAME for ratio in ratios)
+    enough = ": one step is enough here" if is_enough else ""
+    return f"After {counts} warm-up step{'s' if counts != '1' else ''} it is {means} times that{enough}."
 
 
 def _steps(count: int) -> str:
