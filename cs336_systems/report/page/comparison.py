@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from cs336_systems.analysis.compare import Verdict
 from cs336_systems.analysis.matching import conditions_apart, has_changed_inputs
+from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.report.columns import Row
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.numbers import DOUBT
@@ -63,6 +64,12 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     every = [_difference(each, block) for each in told]
     verdicts: list[Sentence] = [(text, block.id) for text in compared.sentences] or [_counted(rows, block)]
     verdicts += [_difference(each, block, f"B is {each.row['verdict']} the most in ") for each in largest]
+    for own in by_verdict:
+        if len(own) > 1:
+            last = own[-1]
+            verdicts.append(
+                _linked(last, ": {ratio} times as long as A's.", block, f"B is {last.row['verdict']} the least in ")
+            )
     is_more = len(every) > len(largest)
     yield Prose(
         heading="Verdict", paragraphs=verdicts, more=every if is_more else (),
@@ -74,7 +81,7 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
         more = [_doubt(each, block) for each in doubted]
         yield Prose(
             heading="What is in doubt",
-            paragraphs=[(f"{number} {'is' if is_one else 'are'} in doubt.", "")],
+            paragraphs=[(f"{number} {'is' if is_one else 'are'} in doubt{_codes(doubted)}.", "")],
             more=more,
             more_title="Each with its warnings",
         )
@@ -97,8 +104,8 @@ def _counted(rows: Sequence[_Compared], block: TableBlock) -> Linked:
 def _difference(each: _Compared, block: TableBlock, before: str = "") -> Linked:
     """How long the step of B takes beside that of A."""
     doubt = "; this is in doubt" if each.row["ratio_is_doubted"] else ""
-    times = f"{{b_step_mean_ms}} ms after {{a_step_mean_ms}} ms{doubt}."
-    return _linked(each, f": {{ratio}} times A's step ({{ratio_low}}), {times}", block, before)
+    times = f"{{b_step_mean_ms}} ms for B and {{a_step_mean_ms}} ms for A{doubt}."
+    return _linked(each, f": its step takes {{ratio}} times as long as A's ({{ratio_low}}), {times}", block, before)
 
 
 def _missing(each: _Compared, block: TableBlock) -> Linked:
@@ -106,6 +113,18 @@ def _missing(each: _Compared, block: TableBlock) -> Linked:
     ended = {ONLY_A: " is only in A.", ONLY_B: " is only in B."}
     told = [f"{side.upper()}: {{{side}_step_mean_ms}}" for side in "ab"]
     return _linked(each, ended.get(each.row["verdict"], f" was not compared ({', '.join(told)})."), block)
+
+
+def _codes(doubted: Sequence[_Compared]) -> str:
+    """In how many of the rows the times of a side have each warning."""
+    counts = Counter(
+        code
+        for each in doubted
+        for code in {*(each.row["a_warnings"] or "").split(";"), *(each.row["b_warnings"] or "").split(";")}
+        if code and in_doubt([code])
+    )
+    named = [f"{code} in {count}" for code, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    return f", by warnings on a side: {', '.join(named)}" if named else ""
 
 
 def _doubt(each: _Compared, block: TableBlock) -> Linked:

@@ -145,7 +145,8 @@ def _kernels(blocks: Sequence[Block]) -> Iterator[Linked]:
         by_limit[_limit_of(each.row)].append(each)
     for who, own in by_limit.items():
         number = f"{len(own)} of {counted(len(on_gpu), 'profiled run')}"
-        yield linked(f"{who} {number}: kernels run ", *between(own, "busy_share", percent), " of the step.")
+        slower = ", whose launches the profiler makes slower" if is_launch_bound(own[0].row["entry"].profile) else ""
+        yield linked(f"{who} {number}{slower}: kernels run ", *between(own, "busy_share", percent), " of the step.")
     keys = {kind: f"{key}_share" for kind, key in CLASS_KEYS.items()}
     shares = {kind: _whole_steps(blocks, key) for kind, key in keys.items()}
     largest = max(shares, key=lambda kind: sum(each.row[keys[kind]] for each in shares[kind]))

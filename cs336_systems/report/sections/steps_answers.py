@@ -50,8 +50,8 @@ def _named(rows: Sequence[Row], *without: str) -> list[str]:
     return names_of([row["identity"] for row in rows], without=without)
 
 
-def _by_name(rows: Sequence[Row], value: Callable[[Row], float]) -> dict[str, float]:
-    return {name: value(row) for name, row in zip(_named(rows), rows, strict=True)}
+def _by_name(rows: Sequence[Row], value: Callable[[Row], float], *without: str) -> dict[str, float]:
+    return {name: value(row) for name, row in zip(_named(rows, *without), rows, strict=True)}
 
 
 def _times(ratio: float) -> str:
@@ -62,15 +62,18 @@ def _ms(time_ms: float) -> str:
     return f"{significant(time_ms)} ms"
 
 
-def phase_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """How long backward takes beside forward, and which share of a step the optimizer takes."""
+def phase_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, str]]:
+    """How long backward takes beside forward, and which share of a step the optimizer takes.
+
+    The names of rows do not have the settings `without`, here and in the other functions.
+    """
     both = [row for row in rows if row["forward_mean_ms"] and row["backward_mean_ms"]]
     if both:
-        ratios = _by_name(both, lambda row: row["backward_mean_ms"] / row["forward_mean_ms"])
+        ratios = _by_name(both, lambda row: row["backward_mean_ms"] / row["forward_mean_ms"], *without)
         yield "", f"Backward takes {between(ratios, _times)} times as long as forward, which includes the loss."
     trained = [row for row in rows if row["optimizer_mean_ms"]]
     if trained:
-        shares = _by_name(trained, lambda row: row["optimizer_mean_ms"] / row["step_mean_ms"])
+        shares = _by_name(trained, lambda row: row["optimizer_mean_ms"] / row["step_mean_ms"], *without)
         yield "", f"The optimizer takes {between(shares, _percent)} of a training step."
 
 
@@ -78,12 +81,12 @@ def _percent(share: float) -> str:
     return percent_of(share, 1)
 
 
-def spread_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def spread_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, str]]:
     """Whether the deviation of a step is small beside its mean, and where it is not."""
     known = [row for row in rows if row["step_cv"] is not None]
     if not known:
         return
-    spreads = _by_name(known, lambda row: row["step_cv"])
+    spreads = _by_name(known, lambda row: row["step_cv"], *without)
     large = {name: spread for name, spread in spreads.items() if spread > MAX_CV}
     limit = f"{100 * MAX_CV:g} %"
     text = f"The standard deviation of a step over its mean is {between(spreads, _percent)}"

@@ -143,7 +143,7 @@ def _gain(rows: Sequence[Row], part: str, before: Implementation, after: Impleme
     if gains:
         ends = between({f"context {context}": gain for context, gain in gains.items()}, _three)
         doubted = sum(row[f"{part}_is_doubted"] for pair in pairs for row in pair[:2])
-        doubts = f" {doubted} of these {2 * len(pairs)} times are in doubt ({DOUBT})." if doubted else ""
+        doubts = f" Of these {2 * len(pairs)} times, {doubted} are in doubt ({DOUBT})." if doubted else ""
         yield f"{after} is {ends} times as fast as {before} in {WORDS[part].lower()}: {_where(gains)}.{doubts}"
 
 
@@ -159,8 +159,8 @@ def _where(gains: Mapping[int, float]) -> str:
     which = "shorter one" if start == 1 else f"{start} shorter ones"
     if len(before) == 1:
         return f"{words[-1]} {since}, and {words[0]} at the {which}"
-    counts = " and ".join(f"{word} at {number}" for word, number in before.items())
-    return f"{words[-1]} {since}, and of the {which} {counts}"
+    counts = ", ".join(f"{number} {word}" for word, number in before.items())
+    return f"{words[-1]} {since}; of the {which}, {counts}"
 
 
 def _longest(rows: Sequence[Row]) -> Iterator[str]:

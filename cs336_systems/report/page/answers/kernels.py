@@ -93,10 +93,10 @@ def top_kernel(material: Material) -> Answer | None:
 
 def _top_words(facts: pd.DataFrame) -> Iterator[str]:
     """What the longest kernels of several traces are, how much of forward they take, and where backward's differ."""
-    kinds = " or ".join(dict.fromkeys(map(str, facts[f"{FORWARD} top class"])))
+    kinds = " or ".join(f"a {kind}" for kind in dict.fromkeys(facts[f"{FORWARD} top class"]))
     number = facts[f"{FORWARD} top name"].nunique()
     several = f"; these are {number} different kernels, as the library chooses one by the shape" if number > 1 else ""
-    yield f"The longest kernel of forward ({kinds}) takes {_shares(facts, FORWARD)} of its GPU time{several}."
+    yield f"The longest kernel of forward is {kinds}, with {_shares(facts, FORWARD)} of its GPU time{several}."
     trained = facts[facts[f"{BOTH} time"] > facts[f"{FORWARD} time"]]
     same = trained[f"{FORWARD} top"] == trained[f"{BOTH} top"]
     for chosen, words in ((same, "the same"), (~same, "another")):

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations
-from cs336_systems.config import SIZES, Mode, Precision, RunConfig
+from cs336_systems.config import SIZES, Device, Mode, Precision, RunConfig
+from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels
@@ -21,9 +22,9 @@ from cs336_systems.report.page.answers.answer import (
     is_plain,
 )
 from cs336_systems.report.page.answers.commands import command_for
-from cs336_systems.report.sections.memory.answers import mixed_answers, timeline_answer
+from cs336_systems.report.sections.memory.answers import MIN_CHANGE, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.facts import typical
+from cs336_systems.report.sections.memory.facts import by_category, typical
 from cs336_systems.report.sections.memory.words import GIB, MIB, innermost, shape_text, size
 from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import Table, make_table
@@ -120,8 +121,7 @@ def _peaks(material: Material, precisions: Sequence[Precision]) -> Answer | None
     in_low = len(precisions) > 1
     title = "Peaks in fp32 and in mixed precision" if in_low else "Peaks of forward alone and of a whole step"
     entries = _of_records(runs, material)
-    steps = [entry for entry in entries if entry.config.mode is Mode.TRAIN]
-    sentences = [*_peak_words(rows, in_low), *(mixed_answers(steps) if in_low else ())]
+    sentences = [*_peak_words(rows, in_low), *(_changed_words(entries) if in_low else ())]
     return Answer(
         sentences=sentences,
         tables=[_peak_table(title, rows, in_low)],
@@ -130,6 +130,28 @@ def _peaks(material: Material, precisions: Sequence[Precision]) -> Answer | None
         conditions=runs.conditions,
         lacking=_lacking({(row["size"], row["context"]) for row in rows}),
     )
+
+
+def _changed_words(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """What holds the peak of a step in both precisions, at the longest context that was recorded in both."""
+    steps = [entry for entry in entries if entry.config.mode is Mode.TRAIN and not entry.is_out_of_memory]
+    full = {entry.config.model: entry for entry in steps if entry.config.precision is Precision.FP32}
+    pairs = {
+        entry.config.size: (entry, full[entry.config.model])
+        for entry in sorted(steps, key=lambda entry: order(entry.config))
+        if entry.config.precision is Precision.BF16 and entry.config.model in full
+    }
+    for name, (mixed, other) in pairs.items():
+        after, before = by_category(mixed.profile.peak), by_category(other.profile.peak)
+        least = MIN_CHANGE * other.profile.peak.allocated_bytes
+        told = [
+            f"{size(after[category])} of {category} instead of {size(before[category]) if before[category] else 'none'}"
+            for category in after
+            if abs(after[category] - before[category]) >= least
+        ]
+        if told:
+            context = mixed.config.model.context_length
+            yield f"At the peak of a step of {name} at context {context} there are {' and '.join(told)}."
 
 
 def _lacking(there: Collection[tuple[str, int]]) -> str:
@@ -213,7 +235,22 @@ def _peak_words(rows: Sequence[Row], in_low: bool) -> Iterator[str]:
         )
     failed = [f"{row['size']} ctx {row['context']}" for row in rows if row[f"{Mode.TRAIN} ended"]]
     if failed:
-        yield f"The whole step ran out of memory at {', '.join(failed)}."
+        needed = [
+            f"{name}: {' and '.join(map(size, known))}"
+            for name, known in _predicted({(row["size"], row["context"]) for row in rows if row[f"{Mode.TRAIN} ended"]})
+        ]
+        predicted = f" Its predicted peak there, and that with --checkpoint-blocks 1, are {'; '.join(needed)}."
+        yield f"The whole step ran out of memory at {', '.join(failed)}.{predicted if needed else ''}"
+
+
+def _predicted(models: Collection[tuple[str, int]]) -> Iterator[tuple[str, list[int]]]:
+    """The predicted peaks of a training step in fp32 without checkpoints and with one for each block."""
+    for name, context in sorted(models, key=lambda model: (list(SIZES).index(model[0]), model[1])):
+        config = RunConfig(size=name, model=replace(SIZES[name], context_length=context), device=Device.CUDA)
+        both = [predicted_peak_bytes(replace(config, checkpoint_blocks=blocks)) for blocks in (0, 1)]
+        known = [each for each in both if each is not None]
+        if len(known) == len(both):
+            yield f"{name} ctx {context}", known
 
 
 def residual_stream(material: Material) -> Answer:

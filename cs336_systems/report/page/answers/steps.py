@@ -119,7 +119,7 @@ def script(material: Material) -> Answer | None:
         f"Forward and backward together take {between(both, _times)} times as long as forward alone, and the whole "
         f"step, with the optimizer, {between(whole, _times)} times.",
         "Backward has two matrix products for each one of forward, for the gradients of its two factors, so 3 times is "
-        "expected of forward and backward together.",
+        "expected of forward and backward together. The times of each size are in the table of b.",
         "Each whole step is timed between two synchronisations; on a GPU the phases within it by CUDA events, which do "
         "not slow it (--sync-phases synchronises after each phase, as the course's handout does). --warmup-steps and "
         "--measured-steps choose w and n, --mode inference, forward, forward-backward or train the part of the step.",
@@ -142,7 +142,8 @@ def times(material: Material) -> Answer | None:
         return None
     rows = runs.rows
     table = _table("Times of forward, backward and the optimizer", rows, [*PHASES, "step_cv"])
-    sentences = [*_texts(phase_answers(rows)), *_texts(spread_answers(rows))]
+    same = ("context_length",)  # `_best_timed` chose one
+    sentences = [*_texts(phase_answers(rows, *same)), *_texts(spread_answers(rows, *same))]
     return _answer(material, runs, sentences, [table], lacking=lacking_sizes(runs))
 
 
