@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.commands.rebuild import rebuild, results_below
+from cs336_systems.commands.rebuild import rebuild
 from cs336_systems.record import load_records
 from cs336_systems.report.sections.memory.entries import load_memory
 from cs336_systems.report.sections.memory.files import write_memory
 from cs336_systems.report.status_line import StatusLine
+from tests.committed import DATA, committed_directories
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-DATA = Path(__file__).parents[1] / "data"
 INPUTS = ("runs", "kernels", "memory", "examples")
 """Folders of what was measured and explained; JSON files are such too."""
+NOT_COMMITTED = {"index.html", ".lock"}
 OF_ANOTHER_PROGRAM = {"nvtx_kern_sum_small_ctx512.csv"}
 PARTLY_KEPT = DATA / "memory_profiles/h200"
 """Of 48 recorded runs ten kept their explained profile: its tables of memory are those of the commit that measured.
@@ -33,7 +34,9 @@ def outputs(directory: Path) -> dict[str, bytes]:
     return {
         name: b"" if path.suffix == ".png" else path.read_bytes()
         for name, path in found.items()
-        if name.partition("/")[0] not in INPUTS and path.suffix != ".json" and name not in OF_ANOTHER_PROGRAM
+        if name.partition("/")[0] not in INPUTS
+        and path.suffix != ".json"
+        and name not in OF_ANOTHER_PROGRAM | NOT_COMMITTED
     }
 
 
@@ -52,7 +55,7 @@ def inputs_alone(directory: Path, data: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("directory", results_below(DATA), ids=lambda path: str(path.relative_to(DATA)))
+@pytest.mark.parametrize("directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA)))
 def test_committed_tables_are_those_of_the_committed_records(directory: Path, tmp_path: Path) -> None:
     made = inputs_alone(directory, tmp_path / "data")
     given = {path.name: path.read_bytes() for path in made.glob("*.json")}

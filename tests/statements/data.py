@@ -8,6 +8,7 @@ from itertools import product
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.record import Status
+from tests.committed import committed_runs
 from tests.statements.documents import (
     ROOT,
     Row,
@@ -44,7 +45,7 @@ from tests.statements.results import (
 )
 def machines() -> Sequence[Value]:
     found = set()
-    for directory in (path.parent.relative_to(ROOT / "data") for path in (ROOT / "data").rglob("runs")):
+    for directory in (path.parent.relative_to(ROOT / "data") for path in committed_runs()):
         for environment in (record.environment for record in records(str(directory))):
             if environment is not None:
                 identity, python = environment.identity, environment.python.rpartition(".")[0]

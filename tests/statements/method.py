@@ -15,6 +15,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.record import Measurement
 from cs336_systems.sweep.ladder import GATE_STEPS
+from tests.committed import committed_runs
 from tests.statements.data import cost_of_ranges
 from tests.statements.documents import ROOT, Row, Value, claim, linked, one, read, some, table, table_claim
 from tests.statements.results import METHOD, README, number, records
@@ -127,7 +128,7 @@ def rule_for_few_processes() -> Sequence[Value]:
 def pairs_of_processes() -> Sequence[Value]:
     """The interval over the steps alone is Welch's, as SciPy computes it."""
     alike: dict[object, list[tuple[str, Measurement]]] = {}
-    for directory in sorted(str(path.parent.relative_to(ROOT / "data")) for path in (ROOT / "data").rglob("runs")):
+    for directory in sorted(str(path.parent.relative_to(ROOT / "data")) for path in committed_runs()):
         for record in records(directory):
             measured = record.measurement(Phase.STEP)
             if record.environment and measured and measured.cv and record.config.profiler is Profiler.NONE:

@@ -11,6 +11,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.sweep.plan import make_plan
+from tests.committed import committed_runs
 from tests.statements.documents import (
     ROOT,
     Row,
@@ -232,7 +233,7 @@ def boundaries_that_add_up() -> Sequence[Value]:
 @cache
 def eager_records() -> tuple[RunRecord, ...]:
     """Of all directories: runs of this project's model that nothing compiled."""
-    found = (record for path in sorted((ROOT / "data").rglob("runs")) for record in load_records(path)[0])
+    found = (record for path in committed_runs() for record in load_records(path)[0])
     return tuple(dict.fromkeys(record for record in found if record.config.compile is CompileMode.NONE))
 
 

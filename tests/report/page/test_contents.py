@@ -3,7 +3,6 @@
 import shlex
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +18,10 @@ from cs336_systems.report.page.refusals import without_contradictions
 from cs336_systems.report.page.write import Figure, Page, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
 from cs336_systems.report.status_line import StatusLine
+from tests.committed import DATA, committed_runs
 from tests.report.making import make_config, make_record
 from tests.report.sections.kernels.profiles import make_entry
 
-DATA = Path(__file__).parents[3] / "data"
 MOST_S = 3.0
 """Of processor time, for the page of the grid."""
 
@@ -34,7 +33,7 @@ def test_the_page_of_the_grid_takes_three_seconds_at_most(grid_page):
     assert len(page) < 6e6
 
 
-@pytest.mark.parametrize("runs", sorted(DATA.glob("*/*/runs")), ids=lambda path: str(path.parent.relative_to(DATA)))
+@pytest.mark.parametrize("runs", committed_runs(), ids=lambda path: str(path.parent.relative_to(DATA)))
 def test_the_command_line_of_a_run_makes_its_configuration_again(runs, monkeypatch):
     monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device(asked))
     for record in load_records(runs)[0]:
@@ -115,7 +114,7 @@ def test_a_slowdown_by_the_profiler_is_not_given_against_a_run_under_other_condi
 
 
 def test_no_committed_sweep_contradicts_itself():
-    for runs in DATA.glob("*/*/runs"):
+    for runs in committed_runs():
         for record in load_records(runs)[0]:
             assert without_contradictions(record) == (record, [])
 

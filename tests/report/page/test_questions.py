@@ -24,11 +24,11 @@ from cs336_systems.report.page.whole import collection_page
 from cs336_systems.report.page.write import Figure, Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.attention_records import Implementation
+from tests.committed import DATA, link_committed
 from tests.report.making import H200, make_config, make_failure, make_record
 from tests.report.page.test_browser import chromium  # noqa: F401 (a fixture)
 from tests.report.studies import make_cell, make_failed, make_result, make_study
 
-DATA = Path(__file__).parents[3] / "data"
 FIRST_HALF = {
     "Benchmarking script": 3,
     "Nsight Systems": 5,
@@ -46,8 +46,8 @@ COURSE = ("small", "medium", "large", "xl", "2.7B")
 
 
 @pytest.fixture(scope="module")
-def collection():
-    return load_collection(DATA)
+def collection(tmp_path_factory):
+    return load_collection(link_committed(tmp_path_factory.mktemp("committed") / "data"))
 
 
 @pytest.fixture(scope="module")
