@@ -160,10 +160,10 @@ def loss_words(row: NormalisedActivations) -> str:
     if row.variance is None:
         what = f"the square of a deviation, {row.scale**2:g}, is beyond its largest number"
     elif row.output == 0:
-        what = "both activations are stored as the same number, which leaves no variance"
+        what = "both activations are stored as the same number, so no variance is left"
     else:
-        what = f"the variance, {row.exact_variance:.2g}, is below its smallest number, which leaves epsilon alone"
-    found = "has no value" if row.output is None else f"is {rounded(row.output)} for {rounded(row.exact_output)}"
+        what = f"the variance, {row.exact_variance:.2g}, is below its smallest number, so epsilon alone is left"
+    found = "has no value" if row.output is None else f"is {rounded(row.output)} instead of {rounded(row.exact_output)}"
     return f"In {row.dtype}, of activations {_activations(row)}, {what}: the output {found}."
 
 
