@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cs336_systems.record import RunRecord
+from cs336_systems.report.page.answers.commands import sweep_command
 from cs336_systems.report.page.findings import findings
 from cs336_systems.report.page.provenance import places, provenance
 from cs336_systems.report.page.refusals import separated, warmup_reasons
 from cs336_systems.report.page.runs import runs_chapter
 from cs336_systems.report.page.subjects import Subjects
-from cs336_systems.report.page.write import Chapter, Page
+from cs336_systems.report.page.write import LONGEST_LINE, Chapter, Page
 from cs336_systems.report.results import Results
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line
@@ -24,10 +25,14 @@ def sweep_page(
     ceilings: Ceilings = NO_CEILINGS,
     found_in: Mapping[Path, Sequence[RunRecord]] | None = None,
 ) -> Page:
-    """The page of what was measured, as in `sweep_chapters`."""
+    """The page of what was measured, as in `sweep_chapters`, with the command that measures it, of a single sweep."""
+    source = provenance(results.records, places(found_in or {}, directory))
+    if results.records and len(sweeps := [*(found_in or [directory])]) == 1:
+        command = sweep_command(results.records, sweeps[0].resolve().name)
+        source = inert_line(f"{source}. Repeat it with: {command}", LONGEST_LINE)
     return Page(
         title=inert_line(f"Time and memory of a training step: {directory.name}"),
-        source=provenance(results.records, places(found_in or {}, directory)),
+        source=source,
         chapters=sweep_chapters(results, directory, ceilings, found_in),
     )
 

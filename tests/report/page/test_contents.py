@@ -161,3 +161,15 @@ def test_speed_up_is_drawn_from_the_two_times(tmp_path):
     page = sweep_page(Results(records=records), tmp_path)
     (figure,) = (b for c in page.chapters for b in c.blocks if b.kind == "figure" and "speed_up" in b.id)
     assert [trace["y"] for trace in figure.spec["data"]] == [[pytest.approx(4), pytest.approx(4)]]
+
+
+def test_the_page_of_one_sweep_has_its_command(tmp_path):
+    """Of several sweeps put together there is no one command."""
+    records = [make_record(make_config(size, 256), [0.1]) for size in ("small", "large")]
+    page = sweep_page(Results(records=records), tmp_path / "mine")
+    words = shlex.split(page.source.partition("Repeat it with: ")[2])
+    assert words[:2] == ["python", "benchmark_sweep.py"]
+    arguments = parse(cli._arguments("sweep"), "sweep", words[2:])
+    assert (arguments.sizes, arguments.context_lengths, arguments.name) == (("small", "large"), (256,), "mine")
+    both = {tmp_path / name: [record] for name, record in zip("ab", records, strict=True)}
+    assert "Repeat" not in sweep_page(Results(records=records), tmp_path, found_in=both).source

@@ -49,11 +49,13 @@ def command_for(collection: Collection, directory: Path) -> str:
 
 
 def _sweep_command(collection: Collection, directory: Path) -> str:
-    """The command of a sweep."""
-    records = sorted(collection.sweeps[directory].records, key=lambda record: order(record.config))
-    return " ".join(
-        ["python benchmark_sweep.py", *_sweep_flags(records), "--name", shlex.quote(collection.place(directory).name)]
-    )
+    return sweep_command(collection.sweeps[directory].records, collection.place(directory).name)
+
+
+def sweep_command(records: Sequence[RunRecord], name: str) -> str:
+    """The command of a sweep of this name that measures what these records are of."""
+    ordered = sorted(records, key=lambda record: order(record.config))
+    return " ".join(["python benchmark_sweep.py", *_sweep_flags(ordered), "--name", shlex.quote(name)])
 
 
 def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
