@@ -313,7 +313,10 @@ def _would_run_out(row: Row, total_bytes: int | None) -> str:
     )
     if total_bytes:
         full = context * math.sqrt(total_bytes / MIB / peak)
-        sentence += f"; as the square of the context it fills {_gib(total_bytes / MIB)} GiB at about {full:,.0f}"
+        sentence += (
+            f"; as it grows with the square of the context, it would fill {_gib(total_bytes / MIB)} GiB at a "
+            f"context of about {full:,.0f}"
+        )
     return f"{sentence}."
 
 
