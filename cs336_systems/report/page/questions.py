@@ -40,6 +40,7 @@ INTRODUCTION = (
     "handed in. The sizes are those of the table of the 2025 edition. The 2026 edition calls 2.7B xl; xl is here that "
     "of 2025. Batch 4 and context 512 unless said otherwise."
 )
+MEASURED_BY = "Measured by"
 NO_COMMAND = "This tool has no command for it yet."
 
 
@@ -246,18 +247,22 @@ def _blocks(problem: Problem, found: Mapping[str, Answer | None]) -> Iterator[Bl
         if answer and answer.places:
             sources.append(Linked(tuple(_sources(answer))))
         commands = list(_commands(part, answer))
-        sources += [(f"{words} the same command as in {shown[words, command]}.", "") for words, command in commands
-                    if (words, command) in shown]  # fmt: skip
+        sources += [(f"{said[0]} {_again(said[0], shown[said])}.", "") for said in commands if said in shown]
         new = [(f"{words}:", inert_line(command)) for words, command in commands if (words, command) not in shown]
         if sources or new:
             yield Prose(paragraphs=sources, commands=new)
         shown |= {said: shown.get(said, letter) for said in commands if answer is not None}
 
 
+def _again(words: str, letter: str) -> str:
+    """Which command of an earlier part is meant: that part may have one that measured it, and one to run."""
+    return f"the same command as in {letter}" if words == MEASURED_BY else f"the command that {letter} has for that"
+
+
 def _commands(part: Part, found: Answer | None) -> Iterator[tuple[str, str]]:
     """What measured the answer, and what measures what is lacking."""
     for command in dict.fromkeys(found.commands if found else ()):
-        yield "Measured by", command
+        yield MEASURED_BY, command
     if part.command and found is None:
         yield "Not measured yet; run", part.command
     elif part.command and found is not None and found.lacking:
