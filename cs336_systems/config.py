@@ -17,6 +17,8 @@ MAX_ELEMENTS = 2**42
 """Bound on the elements of the logits and of one block's attention scores, for the same reason."""
 FP8_MULTIPLE = 16
 """All sizes of a matmul in fp8 must be multiples of this, for cuBLAS."""
+MAX_RANKS = 64
+"""Most ranks of one step: they are processes of one machine, which has at most 16 GPUs, or some more CPU cores."""
 MAX_PADDING = 2**16
 """Largest multiple that a vocabulary may be padded to; no kernel needs a larger one."""
 EAGER_STEPS_BEFORE_GRAPH = 3
@@ -45,6 +47,7 @@ class Phase(StrEnum):
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
+    COMMUNICATION = "communication"
     OPTIMIZER = "optimizer"
     STEP = "step"
 
@@ -90,6 +93,25 @@ class CompileMode(StrEnum):
     DEFAULT = "default"
     REDUCE_OVERHEAD = "reduce-overhead"
     MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
+
+
+class Parallel(StrEnum):
+    """How several ranks share a step: not at all, by one of our ways or PyTorch's to average the gradients of whole
+    models (ddp), or of models whose parameters are sharded (fsdp).
+    """
+
+    NONE = "none"
+    DDP_NAIVE = "ddp-naive"
+    DDP_FLAT = "ddp-flat"
+    DDP_OVERLAP = "ddp-overlap"
+    DDP = "ddp"
+    FSDP = "fsdp"
+    FSDP2 = "fsdp2"
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each rank keeps only its part of the parameters, their gradients and the optimizer's state."""
+        return self in (Parallel.FSDP, Parallel.FSDP2)
 
 
 class Profiler(StrEnum):
@@ -249,6 +271,21 @@ _FUSED_OPTIMIZER = _needs(
     "--optimizer fused", lambda run: run.mode is not Mode.TRAIN or run.optimizer is OptimizerKind.FUSED,
     "--optimizer {config.optimizer}",
 )  # fmt: skip
+_WHOLE_GRADIENTS = _needs(
+    "a way that leaves all gradients to each rank (--parallel ddp-naive, ddp-flat, ddp-overlap or ddp)",
+    lambda run: run.parallel is not Parallel.NONE and not run.parallel.shards_parameters,
+    "--parallel {config.parallel}",
+)  # fmt: skip
+
+
+def _alone(flag: str, is_used: Callable[[Any], bool], only: Callable[[Any], bool] = lambda _: True) -> Rule:
+    """A rule against a flag that does not work on several ranks yet; `only` are the runs that it holds for."""
+    return Rule(
+        lambda run: not (only(run) and is_used(run)),
+        f"{{flag}} {{config.parallel}} cannot be combined with {flag} yet: leave out one of them",
+    )
+
+
 _CAST_ONCE = _needs("--cast-once", lambda run: run.cast_once, "none")
 
 
@@ -455,6 +492,60 @@ class RunConfig:
             ),
         ),
     ] = False
+    parallel: Annotated[
+        Parallel,
+        Setting(
+            "Share each step among --ranks processes, each with its own batch. Ours: ddp-naive (one all-reduce for "
+            "each parameter after backward), ddp-flat (one for all), ddp-overlap (during backward), fsdp (parameters "
+            "sharded, gathered ahead of use). PyTorch's: ddp (DistributedDataParallel), fsdp2 (fully_shard).",
+            plural="parallel", word="", label=1, note="{}", axis="way to share a step",
+            rules=(
+                _needs(
+                    "gradients, so --mode forward-backward or train",
+                    lambda run: run.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN), "--mode {config.mode}",
+                ),
+                _alone("--cuda-graph", lambda run: run.cuda_graph),
+                _alone("--cast-once", lambda run: run.cast_once),
+                _alone("--compile reduce-overhead", lambda run: run.compile is CompileMode.REDUCE_OVERHEAD),
+                _alone("a profiler", lambda run: run.profiler is not Profiler.NONE),
+                _alone(
+                    "--compile", lambda run: run.compile is not CompileMode.NONE,
+                    only=lambda run: run.parallel.shards_parameters,
+                ),
+                _alone(
+                    "--precision fp16", lambda run: run.precision is Precision.FP16,
+                    only=lambda run: run.parallel.shards_parameters,
+                ),
+            ),
+        ),
+    ] = Parallel.NONE
+    ranks: Annotated[
+        int,
+        Setting(
+            "Processes that share a step, each with a GPU of its own, or all on the CPU. The batch size is that of "
+            "each.",
+            plural="ranks", least=1, most=MAX_RANKS, label=1, column="world_size", note="{} ranks", axis="ranks",
+            rules=(
+                _needs(
+                    "a way to share a step, as in --parallel ddp-overlap",
+                    lambda run: run.parallel is not Parallel.NONE, "--parallel {config.parallel}",
+                ),
+            ),
+        ),
+    ] = 1
+    shard_optimizer: Annotated[
+        bool,
+        Setting(
+            "Keep on each rank the optimizer's state of only its share of the parameters; after the optimizer's step "
+            "the ranks exchange what they updated.",
+            plural="", label=1, note="sharded optimizer",
+            rules=(
+                _WHOLE_GRADIENTS,
+                _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
+                _UNSCALED,
+            ),
+        ),
+    ] = False
     learning_rate: Annotated[
         float,
         Setting(
@@ -570,12 +661,15 @@ class RunConfig:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases that this run times, in order, without the whole step."""
-        phases = {
+        phases: tuple[Phase, ...] = {
             Mode.INFERENCE: (Phase.FORWARD,),
             Mode.FORWARD: (Phase.FORWARD,),
             Mode.FORWARD_BACKWARD: (Phase.FORWARD, Phase.BACKWARD),
             Mode.TRAIN: (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
         }[self.mode]
+        if self.parallel is not Parallel.NONE:
+            after = phases.index(Phase.BACKWARD) + 1
+            phases = (*phases[:after], Phase.COMMUNICATION, *phases[after:])
         return phases if self.tokens is None else (Phase.DATA, *phases)
 
     @property

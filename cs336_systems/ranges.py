@@ -12,6 +12,7 @@ class Range(StrEnum):
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"
+    COMMUNICATION = "communication"
     OPTIMIZER = "optimizer"
     EMBEDDING = "embedding"
     ATTENTION = "attention"

@@ -1,0 +1,98 @@
+"""An optimizer whose state is shared out: each rank updates some of the parameters and sends them to the others."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336_systems.model.optimizer import EagerOptimizer
+from cs336_systems.parallel.collectives import wait
+
+_TOPOLOGY = ("rank", "ranks", "owners")
+
+
+class ShardedOptimizer(EagerOptimizer):
+    """`optimizer_cls(params, **kwargs)`, of whose parameters each rank owns some (ZeRO-1, Rajbhandari et al. 2020).
+
+    Each rank must have the whole gradients of the parameters that it owns, as after data parallelism. Every parameter
+    goes to the rank that owns the fewest elements so far, so that the shares are about equal. Hyperparameters are those
+    of `param_groups`, so learning-rate schedulers work as usual. `state_dict` is that of this rank alone.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        **kwargs: Any,  # noqa: ANN401 (hyperparameters of any optimizer)
+    ) -> None:
+        self._make, self._settings = optimizer_cls, kwargs
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._owned = [0] * self._ranks
+        """Elements that each rank owns."""
+        self._owner: dict[nn.Parameter, int] = {}
+        self._local: torch.optim.Optimizer | None = None
+        """None as long as this rank owns no parameter."""
+        self._local_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Groups of all parameters, each with the group of those that this rank owns."""
+        super().__init__(params, kwargs)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters of this rank, then exchange all of them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, local in self._local_groups:
+            local.update({name: value for name, value in group.items() if name != "params"})
+        if self._local is not None:
+            self._local.step()
+        updated = [each for each in self._owner if each.grad is not None]
+        works = [dist.broadcast(each.detach(), src=self._owner[each], async_op=True) for each in updated]
+        for work in works:
+            wait(work)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Share out the parameters of another group; every rank must add the same."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            owner = min(range(self._ranks), key=self._owned.__getitem__)
+            self._owner[parameter] = owner
+            self._owned[owner] += parameter.numel()
+        own = [parameter for parameter in group["params"] if self._owner[parameter] == self._rank]
+        if not own:
+            return
+        local = {**group, "params": own}
+        if self._local is None:
+            self._local = self._make([local], **self._settings)
+        else:
+            self._local.add_param_group(local)
+        self._local_groups.append((group, self._local.param_groups[-1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the parameters that this rank owns, and which rank of how many it is."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        local = None if self._local is None else self._local.state_dict()
+        return {**self._topology(), "param_groups": groups, "local": local}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the state that the same rank of as many ranks saved; raise ValueError for another."""
+        for name, here in self._topology().items():
+            if state_dict.get(name) != here:
+                raise ValueError(
+                    f"the saved state is of {name} {state_dict.get(name)}, needed that of {name} {here}: load on each "
+                    "rank what the same rank saved, for the same parameters"
+                )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        if self._local is not None:
+            self._local.load_state_dict(state_dict["local"])
+            groups = iter(self._local.param_groups)  # which load_state_dict has replaced
+            self._local_groups = [(group, next(groups)) for group, _ in self._local_groups]
+
+    def _topology(self) -> dict[str, Any]:
+        return dict(zip(_TOPOLOGY, (self._rank, self._ranks, list(self._owner.values())), strict=True))

@@ -1,0 +1,77 @@
+"""The parts of a module that are gathered and freed together: its blocks, other layers with weights, and the rest."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from cs336_systems.model.transformer import Embedding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a module holds a parameter."""
+
+    owner: nn.Module
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """A parameter of a module, and every place where it stands; a tied one has several."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[Place] = field(default_factory=list)
+
+    @property
+    def is_of_embedding(self) -> bool:
+        """Whether a lookup reads it, which autocast leaves in the parameter's type."""
+        return any(isinstance(place.owner, Embedding | nn.Embedding) for place in self.places)
+
+
+def parameters_of(module: nn.Module) -> list[Found]:
+    """All parameters of the module, each once."""
+    found: dict[nn.Parameter, Found] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            path = f"{prefix}.{name}" if prefix else name
+            found.setdefault(parameter, Found(path, parameter)).places.append(Place(owner, name))
+    return list(found.values())
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the lists of the module, such as the blocks of a Transformer; none inside of another."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks_of(child)
+
+
+def units_of(module: nn.Module) -> list[tuple[nn.Module | None, list[Found]]]:
+    """The parameters of the module by the unit that they belong to, in the order of its modules.
+
+    Units are the blocks, and outside of them each module that has parameters itself. A parameter that several units
+    use is in the last one, the whole module, which has None in the place of its own module.
+    """
+    found = parameters_of(module)
+    units: list[tuple[nn.Module | None, list[Found]]] = []
+    blocks = list(blocks_of(module))
+    inside = {id(part) for block in blocks for part in block.modules()}
+    singles = [each for each in module.modules() if id(each) not in inside and each is not module]
+    owners = {id(part): block for block in blocks for part in block.modules()} | {id(each): each for each in singles}
+    shared: list[Found] = []
+    members: dict[int, list[Found]] = {}
+    for each in found:
+        using = Counter(id(owners.get(id(place.owner), module)) for place in each.places)
+        (target, *others) = using
+        if others or target == id(module):
+            shared.append(each)
+        else:
+            members.setdefault(target, []).append(each)
+    for part in module.modules():
+        if id(part) in members:
+            units.append((part, members[id(part)]))
+    return [*units, (None, shared)]

@@ -1,0 +1,81 @@
+"""Ranks for tests: processes that are started once for a module of tests and run many checks, each on all ranks."""
+
+import importlib
+import os
+import signal
+import tempfile
+import traceback
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+
+from cs336_systems.config import Device
+from cs336_systems.parallel.group import group_of
+from cs336_systems.parallel.rank import Rank
+from cs336_systems.sweep.isolation import fork_server, start
+from cs336_systems.sweep.process import die_with_parent
+
+PATIENCE_S = 60
+"""Far longer than any check takes."""
+
+
+class Ranks:
+    """`call("module:function", ...)` runs the function on every rank, and returns what each of them returned."""
+
+    def __init__(self, pipes):
+        self._pipes = pipes
+
+    def call(self, name, *arguments):
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+        found = {}
+        while len(found) < len(self._pipes):
+            ready = wait([pipe for pipe in self._pipes if pipe not in found], PATIENCE_S)
+            assert ready, f"no answer of {len(self._pipes) - len(found)} ranks to {name}{arguments}"
+            for pipe in ready:
+                is_good, found[pipe] = pipe.recv()
+                assert is_good, found[pipe]
+        return [found[pipe] for pipe in self._pipes]
+
+
+@contextmanager
+def ranks_of(count):
+    """As many ranks, over gloo, which meet in a file: a port could be taken by another process in between."""
+    context, processes, pipes = fork_server(), [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            for rank in range(count):
+                place = Rank(rank=rank, ranks=count, meeting=f"file://{scratch}/meeting", timeout_s=PATIENCE_S)
+                pipe, other = context.Pipe()
+                process = context.Process(target=_serve, args=(place, other), daemon=True)
+                start(process)
+                other.close()
+                processes.append(process)
+                pipes.append(pipe)
+            yield Ranks(pipes)
+        finally:
+            for pipe in pipes:
+                pipe.close()
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _serve(place, pipe):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    torch.set_num_threads(1)
+    os.chdir(Path(__file__).parents[2])
+    with group_of(place, Device.CPU):
+        while True:
+            try:
+                name, arguments = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            module, _, function = name.partition(":")
+            try:
+                pipe.send((True, getattr(importlib.import_module(module), function)(*arguments)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
