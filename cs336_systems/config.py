@@ -524,7 +524,7 @@ class RunConfig:
         Setting(
             "Processes that share a step, each with a GPU of its own, or all on the CPU. The batch size is that of "
             "each.",
-            plural="ranks", least=1, most=MAX_RANKS, label=1, column="world_size", note="{} ranks", axis="ranks",
+            plural="ranks", least=1, most=MAX_RANKS, label=1, note="{} ranks", axis="ranks",
             rules=(
                 _needs(
                     "a way to share a step, as in --parallel ddp-overlap",
@@ -659,6 +659,11 @@ class RunConfig:
         return self.with_defaults("profiler")
 
     @property
+    def is_shared(self) -> bool:
+        """Whether ranks share each step; one rank alone can too, and then exchanges with itself."""
+        return self.parallel is not Parallel.NONE
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases that this run times, in order, without the whole step."""
         phases: tuple[Phase, ...] = {
@@ -667,7 +672,7 @@ class RunConfig:
             Mode.FORWARD_BACKWARD: (Phase.FORWARD, Phase.BACKWARD),
             Mode.TRAIN: (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
         }[self.mode]
-        if self.parallel is not Parallel.NONE:
+        if self.is_shared:
             after = phases.index(Phase.BACKWARD) + 1
             phases = (*phases[:after], Phase.COMMUNICATION, *phases[after:])
         return phases if self.tokens is None else (Phase.DATA, *phases)

@@ -61,6 +61,7 @@ class WarningCode(StrEnum):
     GPU_SHARED = "gpu-shared"
     CPU_SHARED = "cpu-shared"
     LAUNCH_BOUND = "launch-bound"
+    UNEVEN_RANKS = "uneven-ranks"
     SKIPPED_STEPS = "skipped-steps"
     NOT_FINITE = "not-finite"
     TEARDOWN_FAILED = "teardown-failed"
@@ -90,6 +91,8 @@ class Failure:
     """One line for the table."""
     where: str | None = None
     """The phase and step that failed; None if the worker could not report it."""
+    rank: Count | None = None
+    """The rank that failed first, of a run on several."""
     requested_bytes: Count | None = None
     free_bytes: Count | None = None
     signal: str | None = None
@@ -244,8 +247,42 @@ class Compilation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The collectives of one kind in a step."""
+
+    collective: str
+    """Its name in torch.distributed's C++ library, such as allreduce."""
+    count: Count
+    payload_bytes: Count
+    """Bytes of the whole tensors, added up: of an all-gather, what each rank has in the end."""
+    sent_bytes: Count
+    """Bytes that each rank sends if the ranks form a ring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What is kept of one rank besides what all ranks share."""
+
+    rank: Count
+    measurements: tuple[Measurement, ...]
+    """The phases in order, then the whole step, by the rank's own clock."""
+    warmup_times_s: tuple[float, ...]
+    host_times_s: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    """Losses of the rank's own batches."""
+    memory: Memory | None = None
+    telemetry: Telemetry | None = None
+    device_uuid: str | None = None
+    warnings: tuple[RunWarning, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Everything that is kept of one run."""
+    """Everything that is kept of one run.
+
+    Of a run on several ranks, each step and its phases are those of the rank that took longest, losses are means over
+    the ranks, memory is that of the rank with the highest peak, and what else belongs to one process is rank 0's.
+    """
 
     config: RunConfig
     status: Status
@@ -266,6 +303,10 @@ class RunRecord:
     """Whether Python's garbage collector was on during the measured steps."""
     num_parameters: Count | None = None
     memory: Memory | None = None
+    ranks: tuple[RankRecord, ...] = ()
+    """Empty for a run in one process, and for one that failed."""
+    traffic: tuple[Traffic, ...] | None = None
+    """What one rank sends in a step, counted in a step after the measured ones; None for a run in one process."""
     compilation: Compilation | None = None
     """None for an eager run and for one that failed."""
     telemetry: Telemetry | None = None

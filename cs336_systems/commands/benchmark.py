@@ -5,6 +5,7 @@ import os
 import sys
 from dataclasses import field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
 from cs336_systems.commands.explaining import explain_or_warn
@@ -15,6 +16,7 @@ from cs336_systems.commands.flags import (
     ModelArguments,
     StepArguments,
     Switch,
+    checked_ranks,
     default_on,
     make_config,
     make_fast_config,
@@ -31,7 +33,10 @@ from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.explain import has_explanation
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import is_under_nsys
-from cs336_systems.text import inert_line
+from cs336_systems.text import counted, inert_line
+
+if TYPE_CHECKING:
+    from cs336_systems.report.status_line import StatusLine
 
 TOP = 10
 """Rows of a table about a profile."""
@@ -71,7 +76,7 @@ class BenchmarkArguments(Flags):
         precision = one_precision(self.precision, self.mixed_precision)
         settings = {"size": default_on(device, "size"), **asked, "precision": precision}
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
-        return profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
+        return checked_ranks(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 
     def _profiler(self) -> Profiler:
         asked = [self.profile, self.memory, self.memory_first_step, is_under_nsys()]
@@ -106,13 +111,9 @@ def run(arguments: BenchmarkArguments) -> int:
         is_disturbed = are_others()
         with StatusLine() as status:
             status("importing PyTorch")
-            from cs336_systems.measure.run import measure
-
-            here = Path.cwd()
             # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
-            record = measure(config, profile=profile, say=status)
-            os.chdir(here)  # the user's own model may have changed it
+            record = _measure_on_ranks(config, runs, status) if config.is_shared else _measure(config, profile, status)
             if (is_disturbed or are_others()) and record.status is Status.OK:
                 record = replace(record, warnings=(*record.warnings, CPU_SHARED))
             write_record(record, runs)
@@ -124,6 +125,24 @@ def run(arguments: BenchmarkArguments) -> int:
             _print(record, runs)
         print_profile_paths([config], runs)
     return status_of([record], () if is_explained else [config])
+
+
+def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> RunRecord:
+    """Measure in this process."""
+    from cs336_systems.measure.run import measure
+
+    here = Path.cwd()
+    record = measure(config, profile=profile, say=status)
+    os.chdir(here)  # the user's own model may have changed it
+    return record
+
+
+def _measure_on_ranks(config: RunConfig, runs: Path, status: "StatusLine") -> RunRecord:
+    """Measure in processes that are started for it."""
+    from cs336_systems.sweep.run import measure_one
+
+    status(f"measuring on {counted(config.ranks, 'rank')}")
+    return measure_one(config, runs)
 
 
 def _print(record: RunRecord, runs: Path) -> None:

@@ -29,7 +29,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.measure.inputs import check_factory
-from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.settings import Setting, declared, flag_of
 
@@ -276,6 +276,17 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
     config = RunConfig(size=size, model=shape, device=device, **settings)
     if config.model_factory is not None:
         check_factory(config.model_factory)
+    return config
+
+
+def checked_ranks(config: RunConfig) -> RunConfig:
+    """The run itself; raise ValueError if this process sees fewer GPUs of one kind than the run has ranks."""
+    found = len(alike(visible_gpus())) if config.device is Device.CUDA else config.ranks
+    if config.ranks > found:
+        raise ValueError(
+            f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see (CUDA_VISIBLE_DEVICES), "
+            f"found {found}"
+        )
     return config
 
 

@@ -24,6 +24,7 @@ from cs336_systems.commands.flags import (
     Switch,
     check_repeats,
     checked_name,
+    checked_ranks,
     make_config,
     make_fast_config,
     one_precision,
@@ -122,7 +123,7 @@ class SweepArguments(Flags):
         if self.profiler is not Profiler.NONE:
             pairs = ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
             repeats = list(itertools.chain.from_iterable(pairs))
-        return replace(plan, configs=tuple(repeats))
+        return replace(plan, configs=tuple(map(checked_ranks, repeats)))
 
     @property
     def profiler(self) -> Profiler:

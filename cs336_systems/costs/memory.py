@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
@@ -170,7 +170,8 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
 def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    is_plain = config.model_factory is None and config == config.without_shortcuts
+    is_alone = config.parallel is Parallel.NONE
+    is_plain = config.model_factory is None and is_alone and config == config.without_shortcuts
     return is_plain and not refused and config.model.num_layers <= MAX_LAYERS
 
 

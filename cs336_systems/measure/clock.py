@@ -93,6 +93,27 @@ class EventClock:
         self._events[index].record()
 
 
+Beat = Callable[[], None]
+
+
+class BeatingClock:
+    """Another clock, which calls `beat` where each phase begins and at the end of the step."""
+
+    def __init__(self, clock: Clock, beat: Beat) -> None:
+        self._clock, self._beat = clock, beat
+
+    def start(self) -> None:
+        self._clock.start()
+        self._beat()
+
+    def lap(self, phase: Phase) -> None:
+        self._clock.lap(phase)
+        self._beat()
+
+    def stop(self) -> StepTimes:
+        return self._clock.stop()
+
+
 def make_clock(config: RunConfig) -> Clock:
     """The clock for the configuration's device and `sync_phases`."""
     if config.device is Device.CPU:

@@ -18,7 +18,7 @@ from torch import nn
 
 from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Device, Mode, RunConfig
-from cs336_systems.measure.clock import Clock, StepTimes, make_clock
+from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.failure import classify, describe
@@ -29,8 +29,11 @@ from cs336_systems.measure.progress import Progress, Say, say_nothing
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import annotator_of, make_watch
 from cs336_systems.model.annotate import annotate, set_annotator
+from cs336_systems.parallel.group import group_of
+from cs336_systems.parallel.rank import Rank
+from cs336_systems.parallel.traffic import TrafficCounter
 from cs336_systems.ranges import Range
-from cs336_systems.record import Memory, RunRecord, Status, Telemetry, WarningCode
+from cs336_systems.record import Memory, RunRecord, Status, Telemetry, Traffic, WarningCode
 from cs336_systems.text import LONGEST_PART, inert_line
 
 MAX_EXTRA_WARMUP_STEPS = 20
@@ -42,13 +45,21 @@ LEAST_TRAIN_WARMUP_STEPS = 2
 
 
 def measure(
-    config: RunConfig, model: nn.Module | None = None, profile: Path | None = None, say: Say = say_nothing
+    config: RunConfig,
+    model: nn.Module | None = None,
+    profile: Path | None = None,
+    say: Say = say_nothing,
+    rank: Rank | None = None,
+    beat: Beat | None = None,
 ) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
     A failed run has a record too: out of memory, a CUDA error and an exception in the model's code are not raised.
     `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
     profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
+
+    Of a run on several ranks, this process is `rank`, and the record is this rank's; `beat` is called where each phase
+    begins.
     """
     inputs = inputs_of(config)  # before the user's module is imported: its source may be edited at any time
     progress = Progress(
@@ -59,7 +70,8 @@ def measure(
         say=say,
     )
     try:
-        record = _measure(progress, model)
+        with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
+            record = _measure(progress, model, 0 if rank is None else rank.rank, beat)
     except SystemExit as error:  # for example from a model's module that parses arguments of its own
         record = _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
     except BaseException as error:
@@ -69,7 +81,7 @@ def measure(
     return replace(record, inputs=inputs)
 
 
-def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
+def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat | None) -> RunRecord:
     config = progress.config
     monitor = _find_gpu(progress)
     torch.manual_seed(config.seed)
@@ -78,10 +90,12 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         _forget_earlier_runs()
     compiled_before = compilation(config)
     progress.say("making the model")
-    step = TrainingStep(config, model)
+    step = TrainingStep(config, model, rank)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, make_watch(step, progress.profile)
     clock = progress.watch.clock(make_clock(config))
+    if beat is not None:
+        clock = BeatingClock(clock, beat)
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
@@ -105,6 +119,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
     graph_peak_bytes = step.graph.peak_bytes if step.graph else None
     memory = counters.memory_since(counters_before, progress.first_step_peak_bytes, graph_peak_bytes)
     _judge(progress, memory, telemetry, counters.graphs - counters_before.graphs)
+    traffic = _count_traffic(step, clock, progress)
     return RunRecord(
         config=config,
         status=Status.OK,
@@ -117,6 +132,7 @@ def _measure(progress: Progress, model: nn.Module | None) -> RunRecord:
         collector_on=progress.collector_on,
         num_parameters=progress.num_parameters,
         memory=memory,
+        traffic=traffic,
         compilation=compilation(config, compiled_before),
         telemetry=telemetry,
         environment=environment(config.device, progress.gpu),
@@ -174,7 +190,8 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
         if len(progress.warmup) == 1 and config.device is Device.CUDA:
             progress.first_step_peak_bytes = torch.cuda.max_memory_allocated()
         most = config.warmup_steps + MAX_EXTRA_WARMUP_STEPS
-        if taken == wanted and compiled_graphs(config) > graphs and wanted < most:
+        # every rank takes as many steps as the others
+        if taken == wanted and step.on_any_rank(compiled_graphs(config) > graphs) and wanted < most:
             wanted += 1
     if not taken:
         _settle(progress, monitor)
@@ -239,6 +256,16 @@ def _collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _count_traffic(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[Traffic, ...] | None:
+    """Run one more step, not timed, and count what this rank sends in it; None for a step that is not shared."""
+    if step.way is None:
+        return None
+    progress.where = "the step after the measured ones, whose traffic is counted"
+    with TrafficCounter() as counter:
+        step(clock)
+    return counter.traffic()
 
 
 def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: float | None) -> Telemetry | None:

@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cs336_systems.config import CompileMode, Mode, Phase, RunConfig
+from cs336_systems.config import CompileMode, Mode, Parallel, Phase, RunConfig
 from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_scaler
 from cs336_systems.model.annotate import annotate
@@ -15,24 +16,31 @@ from cs336_systems.model.batches import Batch, make_batches
 from cs336_systems.model.factory import make_model
 from cs336_systems.model.fast.step_graph import StepGraph
 from cs336_systems.model.fast.trainable import make_trainable
+from cs336_systems.parallel.ways import make_shared_optimizer, make_way
 from cs336_systems.ranges import Range
 
 
 class TrainingStep:
-    """Forward, backward and optimizer of one model on one device; each call is one step."""
+    """Forward, backward and optimizer of one model on one device; each call is one step.
 
-    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+    Of a step that several ranks share, this is the part of `rank`, which has joined the group of all.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module | None = None, rank: int = 0) -> None:
         self.config = config
         model = make_model(config) if model is None else model
         parameters = ((f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters())
         check_dtypes(config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters])
-        self.batches = make_batches(config)
+        self.batches = make_batches(config, rank)
         self.scaler = make_grad_scaler(config.precision, config.device)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = make_trainable(model, config)
         self.model = self.trainable.model
         self.model.train(config.mode is not Mode.INFERENCE)
-        self.optimizer = self.trainable.make_optimizer() if config.mode is Mode.TRAIN else None
+        self.way = None if config.parallel is Parallel.NONE else make_way(self.trainable, config)
+        """What shares the step among the ranks; None if it is not shared."""
+        self._loss = self.trainable.loss if self.way is None else self.way
+        self.optimizer = make_shared_optimizer(self.trainable, config) if config.mode is Mode.TRAIN else None
         self.phase = Phase.DATA
         """The phase that is running, which a failure's message names."""
         self.loss: Float[Tensor, ""]
@@ -79,6 +87,11 @@ class TrainingStep:
                 self.backward(loss)
                 del loss  # frees what is left of the graph, which takes the host milliseconds that belong to backward
             yield Phase.BACKWARD
+            if self.way is not None:
+                self.phase = Phase.COMMUNICATION
+                with annotate(Range.COMMUNICATION):
+                    self.way.finish_gradient_synchronization()
+                yield Phase.COMMUNICATION
         if mode is Mode.TRAIN:
             self.phase = Phase.OPTIMIZER
             self.update()
@@ -87,7 +100,8 @@ class TrainingStep:
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
         """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and nothing else."""
         with self._grad(), annotate(Range.FORWARD), autocast(self.config.precision, self.config.device):
-            return self.trainable.loss(*batch)
+            loss: Tensor = self._loss(*batch)
+            return loss
 
     def logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the model in the precision of this step."""
@@ -109,6 +123,14 @@ class TrainingStep:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
+
+    def on_any_rank(self, is_so: bool) -> bool:
+        """Whether it is so on any rank of a step that is shared; all ranks must ask."""
+        if self.way is None:
+            return is_so
+        found = torch.tensor(int(is_so), device=self.config.device.value)
+        dist.all_reduce(found)
+        return bool(found)
 
     def loss_scale(self) -> float | None:
         """GradScaler's factor, which falls exactly when a step was skipped; None without one. Synchronises."""

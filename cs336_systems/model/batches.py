@@ -15,21 +15,28 @@ Batch = tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]
 """Tokens, and the tokens to predict, which are the next ones; int64."""
 
 
-def random_batches(config: RunConfig) -> Callable[[], Batch]:
-    """The same batch of uniformly random tokens at every step, on the device from the start."""
+def random_batches(config: RunConfig, rank: int = 0) -> Callable[[], Batch]:
+    """The same batch of uniformly random tokens at every step, on the device from the start.
+
+    All ranks draw the same tokens, and each takes its part.
+    """
     generator = torch.Generator().manual_seed(config.seed)
-    size = (config.batch_size, config.model.context_length + 1)
-    tokens = torch.randint(config.model.vocab_size, size, generator=generator).to(config.device.value)
+    size = (config.ranks * config.batch_size, config.model.context_length + 1)
+    drawn = torch.randint(config.model.vocab_size, size, generator=generator)
+    tokens = drawn[_part(config, rank)].to(config.device.value)
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return lambda: batch
 
 
 class FileBatches:
-    """Random slices of a token file, checked against the vocabulary, through pinned memory to the device."""
+    """Random slices of a token file, checked against the vocabulary, through pinned memory to the device.
 
-    def __init__(self, config: RunConfig) -> None:
+    All ranks draw the same places in the file, and each reads its part of them.
+    """
+
+    def __init__(self, config: RunConfig, rank: int = 0) -> None:
         assert config.tokens is not None
-        self._config = config
+        self._config, self._part = config, _part(config, rank)
         self._tokens = open_tokens(Path(config.tokens), config.model.context_length)
         self._generator = np.random.default_rng(config.seed)
         on_gpu = config.device is Device.CUDA
@@ -43,7 +50,8 @@ class FileBatches:
         length = self._config.model.context_length
         if self._copied is not None:
             self._copied.synchronize()
-        starts = self._generator.integers(len(self._tokens) - length, size=self._config.batch_size)
+        count = self._config.ranks * self._config.batch_size
+        starts = self._generator.integers(len(self._tokens) - length, size=count)[self._part]
         rows = np.stack([self._tokens[start : start + length + 1] for start in starts])
         vocab_size = self._config.model.vocab_size
         if rows.min() < 0 or rows.max() >= vocab_size:
@@ -58,6 +66,11 @@ class FileBatches:
         return on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous()
 
 
-def make_batches(config: RunConfig) -> Callable[[], Batch]:
-    """The source of batches that the configuration names."""
-    return random_batches(config) if config.tokens is None else FileBatches(config)
+def make_batches(config: RunConfig, rank: int = 0) -> Callable[[], Batch]:
+    """The source of batches that the configuration names, for one of its ranks."""
+    return random_batches(config, rank) if config.tokens is None else FileBatches(config, rank)
+
+
+def _part(config: RunConfig, rank: int) -> slice:
+    """The sequences of this rank among those of all ranks."""
+    return slice(rank * config.batch_size, (rank + 1) * config.batch_size)

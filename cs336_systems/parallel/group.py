@@ -36,16 +36,3 @@ def group_of(rank: Rank, device: Device) -> Iterator[None]:
             dist.distributed_c10d._abort_process_group()
         raise
     dist.destroy_process_group()
-
-
-def is_from_others(error: BaseException) -> bool:
-    """Whether the error says only that another rank is gone or does not answer, so that the cause is elsewhere."""
-    text = str(error)
-    of_gloo = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "gloo/transport",
-        "Timed out wait",
-    )
-    return isinstance(error, dist.DistError) or any(sign in text for sign in of_gloo)

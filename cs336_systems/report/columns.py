@@ -194,6 +194,10 @@ COLUMNS: dict[str, Column] = {
     "forward_mean_ms": Column("forward", "ms", "Time of forward, the loss included.",
                                drop_order=6, std="forward_std_ms"),
     "backward_mean_ms": Column("backward", "ms", "Time of backward.", drop_order=7, std="backward_std_ms"),
+    "communication_mean_ms": Column("communication", "ms", "Time between backward and the optimizer in which ranks "
+                                    "still average gradients.", drop_order=7, std="communication_std_ms"),
+    "sent_mib": Column("sent", "MiB", "What one rank sends in a step, if the ranks form a ring.",
+                       drop_order=11, write=three_digits),
     "optimizer_mean_ms": Column("optimizer", "ms", "Time of the optimizer's step.",
                                drop_order=8, std="optimizer_std_ms"),
     "step_mean_ms": Column("step", "ms", "Mean time of a whole step, with its deviation.", std="step_std_ms"),

@@ -45,10 +45,12 @@ SPEED_UPS: Mapping[str, tuple[str, ...]] = {
 
 That one has the first value of the first of these settings: fp32, naive attention, no compilation, the plain AdamW.
 """
-BESIDE = ("processes", "first_step_ms", "fp32_status",
+SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib")
+"""Columns that results.csv has only if a run has several ranks."""
+BESIDE = ("processes", *SHARED, "first_step_ms", "fp32_status",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
-NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms",
+NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED,
            *SPEED_UPS, *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
 
 
@@ -199,15 +201,16 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
     device_name = next((name for record in group if (name := _device_name(record)) is not None), None)
     row = {
         **identity(config, device_name),
-        "world_size": 1,
+        "world_size": config.ranks,
         "status": str(failed[0].status if failed else Status.OK),
         "error": next((record.failure.message for record in failed if record.failure is not None), None),
         "warnings": ";".join(codes) or None,
         "predicted_peak_gib": _scaled(predicted_peak_bytes(config), 2**-30),
         "peak_allocated_gib": _scaled(max((m.peak_allocated_bytes for m in memories), default=None), 2**-30),
+        "sent_mib": _scaled(max(map(_sent_bytes, done), default=None), 2**-20) if config.is_shared else None,
         "peak_reserved_gib": _scaled(max((m.peak_reserved_bytes for m in memories), default=None), 2**-30),
     }
-    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP):
+    for phase in Phase:
         mean_s, stdev_s = _mean_and_stdev(_measured(done, phase))
         row |= {f"{phase}_mean_ms": _scaled(mean_s, 1e3), f"{phase}_std_ms": _scaled(stdev_s, 1e3)}
     steps = _measured(done, Phase.STEP)
@@ -234,14 +237,18 @@ def _step(
     flops = step_flops(config)
     columns |= {
         "step_cv": _scaled(stdev_s, 1 / mean_s),
-        "tokens_per_s": config.batch_size * config.model.context_length / mean_s,
-        "model_tflops_per_s": _scaled(flops, 1e-12 / mean_s),
+        "tokens_per_s": config.ranks * config.batch_size * config.model.context_length / mean_s,
+        "model_tflops_per_s": _scaled(flops, config.ranks * 1e-12 / mean_s),
     }
     if flops is not None and device_name is not None:
         ceiling_flops_per_s = ceilings.flops_per_s(device_name, config.precision)
         columns["mfu"] = mfu(flops / mean_s, device_name, config.precision)
         columns["ceiling_share"] = None if ceiling_flops_per_s is None else flops / mean_s / ceiling_flops_per_s
     return columns
+
+
+def _sent_bytes(record: RunRecord) -> int:
+    return sum(each.sent_bytes for each in record.traffic or ())
 
 
 def _measured(records: Iterable[RunRecord], phase: Phase) -> list[Measurement]:

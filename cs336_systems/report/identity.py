@@ -15,7 +15,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, Mode, RunConfig, SdpaBackend
+from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, Mode, Parallel, RunConfig, SdpaBackend
 from cs336_systems.report.columns import Column
 from cs336_systems.settings import Setting, heading_of, in_note, in_words
 from cs336_systems.text import LONGEST_PART, inert_line, text_of
@@ -35,6 +35,8 @@ LEADING = (
     "optimizer", "device_name", *SHORTCUTS, "profiler", "repeat",
 )  # fmt: skip
 """First columns of the CSV files of profiles; all other settings are the last columns."""
+PARALLEL = ("parallel", "ranks", "shard_optimizer")
+"""Columns of how ranks share a step, which CSV files have only if a run is shared."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
 """Settings that results.csv has after the columns of RESULTS."""
 MUST_KEEP = ("context_length", "vocab_size")
@@ -148,7 +150,8 @@ def size_text(config: RunConfig) -> str:
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
     """The last columns of the CSV files of profiles: all settings that are not in LEADING."""
-    return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, "digest")]
+    unused = () if any(row["parallel"] != Parallel.NONE for row in rows) else PARALLEL
+    return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, *unused, "digest")]
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 
-from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Profiler, RunConfig
+from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
@@ -64,6 +64,10 @@ from cs336_systems.sweep.store import (
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens; it shares the host with the runs that are timed."""
+
+
+_MORE_FOR_RANKS_S = 5.0
+"""How much later than its time limit a worker is killed whose ranks have the limit: it ends them, and writes why."""
 
 
 class Listener:
@@ -133,6 +137,8 @@ def run_sweep(
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
         gpus = _gpus(configs)
+        if (needed := max(map(num_slots, configs), default=0)) > len(gpus):
+            raise SweepError(f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}")
         for gpu in gpus:
             if gpu is not None:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
@@ -213,18 +219,21 @@ class _Loop:
 
     def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
         waiting, free = deque(todo), list(self.gpus)
-        working: dict[Worker, Gpu | None] = {}
+        working: dict[Worker, list[Gpu | None]] = {}
         ticked = monotonic()
         try:
             while (waiting or self.unexplained or working) and not self.interrupts.count:
-                while (waiting or self.unexplained) and free and not self.interrupts.count:
-                    gpu = free.pop(0)
+                while (waiting or self.unexplained) and not self.interrupts.count:
+                    count = 1 if self.unexplained else num_slots(waiting[0])
+                    if len(free) < count:
+                        break
+                    gpus, free = free[:count], free[count:]
                     if self.unexplained:
-                        working[self._explain(self.unexplained.popleft())] = gpu
+                        working[self._explain(self.unexplained.popleft())] = gpus
                     else:
-                        working[self._measure(waiting.popleft(), gpu)] = gpu
+                        working[self._measure(waiting.popleft(), gpus)] = gpus
                 for worker in self._ended(list(working)):
-                    free.append(working.pop(worker))
+                    free += working.pop(worker)
                     self.interrupts.workers.remove(worker)
                 if monotonic() - ticked >= _TICK_S:  # output of a worker wakes the loop far more often
                     ticked = monotonic()
@@ -237,11 +246,12 @@ class _Loop:
             kill_orphans()
         return self.measured
 
-    def _measure(self, config: RunConfig, gpu: Gpu | None) -> Worker:
+    def _measure(self, config: RunConfig, gpus: Sequence[Gpu | None]) -> Worker:
         (self.runs / f"{config.key}.json").unlink(missing_ok=True)
-        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid] if gpu else []))
+        uuids = [gpu.uuid for gpu in gpus if gpu]
+        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=uuids, timeout_s=self.timeout_s))
         self._look_for_others()
-        self.listener.started(config, gpu)
+        self.listener.started(config, gpus[0])
         return worker
 
     def _explain(self, config: RunConfig) -> Worker:
@@ -261,13 +271,13 @@ class _Loop:
 
     def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
         """Wait for an event, then yield the workers that have ended, after their results have been kept."""
-        left_s = min([_TICK_S, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
+        left_s = min([_TICK_S, *(max(0.0, self._limit_s(worker) - worker.elapsed_s) for worker in working)])
         ready = wait_for_workers(working, [self.interrupts.wakeup], left_s)
         if self.interrupts.count:
             return  # the signal may have ended the workers too, which is no failure of their runs
         self._look_for_others()
         for worker in working:
-            timed_out = worker.elapsed_s >= self.timeout_s
+            timed_out = worker.elapsed_s >= self._limit_s(worker)
             if worker.process.sentinel in ready or timed_out:
                 timed_out = timed_out and worker.process.is_alive()
                 if timed_out:
@@ -277,6 +287,10 @@ class _Loop:
                 else:
                     self._finish(worker, worker.reap(), timed_out)
                 yield worker
+
+    def _limit_s(self, worker: Worker) -> float:
+        """When to kill the worker: a little later if it has ranks, as it then says itself which of them hangs."""
+        return self.timeout_s + (_MORE_FOR_RANKS_S if worker.config.parallel is not Parallel.NONE else 0.0)
 
     def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
         """Keep the record of a worker that has measured, and queue its raw profile to be explained."""
@@ -349,11 +363,13 @@ class _Loop:
         return record
 
 
-def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
+def measure_in_worker(
+    config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str], timeout_s: float
+) -> None:
     """Entry of a worker that measures. It imports torch itself, because this module's own process must not."""
     from cs336_systems.sweep import worker
 
-    worker.main(config, runs, log, gpu_uuids)
+    worker.main(config, runs, log, gpu_uuids, timeout_s)
 
 
 def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:
@@ -364,6 +380,8 @@ def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:
     modules = ["torch._dynamo"] if any(map(_uses_dynamo, configs)) else []
     if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in configs):
         modules.append("torch._inductor.compile_fx")
+    if any(config.parallel is Parallel.FSDP2 for config in configs):
+        modules.append("torch.distributed.fsdp")
     return modules
 
 
@@ -372,6 +390,26 @@ def _uses_dynamo(config: RunConfig) -> bool:
     optimizes = config.mode is Mode.TRAIN and not config.cast_once and config.optimizer is not OptimizerKind.ADAMW
     is_profiled = config.profiler is Profiler.KINETO
     return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_profiled or optimizes
+
+
+def measure_one(config: RunConfig, runs: Path, *, timeout_s: float = 600.0) -> RunRecord:
+    """Measure one run in a worker, as a sweep does, and return its record, which is in `runs` then.
+
+    For a run on several ranks. The caller has locked what it uses. Raises KeyboardInterrupt if a signal stops it.
+    """
+    preload(*compiler_modules([config]))
+    spare_children()
+    adopt_orphans()
+    with Interrupts() as interrupts:
+        records = _Loop(runs, Listener(), _gpus([config]), timeout_s, interrupts, lambda: False).run([config])
+        if interrupts.count:
+            raise KeyboardInterrupt
+    return records[0]
+
+
+def num_slots(config: RunConfig) -> int:
+    """How many of a sweep's slots the run takes: a GPU for each rank, or the CPU."""
+    return config.ranks if config.device is Device.CUDA else 1
 
 
 def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:

@@ -19,13 +19,15 @@ from cs336_systems.measure.run import measure
 from cs336_systems.record import RunRecord, Status, read_record, write_record
 from cs336_systems.sweep.nsys import run_under_nsys
 from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with
+from cs336_systems.sweep.ranks import measure_on_ranks
 from cs336_systems.sweep.store import fresh_profile_path
 
 
-def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
-    """Entry of a forked worker that measures one run and writes its record into `runs`."""
+def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str], timeout_s: float) -> None:
+    """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`."""
     begin_worker(log, gpu_uuids)
-    record = run_here(config, runs)
+    is_shared = config.is_shared
+    record = measure_on_ranks(config, gpu_uuids, timeout_s) if is_shared else run_here(config, runs)
     try:
         write_record(record, runs)
     except OSError as error:

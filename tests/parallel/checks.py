@@ -1,6 +1,5 @@
 """What the ranks of these tests do, and the same in one process with the whole batch."""
 
-import copy
 import functools
 
 import torch

@@ -10,7 +10,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import column
-from cs336_systems.report.frame import RESULTS, SPEED_UPS, describe, over_warmup, rows_of, to_frame
+from cs336_systems.report.frame import RESULTS, SHARED, SPEED_UPS, describe, over_warmup, rows_of, to_frame
 from cs336_systems.report.identity import UNLISTED, identity_columns, trailing
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section, texts_of, write_files
@@ -21,9 +21,9 @@ from cs336_systems.text import text_of
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
-PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms")
+PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "communication_mean_ms", "optimizer_mean_ms")
 """Columns of the phases, in the order of a step."""
-DERIVED = ("step_cv", "tokens_per_s", "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib",
+DERIVED = ("step_cv", "sent_mib", "tokens_per_s", "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib",
            *SPEED_UPS)  # fmt: skip
 """Columns that are computed from the times, and those of memory."""
 ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
@@ -82,7 +82,8 @@ def results_section(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILIN
     rows = [row | {name: text_of(row[name]) for name in UNLISTED} for row in rows_of(frame)]
     added = [name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS]
     tables = tuple(table for table in (results_table(frame), warmup_table(frame)) if table is not None)
-    return Section(name="results", tables=tables, rows=rows, keys=(*ALL_COLUMNS, *added))
+    shared = SHARED if any(config.is_shared for config in frame.index) else ()
+    return Section(name="results", tables=tables, rows=rows, keys=(*ALL_COLUMNS, *shared, *added))
 
 
 def interval_notes(counts: Iterable[int]) -> list[str]:

@@ -1,0 +1,102 @@
+"""The record of a run on several ranks, from the records that the ranks made of it."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cs336_systems.config import Phase
+from cs336_systems.record import Measurement, Memory, RankRecord, RunRecord, RunWarning, Traffic, WarningCode
+
+UNEVEN_SHARE = 0.05
+"""Part of a step by which the ranks' own work may differ before a warning says so."""
+
+
+def merge(records: Sequence[RunRecord]) -> RunRecord:
+    """One record of the ranks' records, all of which ended well, in the order of the ranks."""
+    first = records[0]
+    return replace(
+        first,
+        measurements=_slowest(records),
+        warmup_times_s=tuple(map(max, zip(*(record.warmup_times_s for record in records), strict=False))),
+        host_times_s=tuple(map(max, zip(*(record.host_times_s for record in records), strict=True))),
+        losses=tuple(map(_mean, zip(*(record.losses for record in records), strict=False))),
+        memory=max((record.memory for record in records if record.memory), key=_peak, default=None),
+        traffic=max((record.traffic for record in records if record.traffic is not None), key=_sent, default=None),
+        warnings=(*_warnings(records), *_uneven(records)),
+        ranks=tuple(_of_rank(rank, record) for rank, record in enumerate(records)),
+    )
+
+
+def _slowest(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
+    """Of each step, all times of the rank that took longest for it, so that they add up."""
+    steps = [_times(record, Phase.STEP) for record in records]
+    slowest = [max(range(len(records)), key=times.__getitem__) for times in zip(*steps, strict=True)]
+    return tuple(
+        Measurement(
+            measurement.phase,
+            tuple(_times(records[rank], measurement.phase)[step] for step, rank in enumerate(slowest)),
+        )
+        for measurement in records[0].measurements
+    )
+
+
+def _times(record: RunRecord, phase: Phase) -> tuple[float, ...]:
+    measurement = record.measurement(phase)
+    return () if measurement is None else measurement.times_s
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    """The loss of the whole batch, as all ranks have batches of one size; None if one of them is not finite."""
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if len(known) == len(losses) else None
+
+
+def _peak(memory: Memory) -> int:
+    return memory.peak_allocated_bytes
+
+
+def _sent(traffic: Sequence[Traffic]) -> int:
+    return sum(each.sent_bytes for each in traffic)
+
+
+def _warnings(records: Sequence[RunRecord]) -> list[RunWarning]:
+    """The first warning of each kind, which names its rank unless all ranks have one."""
+    found = []
+    for code in dict.fromkeys(warning.code for record in records for warning in record.warnings):
+        own = [(rank, each) for rank, record in enumerate(records) for each in record.warnings if each.code is code]
+        rank, warning = own[0]
+        is_of_all = len({rank for rank, _ in own}) == len(records)
+        found.append(warning if is_of_all else replace(warning, message=f"rank {rank}: {warning.message}"))
+    return found
+
+
+def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
+    """A warning if one rank's own work, without the wait for others after backward, takes clearly longer."""
+    steps, waits = ([_times(record, phase) for record in records] for phase in (Phase.STEP, Phase.COMMUNICATION))
+    own = [
+        statistics.median(step - wait for step, wait in zip(*both, strict=True))
+        for both in zip(steps, waits, strict=True)
+    ]
+    whole = statistics.median(map(max, zip(*steps, strict=True)))
+    slow, quick = max(own), min(own)
+    if slow - quick <= UNEVEN_SHARE * whole:
+        return []
+    message = (
+        f"rank {own.index(slow)} works {slow * 1e3:.3g} ms of a step itself, rank {own.index(quick)} "
+        f"{quick * 1e3:.3g} ms, and waits for the others; look for what slows the one down"
+    )
+    return [RunWarning(code=WarningCode.UNEVEN_RANKS, message=message)]
+
+
+def _of_rank(rank: int, record: RunRecord) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        measurements=record.measurements,
+        warmup_times_s=record.warmup_times_s,
+        host_times_s=record.host_times_s,
+        losses=record.losses,
+        memory=record.memory,
+        telemetry=record.telemetry,
+        device_uuid=record.environment.device_uuid if record.environment else None,
+        warnings=record.warnings,
+    )

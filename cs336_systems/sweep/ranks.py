@@ -1,0 +1,217 @@
+"""The ranks of a run: its worker starts them, watches them, and makes one record of what they bring or die of.
+
+The worker itself never touches CUDA. A rank that fails ends the others.
+"""
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
+from tempfile import TemporaryDirectory
+from time import monotonic
+
+import msgspec
+
+from cs336_systems.config import Device, RunConfig
+from cs336_systems.parallel.rank import Rank
+from cs336_systems.record import Failure, RunRecord, Status
+from cs336_systems.sweep.isolation import end_in_words, signal_name
+from cs336_systems.sweep.merge import merge
+from cs336_systems.sweep.process import die_with_forker
+
+GRACE_S = 2.0
+"""How long the other ranks may go on after one has failed, because what they say may be the cause."""
+LATER_S = 3600.0
+"""How much later than the run's time limit a collective gives up by itself: the worker names the rank that hangs."""
+_OF_OTHERS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "DistBackendError",
+    "DistNetworkError", "DistStoreError", "NCCL",
+)  # fmt: skip
+"""What the errors of a rank say that lost another one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """One rank as the worker sees it."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    record: RunRecord | None = None
+    exit_code: int | None = None
+    """Set if the process has ended without a record."""
+    order: int = 0
+    """Which of the ranks it was whose end was seen."""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.record is None and self.exit_code is None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.exit_code is not None or (self.record is not None and self.record.status is not Status.OK)
+
+    @property
+    def blame(self) -> tuple[int, int]:
+        """The smallest is the cause: a rank that failed by itself, then an aborted one, then one that lost others."""
+        failure = None if self.record is None else self.record.failure
+        if failure is not None:
+            return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
+        return (1 if self.exit_code == -signal.SIGABRT else 0), self.order
+
+
+@dataclass(slots=True)
+class _Places:
+    """How far each rank has come, in memory that it shares with the worker: how many phases it has begun or ended."""
+
+    config: RunConfig
+    counts: memoryview = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = memoryview(mmap.mmap(-1, 8 * self.config.ranks)).cast("q")
+
+    def beat(self, rank: int) -> None:
+        """Note that the rank begins a phase, or has ended a step."""
+        self.counts[rank] += 1
+
+    def of(self, rank: int) -> str:
+        """The phase and step that the rank is in."""
+        count, phases = self.counts[rank], self.config.phases
+        if not count:
+            return "set-up"
+        step, done = divmod(count, len(phases) + 1)
+        warmup_steps = self.config.warmup_steps
+        name = f"warm-up step {step}" if step < warmup_steps else f"measured step {step - warmup_steps}"
+        return f"{phases[done - 1]} of {name}" if done else f"the pause before {name}"
+
+
+def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], timeout_s: float) -> RunRecord:
+    """Run the configuration on its ranks, each a child of this process, and return the one record of all.
+
+    `gpu_uuids` names a GPU for each rank. A run that takes longer than `timeout_s` has failed.
+    """
+    started_at, deadline = datetime.now(UTC).isoformat(timespec="seconds"), monotonic() + timeout_s
+    places = _Places(config)
+    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
+        meeting = f"file://{scratch}/meeting"
+        ranks = [
+            Rank(rank=rank, ranks=config.ranks, meeting=meeting, timeout_s=timeout_s + LATER_S)
+            for rank in range(config.ranks)
+        ]
+        with _started(config, ranks, gpu_uuids, places) as processes:
+            is_late = _watch(processes, deadline)
+    records = [each.record for each in processes if each.record is not None and each.record.status is Status.OK]
+    if len(records) == config.ranks:
+        return merge(records)
+    blank = RunRecord(config=config, status=Status.TIMEOUT, started_at=started_at)
+    failed = min((each for each in processes if each.has_failed), key=lambda each: each.blame, default=None)
+    if failed is not None:
+        return _failed(failed, blank, places)
+    assert is_late
+    return replace(blank, failure=_hang(processes, places, timeout_s))
+
+
+@contextlib.contextmanager
+def _started(
+    config: RunConfig, ranks: Sequence[Rank], gpu_uuids: Sequence[str], places: _Places
+) -> Iterator[list[_Process]]:
+    """The processes of the ranks, none of which is left in the end."""
+    context = multiprocessing.get_context("fork")
+    processes: list[_Process] = []
+    try:
+        for rank in ranks:
+            pipe, other = context.Pipe(duplex=False)
+            gpu = gpu_uuids[rank.rank] if gpu_uuids else None
+            process = context.Process(target=_measure_rank, args=(config, rank, gpu, places, other))
+            process.start()
+            other.close()
+            processes.append(_Process(rank.rank, process, pipe))
+        yield processes
+    finally:
+        for each in processes:
+            each.process.kill()
+        for each in processes:
+            each.process.join()
+            each.pipe.close()
+
+
+def _watch(processes: Sequence[_Process], deadline: float) -> bool:
+    """Wait for the records of all ranks; stop soon after one has failed. Return whether the time was over first."""
+    while pending := [each for each in processes if each.is_pending]:
+        left_s = deadline - monotonic()
+        if left_s <= 0:
+            return True
+        ready = wait([each.pipe for each in pending], left_s)
+        for each in pending:
+            if each.pipe in ready:
+                _receive(each)
+                each.order = sum(not other.is_pending for other in processes)
+        if any(each.has_failed for each in processes):
+            deadline = min(deadline, monotonic() + GRACE_S)
+    return False
+
+
+def _receive(each: _Process) -> None:
+    """Take the record of a rank, or, if it closed the pipe without one, how it ended."""
+    try:
+        each.record = msgspec.json.decode(each.pipe.recv_bytes(), type=RunRecord)
+    except (EOFError, OSError):
+        each.process.join(GRACE_S)
+        each.exit_code = each.process.exitcode if each.process.exitcode is not None else 255
+
+
+def _measure_rank(config: RunConfig, rank: Rank, gpu: str | None, places: _Places, pipe: Connection) -> None:
+    """Entry of a rank: measure, send the record, and end without waiting for the other ranks."""
+    die_with_forker(signal.SIGKILL)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    import torch
+
+    from cs336_systems.measure.run import measure
+
+    if config.device is Device.CPU:
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.ranks))
+    record = measure(config, rank=rank, beat=lambda: places.beat(rank.rank))
+    pipe.send_bytes(msgspec.json.encode(record))
+    pipe.close()
+    os._exit(0)
+
+
+def _failed(each: _Process, blank: RunRecord, places: _Places) -> RunRecord:
+    """The record of a run in which this rank failed first."""
+    named = f"rank {each.rank}"
+    if each.record is not None and each.record.failure is not None:
+        failure = replace(each.record.failure, message=f"{named}: {each.record.failure.message}", rank=each.rank)
+        return replace(each.record, failure=failure)
+    assert each.exit_code is not None
+    is_killed = each.exit_code == -signal.SIGKILL
+    failure = Failure(
+        message=f"{named} {end_in_words(each.exit_code)}",
+        where=places.of(each.rank),
+        rank=each.rank,
+        signal=signal_name(-each.exit_code) if each.exit_code < 0 else None,
+    )
+    return replace(blank, status=Status.KILLED if is_killed else Status.CRASHED, failure=failure)
+
+
+def _hang(processes: Sequence[_Process], places: _Places, timeout_s: float) -> Failure:
+    """Why the time was over: the rank that is furthest behind is the one for which the others wait."""
+    counts = [places.counts[each.rank] for each in processes]
+    last = counts.index(min(counts))
+    ahead = counts.index(max(counts))
+    if counts[last] == counts[ahead]:
+        return Failure(
+            message=f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer", where=places.of(last)
+        )
+    message = (
+        f"no result within {timeout_s:g} s: rank {last} is still in {places.of(last)} and rank {ahead} in "
+        f"{places.of(ahead)}; raise --timeout-s if it needs longer"
+    )
+    return Failure(message=message, where=places.of(last), rank=last)
