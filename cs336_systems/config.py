@@ -507,7 +507,8 @@ class RunConfig:
                 _alone("--cuda-graph", lambda run: run.cuda_graph),
                 _alone("--cast-once", lambda run: run.cast_once),
                 _alone("--compile reduce-overhead", lambda run: run.compile is CompileMode.REDUCE_OVERHEAD),
-                _alone("a profiler", lambda run: run.profiler is not Profiler.NONE),
+                _alone("--nsys", lambda run: run.profiler is Profiler.NSYS),
+                _alone("--memory", lambda run: run.profiler is Profiler.MEMORY),
                 _alone(
                     "--compile", lambda run: run.compile is not CompileMode.NONE,
                     only=lambda run: run.parallel.shards_parameters,

@@ -91,8 +91,6 @@ class Failure:
     """One line for the table."""
     where: str | None = None
     """The phase and step that failed; None if the worker could not report it."""
-    rank: Count | None = None
-    """The rank that failed first, of a run on several."""
     requested_bytes: Count | None = None
     free_bytes: Count | None = None
     signal: str | None = None
@@ -290,6 +288,8 @@ class RunRecord:
     """UTC, ISO 8601."""
     format_version: int = FORMAT_VERSION
     failure: Failure | None = None
+    failed_rank: Count | None = None
+    """The rank that failed first, or for which the others waited when the time was over; None if it is not known."""
     measurements: tuple[Measurement, ...] = ()
     """The phases in order, then the whole step; empty unless status is ok."""
     warmup_times_s: tuple[float, ...] = ()

@@ -12,6 +12,7 @@ from cs336_systems.config import (
     Device,
     ModelConfig,
     OptimizerKind,
+    Parallel,
     Precision,
     RunConfig,
 )
@@ -27,6 +28,7 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
             size="custom", model=shape, device=Device.CUDA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
             compile=CompileMode.DEFAULT, compile_blocks=True, cast_once=True,
         ),
+        run(size="custom", model=shape, parallel=Parallel.DDP_FLAT),
     )  # fmt: skip
 
 

@@ -41,11 +41,13 @@ from cs336_systems.record import (
     Input,
     Measurement,
     Memory,
+    RankRecord,
     RecordError,
     RunRecord,
     RunWarning,
     Status,
     Telemetry,
+    Traffic,
     WarningCode,
     encode_record,
     load_records,
@@ -91,6 +93,14 @@ FULL = RunRecord(
         peak_allocated_bytes=2**53 + 1, peak_reserved_bytes=1, first_step_peak_allocated_bytes=2, segments_allocated=3,
         alloc_retries=4,
     ),
+    failed_rank=3,
+    ranks=(
+        RankRecord(
+            rank=1, measurements=(Measurement(Phase.STEP, (0.2, 0.5)),), warmup_times_s=(2.5,), host_times_s=(0.1, 0.2),
+            losses=(None, 1.5), device_uuid="GPU-2", warnings=(RunWarning(code=WarningCode.DRIFT, message="up"),),
+        ),
+    ),
+    traffic=(Traffic(collective="allreduce", count=2, payload_bytes=2**40, sent_bytes=2**40 + 1),),
     compilation=Compilation(seconds=0.1, graphs=2, graph_breaks=3, recompiles=4),
     telemetry=Telemetry(before=STATE, after=replace(STATE, power_w=0.1), energy_per_step_j=0.3),
     environment=Environment(

@@ -263,7 +263,8 @@ def _count_traffic(step: TrainingStep, clock: Clock, progress: Progress) -> tupl
     if step.way is None:
         return None
     progress.where = "the step after the measured ones, whose traffic is counted"
-    with TrafficCounter() as counter:
+    counter = TrafficCounter()
+    with counter:
         step(clock)
     return counter.traffic()
 

@@ -32,7 +32,7 @@ class TrafficCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._payloads: dict[str, list[int]] = {}
 
     def __torch_dispatch__(

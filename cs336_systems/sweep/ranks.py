@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
@@ -92,10 +93,13 @@ class _Places:
         return f"{phases[done - 1]} of {name}" if done else f"the pause before {name}"
 
 
-def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], timeout_s: float) -> RunRecord:
+def measure_on_ranks(
+    config: RunConfig, gpu_uuids: Sequence[str], timeout_s: float, profile: Path | None = None
+) -> RunRecord:
     """Run the configuration on its ranks, each a child of this process, and return the one record of all.
 
-    `gpu_uuids` names a GPU for each rank. A run that takes longer than `timeout_s` has failed.
+    `gpu_uuids` names a GPU for each rank. A run that takes longer than `timeout_s` has failed. Rank 0 writes the file
+    `profile`, if the run has a profiler, and each other rank a file beside it, with its number.
     """
     started_at, deadline = datetime.now(UTC).isoformat(timespec="seconds"), monotonic() + timeout_s
     places = _Places(config)
@@ -105,7 +109,7 @@ def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], timeout_s: flo
             Rank(rank=rank, ranks=config.ranks, meeting=meeting, timeout_s=timeout_s + LATER_S)
             for rank in range(config.ranks)
         ]
-        with _started(config, ranks, gpu_uuids, places) as processes:
+        with _started(config, ranks, gpu_uuids, places, profile) as processes:
             is_late = _watch(processes, deadline)
     records = [each.record for each in processes if each.record is not None and each.record.status is Status.OK]
     if len(records) == config.ranks:
@@ -115,12 +119,12 @@ def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], timeout_s: flo
     if failed is not None:
         return _failed(failed, blank, places)
     assert is_late
-    return replace(blank, failure=_hang(processes, places, timeout_s))
+    return _hang(processes, places, timeout_s, blank)
 
 
 @contextlib.contextmanager
 def _started(
-    config: RunConfig, ranks: Sequence[Rank], gpu_uuids: Sequence[str], places: _Places
+    config: RunConfig, ranks: Sequence[Rank], gpu_uuids: Sequence[str], places: _Places, profile: Path | None
 ) -> Iterator[list[_Process]]:
     """The processes of the ranks, none of which is left in the end."""
     context = multiprocessing.get_context("fork")
@@ -129,7 +133,7 @@ def _started(
         for rank in ranks:
             pipe, other = context.Pipe(duplex=False)
             gpu = gpu_uuids[rank.rank] if gpu_uuids else None
-            process = context.Process(target=_measure_rank, args=(config, rank, gpu, places, other))
+            process = context.Process(target=_measure_rank, args=(config, rank, gpu, places, profile, other))
             process.start()
             other.close()
             processes.append(_Process(rank.rank, process, pipe))
@@ -167,7 +171,9 @@ def _receive(each: _Process) -> None:
         each.exit_code = each.process.exitcode if each.process.exitcode is not None else 255
 
 
-def _measure_rank(config: RunConfig, rank: Rank, gpu: str | None, places: _Places, pipe: Connection) -> None:
+def _measure_rank(
+    config: RunConfig, rank: Rank, gpu: str | None, places: _Places, profile: Path | None, pipe: Connection
+) -> None:
     """Entry of a rank: measure, send the record, and end without waiting for the other ranks."""
     die_with_forker(signal.SIGKILL)
     if gpu is not None:
@@ -178,7 +184,9 @@ def _measure_rank(config: RunConfig, rank: Rank, gpu: str | None, places: _Place
 
     if config.device is Device.CPU:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.ranks))
-    record = measure(config, rank=rank, beat=lambda: places.beat(rank.rank))
+    if profile is not None and rank.rank:
+        profile = profile.with_name(f"rank{rank.rank}_{profile.name}")
+    record = measure(config, profile=profile, rank=rank, beat=lambda: places.beat(rank.rank))
     pipe.send_bytes(msgspec.json.encode(record))
     pipe.close()
     os._exit(0)
@@ -188,30 +196,29 @@ def _failed(each: _Process, blank: RunRecord, places: _Places) -> RunRecord:
     """The record of a run in which this rank failed first."""
     named = f"rank {each.rank}"
     if each.record is not None and each.record.failure is not None:
-        failure = replace(each.record.failure, message=f"{named}: {each.record.failure.message}", rank=each.rank)
-        return replace(each.record, failure=failure)
+        failure = replace(each.record.failure, message=f"{named}: {each.record.failure.message}")
+        return replace(each.record, failure=failure, failed_rank=each.rank)
     assert each.exit_code is not None
     is_killed = each.exit_code == -signal.SIGKILL
     failure = Failure(
         message=f"{named} {end_in_words(each.exit_code)}",
         where=places.of(each.rank),
-        rank=each.rank,
         signal=signal_name(-each.exit_code) if each.exit_code < 0 else None,
     )
-    return replace(blank, status=Status.KILLED if is_killed else Status.CRASHED, failure=failure)
+    status = Status.KILLED if is_killed else Status.CRASHED
+    return replace(blank, status=status, failure=failure, failed_rank=each.rank)
 
 
-def _hang(processes: Sequence[_Process], places: _Places, timeout_s: float) -> Failure:
-    """Why the time was over: the rank that is furthest behind is the one for which the others wait."""
+def _hang(processes: Sequence[_Process], places: _Places, timeout_s: float, blank: RunRecord) -> RunRecord:
+    """The record of a run whose time was over: the others wait for the rank that is furthest behind."""
     counts = [places.counts[each.rank] for each in processes]
     last = counts.index(min(counts))
     ahead = counts.index(max(counts))
     if counts[last] == counts[ahead]:
-        return Failure(
-            message=f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer", where=places.of(last)
-        )
+        message = f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer"
+        return replace(blank, failure=Failure(message=message, where=places.of(last)))
     message = (
         f"no result within {timeout_s:g} s: rank {last} is still in {places.of(last)} and rank {ahead} in "
         f"{places.of(ahead)}; raise --timeout-s if it needs longer"
     )
-    return Failure(message=message, where=places.of(last), rank=last)
+    return replace(blank, failure=Failure(message=message, where=places.of(last)), failed_rank=last)

@@ -27,7 +27,10 @@ def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str
     """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`."""
     begin_worker(log, gpu_uuids)
     is_shared = config.is_shared
-    record = measure_on_ranks(config, gpu_uuids, timeout_s) if is_shared else run_here(config, runs)
+    if is_shared:
+        record = measure_on_ranks(config, gpu_uuids, timeout_s, fresh_profile_path(config, runs))
+    else:
+        record = run_here(config, runs)
     try:
         write_record(record, runs)
     except OSError as error:

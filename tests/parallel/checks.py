@@ -1,5 +1,6 @@
 """What the ranks of these tests do, and the same in one process with the whole batch."""
 
+import copy
 import functools
 
 import torch
@@ -11,6 +12,7 @@ from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, TorchDDP
 from cs336_systems.parallel.fully_sharded import FSDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
+from cs336_systems.parallel.traffic import TrafficCounter
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
 STEPS, BATCH = 10, 6
@@ -91,3 +93,142 @@ def train(way, kind, optimizer, dtype, shard=False):
         opt.step()
         opt.zero_grad()
     return wrapped.gather_full_parameters() if hasattr(wrapped, "gather_full_parameters") else weights_of(model)
+
+
+def train_in_bf16(way):
+    """As `train`, in bf16 as far as the way says; the types of the weights in forward, and of the gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = make_model("cs336", rank, torch.float32)
+    seen = {}
+    wrapped = WAYS[way](model, torch.bfloat16)
+    for name in ("token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head"):
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, _, name=name: seen.__setitem__(name, (module.weight.dtype, tuple(module.weight.shape)))
+        )
+    opt = OPTIMIZERS["sgd"](wrapped.parameters())
+    own = BATCH // ranks
+    for tokens in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(wrapped, tokens[rank * own : (rank + 1) * own])
+        loss.backward()
+        wrapped.finish_gradient_synchronization()
+        types = {each.grad.dtype for each in wrapped.parameters()}
+        opt.step()
+        opt.zero_grad()
+    return seen, types, {name: each.dtype for name, each in wrapped.gather_full_parameters().items()}, loss.item()
+
+
+def train_alone_in_bf16():
+    """The last loss of the same in one process with the whole batch."""
+    model = make_model("cs336", 0, torch.float32)
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    for tokens in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, tokens)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return loss.item()
+
+
+def traffic_of(way, kind):
+    """What one step sends in backward and after it, once the way is in its steady state."""
+    wrapped = WAYS[way](make_model(kind, 0, torch.float32))
+    tokens = batches()[0][:2]
+    for _ in range(3):
+        counters = TrafficCounter(), TrafficCounter(), TrafficCounter()
+        with counters[0]:
+            loss = loss_of(wrapped, tokens)
+        with counters[1]:
+            loss.backward()
+        with counters[2]:
+            wrapped.finish_gradient_synchronization()
+        wrapped.zero_grad()
+    return [counter.traffic() for counter in counters]
+
+
+def shards():
+    """Of a model under FSDP: elements of its parameters, bytes of what is gathered by place, and names of shards."""
+    model = make_model("cs336", 0, torch.float32)
+    wrapped = FSDP(model)
+    gathered = []
+
+    def note(*_):
+        gathered.append(sum(each._flat.untyped_storage().nbytes() for unit in wrapped._units for each in unit.sharded))
+
+    for block in model.layers:
+        block.attn.register_forward_pre_hook(note)
+    between = []
+    for tokens in batches()[:3]:
+        loss_of(wrapped, tokens[:2]).backward()
+        wrapped.finish_gradient_synchronization()
+        between.append(sum(each._flat.untyped_storage().nbytes() for u in wrapped._units for each in u.sharded))
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    gradients = {name: tuple(each.grad.shape) for name, each in model.named_parameters()}
+    return shapes, gradients, between, gathered
+
+
+def go_on_from_saved_states(way, shard):
+    """Weights after ten steps, and after ten steps of which the second five go on from saved states in new objects."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = BATCH // ranks
+
+    def made():
+        wrapped = WAYS[way](make_model("gpt2", 0, torch.float32))
+        make = OPTIMIZERS["adamw"]
+        return wrapped, ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
+
+    def run(wrapped, opt, chosen):
+        for tokens in chosen:
+            loss_of(wrapped, tokens[rank * own : (rank + 1) * own]).backward()
+            wrapped.finish_gradient_synchronization()
+            opt.step()
+            opt.zero_grad()
+
+    first, opt = made()
+    run(first, opt, batches()[:5])
+    states = copy.deepcopy((first.state_dict(), opt.state_dict()))
+    run(first, opt, batches()[5:])
+    second, other = made()
+    second.load_state_dict(states[0])
+    other.load_state_dict(states[1])
+    run(second, other, batches()[5:])
+    return weights_of(first), weights_of(second)
+
+
+def shared_states():
+    """Elements of the optimizer's state on this rank, the refusal of another rank's state, and the groups' settings."""
+    torch.manual_seed(0)
+    model = make_model("gpt2", 0, torch.float32)
+    named = list(model.named_parameters())
+    opt = ShardedOptimizer([each for _, each in named[:7]], torch.optim.AdamW, lr=0.5, weight_decay=0.1)
+    opt.add_param_group({"params": [each for _, each in named[7:]], "lr": 0.25})
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    opt.step()
+    schedule.step()
+    opt.step()
+    state = opt.state_dict()
+    others = [None] * dist.get_world_size()
+    dist.all_gather_object(others, state)
+    refusal = ""
+    try:
+        opt.load_state_dict(others[1 - dist.get_rank()])
+    except ValueError as error:
+        refusal = str(error)
+    local = state["local"]["state"].values()
+    elements = sum(each["exp_avg"].numel() for each in local)
+    return elements, refusal, [group["lr"] for group in opt.param_groups], weights_of(model)
+
+
+def gradient_on_rank_0_only(way):
+    """The error of a way whose ranks use different parameters."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    wrapped = WAYS[way](model)
+    model["a" if dist.get_rank() else "b"](torch.ones(2)).sum().backward()
+    try:
+        wrapped.finish_gradient_synchronization()
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -26,7 +26,7 @@ from cs336_systems.record import write_record
 from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.identity import file_names, identities, names_of, shared_settings
+from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.plots import draw, drawing
 from cs336_systems.report.plots import steps as plots
 from cs336_systems.report.plots.series import AXES
@@ -118,9 +118,9 @@ def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
         assert one.label != other.label
 
 
-@each_setting("profiler", "device", "cuda_graph")
+@each_setting("profiler", "device", "cuda_graph", *PARALLEL)
 def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
-    """Memory is recorded by one profiler, on a GPU, of a run without graphs."""
+    """Memory is recorded by one profiler, on a GPU, of a run without graphs and in one process."""
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
     entries = [memory_entry(config) for config in pair]
     assert len({*report_entries.labels(entries)}) == len({config.key for config in pair}) == 2

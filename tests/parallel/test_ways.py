@@ -1,0 +1,175 @@
+"""Each way on ranks is training in one process with the whole batch; and what each keeps and sends."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.parallel import checks
+from tests.parallel.checks import OPTIMIZERS, SHAPE, WAYS
+from tests.parallel.ranks import ranks_of
+
+pytestmark = pytest.mark.timeout(120)
+DDP_WAYS = [way for way in WAYS if way.startswith("ddp")]
+FSDP_WAYS = ["fsdp", "fsdp2"]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+@functools.cache
+def alone(kind, optimizer, dtype):
+    return checks.train_alone(kind, optimizer, dtype)
+
+
+def distance(found, expected):
+    """The largest relative difference of a parameter.
+
+    Those of keys are left out, as a bias of keys has no gradient in exact arithmetic (softmax takes no notice of what
+    is added to all scores of a query) and AdamW makes much of rounding.
+    """
+    assert found.keys() >= expected.keys()
+    return max(
+        float((found[name] - whole).norm() / whole.norm())
+        for name, whole in expected.items()
+        if not name.endswith("k_proj.bias")
+    )
+
+
+def each_rank(ranks, *arguments):
+    return ranks.call("tests.parallel.checks:train", *arguments)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["cs336", "gpt2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_steps_on_two_ranks_are_ten_with_the_whole_batch(two, way, kind, optimizer):
+    for found in each_rank(two, way, kind, optimizer, torch.float32):
+        assert distance(found, alone(kind, optimizer, torch.float32)) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_frozen_and_unused_parameters_and_buffers(two, way):
+    """The ranks' own buffers and weights differ at first, by their seeds."""
+    expected = alone("spare", "adamw", torch.float64)
+    for found in each_rank(two, way, "spare", "adamw", torch.float64):
+        assert distance(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", DDP_WAYS)
+def test_a_sharded_optimizer_updates_as_a_whole_one(two, way, optimizer):
+    for found in each_rank(two, way, "gpt2", optimizer, torch.float32, True):
+        assert distance(found, alone("gpt2", optimizer, torch.float32)) < 1e-6
+
+
+def test_three_ranks_share_what_three_does_not_divide():
+    assert SHAPE["vocab_size"] % 3
+    expected = alone("gpt2", "sgd", torch.float64)
+    with ranks_of(3) as three:
+        for way in WAYS:
+            for shard in (False, True) if way in ("ddp-flat", "ddp-overlap") else (False,):
+                for found in each_rank(three, way, "gpt2", "sgd", torch.float64, shard):
+                    assert distance(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize(("way", "shard"), [("ddp-overlap", True), ("fsdp", False)])
+def test_sharded_states_go_on_where_they_were_saved(two, way, shard):
+    for first, second in two.call("tests.parallel.checks:go_on_from_saved_states", way, shard):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_each_rank_has_its_share_of_the_state(two):
+    model = checks.make_model("gpt2", 0, torch.float32)
+    whole = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.1)
+    (only,) = whole.param_groups
+    later = {"params": only["params"][7:], "lr": 0.25, "weight_decay": 0.1}
+    only["params"] = only["params"][:7]
+    whole.add_param_group(later)
+    for factor in (1, 0.5):
+        for group, lr in zip(whole.param_groups, (0.5, 0.25), strict=True):
+            group["lr"] = lr * factor
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        whole.step()
+    found = two.call("tests.parallel.checks:shared_states")
+    elements = [each[0] for each in found]
+    total = sum(each.numel() for each in model.parameters())
+    largest = max(each.numel() for each in model.parameters())
+    assert sum(elements) == total
+    assert max(elements) - min(elements) <= largest
+    for rank, (_, refusal, rates, weights) in enumerate(found):
+        assert rates == [0.25, 0.125]
+        assert f"rank {1 - rank}" in refusal
+        assert f"rank {rank}" in refusal
+        assert distance(weights, checks.weights_of(model)) < 1e-6
+
+
+@pytest.mark.parametrize("way", ["ddp-naive", "ddp-flat", "ddp-overlap"])
+def test_ranks_that_use_different_parameters_are_told_which(two, way):
+    for error in two.call("tests.parallel.checks:gradient_on_rank_0_only", way):
+        assert "a.weight" in error
+        assert "1 of 2 ranks" in error
+
+
+def test_low_precision_is_gathered_and_the_masters_are_not(two):
+    expected = checks.train_alone_in_bf16()
+    ways = {way: two.call("tests.parallel.checks:train_in_bf16", way) for way in FSDP_WAYS}
+    for seen, gradients, masters, _ in ways["fsdp"]:
+        d_model, vocab_size = SHAPE["d_model"], SHAPE["vocab_size"]
+        assert seen == {
+            "token_embeddings": (torch.float32, (vocab_size, d_model)),
+            "layers.1.ln1": (torch.float32, (d_model,)),
+            "layers.1.attn.q_proj": (torch.bfloat16, (d_model, d_model)),
+            "lm_head": (torch.bfloat16, (vocab_size, d_model)),
+        }
+        assert gradients == {torch.float32}
+        assert {*masters.values()} == {torch.float32}
+    for found in ways.values():
+        losses = [loss for *_, loss in found]
+        assert sum(losses) / 2 == pytest.approx(expected, rel=2e-3)
+
+
+def test_what_is_gathered_is_freed_and_shards_are_parts(two):
+    model = checks.make_model("cs336", 0, torch.float32)
+    whole = dict(model.named_parameters())
+    block_bytes = sum(each.nbytes for each in model.layers[0].parameters() if each.ndim == 2)
+    for shapes, gradients, between, gathered in two.call("tests.parallel.checks:shards"):
+        for name, each in whole.items():
+            length = (-(-each.numel() // 2),) if each.ndim == 2 else tuple(each.shape)
+            assert shapes[name] == gradients[name] == length
+        assert between == [0, 0, 0]
+        # in a block's forward: itself and the next unit, which for the last block is the head
+        head_bytes = 2 * -(-whole["lm_head.weight"].numel() // 2) * 4
+        assert gathered[-3:] == [2 * block_bytes, 2 * block_bytes, block_bytes + head_bytes]
+
+
+def sent(traffic):
+    return sum(each.sent_bytes for each in traffic)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_sent_are_those_of_the_closed_form(two, way):
+    """Of n bytes of a rank, half of all-gathers and reduce-scatters is sent, and all of an all-reduce."""
+    model = checks.make_model("cs336", 0, torch.float32)
+    named = dict(model.named_parameters())
+    all_bytes = sum(each.nbytes for each in named.values())
+    vectors = sum(each.nbytes for each in named.values() if each.ndim == 1)
+    padded = {name: -(-each.numel() // 2) * 8 for name, each in named.items() if each.ndim == 2}
+    kept = padded["lm_head.weight"] + padded["token_embeddings.weight"]
+    once, twice = sum(padded.values()) / 2, (2 * sum(padded.values()) - kept) / 2
+    for forward, backward, after in two.call("tests.parallel.checks:traffic_of", way, "cs336"):
+        total = sent(forward) + sent(backward) + sent(after)
+        if way in DDP_WAYS:
+            # PyTorch's has padding in its buckets
+            assert all_bytes <= total <= all_bytes + (256 if way == "ddp" else 0)
+            assert not forward
+            assert (sent(backward) > 0) == (way in ("ddp-overlap", "ddp"))
+            assert (sent(after) > 0) == (way in ("ddp-naive", "ddp-flat"))
+        elif way == "fsdp":
+            # gathered in forward, again in backward but for the last layer and the lookup, and reduced once
+            assert total == twice + once + vectors
+            assert sent(forward) == once
