@@ -5,6 +5,7 @@ buffers begin with the values of rank 0. Later changes of buffers are not exchan
 none on any rank.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,9 +115,11 @@ class TorchDDP(nn.Module):
         super().__init__()
         take_from_rank_0(module)  # the wrapper itself leaves out buffers that it need not send in every step
         # static_graph: the same parameters have gradients in every step
-        self.module = nn.parallel.DistributedDataParallel(
-            module, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 has another name for broadcast_buffers
+            self.module = nn.parallel.DistributedDataParallel(
+                module, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
+            )
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         return self.module(*inputs, **named_inputs)

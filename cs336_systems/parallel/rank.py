@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 FROM_ENVIRONMENT = "env://"
 """The meeting place of ranks that torchrun started: MASTER_ADDR and MASTER_PORT."""
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -28,8 +29,8 @@ def rank_from_environment(environment: Mapping[str, str] | None = None) -> Rank 
     Raises ValueError for ranks on several machines, and for variables that are no numbers.
     """
     found = os.environ if environment is None else environment
-    if not all(name in found for name in _VARIABLES):
-        return None
+    if _STARTED_BY_TORCHRUN not in found or not all(name in found for name in _VARIABLES):
+        return None  # schedulers set some of the variables too
     rank, local_rank, ranks, local_ranks = (_number(name, found[name]) for name in _VARIABLES[:4])
     if (rank, ranks) != (local_rank, local_ranks):
         raise ValueError(

@@ -38,13 +38,11 @@ _OF_OTHERS = (
 """What the errors of a rank say that lost another one."""
 
 
-@dataclass(slots=True, eq=False)
-class _Process:
-    """One rank as the worker sees it."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Outcome:
+    """How one rank ended."""
 
     rank: int
-    process: BaseProcess
-    pipe: Connection
     record: RunRecord | None = None
     exit_code: int | None = None
     """Set if the process has ended without a record."""
@@ -53,10 +51,12 @@ class _Process:
 
     @property
     def is_pending(self) -> bool:
+        """Whether the rank has neither ended nor brought a record."""
         return self.record is None and self.exit_code is None
 
     @property
     def has_failed(self) -> bool:
+        """Whether the rank has ended without times."""
         return self.exit_code is not None or (self.record is not None and self.record.status is not Status.OK)
 
     @property
@@ -66,6 +66,14 @@ class _Process:
         if failure is not None:
             return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
         return (1 if self.exit_code == -signal.SIGABRT else 0), self.order
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Process(Outcome):
+    """One rank as the worker sees it."""
+
+    process: BaseProcess
+    pipe: Connection
 
 
 @dataclass(slots=True)
@@ -117,7 +125,7 @@ def measure_on_ranks(
     blank = RunRecord(config=config, status=Status.TIMEOUT, started_at=started_at)
     failed = min((each for each in processes if each.has_failed), key=lambda each: each.blame, default=None)
     if failed is not None:
-        return _failed(failed, blank, places)
+        return failed_record(failed, blank, places.of(failed.rank))
     assert is_late
     return _hang(processes, places, timeout_s, blank)
 
@@ -136,7 +144,7 @@ def _started(
             process = context.Process(target=_measure_rank, args=(config, rank, gpu, places, profile, other))
             process.start()
             other.close()
-            processes.append(_Process(rank.rank, process, pipe))
+            processes.append(_Process(rank=rank.rank, process=process, pipe=pipe))
         yield processes
     finally:
         for each in processes:
@@ -192,8 +200,8 @@ def _measure_rank(
     os._exit(0)
 
 
-def _failed(each: _Process, blank: RunRecord, places: _Places) -> RunRecord:
-    """The record of a run in which this rank failed first."""
+def failed_record(each: Outcome, blank: RunRecord, where: str | None = None) -> RunRecord:
+    """The record of a run in which this rank failed first; `where` it was if it brought no record itself."""
     named = f"rank {each.rank}"
     if each.record is not None and each.record.failure is not None:
         failure = replace(each.record.failure, message=f"{named}: {each.record.failure.message}")
@@ -202,7 +210,7 @@ def _failed(each: _Process, blank: RunRecord, places: _Places) -> RunRecord:
     is_killed = each.exit_code == -signal.SIGKILL
     failure = Failure(
         message=f"{named} {end_in_words(each.exit_code)}",
-        where=places.of(each.rank),
+        where=where,
         signal=signal_name(-each.exit_code) if each.exit_code < 0 else None,
     )
     status = Status.KILLED if is_killed else Status.CRASHED

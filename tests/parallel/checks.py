@@ -135,7 +135,7 @@ def traffic_of(way, kind):
     """What one step sends in backward and after it, once the way is in its steady state."""
     wrapped = WAYS[way](make_model(kind, 0, torch.float32))
     tokens = batches()[0][:2]
-    for _ in range(3):
+    for _ in range(4):  # PyTorch's DDP sends how it splits the gradients in its third
         counters = TrafficCounter(), TrafficCounter(), TrafficCounter()
         with counters[0]:
             loss = loss_of(wrapped, tokens)

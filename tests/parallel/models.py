@@ -1,0 +1,89 @@
+"""Models that go wrong on one of their ranks: `--model parallel_models:killed`. The module is linked under that name."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+FAULTY_RANK = 1
+FAULTY_CALL = 3
+"""Which forward goes wrong: two steps of warm-up are good."""
+
+
+class Faulty(nn.Module):
+    def __init__(self, fault, vocab_size):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+        self.fault, self.calls = fault, 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        if self.calls == FAULTY_CALL and dist.get_rank() == FAULTY_RANK:
+            self.fault()
+        return self.head(self.embedding(tokens))
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang():
+    time.sleep(1000)
+
+
+def _stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise():
+    raise ArithmeticError("two and two are five")
+
+
+def _exit():
+    os._exit(7)
+
+
+def _ask_for_a_pebibyte():
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def _wait_in_vain():
+    dist.all_reduce(torch.ones(3))
+    time.sleep(1000)
+
+
+def good(vocab_size: int) -> nn.Module:
+    return Faulty(lambda: None, vocab_size)
+
+
+def killed(vocab_size: int) -> nn.Module:
+    return Faulty(_kill, vocab_size)
+
+
+def hangs(vocab_size: int) -> nn.Module:
+    return Faulty(_hang, vocab_size)
+
+
+def stops(vocab_size: int) -> nn.Module:
+    return Faulty(_stop, vocab_size)
+
+
+def raises(vocab_size: int) -> nn.Module:
+    return Faulty(_raise, vocab_size)
+
+
+def exits(vocab_size: int) -> nn.Module:
+    return Faulty(_exit, vocab_size)
+
+
+def out_of_memory(vocab_size: int) -> nn.Module:
+    return Faulty(_ask_for_a_pebibyte, vocab_size)
+
+
+def fails_at_once(vocab_size: int) -> nn.Module:
+    if dist.get_rank() == FAULTY_RANK:
+        raise RuntimeError("no such weights")
+    return good(vocab_size)

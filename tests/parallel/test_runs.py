@@ -1,0 +1,158 @@
+"""Runs on several ranks, from the configuration to the record and the table, good ones and those that fail."""
+
+import contextlib
+import csv
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.config import ModelConfig, Parallel, Phase, Profiler, RunConfig
+from cs336_systems.record import Status, read_record
+from cs336_systems.report.sections.steps import write_tables
+from cs336_systems.sweep import run as sweep_module
+from cs336_systems.sweep.run import Listener, run_sweep
+from tests.faults.harness import eventually, processes_in
+
+pytestmark = pytest.mark.timeout(240)
+SHAPE = ModelConfig(vocab_size=37, context_length=8, d_model=24, d_ff=40, num_layers=2, num_heads=2)
+ALONE = RunConfig(size="custom", model=SHAPE, batch_size=4, warmup_steps=2, measured_steps=3)
+SHARED = replace(ALONE, parallel=Parallel.DDP_NAIVE, ranks=2, batch_size=2)
+RUNS = {
+    "alone": ALONE,
+    **{str(way): replace(SHARED, parallel=way) for way in Parallel if way is not Parallel.NONE},
+    "sharded optimizer": replace(SHARED, parallel=Parallel.DDP_OVERLAP, shard_optimizer=True),
+    "checkpoints": replace(SHARED, parallel=Parallel.FSDP, checkpoint_blocks=1),
+    "one rank": replace(SHARED, parallel=Parallel.DDP_FLAT, ranks=1, batch_size=4),
+}
+FAULTS = {
+    "killed": (Status.KILLED, "SIGKILL"),
+    "raises": (Status.CRASHED, "two and two are five"),
+    "exits": (Status.CRASHED, "status 7"),
+    "out_of_memory": (Status.OOM, "rank 1"),
+    "fails_at_once": (Status.CRASHED, "no such weights"),
+}
+HANGS = ("hangs", "stops")
+TIMEOUT_S = 4.0
+
+
+def faulty(name):
+    return replace(SHARED, model_factory=f"parallel_models:{name}", parallel=Parallel.DDP_OVERLAP)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """The records of one sweep by name, and its directory."""
+    directory = tmp_path_factory.mktemp("shared")
+    with contextlib.chdir(directory):
+        (directory / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
+        faults = {name: faulty(name) for name in FAULTS}
+        runs = {**RUNS, **faults, "after": replace(SHARED, seed=1)}
+        outcome = run_sweep([*runs.values()], directory, Listener(), timeout_s=100)
+        assert eventually(lambda: not processes_in(directory))
+    by_config = {record.config: record for record in outcome.records}
+    return {name: by_config[config] for name, config in runs.items()}, directory
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])
+def test_losses_are_those_of_one_process_with_the_whole_batch(swept, name):
+    records, _ = swept
+    assert records[name].status is Status.OK, records[name].failure
+    assert records[name].losses == pytest.approx(records["alone"].losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])
+def test_each_step_is_the_slowest_ranks(swept, name):
+    record = swept[0][name]
+    assert [each.rank for each in record.ranks] == [*range(record.config.ranks)]
+    steps = [{each.phase: each.times_s for each in rank.measurements} for rank in record.ranks]
+    whole = {each.phase: each.times_s for each in record.measurements}
+    assert [*whole] == [Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER, Phase.STEP]
+    for step, time_s in enumerate(whole[Phase.STEP]):
+        slowest = max(steps, key=lambda times: times[Phase.STEP][step])
+        assert {phase: times[step] for phase, times in whole.items()} == {
+            phase: times[step] for phase, times in slowest.items()
+        }
+        assert sum(times[step] for times in whole.values()) - time_s <= time_s
+    for index, loss in enumerate(record.losses):
+        assert loss == pytest.approx(statistics.fmean(rank.losses[index] for rank in record.ranks))
+
+
+def test_a_run_in_one_process_has_neither_ranks_nor_communication(swept):
+    record = swept[0]["alone"]
+    assert record.ranks == ()
+    assert record.traffic is None
+    assert record.measurement(Phase.COMMUNICATION) is None
+
+
+@pytest.mark.parametrize("name", ["ddp-naive", "ddp-flat", "ddp-overlap"])
+def test_what_is_sent_is_twice_the_gradients_over_two_ranks(swept, name):
+    record = swept[0][name]
+    assert sum(each.sent_bytes for each in record.traffic) == 4 * record.num_parameters
+
+
+def test_the_table_says_how_many_ranks_there_were(swept, tmp_path):
+    records, _ = swept
+    write_tables([records[name] for name in RUNS], tmp_path)
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert len(rows) == len(RUNS)
+    for row in rows:
+        is_shared = row["parallel"] != "none"
+        assert row["world_size"] == ("2" if is_shared and row["batch_size"] == "2" else "1")
+        assert bool(row["communication_mean_ms"]) == is_shared
+        tokens = float(row["tokens_per_s"]) * float(row["step_mean_ms"]) / 1e3
+        assert tokens == pytest.approx(4 * SHAPE.context_length)
+    write_tables([records["alone"]], tmp_path)
+    (row,) = csv.DictReader((tmp_path / "results.csv").open())
+    assert "communication_mean_ms" not in row
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_rank_that_fails_ends_the_others_and_is_named(swept, name):
+    records, directory = swept
+    record = records[name]
+    status, words = FAULTS[name]
+    assert record.status is status, record.failure
+    assert record.failed_rank == 1
+    assert record.failure.message.startswith("rank 1")
+    assert words in record.failure.message
+    if name != "fails_at_once":
+        assert record.failure.where == "forward of measured step 0"
+    assert read_record(directory / "runs" / f"{record.key}.json") == record
+    assert records["after"].status is Status.OK
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_rank_that_hangs_is_named_when_the_time_is_over(tmp_path, name):
+    (tmp_path / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
+    begin = time.monotonic()
+    with contextlib.chdir(tmp_path):
+        outcome = run_sweep([faulty(name)], tmp_path, Listener(), timeout_s=TIMEOUT_S)
+        assert eventually(lambda: not processes_in(tmp_path))
+    (record,) = outcome.records
+    assert record.status is Status.TIMEOUT
+    assert record.failed_rank == 1
+    assert "rank 1 is still in forward of measured step 0" in record.failure.message
+    assert time.monotonic() - begin < TIMEOUT_S + 10
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    from cs336_systems.config import Device
+
+    monkeypatch.setattr(sweep_module, "_gpus", lambda configs: (None, None))
+    with pytest.raises(sweep_module.SweepError, match="3 GPUs"):
+        run_sweep([replace(SHARED, ranks=3, device=Device.CUDA)], tmp_path, Listener())
+    assert not [*tmp_path.rglob("*.json")]
+
+
+def test_each_rank_has_a_profile(tmp_path):
+    config = replace(SHARED, profiler=Profiler.KINETO)
+    outcome = run_sweep([config], tmp_path, Listener(), timeout_s=100)
+    assert outcome.records[0].status is Status.OK
+    assert outcome.unexplained == ()
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+        f"{config.key}.json.gz",
+        f"rank1_{config.key}.json.gz",
+    ]
