@@ -79,6 +79,8 @@ class BenchmarkArguments(Flags):
         settings = {"size": default_on(device, "size"), **asked, "precision": precision}
         if (rank := rank_from_environment()) is not None:
             settings["ranks"] = _ranks_of_torchrun(rank, settings)
+            if self._profiler() is not Profiler.NONE:
+                raise ValueError("torchrun cannot be combined with a profiler yet: use --ranks in its place")
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
         return checked_ranks(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 

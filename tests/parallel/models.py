@@ -1,4 +1,4 @@
-"""Models that go wrong on one of their ranks: `--model parallel_models:killed`. The module is linked under that name."""
+"""Models that go wrong on one of their ranks: `--model parallel_models:killed`, a name that a link gives this file."""
 
 import os
 import signal

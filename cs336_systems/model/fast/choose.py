@@ -40,7 +40,9 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
     matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
     its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A user's own model gets
-    what works for any model: bf16, compilation, fused AdamW. On a CPU compilation costs more than it saves and bf16 is
+    what works for any model: bf16, compilation, fused AdamW. On several ranks weights are not cast once, blocks are not
+    fused and there are no graphs, and where parameters are sharded nothing is compiled, because none of that works yet.
+    On a CPU compilation costs more than it saves and bf16 is
     seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it excludes graphs.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
@@ -50,23 +52,27 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     if config.device is Device.CPU:
         return common
     precision = Precision.BF16 if has_bf16(device_name) else config.precision
-    common = replace(common, precision=precision, compile=_compile_mode(config.compile))
+    compiles = not config.parallel.shards_parameters
+    common = replace(common, precision=precision)
+    if compiles:
+        common = replace(common, compile=_compile_mode(config.compile))
     if own:
         return common
     return replace(
         common,
-        compile_blocks=True,
+        compile_blocks=compiles,
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
-        cast_once=precision is Precision.BF16,
+        cast_once=precision is Precision.BF16 and not config.is_shared,
         fused_loss=precision is not Precision.FP16,
-        fused_blocks=precision is Precision.BF16,
+        fused_blocks=precision is Precision.BF16 and not config.is_shared,
         cuda_graph=_can_be_a_graph(config, precision),
     )
 
 
 def _can_be_a_graph(config: RunConfig, precision: Precision) -> bool:
     warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
-    return warms_up and precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
+    can_replay = precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
+    return warms_up and can_replay and not config.is_shared
 
 
 def has_bf16(device_name: str | None) -> bool:

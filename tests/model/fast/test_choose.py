@@ -12,6 +12,7 @@ from cs336_systems.config import (
     Mode,
     ModelConfig,
     OptimizerKind,
+    Parallel,
     Precision,
     Profiler,
     RunConfig,
@@ -164,3 +165,12 @@ def test_the_description_names_what_was_chosen():
     assert len(words) == 9, "precision, attention, compilation, optimizer, and five shortcuts"
     assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused AdamW"
     assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, compile default, fused AdamW"
+
+
+@pytest.mark.parametrize("way", Parallel)
+def test_on_several_ranks_only_what_works_there_is_chosen(way):
+    config = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA, parallel=way)
+    fast = fastest(config, "NVIDIA H200")
+    assert (fast.precision, fast.model.attention) == (Precision.BF16, Attention.SDPA)
+    assert fast.cuda_graph == fast.cast_once == fast.fused_blocks == (way is Parallel.NONE)
+    assert fast.compile_blocks == (not way.shards_parameters)

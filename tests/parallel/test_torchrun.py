@@ -1,0 +1,134 @@
+"""Ranks that torchrun started: what it sets in their environment, what it does when one dies, and the one record."""
+
+import json
+import os
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from cs336_systems.cli import benchmark
+from cs336_systems.parallel.rank import rank_from_environment
+from cs336_systems.record import Status, load_records
+from cs336_systems.sweep.isolation import fork_server, start
+from tests.faults.harness import eventually
+
+pytestmark = pytest.mark.timeout(120)
+FLAGS = [
+    "--device", "cpu", "--warmup-steps", "2", "--measured-steps", "2", "--vocab-size", "37", "--context-length", "8",
+    "--d-model", "24", "--d-ff", "40", "--num-layers", "1", "--num-heads", "2", "--batch-size", "2",
+]  # fmt: skip
+PATIENCE_S = 60
+
+
+@contextmanager
+def torchrun(directory, words, count=2):
+    """The processes that torchrun would start. As torchrun does, this process holds the store that they meet in."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    processes = []
+    try:
+        for rank in range(count):
+            environment = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            process = fork_server().Process(target=_rank, args=(environment, directory, words))
+            start(process)
+            processes.append(process)
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(environment, directory, words):
+    os.environ.update(environment)
+    os.chdir(directory)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os._exit(benchmark([*FLAGS, *words]))
+
+
+def test_rank_0_writes_the_record_of_both(tmp_path):
+    with torchrun(tmp_path, ["--parallel", "ddp-overlap"]) as processes:
+        for process in processes:
+            process.join(PATIENCE_S)
+            assert process.exitcode == 0
+    ((record,), _) = load_records(tmp_path / "data/e2e_benchmark/single/runs")
+    assert record.status is Status.OK
+    assert [each.rank for each in record.ranks] == [0, 1]
+    assert record.config.ranks == 2
+    assert [path.name for path in (tmp_path / "data/e2e_benchmark/single").iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize(("fault", "words"), [("raises", "two and two are five"), ("killed", "without a record")])
+def test_of_a_rank_that_fails_rank_0_writes_the_record(tmp_path, fault, words):
+    (tmp_path / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
+    with torchrun(tmp_path, ["--parallel", "ddp-flat", "--model", f"parallel_models:{fault}"]) as processes:
+        processes[1].join(PATIENCE_S)
+        assert processes[1].exitcode == (-signal.SIGKILL if fault == "killed" else 0)
+        os.kill(processes[0].pid, signal.SIGTERM)  # as torchrun does when another rank is gone
+        processes[0].join(PATIENCE_S)
+        assert processes[0].exitcode == 1
+    runs = tmp_path / "data/e2e_benchmark/single/runs"
+    assert eventually(lambda: [*runs.iterdir()])
+    ((record,), _) = load_records(runs)
+    assert record.status is Status.CRASHED
+    assert record.failed_rank == 1
+    assert words in record.failure.message
+
+
+def test_what_torchrun_sets_is_read_and_what_schedulers_set_is_not():
+    shared = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1", "RANK": "1"}
+    assert rank_from_environment({**shared, "WORLD_SIZE": "2"}) is None
+    of_torchrun = {**shared, "TORCHELASTIC_RUN_ID": "none"}
+    found = rank_from_environment({**of_torchrun, "WORLD_SIZE": "2"})
+    assert (found.rank, found.ranks) == (1, 2)
+    with pytest.raises(ValueError, match="one machine"):
+        rank_from_environment({**of_torchrun, "WORLD_SIZE": "4"})
+    with pytest.raises(ValueError, match="WORLD_SIZE"):
+        rank_from_environment({**of_torchrun, "WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--parallel ddp-overlap"),
+        (["--parallel", "ddp", "--ranks", "3"], "--ranks 3"),
+        (["--parallel", "ddp", "--profile"], "profiler"),
+    ],
+)
+def test_flags_that_contradict_torchrun(monkeypatch, capsys, tmp_path, words, message):
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "h"}
+    for name, value in {**variables, "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert benchmark([*FLAGS, *words, "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "2"], "--parallel ddp-overlap"),
+        (["--parallel", "ddp", "--ranks", "2", "--mode", "forward"], "--mode forward"),
+        (["--parallel", "fsdp", "--ranks", "2", "--shard-optimizer"], "--parallel fsdp"),
+        (["--parallel", "fsdp", "--compile", "default"], "--compile"),
+        (["--parallel", "ddp", "--ranks", "65"], "at most 64"),
+    ],
+)
+def test_what_excludes_what(capsys, tmp_path, words, message):
+    assert benchmark([*FLAGS, *words, "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_command_starts_its_ranks_itself(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert benchmark([*FLAGS, "--parallel", "fsdp", "--ranks", "2", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["config"]["ranks"] == len(record["ranks"]) == 2
