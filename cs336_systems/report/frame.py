@@ -47,7 +47,7 @@ That one has the first value of the first of these settings: fp32, naive attenti
 """
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib")
 """Columns that results.csv has only if a run has several ranks."""
-BESIDE = ("processes", *SHARED, "first_step_ms", "fp32_status",
+BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_status",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED,
@@ -184,10 +184,11 @@ def order(config: RunConfig) -> tuple[Any, ...]:
     shape = (model.d_model, model.num_layers, model.d_ff, model.num_heads, model.context_length)
     precision, mode = list(Precision).index(config.precision), list(Mode).index(config.mode)
     choices = [
-        list(type(each)).index(each) for each in (model.attention, model.sdpa_backend, config.compile, config.optimizer)
+        list(type(each)).index(each)
+        for each in (model.attention, model.sdpa_backend, config.compile, config.optimizer, config.parallel)
     ]
     numbers = config.warmup_steps, config.checkpoint_blocks, config.batch_size
-    return rank, config.size, *shape, precision, mode, *numbers, *choices
+    return rank, config.size, *shape, precision, mode, *numbers, *choices, config.ranks, config.shard_optimizer
 
 
 def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:

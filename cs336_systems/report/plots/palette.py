@@ -6,7 +6,12 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Phase, Precision
 
-PHASE_COLOURS = {Phase.FORWARD: "#0072B2", Phase.BACKWARD: "#E69F00", Phase.OPTIMIZER: "#009E73"}
+PHASE_COLOURS = {
+    Phase.FORWARD: "#0072B2",
+    Phase.BACKWARD: "#E69F00",
+    Phase.COMMUNICATION: "#CC79A7",
+    Phase.OPTIMIZER: "#009E73",
+}
 PRECISION_COLOURS = {
     Precision.FP32: "#333333",
     Precision.TF32: "#CC79A7",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.config import Phase
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.numbers import TERA
 from cs336_systems.report.plots import palette
@@ -14,7 +15,8 @@ from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 from cs336_systems.studies.step_parts import StepPart, StepParts
 
-PHASE_COLOURS = {LaunchPhase(phase): colour for phase, colour in palette.PHASE_COLOURS.items()}
+PHASE_COLOURS = {phase: palette.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
+                                                                          LaunchPhase.OPTIMIZER)}  # fmt: skip
 STEPS = 2.0
 """Factor of room to the left and the right of the outermost point or ridge."""
 

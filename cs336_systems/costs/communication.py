@@ -1,0 +1,66 @@
+"""Bytes that a rank sends in a step, in closed form, for the ways of `parallel/`.
+
+Collectives run in a ring: of S bytes that all n ranks have in the end, an all-gather makes each rank send (n - 1) / n,
+a reduce-scatter and a broadcast as many, an all-reduce twice as many (Patarasuk and Yuan 2009).
+"""
+
+from dataclasses import dataclass
+
+from cs336_systems.config import Arch, ModelConfig, Parallel, Precision, RunConfig
+from cs336_systems.costs.accounting import count_parameters
+
+FP32_BYTES, BF16_BYTES = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrices:
+    """Matrices of one size that are sharded."""
+
+    count: int
+    elements: int
+    is_looked_up: bool = False
+    """Gathered in fp32 whatever the precision."""
+    gathers: int = 2
+    """How often they are gathered in a step: for forward and for backward, or once if they stay in between."""
+
+
+def sent_bytes(config: RunConfig) -> int | None:
+    """Bytes that each rank sends in a step.
+
+    None for a run in one process, for the user's own model, and for PyTorch's fully_shard, which pads as it likes.
+    """
+    if not config.is_shared or config.model_factory is not None or config.parallel is Parallel.FSDP2:
+        return None
+    ranks, parameters = config.ranks, count_parameters(config.model)
+    if config.parallel is not Parallel.FSDP:
+        times = 3 if config.shard_optimizer else 2  # the broadcasts of what each rank has updated
+        return round(times * FP32_BYTES * parameters * (ranks - 1) / ranks)
+    found = _matrices(config.model)
+    vectors = parameters - sum(each.count * each.elements for each in found)
+    payload = 2 * FP32_BYTES * vectors
+    for each in found:
+        is_low = config.precision is Precision.BF16 and not each.is_looked_up
+        padded = -(-each.elements // ranks) * ranks
+        # gathered, and the gradient scattered in the same type
+        payload += (each.gathers + 1) * each.count * padded * (BF16_BYTES if is_low else FP32_BYTES)
+    return round(payload * (ranks - 1) / ranks)
+
+
+def _matrices(model: ModelConfig) -> list[_Matrices]:
+    """What is sharded. The unit that ends forward stays for backward, and a lookup needs no weights there."""
+    d_model, layers, vocabulary = model.d_model, model.num_layers, model.vocab_size * model.d_model
+    is_gpt2 = model.arch is Arch.GPT2
+    of_block = [(4, d_model**2), (2 if is_gpt2 else 3, d_model * model.d_ff)]
+    if not is_gpt2:
+        return [
+            *(_Matrices(count=count * layers, elements=elements) for count, elements in of_block),
+            _Matrices(count=1, elements=vocabulary, is_looked_up=True, gathers=1),
+            _Matrices(count=1, elements=vocabulary, gathers=1),
+        ]
+    # the tied table belongs to no layer alone, so the last block ends forward
+    return [
+        *(_Matrices(count=count * (layers - 1), elements=elements) for count, elements in of_block),
+        *(_Matrices(count=count, elements=elements, gathers=1) for count, elements in of_block),
+        _Matrices(count=1, elements=vocabulary, is_looked_up=True, gathers=1),
+        _Matrices(count=1, elements=model.context_length * d_model, is_looked_up=True, gathers=1),
+    ]
