@@ -150,7 +150,7 @@ def size_text(config: RunConfig) -> str:
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
     """The last columns of the CSV files of profiles: all settings that are not in LEADING."""
-    unused = () if any(row["parallel"] != Parallel.NONE for row in rows) else PARALLEL
+    unused = () if any(row.get("parallel", Parallel.NONE) != Parallel.NONE for row in rows) else PARALLEL
     return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, *unused, "digest")]
 
 
