@@ -57,8 +57,10 @@ class FSDP(nn.Module):
         self._whole.gather()
         self._whole.install()
         self._gather_ahead(self._order[:1])
-        output = self.module(*inputs, **named_inputs)
-        self._whole.uninstall()
+        try:
+            output = self.module(*inputs, **named_inputs)
+        finally:
+            self._whole.uninstall()
         if not torch.is_grad_enabled():
             self._free_all()
         return output

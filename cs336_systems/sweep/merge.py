@@ -9,6 +9,8 @@ from cs336_systems.record import Measurement, Memory, RankRecord, RunRecord, Run
 
 UNEVEN_SHARE = 0.05
 """Part of a step by which the ranks' own work may differ before a warning says so."""
+STEADY_SHARE = 0.9
+"""Part of the steps in which the same rank must be the slower one."""
 
 
 def merge(records: Sequence[RunRecord]) -> RunRecord:
@@ -71,19 +73,22 @@ def _warnings(records: Sequence[RunRecord]) -> list[RunWarning]:
 
 
 def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
-    """A warning if one rank's own work, without the wait for others after backward, takes clearly longer."""
+    """A warning if one rank's own work takes clearly longer: a step without its phase communication.
+
+    Where a way waits for others inside of backward, as PyTorch's do, that hides the difference.
+    """
     steps, waits = ([_times(record, phase) for record in records] for phase in (Phase.STEP, Phase.COMMUNICATION))
-    own = [
-        statistics.median(step - wait for step, wait in zip(*both, strict=True))
-        for both in zip(steps, waits, strict=True)
-    ]
+    own = [[step - wait for step, wait in zip(*both, strict=True)] for both in zip(steps, waits, strict=True)]
+    medians = [statistics.median(times) for times in own]
+    slow, quick = (medians.index(choose(medians)) for choose in (max, min))
+    differences = [one - other for one, other in zip(own[slow], own[quick], strict=True)]
+    is_steady = sum(each > 0 for each in differences) >= STEADY_SHARE * len(differences)
     whole = statistics.median(map(max, zip(*steps, strict=True)))
-    slow, quick = max(own), min(own)
-    if slow - quick <= UNEVEN_SHARE * whole:
+    if medians[slow] - medians[quick] <= UNEVEN_SHARE * whole or not is_steady:
         return []
     message = (
-        f"rank {own.index(slow)} works {slow * 1e3:.3g} ms of a step itself, rank {own.index(quick)} "
-        f"{quick * 1e3:.3g} ms, and waits for the others; look for what slows the one down"
+        f"rank {slow} works {medians[slow] * 1e3:.3g} ms of a step itself, rank {quick} {medians[quick] * 1e3:.3g} ms, "
+        "and waits for the others; look for what slows the one down"
     )
     return [RunWarning(code=WarningCode.UNEVEN_RANKS, message=message)]
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
 from cs336_systems.model.batches import Batch, make_batches
 from cs336_systems.model.tokens import open_tokens
 
@@ -257,3 +257,15 @@ def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     for expected, found in pairs:
         assert found[0].is_cuda
         assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_batch_of_one_process(tmp_path, ranks):
+    np.save(tmp_path / "t.npy", np.arange(1000) % 11)
+    for tokens in (None, str(tmp_path / "t.npy")):
+        whole = make_batches(replace(CONFIG, tokens=tokens, batch_size=2 * ranks))
+        shared = replace(CONFIG, tokens=tokens, batch_size=2, parallel=Parallel.DDP, ranks=ranks)
+        each = [make_batches(shared, rank) for rank in range(ranks)]
+        for _ in range(3):
+            for expected, *parts in zip(whole(), *(batches() for batches in each), strict=True):
+                assert torch.equal(torch.cat(parts), expected)

@@ -12,6 +12,8 @@ FAULTY_RANK = 1
 FAULTY_CALL = 3
 """Which forward goes wrong: two steps of warm-up are good."""
 
+SLEEP_S = 0.1
+
 
 class Faulty(nn.Module):
     def __init__(self, fault, vocab_size):
@@ -53,6 +55,16 @@ def _ask_for_a_pebibyte():
 def _wait_in_vain():
     dist.all_reduce(torch.ones(3))
     time.sleep(1000)
+
+
+class Slow(Faulty):
+    def forward(self, tokens):
+        time.sleep(SLEEP_S * (dist.get_rank() == FAULTY_RANK))
+        return super().forward(tokens)
+
+
+def slow(vocab_size: int) -> nn.Module:
+    return Slow(lambda: None, vocab_size)
 
 
 def good(vocab_size: int) -> nn.Module:

@@ -11,11 +11,12 @@ import pytest
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.communication import sent_bytes
-from cs336_systems.record import Status, read_record
+from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.report.sections.steps import write_tables
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.run import Listener, run_sweep
 from tests.faults.harness import eventually, processes_in
+from tests.parallel.models import SLEEP_S
 
 pytestmark = pytest.mark.timeout(240)
 SHAPE = ModelConfig(vocab_size=37, context_length=8, d_model=24, d_ff=40, num_layers=2, num_heads=2)
@@ -52,7 +53,8 @@ def swept(tmp_path_factory):
     with contextlib.chdir(directory):
         (directory / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
         faults = {name: faulty(name) for name in FAULTS}
-        runs = {**RUNS, **faults, "after": replace(SHARED, seed=1)}
+        slow = replace(SHARED, model_factory="parallel_models:slow")
+        runs = {**RUNS, **faults, "after": replace(SHARED, seed=1), "slow": slow}
         outcome = run_sweep([*runs.values()], directory, Listener(), timeout_s=100)
         assert eventually(lambda: not processes_in(directory))
     by_config = {record.config: record for record in outcome.records}
@@ -83,6 +85,23 @@ def test_each_step_is_the_slowest_ranks(swept, name):
         assert sum(times[step] for times in whole.values()) - time_s <= time_s
     for index, loss in enumerate(record.losses):
         assert loss == pytest.approx(statistics.fmean(rank.losses[index] for rank in record.ranks))
+
+
+def test_a_rank_that_sleeps_in_forward_is_found_and_the_other_waits_after_backward(swept):
+    record = swept[0]["slow"]
+    assert record.status is Status.OK, record.failure
+    (message,) = (each.message for each in record.warnings if each.code is WarningCode.UNEVEN_RANKS)
+    assert message.startswith("rank 1 works")
+    waits, forwards = (
+        [statistics.median(times_of(rank, phase)) for rank in record.ranks]
+        for phase in (Phase.COMMUNICATION, Phase.FORWARD)
+    )
+    assert forwards[1] > SLEEP_S > forwards[0]
+    assert waits[0] > SLEEP_S / 2 > waits[1]
+
+
+def times_of(rank, phase):
+    return next(each.times_s for each in rank.measurements if each.phase is phase)
 
 
 def test_a_run_in_one_process_has_neither_ranks_nor_communication(swept):
