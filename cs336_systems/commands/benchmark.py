@@ -17,6 +17,7 @@ from cs336_systems.commands.flags import (
     ModelArguments,
     StepArguments,
     Switch,
+    check_timeout,
     checked_ranks,
     default_on,
     make_config,
@@ -27,7 +28,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
 from cs336_systems.config import Device, Parallel, Profiler, RunConfig
-from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.parallel.rank import Rank, rank_from_environment
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
@@ -66,10 +67,15 @@ class BenchmarkArguments(Flags):
     """Record the allocator's history over two steps, and say where the memory went."""
     memory_first_step: Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
+    timeout_s: float = 600.0
+    """Longest time for a run on several ranks (seconds); a run in one process has no limit."""
     output: Path = Path("data")
     """Directory for results."""
     json: Switch = False
     """Print the record as JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
 
     def config(self) -> RunConfig:
         """The run that these flags describe; raise ValueError if they contradict each other."""
@@ -120,20 +126,22 @@ def run(arguments: BenchmarkArguments) -> int:
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
     from cs336_systems.report.status_line import StatusLine
 
-    gpu = next(iter(visible_gpus()), None)
+    gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:
         print_json = stack.enter_context(json_alone(arguments.json))
-        if config.device is Device.CUDA and gpu is not None:
+        for gpu in gpus if config.device is Device.CUDA else ():
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         if (kept := set_aside_run(config, runs)) is not None:
             print(inert_line(f"note: the earlier run of this configuration is kept in {kept}"), file=sys.stderr)
         are_others = stack.enter_context(at_work(cpu_lock_path() if config.device is Device.CPU else None))
         is_disturbed = are_others()
         with StatusLine() as status:
-            status("importing PyTorch")
             # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
-            record = _measure_on_ranks(config, runs, status) if config.is_shared else _measure(config, profile, status)
+            if config.is_shared:
+                record = _measure_on_ranks(config, runs, arguments.timeout_s, status)
+            else:
+                record = _measure(config, profile, status)
             if (is_disturbed or are_others()) and record.status is Status.OK:
                 record = replace(record, warnings=(*record.warnings, CPU_SHARED))
             write_record(record, runs)
@@ -184,6 +192,7 @@ def _run_as_rank(config: RunConfig, arguments: BenchmarkArguments, rank: Rank) -
 
 def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> RunRecord:
     """Measure in this process."""
+    status("importing PyTorch")
     from cs336_systems.measure.run import measure
 
     here = Path.cwd()
@@ -192,12 +201,12 @@ def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> R
     return record
 
 
-def _measure_on_ranks(config: RunConfig, runs: Path, status: "StatusLine") -> RunRecord:
+def _measure_on_ranks(config: RunConfig, runs: Path, timeout_s: float, status: "StatusLine") -> RunRecord:
     """Measure in processes that are started for it."""
     from cs336_systems.sweep.run import measure_one
 
     status(f"measuring on {counted(config.ranks, 'rank')}")
-    return measure_one(config, runs)
+    return measure_one(config, runs, timeout_s=timeout_s)
 
 
 def _print(record: RunRecord, runs: Path) -> None:

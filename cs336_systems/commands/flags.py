@@ -230,8 +230,13 @@ class MeasuringArguments:
     """Go on with records that come from another GPU, driver, torch, code, own model or token file."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"--timeout-s must be positive and finite, got {self.timeout_s}")
+        check_timeout(self.timeout_s)
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ValueError for a time that is no limit."""
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"--timeout-s must be positive and finite, got {timeout_s}")
 
 
 def check_repeats(repeats: int, least: int = 1) -> None:

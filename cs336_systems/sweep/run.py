@@ -327,6 +327,8 @@ class _Loop:
             if record.status.is_result and (changed := changed_inputs(record, self.inputs)):
                 message = f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
                 return self._refuse(worker, message)
+            if record.failed_rank is not None and record.failure is not None and record.failure.log_tail is None:
+                record = self._write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
             return self._with_teardown(worker, record, exit_code, timed_out) if exit_code else record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
             why = (worker.log_tail() or "").splitlines()[-1:]
