@@ -14,9 +14,11 @@ from cs336_systems.commands.flags import (
     FIRST,
     Flags,
     Flat,
+    GlobalBatchSize,
     ModelArguments,
     StepArguments,
     Switch,
+    batch_of_each,
     check_timeout,
     checked_ranks,
     default_on,
@@ -67,6 +69,7 @@ class BenchmarkArguments(Flags):
     """Record the allocator's history over two steps, and say where the memory went."""
     memory_first_step: Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
+    global_batch_size: GlobalBatchSize = None
     timeout_s: float = 600.0
     """Longest time for a run on several ranks (seconds); a run in one process has no limit."""
     output: Path = Path("data")
@@ -87,6 +90,8 @@ class BenchmarkArguments(Flags):
             settings["ranks"] = _ranks_of_torchrun(rank, settings)
             if self._profiler() is not Profiler.NONE:
                 raise ValueError("torchrun cannot be combined with a profiler yet: use --ranks in its place")
+        if self.global_batch_size is not None:
+            settings["batch_size"] = batch_of_each(self.global_batch_size, settings["ranks"])
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
         return checked_ranks(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 

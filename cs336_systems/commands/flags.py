@@ -233,6 +233,13 @@ class MeasuringArguments:
         check_timeout(self.timeout_s)
 
 
+GlobalBatchSize = Annotated[
+    int | None,
+    unset("INT", "--batch-size for each rank"),
+    tyro.conf.arg(help="Sequences in the batches of all ranks together, in place of --batch-size."),
+]
+
+
 def check_timeout(timeout_s: float) -> None:
     """Raise ValueError for a time that is no limit."""
     if not 0 < timeout_s < float("inf"):
@@ -293,6 +300,15 @@ def checked_ranks(config: RunConfig) -> RunConfig:
             f"found {found}"
         )
     return config
+
+
+def batch_of_each(global_batch_size: int, ranks: int) -> int:
+    """The batch size of each rank, of this one of all; raise ValueError if it cannot be shared out evenly."""
+    if global_batch_size < 1 or global_batch_size % ranks:
+        raise ValueError(
+            f"--global-batch-size {global_batch_size} must be a multiple of the {ranks} rank(s) that share it"
+        )
+    return global_batch_size // ranks
 
 
 def default_on(device: Device, name: str) -> Any:  # noqa: ANN401 (the type of the setting)

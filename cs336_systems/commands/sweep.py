@@ -18,10 +18,12 @@ from cs336_systems.commands.flags import (
     MAX_NAME_LENGTH,
     Flags,
     Flat,
+    GlobalBatchSize,
     MeasuringArguments,
     SweepModelArguments,
     SweepStepArguments,
     Switch,
+    batch_of_each,
     check_repeats,
     checked_name,
     checked_ranks,
@@ -87,6 +89,7 @@ class SweepArguments(Flags):
     OUTPUT/memory_profiles/NAME/, with snapshots for PyTorch's viewer. Two steps are recorded, after the warm-up."""
     memory_first_step: Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
+    global_batch_size: GlobalBatchSize = None
     name: Annotated[str | None, unset("NAME", "mode, precision, what differs from the defaults, device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -156,6 +159,8 @@ class SweepArguments(Flags):
     def _config(self, device: Device, point: Mapping[str, Any]) -> RunConfig:
         given = self._given()
         settings = {**given, **point}
+        if self.global_batch_size is not None:
+            settings["batch_size"] = batch_of_each(self.global_batch_size, settings["ranks"])
         if not self.fast:
             return make_config(device, **settings)
         return make_fast_config(device, {name: settings[name] for name in given}, many=True, **settings)
@@ -178,6 +183,7 @@ def default_name(sweep: SweepArguments) -> str:
     groups = (sweep, sweep.model, sweep.step)
     axes, *different = [_differences(group, skip=("modes", "precisions")) for group in groups]
     repeats = [f"repeats-{sweep.repeats}"] if sweep.repeats > 1 else []
+    repeats += [f"global-batch-size-{sweep.global_batch_size}"] if sweep.global_batch_size else []
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
         "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),

@@ -1,8 +1,8 @@
 """Data parallelism: every rank has the whole model and a batch of its own, and gradients are averaged over the ranks.
 
-`DDP(module)`, then in each step backward, `finish_gradient_synchronization()`, and the optimizer. Parameters and
-buffers begin with the values of rank 0. Later changes of buffers are not exchanged. A parameter without a gradient has
-none on any rank.
+Wrap a module in one of the classes; then in each step come backward, `finish_gradient_synchronization()` and the
+optimizer. Parameters and buffers begin with the values of rank 0. Later changes of buffers are not exchanged. A
+parameter without a gradient has none on any rank.
 """
 
 import warnings

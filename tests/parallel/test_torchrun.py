@@ -10,6 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from cs336_systems.cli import benchmark
+from cs336_systems.commands.flags import parse
+from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.parallel.rank import rank_from_environment
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.isolation import fork_server, start
@@ -119,6 +121,7 @@ def test_flags_that_contradict_torchrun(monkeypatch, capsys, tmp_path, words, me
         (["--parallel", "fsdp", "--ranks", "2", "--shard-optimizer"], "--parallel fsdp"),
         (["--parallel", "fsdp", "--compile", "default"], "--compile"),
         (["--parallel", "ddp", "--ranks", "65"], "at most 64"),
+        (["--parallel", "ddp", "--ranks", "3", "--global-batch-size", "8"], "multiple of the 3"),
     ],
 )
 def test_what_excludes_what(capsys, tmp_path, words, message):
@@ -129,6 +132,24 @@ def test_what_excludes_what(capsys, tmp_path, words, message):
 
 def test_the_command_starts_its_ranks_itself(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert benchmark([*FLAGS, "--parallel", "fsdp", "--ranks", "2", "--json"]) == 0
+    assert benchmark([*FLAGS, "--parallel", "fsdp", "--ranks", "2", "--global-batch-size", "6", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["config"]["ranks"] == len(record["ranks"]) == 2
+    assert record["config"]["batch_size"] == 3
+
+
+def test_a_sweep_shares_one_batch_among_few_and_many_ranks():
+    words = [
+        *FLAGS[: FLAGS.index("--vocab-size")],
+        "--sizes",
+        "tiny",
+        "--parallel",
+        "ddp-flat",
+        "--ranks",
+        "1",
+        "2",
+        "4",
+    ]
+    sweep = parse(SweepArguments, "sweep", [*words, "--context-lengths", "8", "--global-batch-size", "8"])
+    assert [(config.ranks, config.batch_size) for config in sweep.plan().configs] == [(1, 8), (2, 4), (4, 2)]
+    assert "global-batch-size-8" in default_name(sweep)
