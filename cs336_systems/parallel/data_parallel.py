@@ -5,7 +5,6 @@ optimizer. Parameters and buffers begin with the values of rank 0. Later changes
 parameter without a gradient has none on any rank.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,26 +105,6 @@ class OverlapDDP(NaiveDDP):
             bucket = _Bucket(chosen)
             self._buckets.append(bucket)
             self._bucket_of |= {numbers[parameter]: bucket for parameter in chosen}
-
-
-class TorchDDP(nn.Module):
-    """PyTorch's DistributedDataParallel behind the same interface: it averages during backward and waits at its end."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        take_from_rank_0(module)  # the wrapper itself leaves out buffers that it need not send in every step
-        # static_graph: the same parameters have gradients in every step
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 has another name for broadcast_buffers
-            self.module = nn.parallel.DistributedDataParallel(
-                module, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
-            )
-
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
-        return self.module(*inputs, **named_inputs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing: the gradients are averaged when backward returns."""
 
 
 class _Bucket:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.model.transformer import Embedding
 from cs336_systems.parallel.collectives import Averaging, flattened, parts_of, take_from_rank_0, wait
-from cs336_systems.parallel.units import Found, blocks_of, units_of
+from cs336_systems.parallel.units import Found, units_of
 
 
 class FSDP(nn.Module):
@@ -139,39 +139,6 @@ class FSDP(nn.Module):
     def _free_all(self) -> None:
         for unit in self._units:
             unit.free()
-
-
-class TorchFSDP(nn.Module):
-    """PyTorch's fully_shard behind the same interface: it averages during backward and waits at its end."""
-
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        super().__init__()
-        take_from_rank_0(module)
-        device = next(module.parameters()).device
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        # the inputs of blocks keep their type: the residual stream is in fp32 under autocast
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, cast_forward_inputs=False)
-        for block in blocks_of(module):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        self.module = module
-
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
-        return self.module(*inputs, **named_inputs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing: the gradients are averaged when backward returns."""
-
-    @torch.no_grad()
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All parameters whole, by their names in the module; every rank must call it."""
-        return {
-            name: each.full_tensor() if hasattr(each, "full_tensor") else each.detach().clone()
-            for name, each in self.module.named_parameters(remove_duplicate=False)
-        }
 
 
 class _Sharded:

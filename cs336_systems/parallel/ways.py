@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from cs336_systems.config import Parallel, Precision, RunConfig
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, TorchDDP
-from cs336_systems.parallel.fully_sharded import FSDP, TorchFSDP
+from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP
+from cs336_systems.parallel.fully_sharded import FSDP
+from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 
 Way = NaiveDDP | TorchDDP | FSDP | TorchFSDP

@@ -39,7 +39,7 @@ _OF_OTHERS = (
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Outcome:
+class RankOutcome:
     """How one rank ended."""
 
     rank: int
@@ -69,7 +69,7 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Process(Outcome):
+class _Process(RankOutcome):
     """One rank as the worker sees it."""
 
     process: BaseProcess
@@ -200,7 +200,7 @@ def _measure_rank(
     os._exit(0)
 
 
-def failed_record(each: Outcome, blank: RunRecord, where: str | None = None) -> RunRecord:
+def failed_record(each: RankOutcome, blank: RunRecord, where: str | None = None) -> RunRecord:
     """The record of a run in which this rank failed first; `where` it was if it brought no record itself."""
     named = f"rank {each.rank}"
     if each.record is not None and each.record.failure is not None:

@@ -20,7 +20,7 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.record import Failure, RunRecord, Status, encode_record, read_record
 from cs336_systems.sweep.merge import merge
-from cs336_systems.sweep.ranks import GRACE_S, Outcome, failed_record
+from cs336_systems.sweep.ranks import GRACE_S, RankOutcome, failed_record
 
 _TICK_S = 0.1
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -102,7 +102,9 @@ class _Meeting:
         found = self.records
         if len(found) == self.ranks and not self.has_failed:
             return merge([found[rank] for rank in range(self.ranks)])
-        failed = [Outcome(rank=rank, record=record) for rank, record in found.items() if record.status is not Status.OK]
+        failed = [
+            RankOutcome(rank=rank, record=record) for rank, record in found.items() if record.status is not Status.OK
+        ]
         missing = [rank for rank in range(1, self.ranks) if rank not in found]
         blank = RunRecord(config=self.config, status=Status.CRASHED, started_at=started_at)
         cause = min(failed, key=lambda each: each.blame, default=None)

@@ -9,8 +9,9 @@ from torch import nn
 
 from cs336_systems.config import Arch, ModelConfig
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, TorchDDP
-from cs336_systems.parallel.fully_sharded import FSDP, TorchFSDP
+from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP
+from cs336_systems.parallel.fully_sharded import FSDP
+from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.traffic import TrafficCounter
 

@@ -12,7 +12,7 @@ FAULTY_RANK = 1
 FAULTY_CALL = 3
 """Which forward goes wrong: two steps of warm-up are good."""
 
-SLEEP_S = 0.1
+SLEEP_S = 0.2
 
 
 class Faulty(nn.Module):

@@ -17,7 +17,7 @@ from cs336_systems.parallel.rank import Rank
 from cs336_systems.sweep.isolation import fork_server, start
 from cs336_systems.sweep.process import die_with_parent
 
-PATIENCE_S = 60
+PATIENCE_S = 200
 """Far longer than any check takes."""
 
 

