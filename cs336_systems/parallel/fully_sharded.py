@@ -41,6 +41,8 @@ class FSDP(nn.Module):
         self._seen: list[_Unit] = []
         self._in_backward = False
         self._reducing: _Unit | None = None
+        self._open: _Unit | None = None
+        """A unit that one of its layers began, because the model calls the layers of the unit and not its module."""
         *self._parts, self._whole = self._units
         for unit in self._parts:
             assert unit.module is not None
@@ -49,6 +51,9 @@ class FSDP(nn.Module):
             unit.module.register_forward_hook(
                 lambda _module, _inputs, output, unit=unit: self._after_forward(unit, output), always_call=True
             )
+            for layer in unit.layers:
+                layer.register_forward_pre_hook(lambda _module, _inputs, unit=unit: self._before_layer(unit))
+                layer.register_forward_hook(lambda _module, _inputs, output, unit=unit: self._after_layer(unit, output))
         for unit in self._units:
             unit.when_graded = self._after_backward
 
@@ -61,6 +66,7 @@ class FSDP(nn.Module):
             output = self.module(*inputs, **named_inputs)
         finally:
             self._whole.uninstall()
+            self._close()
         if not torch.is_grad_enabled():
             self._free_all()
         return output
@@ -71,6 +77,7 @@ class FSDP(nn.Module):
             unit.reduce()
             unit.take_gradients()
         self._reducing = None
+        self._close()
         graded = [each for each in self._replicated if each.grad is not None]
         for dtype in dict.fromkeys(each.dtype for each in graded):
             own = [each for each in graded if each.dtype is dtype]
@@ -93,7 +100,23 @@ class FSDP(nn.Module):
                         whole[name] = full
         return whole
 
+    def _before_layer(self, unit: "_Unit") -> None:
+        if not unit.is_installed:
+            self._before_forward(unit)
+            self._open = unit
+
+    def _after_layer(self, unit: "_Unit", output: Any) -> None:  # noqa: ANN401
+        if unit is self._open and not self._in_backward:
+            self._gather_for_backward(unit, output)
+
+    def _close(self) -> None:
+        """End the unit that a layer began: the model has gone on to another one."""
+        unit, self._open = self._open, None
+        if unit is not None:
+            self._after_forward(unit, None)
+
     def _before_forward(self, unit: "_Unit") -> None:
+        self._close()
         unit.gather()
         unit.install()
         if self._in_backward:  # a checkpoint computes the unit again
@@ -109,6 +132,9 @@ class FSDP(nn.Module):
             return
         if not self._order or unit is not self._order[-1] or not torch.is_grad_enabled():
             unit.free()  # backward begins with the last unit, so that stays
+        self._gather_for_backward(unit, output)
+
+    def _gather_for_backward(self, unit: "_Unit", output: Any) -> None:  # noqa: ANN401
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))
@@ -145,7 +171,7 @@ class _Sharded:
     """A parameter of which this rank keeps one part, padded with zeros so that all parts have one length."""
 
     def __init__(self, found: Found, compute_dtype: torch.dtype | None) -> None:
-        self._places, whole = found.places, found.parameter
+        self.places, whole = found.places, found.parameter
         self._ranks = dist.get_world_size()
         self._count, self._shape = whole.numel(), whole.shape
         self._length = -(-self._count // self._ranks)
@@ -188,7 +214,7 @@ class _Sharded:
         self._put(self.shard)
 
     def _put(self, parameter: nn.Parameter) -> None:
-        for place in self._places:
+        for place in self.places:
             place.owner._parameters[place.name] = parameter
 
     def start_reduce(self) -> dist.Work | None:
@@ -228,7 +254,7 @@ class _Unit:
         self._num_trained, self._num_graded = len(trained), 0
         self._gathering: list[dist.Work | None] = []
         self._reducing: list[dist.Work | None] = []
-        self._is_there = False
+        self._is_there = self.is_installed = False
         for each in trained:
             each.full.register_post_accumulate_grad_hook(self._count)
 
@@ -252,13 +278,21 @@ class _Unit:
                 each.free()
             self._is_there = False
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The modules in the unit that have its parameters, besides the unit's own module."""
+        owners = [place.owner for each in self.sharded for place in each.places]
+        return [each for each in dict.fromkeys(owners) if each is not self.module]
+
     def install(self) -> None:
         """Let the module compute with the whole parameters."""
+        self.is_installed = True
         for each in self.sharded:
             each.install()
 
     def uninstall(self) -> None:
         """Let the module have the shards as its parameters."""
+        self.is_installed = False
         for each in self.sharded:
             each.uninstall()
 

@@ -14,6 +14,7 @@ from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.traffic import TrafficCounter
+from tests.parallel.models import blocks_apart
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
 STEPS, BATCH = 10, 6
@@ -50,6 +51,8 @@ class WithSpareParameters(nn.Module):
 def make_model(kind, seed, dtype):
     torch.manual_seed(seed)
     arch = Arch.GPT2 if kind == "gpt2" else Arch.CS336
+    if kind == "apart":
+        return blocks_apart(SHAPE["vocab_size"]).to(dtype)
     model = TransformerLM(ModelConfig(arch=arch, **SHAPE)).to(dtype)
     return WithSpareParameters(model).to(dtype) if kind == "spare" else model
 

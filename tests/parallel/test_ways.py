@@ -52,6 +52,12 @@ def test_ten_steps_on_two_ranks_are_ten_with_the_whole_batch(two, way, kind, opt
         assert distance(found, alone(two, kind, optimizer, torch.float32)) < 1e-6
 
 
+def test_blocks_that_are_never_called_themselves(two):
+    expected = alone(two, "apart", "adamw", torch.float64)
+    for found in each_rank(two, "fsdp", "apart", "adamw", torch.float64):
+        assert distance(found, expected) < 1e-12
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_frozen_and_unused_parameters_and_buffers(two, way):
     """The ranks' own buffers and weights differ at first, by their seeds."""
