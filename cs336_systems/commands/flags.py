@@ -293,8 +293,7 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
 
 def checked_ranks(config: RunConfig) -> RunConfig:
     """The run itself; raise ValueError if this process sees fewer GPUs of one kind than the run has ranks."""
-    found = len(alike(visible_gpus())) if config.device is Device.CUDA else config.ranks
-    if config.ranks > found:
+    if config.ranks > 1 and config.device is Device.CUDA and (found := len(alike(visible_gpus()))) < config.ranks:
         raise ValueError(
             f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see (CUDA_VISIBLE_DEVICES), "
             f"found {found}"

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from cs336_systems.cli import benchmark
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.sweep import SweepArguments, default_name
+from cs336_systems.config import Device
+from cs336_systems.measure.nvml import Gpu
 from cs336_systems.parallel.rank import rank_from_environment
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.isolation import fork_server, start
@@ -127,6 +130,17 @@ def test_flags_that_contradict_torchrun(monkeypatch, capsys, tmp_path, words, me
 def test_what_excludes_what(capsys, tmp_path, words, message):
     assert benchmark([*FLAGS, *words, "--output", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, capsys, tmp_path):
+    gpu = Gpu(index=0, uuid="GPU-1", name="NVIDIA H200", memory_bytes=2**37, driver="580")
+    other = replace(gpu, index=1, uuid="GPU-2", name="NVIDIA L4")
+    monkeypatch.setattr("cs336_systems.commands.flags.visible_gpus", lambda: (gpu, other))
+    monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device.CUDA)
+    words = ["--parallel", "ddp", "--ranks", "2", "--output", str(tmp_path)]
+    assert benchmark(words) == 2
+    assert "--ranks 2 needs as many GPUs of one kind" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
