@@ -150,8 +150,14 @@ def size_text(config: RunConfig) -> str:
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
     """The last columns of the CSV files of profiles: all settings that are not in LEADING."""
-    unused = () if any(row.get("parallel", Parallel.NONE) != Parallel.NONE for row in rows) else PARALLEL
-    return [name for name in (rows[0] if rows else ()) if name not in (*LEADING, *unused, "digest")]
+    return [name for name in without_unused(rows) if name not in (*LEADING, "digest")]
+
+
+def without_unused(rows: Sequence[Identity]) -> list[str]:
+    """All columns, but those of how ranks share a step only if one of the runs is shared."""
+    usual = {"parallel": Parallel.NONE, "ranks": 1, "shard_optimizer": False}
+    is_shared = any(row.get(name, value) != value for row in rows for name, value in usual.items())
+    return [name for name in (rows[0] if rows else ()) if is_shared or name not in PARALLEL]
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:

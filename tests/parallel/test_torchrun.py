@@ -18,6 +18,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.parallel.rank import rank_from_environment
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.isolation import fork_server, start
+from cs336_systems.sweep.process import die_with_parent
 from tests.faults.harness import eventually
 
 pytestmark = pytest.mark.timeout(280)
@@ -51,6 +52,7 @@ def torchrun(directory, words, count=2):
 
 
 def _rank(environment, directory, words):
+    die_with_parent()
     os.environ.update(environment)
     os.chdir(directory)
     null = os.open(os.devnull, os.O_WRONLY)

@@ -21,6 +21,7 @@ from cs336_systems.report.identity import (
     identity_columns,
     names_of,
     shared_settings,
+    without_unused,
 )
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section
@@ -75,7 +76,7 @@ def sweeps_section(
     ]
     table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED))
     apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
-    keys = (*identities[0], *apart, *VALUES)
+    keys = (*without_unused(identities), *apart, *VALUES)
     pictures = ratio_charts(rows, f"A is {names[0]}, B is {names[1]}; {shared}")
     return Section(name="comparison", tables=(table,), rows=rows, keys=keys, pictures=pictures)
 
