@@ -36,6 +36,8 @@ class Entry(Protocol):
 
 
 E = TypeVar("E", bound=Entry)
+MOST_WARNINGS = 4
+"""Lines of warnings about profiles of one sweep that cannot be read."""
 
 
 def load_entries(
@@ -43,18 +45,24 @@ def load_entries(
 ) -> list[E]:
     """The entries that `load` makes of the runs under these profilers, in the order of tables.
 
-    A profile for which `load` raises ProfileError is left out, with a warning on standard error.
+    A profile for which `load` raises ProfileError is left out, with a warning on standard error; of many, the rest are
+    counted.
     """
     from cs336_systems.report.frame import order  # pandas is slow to import, and only entries need it
 
-    found = []
+    found, problems = [], []
     for record in sorted(records, key=lambda record: order(record.config)):
         if record.config.profiler in profilers:
             try:
                 found.append(load(record))
             except ProfileError as error:
                 ended = "" if record.status is Status.OK else f"; the run ended as {record.status}"
-                print(inert_line(f"warning: {record.config.label}: {error}{ended}"), file=sys.stderr)
+                problems.append(inert_line(f"warning: {record.config.label}: {error}{ended}"))
+    if len(problems) > MOST_WARNINGS:
+        rest = len(problems) - (MOST_WARNINGS - 1)
+        problems[MOST_WARNINGS - 1 :] = [f"warning: {rest} more explained profiles of this sweep cannot be read"]
+    for text in problems:
+        print(text, file=sys.stderr)
     return found
 
 
