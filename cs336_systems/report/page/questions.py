@@ -34,6 +34,11 @@ OWN = (
     "cs336 attention --own flash:FlashAttention --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 "
     "--context-lengths 128 256 512 1024 2048 4096 8192 16384 32768 65536"
 )
+TWO_RANKS = "python benchmark_sweep.py --sizes xl --context-lengths 512 --ranks 2"
+SHARDED = (
+    'cs336 compare "--size xl --parallel ddp-overlap --ranks 2" '
+    '"--size xl --parallel ddp-overlap --ranks 2 --shard-optimizer" --name sharded_optimizer'
+)
 REDUCE = "cs336 ceilings --world-size 4 --name four-processes"
 INTRODUCTION = (
     "What the course asks in assignment 2, in its order, answered from the results of this page; a draft of what is "
@@ -179,17 +184,26 @@ PROBLEMS = (
     Problem(
         title="Data parallel training",
         settings="xl, 2 GPUs",
-        parts=(_part("ddp", "Naive, flat, overlapped: time of a step, and share of communication?"),),
+        parts=(
+            _part("ddp", "Naive, flat, overlapped: time of a step, and share of communication?",
+                  f"{TWO_RANKS} --parallel ddp-naive ddp-flat ddp-overlap ddp", parallel.averaged_gradients),
+        ),
     ),
     Problem(
         title="Sharded optimizer",
         settings="xl, 2 GPUs",
-        parts=(_part("optimizer-sharding", "Memory and time with and without; against ZeRO stage 1?"),),
+        parts=(
+            _part("optimizer-sharding", "Memory and time with and without; against ZeRO stage 1?",
+                  SHARDED, parallel.sharded_optimizer),
+        ),
     ),
     Problem(
         title="Fully sharded data parallel training",
         settings="xl, 2 GPUs",
-        parts=(_part("fsdp", "How much memory does it save, and do the gathers end in time?"),),
+        parts=(
+            _part("fsdp", "How much memory does it save, and do the gathers end in time?",
+                  f"{TWO_RANKS} --parallel ddp fsdp fsdp2", parallel.sharded_parameters),
+        ),
     ),
     Problem(
         title="Parallelism on paper",

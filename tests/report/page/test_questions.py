@@ -13,7 +13,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.rebuild import load_collection
-from cs336_systems.config import SIZES, CompileMode, Device, Mode, Precision
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Phase, Precision
 from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page import questions
 from cs336_systems.report.page.answers import attention
@@ -437,6 +437,34 @@ def test_the_compiled_model_is_that_of_the_records(answers):
 def test_where_a_kernel_turns_faster_is_told_from_the_longest_context_down(gains, words):
     told = attention._where({128 * 2**number: gain for number, gain in enumerate(gains)})
     assert all(word in told for word in words), told
+
+
+def test_steps_on_several_ranks_are_compared_by_the_way_and_by_what_is_sharded(tmp_path):
+    """Communication is a tenth of the naive step and a fortieth of the overlapped; memory and times are given."""
+
+    def made(way, step_s, gib, communication_s=0.0, **settings):
+        config = make_config("xl", 512, parallel=way, ranks=2, **settings)
+        record = make_record(config, [step_s] * 3, peak_bytes=gib * 2**30)
+        return replace(
+            record, measurements=(*record.measurements, Measurement(Phase.COMMUNICATION, (communication_s,) * 3))
+        )
+
+    overlapped = made(Parallel.DDP_OVERLAP, 0.4, 40, 0.01)
+    sweeps = {
+        Path("ways"): Results(records=[made(Parallel.DDP_NAIVE, 0.5, 42, 0.05), overlapped]),
+        Path("optimizer"): Results(records=[overlapped, made(Parallel.DDP_OVERLAP, 0.44, 30, shard_optimizer=True)]),
+        Path("parameters"): Results(records=[overlapped, made(Parallel.FSDP, 0.6, 20)]),
+    }
+    material = Material.of(Collection(root=tmp_path, sweeps=sweeps))
+    asked = ("ddp", "optimizer-sharding", "fsdp")
+    parts = [part for problem in questions.PROBLEMS for part in problem.parts if part.id in asked]
+    found = {part.id: part.answer(material) for part in parts}
+    assert [found[part].places[0][0].name for part in asked] == ["ways", "optimizer", "parameters"]
+    says(found["ddp"], 400, 500, 2.5, 10)
+    says(found["optimizer-sharding"], 1.1, 0.75)
+    says(found["fsdp"], 20, 40, 400, 600)
+    assert [len(found[part].tables[0].rows) for part in asked] == [2, 2, 2]
+    assert not any(found[part].lacking for part in asked)
 
 
 def test_results_with_the_course_settings_on_a_gpu_are_chosen_before_others(tmp_path):

@@ -1,13 +1,21 @@
 """Answers about several processes."""
 
-from cs336_systems.config import Device
-from cs336_systems.report.columns import Column, Row
+from collections.abc import Callable, Iterator
+
+from cs336_systems.config import Device, Parallel, RunConfig
+from cs336_systems.record import RunRecord
+from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.identity import identity_columns, names_of
 from cs336_systems.report.numbers import GIGA, MIB, significant
-from cs336_systems.report.page.answers.answer import Answer, Material
+from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_plain, with_several
 from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.page.answers.steps import is_same_but
 from cs336_systems.report.sections.memory.words import size
+from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import make_table
 
+SHARED = ("step_mean_ms", "forward_mean_ms", "backward_mean_ms", "communication_mean_ms", "optimizer_mean_ms",
+          "sent_mib", "peak_allocated_gib")  # fmt: skip
 PROCESSES = (2, 4, 6)
 BACKENDS = {"gloo": Device.CPU, "NCCL": Device.CUDA}
 
@@ -58,3 +66,112 @@ def all_reduce(material: Material) -> Answer | None:
         conditions=f"{study.device_name}, fp32",
         lacking=f"{' and '.join(lacking)}{each}",
     )
+
+
+def averaged_gradients(material: Material) -> Answer | None:
+    """Step and communication of the ways to average gradients."""
+
+    def is_asked(config: RunConfig) -> bool:
+        return not config.parallel.shards_parameters and not config.shard_optimizer
+
+    def sentences(rows: list[Row]) -> Iterator[str]:
+        names = _names(rows)
+        steps = {name: row["step_mean_ms"] for name, row in zip(names, rows, strict=True)}
+        shares = {
+            name: row["communication_mean_ms"] / row["step_mean_ms"]
+            for name, row in zip(names, rows, strict=True)
+            if row["communication_mean_ms"] is not None
+        }
+        yield f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
+        words = between(shares, lambda part: percent_of(part, 1))
+        yield (
+            f"Communication between backward and the optimizer takes {words} of it; what runs while backward computes "
+            "is not in that."
+        )
+
+    return _shared(material, "Ways to average gradients", "parallel", is_asked, sentences)
+
+
+def sharded_optimizer(material: Material) -> Answer | None:
+    """Time and peak of memory with the optimizer's state sharded and without."""
+
+    def sentences(rows: list[Row]) -> Iterator[str]:
+        pairs = [
+            (row, other)
+            for row in rows
+            for other in rows
+            if row["shard_optimizer"] and not other["shard_optimizer"] and is_same_but(row, other, "shard_optimizer")
+        ]
+        names = _names([row for row, _ in pairs])
+        for key, what in (("step_mean_ms", "a step takes"), ("peak_allocated_gib", "its peak of memory is")):
+            ratios = {
+                name: row[key] / other[key]
+                for name, (row, other) in zip(names, pairs, strict=True)
+                if row[key] and other[key]
+            }
+            if ratios:
+                words = between(ratios, lambda ratio: significant(ratio, 3))
+                yield f"With the optimizer's state sharded, {what} {words} times that without."
+        yield "The peaks are those of the rank with the highest; memory after initialisation is not told apart yet."
+
+    return _shared(material, "The optimizer's state sharded and whole", "shard_optimizer", lambda _: True, sentences)
+
+
+def sharded_parameters(material: Material) -> Answer | None:
+    """Time and peak of memory with sharded parameters, beside the ways that keep them whole."""
+
+    def sentences(rows: list[Row]) -> Iterator[str]:
+        names = _names(rows)
+        peaks = {n: row["peak_allocated_gib"] for n, row in zip(names, rows, strict=True) if row["peak_allocated_gib"]}
+        steps = {name: row["step_mean_ms"] for name, row in zip(names, rows, strict=True)}
+        if peaks:
+            yield f"The peak of memory is {between(peaks, lambda gib: f'{significant(gib, 4)} GiB')}."
+        yield f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
+        yield "Whether each gather ends before it is needed is not told yet."
+
+    def has_shards(own: Runs) -> bool:
+        return any(record.config.parallel.shards_parameters for record in own.finished)
+
+    kept = Material(collection=material.collection, runs=[own for own in material.runs if has_shards(own)])
+    return _shared(
+        kept, "Parameters sharded and whole", "parallel", lambda config: not config.shard_optimizer, sentences
+    )
+
+
+def _shared(
+    material: Material,
+    title: str,
+    setting: str,
+    is_asked: Callable[[RunConfig], bool],
+    sentences: Callable[[list[Row]], Iterator[str]],
+) -> Answer | None:
+    """An answer from the runs on several ranks that are asked for and differ from another in this setting."""
+
+    def is_shared(config: RunConfig) -> bool:
+        return config.parallel is not Parallel.NONE and is_plain(config, "parallel", "ranks", "shard_optimizer")
+
+    def suiting(own: Runs) -> list[RunRecord]:
+        return with_several(
+            [each for each in own.finished if is_shared(each.config) and is_asked(each.config)], setting
+        )
+
+    def of_course(config: RunConfig) -> bool:
+        return (config.size, config.ranks, config.device) == ("xl", 2, Device.CUDA)
+
+    runs = best(material, suiting, of_course)
+    if runs is None:
+        return None
+    rows = runs.rows
+    columns = [*identity_columns(rows, ("size", "ranks", setting)), *(column(key, drop_order=0) for key in SHARED)]
+    return Answer(
+        sentences=list(sentences(rows)),
+        tables=[make_table(title, columns, rows)],
+        places=[runs.place("results")],
+        commands=[command_for(material.collection, runs.directory)],
+        conditions=runs.conditions,
+        lacking="" if all(of_course(record.config) for record in runs.results.records) else "xl on 2 GPUs",
+    )
+
+
+def _names(rows: list[Row]) -> list[str]:
+    return names_of([row["identity"] for row in rows])

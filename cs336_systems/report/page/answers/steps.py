@@ -256,7 +256,7 @@ def compiled_model(material: Material) -> Answer | None:
             name: before / after
             for name, row in _named(compiled).items()
             for other in eager
-            if _is_same_but(row, other, "compile") and (before := value(other)) and (after := value(row))
+            if is_same_but(row, other, "compile") and (before := value(other)) and (after := value(row))
         }
         said += [f"{part} {between(gains, _times)} times"] if gains else []
     sentences = _texts(choice_answers(rows))
@@ -265,6 +265,7 @@ def compiled_model(material: Material) -> Answer | None:
     return _answer(material, runs, sentences, [table], lacking=lacking)
 
 
-def _is_same_but(row: Row, other: Row, setting: str) -> bool:
+def is_same_but(row: Row, other: Row, setting: str) -> bool:
+    """Whether the configurations of two rows agree in all but this setting."""
     names = set(row["identity"]) - {setting, "digest", *SPEED_UPS}
     return all(row["identity"][name] == other["identity"].get(name) for name in names)
