@@ -5,7 +5,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from cs336_systems.commands.rebuild import results_below
+from cs336_systems.commands.rebuild import load, results_below
+from cs336_systems.report.page.collection import Collection
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data"
@@ -29,10 +30,10 @@ def committed_runs() -> list[Path]:
     return [path / "runs" for path in committed_directories() if (path / "runs").is_dir()]
 
 
-def link_committed(data: Path) -> Path:
-    """Make `data` a directory in which these directories are linked as they lie in data/."""
+def load_committed(data: Path) -> Collection:
+    """The results in these directories, which `data` links to as they lie in data/."""
     for path in committed_directories():
         link = data / path.relative_to(DATA)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(path)
-    return data
+    return Collection.together(data, [load(path, data) for path in results_below(data)])

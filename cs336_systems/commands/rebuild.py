@@ -44,7 +44,7 @@ class _Place:
 
     directory: Path
     root: Path
-    ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn
+    ceilings_at: Callable[[Path], Ceilings]
 
     @property
     def path(self) -> Path:
@@ -71,22 +71,9 @@ def results_below(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def load_collection(root: Path, status: "StatusLine | None" = None) -> Collection:
-    """Read all results below `root`, each file once; a directory that cannot be read is among the `unreadable`."""
-    found, directories, ceilings_at = [], results_below(root), cache(load_ceilings_or_warn)
-    for number, directory in enumerate(directories):
-        if status is not None:
-            status(f"reading {directory}", number, len(directories))
-        try:
-            found.append(_load(_Place(directory=directory, root=root, ceilings_at=ceilings_at)))
-        except UNREADABLE as error:
-            found.append(_unreadable(directory, root, error))
-    return Collection.together(root, found)
-
-
-def _load(place: _Place) -> Collection:
-    """The results of one directory; raise one of UNREADABLE where they cannot be read."""
-    return _KINDS[_source(place.directory)](place)
+def load(directory: Path, root: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn) -> Collection:
+    """The results of one directory below `root`; raise one of UNREADABLE where they cannot be read."""
+    return _KINDS[_source(directory)](_Place(directory=directory, root=root, ceilings_at=ceilings_at))
 
 
 def _unreadable(directory: Path, root: Path, error: Exception) -> Collection:
@@ -109,7 +96,7 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
         try:
             is_explained &= explain_or_warn(load_records(directory / RUNS)[0], directory / RUNS, status)
             status(f"reading {directory}", number, len(directories))
-            own = _load(_Place(directory=directory, root=root, ceilings_at=ceilings_at))
+            own = load(directory, root, ceilings_at)
             write(own, status)
             if directory != root and (directory / PAGE_FILE).is_file():
                 write_collection_page(own.at(directory), status)
@@ -133,13 +120,6 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
     if page is not None:
         print_line(f"page: {page}")
     return OK if is_explained and not problems else FAILED
-
-
-def rebuild(directory: Path, status: "StatusLine") -> str:
-    """Write the tables and plots of one results directory again; return what they were made from."""
-    status("reading records and profiles")
-    write(_load(_Place(directory=directory, root=directory)), status)
-    return _source(directory)
 
 
 def write(found: Collection, status: "StatusLine") -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.commands.flags import parse
-from cs336_systems.commands.rebuild import load_collection
 from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Phase, Precision
 from cs336_systems.record import Measurement, load_records
 from cs336_systems.report.page import questions
@@ -24,7 +23,7 @@ from cs336_systems.report.page.whole import collection_page
 from cs336_systems.report.page.write import Figure, Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.attention_records import Implementation
-from tests.committed import DATA, link_committed
+from tests.committed import DATA, load_committed
 from tests.report.making import H200, make_config, make_failure, make_record
 from tests.report.page.test_browser import chromium  # noqa: F401 (a fixture)
 from tests.report.studies import make_cell, make_failed, make_result, make_study
@@ -47,7 +46,7 @@ COURSE = ("small", "medium", "large", "xl", "2.7B")
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory):
-    return load_collection(link_committed(tmp_path_factory.mktemp("committed") / "data"))
+    return load_committed(tmp_path_factory.mktemp("committed") / "data")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.commands.flags import parse
-from cs336_systems.commands.rebuild import load_collection
 from cs336_systems.config import Device
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.page.answers.commands import command_for
@@ -22,7 +21,7 @@ from cs336_systems.report.results import Results
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import read_study
-from tests.committed import DATA, link_committed
+from tests.committed import DATA, load_committed
 from tests.report import ceilings
 from tests.report.ladders import make_ladder, make_records
 from tests.report.making import make_config, make_failure, make_record
@@ -102,9 +101,9 @@ def test_the_page_of_one_directory_has_no_prefix_and_is_open() -> None:
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
     """All that is committed of data/, and the processor time that reading it took."""
-    data = link_committed(tmp_path_factory.mktemp("committed") / "data")
+    data = tmp_path_factory.mktemp("committed") / "data"
     begin_s = time.process_time()
-    return load_collection(data), time.process_time() - begin_s
+    return load_committed(data), time.process_time() - begin_s
 
 
 @pytest.fixture(scope="module")

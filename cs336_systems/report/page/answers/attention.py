@@ -22,7 +22,6 @@ COURSE_CONTEXTS = (256, 1024, 4096, 8192, 16384)
 COURSE_HEADS = (16, 32, 64, 128)
 OWN_CONTEXTS = tuple(2**power for power in range(7, 17))
 OWN_PRECISIONS = (Precision.BF16, Precision.FP32)
-NUM_CELLS = len(COURSE_CONTEXTS) * len(COURSE_HEADS)
 WORDS = {"forward": "Forward", "backward": "Backward", "together": "Forward and backward together"}
 SAME = "about as fast"
 ABOUT = 0.02
