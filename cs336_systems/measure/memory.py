@@ -218,15 +218,15 @@ class _MarkingClock:
 
 def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
     """The parameters by name, and their low-precision copies if the model computes with such copies."""
-    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
     for parameter, name in names.items():
         yield Kind.PARAMETER, name, parameter
     copied: dict[Tensor, list[str]] = {}
     for weight in step.model.weights if isinstance(step.model, FastLM) else ():
-        if weight.source is not None:
-            copied.setdefault(weight.source, []).append(names[weight.master])
-    for source, masters in copied.items():
-        yield Kind.AUTOCAST_COPY, " + ".join(masters), source
+        if weight.copy is not None:
+            copied.setdefault(weight.copy.leaf, []).append(names[weight.master])
+    for leaf, masters in copied.items():
+        yield Kind.AUTOCAST_COPY, " + ".join(masters), leaf
 
 
 def _checkpoint_blocks(step: TrainingStep) -> int:

@@ -1,25 +1,52 @@
 """Collectives that the ways are made of: averages over the ranks, and rank 0's tensors for all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
 
 class Averaging:
-    """An average of a tensor over all ranks, in place, which runs while the caller goes on."""
+    """Averages of tensors over all ranks, in place, in one group of collectives, which runs while the caller goes on.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._divides = dist.get_backend() != "nccl"  # gloo has no average
-        op = dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG
-        self._work = dist.all_reduce(tensor, op=op, async_op=True)
+    Of the tensors in `shared_out`, each rank gets the average of its own part only (see own_part).
+    """
 
-    def wait(self) -> Tensor:
-        """The average. On a GPU the current stream waits for it, and the host does not."""
-        wait(self._work)
-        return self._tensor.div_(dist.get_world_size()) if self._divides else self._tensor
+    def __init__(self, tensors: Sequence[Tensor], shared_out: Sequence[Tensor] = ()) -> None:
+        is_nccl = dist.get_backend() == "nccl"
+        op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM  # gloo has no average
+        self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]
+        self._works = [
+            *grouped(lambda tensor: dist.all_reduce(tensor, op=op), tensors),
+            *grouped(lambda whole: dist.reduce_scatter_tensor(own_part(whole), whole, op=op), shared_out),
+        ]
+
+    def wait(self) -> None:
+        """Wait for the averages. On a GPU the current stream waits for them, and the host does not."""
+        for work in self._works:
+            work.wait()
+        for tensor in self._divided:
+            tensor.div_(dist.get_world_size())
+
+
+def own_part(whole: Tensor) -> Tensor:
+    """This rank's part of a tensor of one axis, whose length the number of ranks divides."""
+    length = len(whole) // dist.get_world_size()
+    return whole[dist.get_rank() * length :][:length]
+
+
+def grouped(collective: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> list["_CoalescingManager"]:
+    """Start the collective for all tensors, those of one type as one; wait for what is returned."""
+    started = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        with _coalescing_manager(async_ops=True) as group:
+            for tensor in tensors:
+                if tensor.dtype is dtype:
+                    collective(tensor)
+        started.append(group)
+    return started
 
 
 def wait(work: dist.Work | None) -> None:
@@ -52,7 +79,7 @@ def take_from_rank_0(module: nn.Module) -> None:
             tensor.copy_(values)
 
 
-def check_same_gradients(names: Iterable[str], parameters: Sequence[nn.Parameter]) -> None:
+def check_same_gradients(names: Iterable[str], parameters: Sequence[Tensor]) -> None:
     """Raise ValueError if a parameter has a gradient on some ranks and none on others, which no average takes in."""
     if not parameters:
         return

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.model.transformer import Embedding
-from cs336_systems.parallel.collectives import Averaging, flattened, parts_of, take_from_rank_0, wait
+from cs336_systems.parallel.collectives import Averaging, take_from_rank_0, wait
 from cs336_systems.parallel.units import Found, units_of
 
 
@@ -78,13 +78,7 @@ class FSDP(nn.Module):
             unit.take_gradients()
         self._reducing = None
         self._close()
-        graded = [each for each in self._replicated if each.grad is not None]
-        for dtype in dict.fromkeys(each.dtype for each in graded):
-            own = [each for each in graded if each.dtype is dtype]
-            gradients = [each.grad for each in own if each.grad is not None]
-            mean = Averaging(flattened(gradients)).wait()
-            for parameter, part in zip(own, parts_of(mean, own), strict=True):
-                parameter.grad = part
+        Averaging([each.grad for each in self._replicated if each.grad is not None]).wait()
         self._free_all()
         self._in_backward = False
 

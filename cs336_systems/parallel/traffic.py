@@ -12,6 +12,7 @@ from cs336_systems.record import Traffic
 
 SENDS = {
     "allreduce_": 2.0,
+    "allreduce_coalesced_": 2.0,
     "allgather_": 1.0,
     "_allgather_base_": 1.0,
     "allgather_into_tensor_coalesced_": 1.0,

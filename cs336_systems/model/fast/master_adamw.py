@@ -42,7 +42,7 @@ class MasterAdamW(EagerOptimizer):
         kinds: dict[tuple[bool, int], list[Weight]] = {}
         for weight in self._weights:
             if gradients := weight.gradients():
-                kinds.setdefault((weight.source is not None, len(gradients)), []).append(weight)
+                kinds.setdefault((weight.copy is not None, len(gradients)), []).append(weight)
                 self._make_state(weight)
         for kind, weights in kinds.items():
             if self._steps.is_cuda:
@@ -80,7 +80,7 @@ class MasterAdamW(EagerOptimizer):
                 [weight.master for weight in weights],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [copy for weight in weights if (copy := weight.copy) is not None],
+                [weight.copy.values for weight in weights if weight.copy is not None],
             )
         self._kernels[kind]([weight.gradients() for weight in weights], self._steps, **self._settings)
 

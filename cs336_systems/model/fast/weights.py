@@ -21,39 +21,56 @@ ALIGNMENT = 16
 """Bytes that each part of a packed weight starts at a multiple of, as a kernel's threads read so many at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """One tensor that is trained."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Elements of a leaf tensor that the model reads, one after the other in memory."""
 
-    master: nn.Parameter
-    """The model's parameter, in fp32."""
-    source: Tensor | None = None
-    """Leaf tensor that holds the copy in some of its rows; None if the model reads the master itself."""
-    rows: slice | None = None
-    """The rows of `source`, and of its gradient, that belong to the copy; None without a copy."""
+    leaf: Tensor
+    elements: slice
 
     @property
-    def copy(self) -> Tensor | None:
-        """The copy in low precision, of the master's shape."""
-        return None if self.source is None else self.source.detach()[self.rows]
+    def values(self) -> Tensor:
+        """The elements, as one axis."""
+        return self.leaf.detach().view(-1)[self.elements]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Their gradient, as one axis; None if the leaf has none."""
+        return None if self.leaf.grad is None else self.leaf.grad.view(-1)[self.elements]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A tensor that is trained."""
+
+    master: Tensor
+    """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some parameters."""
+    read: Place | None
+    """Where the model reads the master itself, if it does; None if it reads the copy alone."""
+    copy: Place | None = None
+    """Where the model reads the copy in low precision, if there is one."""
 
     def gradients(self) -> list[Tensor]:
         """Gradients whose sum is that of the weight: the master's own and the copy's, as far as there are any."""
-        own = [] if self.master.grad is None else [self.master.grad]
-        copied = [] if self.source is None or self.source.grad is None else [self.source.grad[self.rows]]
-        return own + copied
+        found = [place.gradient for place in (self.read, self.copy) if place is not None]
+        return [gradient.view_as(self.master) for gradient in found if gradient is not None]
 
     def refresh(self) -> None:
         """Copy the master again."""
-        if (copy := self.copy) is not None:
-            copy.copy_(self.master.detach())
+        if self.copy is not None:
+            self.copy.values.copy_(self.master.detach().view(-1))
+
+
+def whole(master: nn.Parameter, copy: Place | None = None) -> Weight:
+    """A parameter of the model as a weight."""
+    return Weight(master=master, read=Place(master, slice(0, master.numel())), copy=copy)
 
 
 def drop_gradients(weights: Iterable[Weight]) -> None:
     """Drop the gradients of the copies; those of the masters are left to the optimizer or the model."""
     for weight in weights:
-        if weight.source is not None:
-            weight.source.grad = None
+        if weight.copy is not None:
+            weight.copy.leaf.grad = None
 
 
 class Copies(NamedTuple):
@@ -96,7 +113,7 @@ class CopyMaker:
 
     def weights(self, parameters: Iterable[nn.Parameter]) -> tuple[Weight, ...]:
         """The parameters, with their copies if they have any."""
-        return tuple(self._found.get(parameter) or Weight(master=parameter) for parameter in parameters)
+        return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
 
     def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0) -> Tensor:
         """A leaf with copies of the masters one below the other, and `surplus` rows of 0."""
@@ -106,8 +123,8 @@ class CopyMaker:
         )
         start = 0
         for master in masters:
-            weight = Weight(master=master, source=source, rows=slice(start, start + len(master)))
+            weight = whole(master, Place(source, slice(start, start + master.numel())))
             weight.refresh()
             self._found[master] = weight
-            start += len(master)
+            start += master.numel()
         return source

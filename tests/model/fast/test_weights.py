@@ -83,7 +83,7 @@ def test_matmuls_read_rounded_weights_and_the_embedding_fp32(monkeypatch: pytest
     assert [tensor.dtype for tensor in read] == [tensor.dtype for tensor in expected]
     assert all(torch.equal(found, wanted) for found, wanted in zip(read, expected, strict=True))
     assert len(weights) == len(before)
-    assert all(torch.equal(weight.copy, weight.master.bfloat16()) for weight in weights if weight.copy is not None)
+    assert are_copies(weights)
 
 
 def test_layers_whose_weights_would_not_be_aligned_in_a_packed_one_stay_apart() -> None:
@@ -104,7 +104,7 @@ def test_checkpoints_are_those_of_the_plain_model(name: str) -> None:
     expected = {key: value.clone() for key, value in plain.state_dict().items()}
     weights = other.weights
     other.load_state_dict(plain.state_dict())
-    assert all(torch.equal(weight.copy, weight.master.bfloat16()) for weight in weights if weight.copy is not None)
+    assert are_copies(weights)
     saved = other.state_dict()
     assert list(saved) == list(expected)
     assert all(torch.equal(saved[key], expected[key]) for key in expected)
@@ -137,7 +137,8 @@ def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
     model = fast(copy.deepcopy(oracle))
     tied = next(weight for weight in model.weights if weight.master is model.token_embeddings.weight)
     assert model.lm_head.copies is not None
-    assert tied.source is model.lm_head.copies[0]
+    assert tied.copy is not None
+    assert tied.copy.leaf is model.lm_head.copies[0]
     tokens = torch.arange(16).view(1, 16)
     for each in (model, oracle):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -193,19 +194,26 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
     (_, expected), (_, found) = optimizers
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other.master.detach().cpu(), one.master.detach(), rtol=1e-5, atol=1e-6)
-        if other.copy is not None:
-            assert torch.equal(other.copy, other.master.bfloat16())
+    assert are_copies(found)
     for one, other in zip(optimizers[0][0].state.values(), optimizers[1][0].state.values(), strict=True):
         for moment in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(other[moment].cpu(), one[moment], rtol=1e-5, atol=1e-7)
 
 
+def are_copies(weights: tuple[Weight, ...]) -> bool:
+    """Whether all copies are their masters, rounded."""
+    copied = [(weight.copy.values, weight.master) for weight in weights if weight.copy is not None]
+    return bool(copied) and all(torch.equal(copy, master.bfloat16().view(-1)) for copy, master in copied)
+
+
 def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
     """All tensors that gather gradients, once each; a tied weight's master among them."""
-    found = [leaf for weight in weights for leaf in (weight.source, weight.master) if leaf is not None]
-    read_alone = {id(weight.master) for weight in weights if weight.source is None}
-    tied = {id(weight.master) for weight in weights if weight.source is not None and len(weight.master) == 37}
-    wanted = read_alone | tied | {id(weight.source) for weight in weights}
+    found = [
+        leaf for weight in weights for leaf in (weight.copy and weight.copy.leaf, weight.master) if leaf is not None
+    ]
+    read_alone = {id(weight.master) for weight in weights if weight.copy is None}
+    tied = {id(weight.master) for weight in weights if weight.copy is not None and len(weight.master) == 37}
+    wanted = read_alone | tied | {id(leaf) for leaf in copied}
     return [leaf for leaf in dict.fromkeys(found) if id(leaf) in wanted]
 
 
