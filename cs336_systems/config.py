@@ -225,8 +225,10 @@ class ModelConfig:
         return self.d_model // self.num_heads
 
 
-def _preset(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelConfig:
-    return ModelConfig(d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads)
+def _preset(d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int = 10_000) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads
+    )  # fmt: skip
 
 
 def _gpt2_preset(d_model: int, num_layers: int, num_heads: int) -> ModelConfig:
@@ -244,6 +246,7 @@ SIZES: Mapping[str, ModelConfig] = MappingProxyType(
         "large": _preset(1280, 5120, 36, 20),
         "xl": _preset(1600, 6400, 48, 25),
         "2.7B": _preset(2560, 10240, 32, 32),
+        "8B": _preset(4096, 11008, 34, 32, vocab_size=151_936),
         "10B": _preset(4608, 12288, 50, 36),
         "gpt2": _gpt2_preset(768, 12, 12),
         "gpt2-medium": _gpt2_preset(1024, 24, 16),
@@ -251,7 +254,7 @@ SIZES: Mapping[str, ModelConfig] = MappingProxyType(
         "gpt2-xl": _gpt2_preset(1600, 48, 25),
     }
 )
-"""The presets by name (CS336 assignment 2, table 1; Radford et al. 2019, table 2)."""
+"""The presets by name (CS336 assignment 2, table 1 and, for 8B, its leaderboard; Radford et al. 2019, table 2)."""
 
 
 # rules that several settings share

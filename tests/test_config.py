@@ -33,6 +33,7 @@ PUBLISHED = {
     "large": (1280, 5120, 36, 20),
     "xl": (1600, 6400, 48, 25),
     "2.7B": (2560, 10240, 32, 32),
+    "8B": (4096, 11008, 34, 32),
     "10B": (4608, 12288, 50, 36),
     "gpt2": (768, 3072, 12, 12),
     "gpt2-medium": (1024, 4096, 24, 16),
@@ -54,7 +55,8 @@ def test_the_presets_are_the_published_ones() -> None:
     for name, model in SIZES.items():
         gpt2 = name.startswith("gpt2")
         assert model.arch is (Arch.GPT2 if gpt2 else Arch.CS336)
-        assert (model.vocab_size, model.context_length) == ((50_257, 1024) if gpt2 else (10_000, 512))
+        vocab_size = 50_257 if gpt2 else 151_936 if name == "8B" else 10_000
+        assert (model.vocab_size, model.context_length) == (vocab_size, 1024 if gpt2 else 512)
         assert model.rope_theta == 10_000
     with pytest.raises(TypeError):
         SIZES["tiny"] = SIZES["small"]

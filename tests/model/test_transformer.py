@@ -318,7 +318,8 @@ def test_a_long_sequence_is_refused(config) -> None:
 @pytest.mark.parametrize(
     ("size", "figure"),
     [
-        ("small", "129M"), ("medium", "423M"), ("large", "969M"), ("xl", "2.00B"), ("2.7B", "3.41B"), ("10B", "12.8B"),
+        ("small", "129M"), ("medium", "423M"), ("large", "969M"), ("xl", "2.00B"), ("2.7B", "3.41B"), ("8B", "8.13B"),
+        ("10B", "12.8B"),
         # as counted for the published checkpoints
         ("gpt2", "124439808"), ("gpt2-medium", "354823168"), ("gpt2-large", "774030080"), ("gpt2-xl", "1557611200"),
     ],
