@@ -2,21 +2,34 @@
 
 `FSDP(module, compute_dtype)`, then in each step backward, `finish_gradient_synchronization()`, and the optimizer, which
 is made after the module is wrapped. A unit (a block, or a layer outside of blocks) is gathered before its forward,
-while the unit before it computes, freed after it, and gathered again for backward; then its gradients are averaged and
+while the units before it compute, freed after it, and gathered again for backward; then its gradients are averaged and
 each rank keeps its part of them. Vectors, such as the gains of norms, are not sharded: there is little to save.
+
+The host launches one kernel of NCCL for all gathers of a unit, and one for its averages. The parts that a rank keeps of
+a unit are one tensor, so that they are cast in one kernel, and so are the gathered parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
+from cs336_systems.model.annotate import annotate
 from cs336_systems.model.transformer import Embedding
 from cs336_systems.parallel.collectives import Averaging, take_from_rank_0, wait
-from cs336_systems.parallel.units import Found, units_of
+from cs336_systems.parallel.units import Found, Unit, units_of
+
+AHEAD = 2
+"""Units that are gathered ahead of the one that computes."""
+ALIGNMENT_BYTES = 128
+"""Parameters of a unit begin at multiples of this, a line of a GPU's cache; matmuls and NCCL need 16."""
 
 
 class FSDP(nn.Module):
@@ -32,8 +45,10 @@ class FSDP(nn.Module):
         super().__init__()
         self.module = module
         take_from_rank_0(module)
-        found = ((part, [each for each in own if each.parameter.ndim >= 2]) for part, own in units_of(module))
-        self._units = [_Unit(part, own, compute_dtype) for part, own in found if own or part is None]
+        units = [
+            replace(unit, found=[each for each in unit.found if each.parameter.ndim >= 2]) for unit in units_of(module)
+        ]
+        self._units = [_Unit(unit, compute_dtype) for unit in units if unit.found or unit.module is None]
         shards = {id(each.shard) for unit in self._units for each in unit.sharded}
         self._replicated = [each for each in module.parameters() if id(each) not in shards]
         self._order: list[_Unit] = []
@@ -61,7 +76,7 @@ class FSDP(nn.Module):
         self._order, self._seen, self._in_backward = self._seen or self._order, [], False
         self._whole.gather()
         self._whole.install()
-        self._gather_ahead(self._order[:1])
+        self._gather_ahead(self._order[:AHEAD])
         try:
             output = self.module(*inputs, **named_inputs)
         finally:
@@ -85,14 +100,11 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """All parameters whole, in their own type, by their names in the module; every rank must call it."""
-        whole = {name: each.detach().clone() for name, each in self.module.named_parameters(remove_duplicate=False)}
-        for unit in self._units:
-            for sharded in unit.sharded:
-                full = sharded.gathered()
-                for name, each in self.module.named_parameters(remove_duplicate=False):
-                    if each is sharded.shard:
-                        whole[name] = full
-        return whole
+        whole = {
+            id(shard): full for unit in self._units for flat in unit.flats for shard, full in flat.gathered_masters()
+        }
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in named}
 
     def _before_layer(self, unit: "_Unit") -> None:
         if not unit.is_installed:
@@ -118,7 +130,7 @@ class FSDP(nn.Module):
         place = len(self._seen)
         self._seen.append(unit)
         if self._order[place : place + 1] == [unit]:
-            self._gather_ahead(self._order[place + 1 : place + 2])
+            self._gather_ahead(self._order[place + 1 : place + 1 + AHEAD])
 
     def _after_forward(self, unit: "_Unit", output: Any) -> None:  # noqa: ANN401
         unit.uninstall()
@@ -138,7 +150,8 @@ class FSDP(nn.Module):
         if not unit.is_lookup:
             unit.gather()
         place = self._seen.index(unit)
-        self._gather_ahead([each for each in self._seen[max(0, place - 1) : place] if not each.is_lookup])
+        next_ones = reversed(self._seen[max(0, place - AHEAD) : place])
+        self._gather_ahead([each for each in next_ones if not each.is_lookup])
 
     def _after_backward(self, unit: "_Unit") -> None:
         """All gradients of the unit are there: average them while backward goes on, and wait for the unit before it.
@@ -164,131 +177,173 @@ class FSDP(nn.Module):
 class _Sharded:
     """A parameter of which this rank keeps one part, padded with zeros so that all parts have one length."""
 
-    def __init__(self, found: Found, compute_dtype: torch.dtype | None) -> None:
-        self.places, whole = found.places, found.parameter
-        self._ranks = dist.get_world_size()
-        self._count, self._shape = whole.numel(), whole.shape
-        self._length = -(-self._count // self._ranks)
-        dtype = whole.dtype if compute_dtype is None or found.is_of_embedding else compute_dtype
-        first = dist.get_rank() * self._length
-        own = whole.new_zeros(self._length)
-        part = whole.detach().view(-1)[first : first + self._length]
-        own[: len(part)] = part
-        self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
-        self._flat = torch.empty(self._ranks * self._length, dtype=dtype, device=whole.device)
+    def __init__(self, found: Found, part: Tensor, whole: Tensor) -> None:
+        """`part` is the memory of this rank's part, and `whole` that of all ranks' parts once they are gathered."""
+        self._places, parameter = found.places, found.parameter
+        self._count, self._shape = parameter.numel(), parameter.shape
+        first = dist.get_rank() * len(part)
+        own = parameter.detach().view(-1)[first : first + len(part)]
+        part[: len(own)] = own
+        self.shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
         # `data` has a count of versions of its own: gathering again must not look like a change of saved tensors
-        self.full = nn.Parameter(self._flat.data[: self._count].view(self._shape), requires_grad=whole.requires_grad)
-        self._bytes = self._flat.untyped_storage().nbytes()
-        self.free()
-        self._reduced: Tensor | None = None
-        self._divides = dist.get_backend() != "nccl"  # gloo has no average
-        self.uninstall()
+        self.full = nn.Parameter(self.shaped(whole.data), requires_grad=parameter.requires_grad)
+        self.put(self.shard)
 
-    def allocate(self) -> tuple[Tensor, Tensor]:
-        """Allocate the whole parameter; return it and this rank's part, for an all-gather."""
-        self._flat.untyped_storage().resize_(self._bytes)
-        return self._flat, self.shard.detach().to(self._flat.dtype)
+    @property
+    def owners(self) -> Iterator[nn.Module]:
+        """The modules that have the parameter."""
+        return (place.owner for place in self._places)
 
-    def free(self) -> None:
-        """Free the whole parameter; what autograd has saved of it is there again once it is gathered again."""
-        self._flat.untyped_storage().resize_(0)
+    def shaped(self, whole: Tensor) -> Tensor:
+        """The parts of all ranks in the parameter's shape."""
+        return whole[: self._count].view(self._shape)
 
-    def gathered(self) -> Tensor:
-        """The whole parameter in the type of its shards, in memory of its own."""
-        flat = self.shard.new_empty(self._ranks * self._length)
-        dist.all_gather_into_tensor(flat, self.shard.detach())
-        return flat[: self._count].view(self._shape)
-
-    def install(self) -> None:
-        """Let the modules compute with the whole parameter."""
-        self._put(self.full)
-
-    def uninstall(self) -> None:
-        """Let the modules have the shard as their parameter."""
-        self._put(self.shard)
-
-    def _put(self, parameter: nn.Parameter) -> None:
-        for place in self.places:
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let the modules have the shard or the whole parameter as theirs."""
+        for place in self._places:
             place.owner._parameters[place.name] = parameter
 
-    def start_reduce(self) -> dist.Work | None:
-        """Start to average the gradient over the ranks; each keeps its part."""
+    def take_whole_gradient(self, length: int) -> Tensor:
+        """The gradient of the whole parameter, padded to this length; it is not kept here."""
         gradient, self.full.grad = self.full.grad, None
-        if gradient is None:
-            return None
+        assert gradient is not None
         flat = gradient.contiguous().view(-1)
-        if len(flat) < len(self._flat):
-            flat = torch.cat([flat, flat.new_zeros(len(self._flat) - len(flat))])
-        self._reduced = flat.new_empty(self._length)
-        op = dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG
-        work: dist.Work | None = dist.reduce_scatter_tensor(self._reduced, flat, op=op, async_op=True)
-        return work
+        return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
 
-    def take_gradient(self) -> None:
-        """Give the shard its gradient, for which the caller has waited."""
-        part, self._reduced = self._reduced, None
-        if part is None:
-            return
-        mean = (part.div_(self._ranks) if self._divides else part).to(self.shard.dtype)
+    def add_gradient(self, mean: Tensor) -> None:
+        """Add to the gradient of the shard."""
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+
+
+class _Flat:
+    """Parameters of one type: their parts on this rank stand in one tensor, and are gathered into another."""
+
+    def __init__(self, found: Sequence[Found], dtype: torch.dtype) -> None:
+        self._dtype, self._ranks = dtype, dist.get_world_size()
+        like = found[0].parameter.detach()
+        lengths = [-(-each.parameter.numel() // self._ranks) for each in found]
+        self._cuts = _aligned(lengths, like.dtype)
+        self._masters = like.new_zeros(sum(self._cuts))
+        self._parts = self._parts_of(self._masters)
+        whole_cuts = _aligned([self._ranks * length for length in lengths], dtype)
+        self.gathered = like.new_empty(sum(whole_cuts), dtype=dtype)
+        self._bytes = self.gathered.untyped_storage().nbytes()
+        self._wholes = list(self.gathered.split(whole_cuts)[::2])
+        self.sharded = [_Sharded(*each) for each in zip(found, self._parts, self._wholes, strict=True)]
+        self.free()
+        self._graded: list[_Sharded] = []
+        """Parameters whose gradients are being averaged."""
+        self._means: Tensor | None = None
+
+    def allocate(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Allocate the whole parameters; return them and this rank's parts, for an all-gather."""
+        self.gathered.untyped_storage().resize_(self._bytes)
+        parts = self._parts if self._masters.dtype is self._dtype else self._parts_of(self._masters.to(self._dtype))
+        return self._wholes, parts
+
+    def free(self) -> None:
+        """Free the whole parameters; what autograd has saved of them is there again once they are gathered again."""
+        self.gathered.untyped_storage().resize_(0)
+
+    def gathered_masters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each shard, with the whole parameter in its own type and in memory of its own."""
+        wholes = [part.new_empty(self._ranks * len(part)) for part in self._parts]
+        _start_gather(wholes, self._parts).wait()
+        for each, whole in zip(self.sharded, wholes, strict=True):
+            yield each.shard, each.shaped(whole)
+
+    def take_whole_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory for this rank's parts of the gradients that are there, and the gradients, for a reduce-scatter."""
+        graded = [index for index, each in enumerate(self.sharded) if each.full.grad is not None]
+        self._graded = [self.sharded[index] for index in graded]
+        self._means = self.gathered.new_empty(len(self._masters))
+        parts = self._parts_of(self._means)
+        wholes = [self.sharded[index].take_whole_gradient(len(self._wholes[index])) for index in graded]
+        return [parts[index] for index in graded], wholes
+
+    def take_gradients(self, divides: bool) -> None:
+        """Give the shards their gradients, for which the caller has waited: averages, or sums that are divided here."""
+        if self._means is None:
+            return
+        means = self._means.div_(self._ranks) if divides else self._means
+        parts = dict(zip(self.sharded, self._parts_of(means.to(self._masters.dtype)), strict=True))
+        for each in self._graded:
+            each.add_gradient(parts[each])
+        self._means = None
+
+    def _parts_of(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a tensor like that of the masters."""
+        return list(flat.split(self._cuts)[::2])
 
 
 class _Unit:
     """Sharded parameters that are gathered, freed and averaged together."""
 
-    def __init__(self, module: nn.Module | None, found: Sequence[Found], compute_dtype: torch.dtype | None) -> None:
-        self.module = module
-        self.sharded = [_Sharded(each, compute_dtype) for each in found]
-        self.is_lookup = isinstance(module, Embedding | nn.Embedding)
+    def __init__(self, unit: Unit, compute_dtype: torch.dtype | None) -> None:
+        self.module = unit.module
+        name = unit.name.removeprefix("model.")  # the one in LossModule
+        self._gather_range, self._scatter_range = f"gather {name}", f"scatter {name}"
+        types: dict[tuple[torch.dtype, torch.dtype], list[Found]] = {}
+        for each in unit.found:
+            own = each.parameter.dtype
+            gathered = own if compute_dtype is None or each.is_of_embedding else compute_dtype
+            types.setdefault((own, gathered), []).append(each)
+        self.flats = [_Flat(found, gathered) for (_, gathered), found in types.items()]
+        self.sharded = [each for flat in self.flats for each in flat.sharded]
+        self.is_lookup = isinstance(unit.module, Embedding | nn.Embedding)
         """Backward of a lookup does not read the weights."""
-        trained = [each for each in self.sharded if each.shard.requires_grad]
+        trained = [sharded for sharded in self.sharded if sharded.shard.requires_grad]
         self.has_frozen = len(trained) < len(self.sharded)
         """Backward may need a frozen parameter after the last gradient of the others."""
         self.when_graded: Any = None
+        self._divides = dist.get_backend() != "nccl"  # gloo has no average
         self._num_trained, self._num_graded = len(trained), 0
-        self._gathering: list[dist.Work | None] = []
-        self._reducing: list[dist.Work | None] = []
+        self._gathering: dist.Work | None = None
+        self._reducing: dist.Work | None = None
         self._is_there = self.is_installed = False
-        for each in trained:
-            each.full.register_post_accumulate_grad_hook(self._count)
+        for sharded in trained:
+            sharded.full.register_post_accumulate_grad_hook(self._count)
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless they are there or on their way."""
-        if self._is_there:
+        if self._is_there or not self.flats:
             return
         self._is_there = True
-        self._gathering = [dist.all_gather_into_tensor(*each.allocate(), async_op=True) for each in self.sharded]
+        with annotate(self._gather_range):
+            self._gathering = _start_gather(*_joined(flat.allocate() for flat in self.flats))
 
     def gather(self) -> None:
         """Gather the parameters, or wait until they are there."""
         self.start_gather()
-        _wait_for(self._gathering)
+        wait(self._gathering)
+        self._gathering = None
 
     def free(self) -> None:
         """Free the parameters, if they are there."""
         if self._is_there:
-            _wait_for(self._gathering)
-            for each in self.sharded:
-                each.free()
+            wait(self._gathering)
+            self._gathering = None
+            for flat in self.flats:
+                flat.free()
             self._is_there = False
 
     @property
     def layers(self) -> list[nn.Module]:
         """The modules in the unit that have its parameters, besides the unit's own module."""
-        owners = [place.owner for each in self.sharded for place in each.places]
-        return [each for each in dict.fromkeys(owners) if each is not self.module]
+        owners = dict.fromkeys(owner for each in self.sharded for owner in each.owners)
+        return [each for each in owners if each is not self.module]
 
     def install(self) -> None:
         """Let the module compute with the whole parameters."""
         self.is_installed = True
         for each in self.sharded:
-            each.install()
+            each.put(each.full)
 
     def uninstall(self) -> None:
         """Let the module have the shards as its parameters."""
         self.is_installed = False
         for each in self.sharded:
-            each.uninstall()
+            each.put(each.shard)
 
     def _count(self, _parameter: Tensor) -> None:
         self._num_graded += 1
@@ -298,16 +353,40 @@ class _Unit:
     def reduce(self) -> None:
         """Start to average the gradients that are there."""
         self._num_graded = 0
-        self._reducing += [each.start_reduce() for each in self.sharded if each.full.grad is not None]
+        if any(each.full.grad is not None for each in self.sharded):
+            self.take_gradients()
+            with annotate(self._scatter_range):
+                gradients = _joined(flat.take_whole_gradients() for flat in self.flats)
+                self._reducing = _start_scatter(*gradients, dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG)
 
     def take_gradients(self) -> None:
         """Wait for the averages, and give each shard its gradient."""
-        _wait_for(self._reducing)
-        for each in self.sharded:
-            each.take_gradient()
+        wait(self._reducing)
+        self._reducing = None
+        for flat in self.flats:
+            flat.take_gradients(self._divides)
 
 
-def _wait_for(works: list[dist.Work | None]) -> None:
-    for work in works:
-        wait(work)
-    works.clear()
+def _aligned(lengths: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """Sizes to split a tensor by: the lengths, and between two of them the gap that aligns the second."""
+    multiple = ALIGNMENT_BYTES // dtype.itemsize
+    return [size for length in lengths for size in (length, -length % multiple)][:-1]
+
+
+def _joined(pairs: Iterable[tuple[list[Tensor], list[Tensor]]]) -> tuple[list[Tensor], list[Tensor]]:
+    outputs, inputs = zip(*pairs, strict=True)
+    return [*chain(*outputs)], [*chain(*inputs)]
+
+
+def _start_gather(wholes: list[Tensor], parts: list[Tensor]) -> dist.Work:
+    """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel of NCCL."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return c10d._get_default_group().allgather_into_tensor_coalesced(wholes, parts, options)
+
+
+def _start_scatter(parts: list[Tensor], wholes: list[Tensor], op: dist.ReduceOp.RedOpType) -> dist.Work:
+    """Start to reduce each of `wholes` over the ranks; this rank's part of it goes into its place in `parts`."""
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
+    return c10d._get_default_group().reduce_scatter_tensor_coalesced(parts, wholes, options)

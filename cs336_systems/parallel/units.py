@@ -8,6 +8,9 @@ from torch import nn
 
 from cs336_systems.model.transformer import Embedding
 
+REST = "rest"
+"""Name of the unit whose parameters belong to no single block or layer."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
@@ -31,6 +34,17 @@ class Found:
         return any(isinstance(place.owner, Embedding | nn.Embedding) for place in self.places)
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Unit:
+    """Parameters that are gathered together, and the module that has them."""
+
+    name: str
+    """Path of the module, or REST."""
+    module: nn.Module | None
+    """None for what no single block or layer has: parameters that several of them share."""
+    found: list[Found]
+
+
 def parameters_of(module: nn.Module) -> list[Found]:
     """All parameters of the module, each once."""
     found: dict[nn.Parameter, Found] = {}
@@ -50,28 +64,28 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from blocks_of(child)
 
 
-def units_of(module: nn.Module) -> list[tuple[nn.Module | None, list[Found]]]:
+def units_of(module: nn.Module) -> list[Unit]:
     """The parameters of the module by the unit that they belong to, in the order of its modules.
 
-    Units are the blocks, and outside of them each module that has parameters itself. A parameter that several units
-    use is in the last one, the whole module, which has None in the place of its own module.
+    Units are the blocks, and outside of them each module that has parameters itself. The last one has the parameters
+    that several units use, and those of `module` itself.
     """
-    found = parameters_of(module)
-    units: list[tuple[nn.Module | None, list[Found]]] = []
     blocks = list(blocks_of(module))
     inside = {id(part) for block in blocks for part in block.modules()}
     singles = [each for each in module.modules() if id(each) not in inside and each is not module]
     owners = {id(part): block for block in blocks for part in block.modules()} | {id(each): each for each in singles}
     shared: list[Found] = []
     members: dict[int, list[Found]] = {}
-    for each in found:
+    for each in parameters_of(module):
         using = Counter(id(owners.get(id(place.owner), module)) for place in each.places)
         (target, *others) = using
         if others or target == id(module):
             shared.append(each)
         else:
             members.setdefault(target, []).append(each)
-    for part in module.modules():
-        if id(part) in members:
-            units.append((part, members[id(part)]))
-    return [*units, (None, shared)]
+    units = [
+        Unit(name=path, module=part, found=members[id(part)])
+        for path, part in module.named_modules()
+        if id(part) in members
+    ]
+    return [*units, Unit(name=REST, module=None, found=shared)]

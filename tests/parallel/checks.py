@@ -158,7 +158,8 @@ def shards():
     gathered = []
 
     def note(*_):
-        gathered.append(sum(each._flat.untyped_storage().nbytes() for unit in wrapped._units for each in unit.sharded))
+        storages = [flat.gathered.untyped_storage() for unit in wrapped._units for flat in unit.flats]
+        gathered.append(sum(each.nbytes() for each in storages))
 
     for block in model.layers:
         block.attn.register_forward_pre_hook(note)
@@ -166,7 +167,8 @@ def shards():
     for tokens in batches()[:3]:
         loss_of(wrapped, tokens[:2]).backward()
         wrapped.finish_gradient_synchronization()
-        between.append(sum(each._flat.untyped_storage().nbytes() for u in wrapped._units for each in u.sharded))
+        note()
+        between.append(gathered.pop())
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     gradients = {name: tuple(each.grad.shape) for name, each in model.named_parameters()}
     return shapes, gradients, between, gathered

@@ -149,9 +149,9 @@ def test_what_is_gathered_is_freed_and_shards_are_parts(two):
             length = (-(-each.numel() // 2),) if each.ndim == 2 else tuple(each.shape)
             assert shapes[name] == gradients[name] == length
         assert between == [0, 0, 0]
-        # in a block's forward: itself and the next unit, which for the last block is the head
+        # in a block's forward: itself and the next two units, the last of which is the head
         head_bytes = 2 * -(-whole["lm_head.weight"].numel() // 2) * 4
-        assert gathered[-3:] == [2 * block_bytes, 2 * block_bytes, block_bytes + head_bytes]
+        assert gathered[-3:] == [3 * block_bytes, 2 * block_bytes + head_bytes, block_bytes + head_bytes]
 
 
 def sent(traffic):
