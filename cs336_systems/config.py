@@ -113,6 +113,11 @@ class Parallel(StrEnum):
         """Whether each rank keeps only its part of the parameters, their gradients and the optimizer's state."""
         return self in (Parallel.FSDP, Parallel.FSDP2)
 
+    @property
+    def takes_any_tensor(self) -> bool:
+        """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs hold the collectives."""
+        return self in (Parallel.NONE, Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP)
+
 
 class Profiler(StrEnum):
     """Profiler of the measured steps: none, Nsight Systems, torch.profiler (Kineto), or the allocator's history."""
@@ -507,8 +512,13 @@ class RunConfig:
                     "gradients, so --mode forward-backward or train",
                     lambda run: run.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN), "--mode {config.mode}",
                 ),
-                _alone("--cuda-graph", lambda run: run.cuda_graph),
-                _alone("--cast-once", lambda run: run.cast_once),
+                _alone("--cuda-graph", lambda run: run.cuda_graph, only=lambda run: not run.parallel.takes_any_tensor),
+                _alone("--cast-once", lambda run: run.cast_once, only=lambda run: not run.parallel.takes_any_tensor),
+                Rule(
+                    lambda run: not (run.is_shared and run.cuda_graph and run.sync_phases),
+                    "{flag} {config.parallel} with --cuda-graph cannot be combined with --sync-phases: one graph holds "
+                    "backward and communication",
+                ),
                 _alone("--compile reduce-overhead", lambda run: run.compile is CompileMode.REDUCE_OVERHEAD),
                 _alone("--nsys", lambda run: run.profiler is Profiler.NSYS),
                 _alone("--memory", lambda run: run.profiler is Profiler.MEMORY),

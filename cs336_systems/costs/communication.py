@@ -32,6 +32,8 @@ def sent_bytes(config: RunConfig) -> int | None:
     if not config.is_shared or config.model_factory is not None or config.parallel is Parallel.FSDP2:
         return None
     ranks, parameters = config.ranks, count_parameters(config.model)
+    if config.cast_once:
+        return round(_bytes_with_copies(config) * (ranks - 1) / ranks)
     if config.parallel is not Parallel.FSDP:
         times = 3 if config.shard_optimizer else 2  # the broadcasts of what each rank has updated
         return round(times * FP32_BYTES * parameters * (ranks - 1) / ranks)
@@ -44,6 +46,23 @@ def sent_bytes(config: RunConfig) -> int | None:
         # gathered, and the gradient scattered in the same type
         payload += (each.gathers + 1) * each.count * padded * (BF16_BYTES if is_low else FP32_BYTES)
     return round(payload * (ranks - 1) / ranks)
+
+
+def _bytes_with_copies(config: RunConfig) -> int:
+    """Bytes of the collectives of the fast model; an all-reduce counts twice.
+
+    The optimizer's shares are scattered averages and gathered copies, so of matrices as much is sent in either case,
+    but for the rows that pad the head, which are averaged and not shared out.
+    """
+    model = config.model
+    is_gpt2 = model.arch is Arch.GPT2
+    table = model.vocab_size * model.d_model
+    norms = (2 * model.num_layers + 1) * model.d_model * (2 if is_gpt2 else 1)
+    read = norms + table + (model.context_length * model.d_model if is_gpt2 else 0)
+    copied = count_parameters(model) - read + (table if is_gpt2 else 0)
+    if not config.shard_optimizer:
+        copied += -model.vocab_size % config.pad_vocabulary * model.d_model
+    return 2 * (FP32_BYTES * read + BF16_BYTES * copied)
 
 
 def _matrices(model: ModelConfig) -> list[_Matrices]:

@@ -27,8 +27,8 @@ class Clock(Protocol):
     def start(self) -> None:
         """Wait for the device, then start."""
 
-    def lap(self, phase: Phase) -> None:
-        """End `phase` here."""
+    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        """End `phase` here, or at the event `end`, which the device has been told to record already."""
 
     def stop(self) -> StepTimes:
         """Wait for the device, then stop."""
@@ -48,7 +48,8 @@ class HostClock:
         self._laps: list[tuple[Phase, int]] = []
         self._start = perf_counter_ns()
 
-    def lap(self, phase: Phase) -> None:
+    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        assert end is None, "the host does not see when the device records an event"
         self._synchronize()
         self._laps.append((phase, perf_counter_ns()))
 
@@ -70,27 +71,33 @@ class EventClock:
     def start(self) -> None:
         torch.cuda.synchronize()
         self._phases: list[Phase] = []
+        self._ends: list[torch.cuda.Event] = []
         self._start = perf_counter_ns()
-        self._record(0)
+        self._record()
 
-    def lap(self, phase: Phase) -> None:
+    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
         self._phases.append(phase)
-        self._record(len(self._phases))
+        if end is None:
+            self._record()
+        else:
+            self._ends.append(end)
 
     def stop(self) -> StepTimes:
         launched = perf_counter_ns()
         torch.cuda.synchronize()
         end = perf_counter_ns()
         phases = {
-            phase: self._events[index].elapsed_time(self._events[index + 1]) / 1e3
-            for index, phase in enumerate(self._phases)
+            phase: begin.elapsed_time(end) / 1e3
+            for phase, begin, end in zip(self._phases, self._ends, self._ends[1:], strict=False)
         }
         return StepTimes(step_s=(end - self._start) / 1e9, host_s=(launched - self._start) / 1e9, phases_s=phases)
 
-    def _record(self, index: int) -> None:
-        if index == len(self._events):
+    def _record(self) -> None:
+        if len(self._ends) == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[index].record()
+        event = self._events[len(self._ends)]
+        event.record()
+        self._ends.append(event)
 
 
 Beat = Callable[[], None]
@@ -106,8 +113,8 @@ class BeatingClock:
         self._clock.start()
         self._beat()
 
-    def lap(self, phase: Phase) -> None:
-        self._clock.lap(phase)
+    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        self._clock.lap(phase, end)
         self._beat()
 
     def stop(self) -> StepTimes:

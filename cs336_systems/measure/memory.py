@@ -206,8 +206,8 @@ class _MarkingClock:
         self._inner.start()
         self._recorder.mark(START)
 
-    def lap(self, phase: Phase) -> None:
-        self._inner.lap(phase)
+    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        self._inner.lap(phase, end)
         self._recorder.mark(phase)
 
     def stop(self) -> StepTimes:

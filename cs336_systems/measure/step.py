@@ -14,6 +14,7 @@ from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_sc
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch, make_batches
 from cs336_systems.model.factory import make_model
+from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.step_graph import StepGraph
 from cs336_systems.model.fast.trainable import make_trainable
 from cs336_systems.parallel.ways import make_shared_optimizer, make_way
@@ -47,7 +48,8 @@ class TrainingStep:
         """Loss of the last step; a graph's next replay overwrites it."""
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
         recorded = tuple(phase for phase in config.phases if phase is not Phase.DATA)
-        self.graph = StepGraph(self._phases, recorded, self.trainable.captured) if config.cuda_graph else None
+        captured = self.optimizer.captured if isinstance(self.optimizer, MasterAdamW) else lambda: None
+        self.graph = StepGraph(self._phases, recorded, captured) if config.cuda_graph else None
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
         """Run one step, timed by `clock`; return its times and its loss, which is still on the device."""

@@ -45,9 +45,6 @@ class Trainable:
             config.optimizer, self.model.parameters(), lr=config.learning_rate, capturable=config.cuda_graph
         )
 
-    def captured(self) -> None:
-        """Prepare for replays of a graph that has captured a step."""
-
 
 def mode_of(mode: CompileMode) -> str | None:
     """The mode as torch.compile has it."""

@@ -1,17 +1,20 @@
 """The way that a configuration shares its steps, put around the model that is trained."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import Parallel, Precision, RunConfig
+from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP
+from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
+from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW, leaves_of
 
 Way = NaiveDDP | TorchDDP | FSDP | TorchFSDP
 
@@ -31,26 +34,46 @@ class LossModule(nn.Module):
 def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call it like the loss. The process group must be there."""
     module = LossModule(trainable)
-    compute_dtype = torch.bfloat16 if config.precision is Precision.BF16 else None
+    model = _with_copies(trainable)
+    leaves = leaves_of(model, shares=config.shard_optimizer) if model else None
+    way = _wrap(module, config, leaves)
+    for weight in model.weights if model else ():
+        weight.refresh()  # the masters are now those of rank 0
+    return way
+
+
+def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -> Way:
     match config.parallel:
         case Parallel.DDP_NAIVE:
-            return NaiveDDP(module)
+            return NaiveDDP(module, leaves)
         case Parallel.DDP_FLAT:
-            return FlatDDP(module)
+            return FlatDDP(module, leaves)
         case Parallel.DDP_OVERLAP:
-            return OverlapDDP(module)
+            return OverlapDDP(module, leaves)
         case Parallel.DDP:
             return TorchDDP(module)
         case Parallel.FSDP:
-            return FSDP(module, compute_dtype)
+            return FSDP(module, _compute_dtype(config))
         case Parallel.FSDP2:
-            return TorchFSDP(module, compute_dtype)
+            return TorchFSDP(module, _compute_dtype(config))
     raise AssertionError(config.parallel)
+
+
+def _compute_dtype(config: RunConfig) -> torch.dtype | None:
+    return torch.bfloat16 if config.precision is Precision.BF16 else None
+
+
+def _with_copies(trainable: Trainable) -> FastLM | None:
+    """The fast model, if it computes with copies of its weights."""
+    model = trainable.model
+    return model if isinstance(model, FastLM) and model.weights else None
 
 
 def make_shared_optimizer(trainable: Trainable, config: RunConfig) -> torch.optim.Optimizer:
     """The configuration's optimizer, of which each rank has its share if the configuration says so."""
     if not config.shard_optimizer:
         return trainable.make_optimizer()
+    if model := _with_copies(trainable):
+        return ShardedMasterAdamW(model, config.learning_rate)
     make = functools.partial(make_optimizer, config.optimizer)
     return ShardedOptimizer(trainable.model.parameters(), make, lr=config.learning_rate)

@@ -197,7 +197,7 @@ def test_low_precision_copies_of_weights_are_no_parameters(arch: Arch, tmp_path:
         if sighting.kind is not Kind.SAVED:
             found[sighting.kind, sighting.dtype] += sighting.num_bytes
     parameters = count_parameters(step.config.model)
-    copied = sum(weight.master.numel() for weight in step.model.weights if weight.source is not None)
+    copied = sum(weight.master.numel() for weight in step.model.weights if weight.copy is not None)
     embeddings = step.model.token_embeddings.weight.numel() if arch is Arch.GPT2 else 0
     assert found[Kind.PARAMETER, "float32"] == 4 * parameters
     assert found[Kind.AUTOCAST_COPY, "bfloat16"] == found[Kind.GRADIENT, "bfloat16"] == 2 * copied

@@ -119,7 +119,7 @@ class StackClock:
     def start(self) -> None:
         assert self.stacks.here == ["measure", "step"]
 
-    def lap(self, phase: Phase) -> None:
+    def lap(self, phase: Phase, end: object = None) -> None:
         assert self.stacks.here == ["measure", "step"], f"at the end of {phase}"
 
     def stop(self) -> StepTimes:

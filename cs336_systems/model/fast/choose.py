@@ -40,8 +40,8 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
     matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
     its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A user's own model gets
-    what works for any model: bf16, compilation, fused AdamW. On several ranks weights are not cast once, blocks are not
-    fused and there are no graphs, and where parameters are sharded nothing is compiled, because none of that works yet.
+    what works for any model: bf16, compilation, fused AdamW. With PyTorch's ways to share a step, weights are not cast
+    once, blocks are not fused and there are no graphs, and where parameters are sharded nothing is compiled either.
     On a CPU compilation costs more than it saves and bf16 is
     seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it excludes graphs.
     """
@@ -58,13 +58,14 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         common = replace(common, compile=_compile_mode(config.compile))
     if own:
         return common
+    has_copies = precision is Precision.BF16 and config.parallel.takes_any_tensor
     return replace(
         common,
         compile_blocks=compiles,
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
-        cast_once=precision is Precision.BF16 and not config.is_shared,
+        cast_once=has_copies,
         fused_loss=precision is not Precision.FP16,
-        fused_blocks=precision is Precision.BF16 and not config.is_shared,
+        fused_blocks=has_copies,
         cuda_graph=_can_be_a_graph(config, precision),
     )
 
@@ -72,7 +73,7 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
 def _can_be_a_graph(config: RunConfig, precision: Precision) -> bool:
     warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
     can_replay = precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
-    return warms_up and can_replay and not config.is_shared
+    return warms_up and can_replay and config.parallel.takes_any_tensor
 
 
 def has_bf16(device_name: str | None) -> bool:

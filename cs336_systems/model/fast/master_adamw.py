@@ -32,24 +32,14 @@ class MasterAdamW(EagerOptimizer):
         super().__init__([weight.master for weight in weights], defaults)
         self._weights = weights
         self._steps = torch.zeros((), device=weights[0].master.device)
-        self._kernels: dict[tuple[bool, int], ChunkedAdamW] = {}
+        self._kernels: dict[tuple[int, bool, int], ChunkedAdamW] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient, which must be the same ones in every step."""
         del closure
         self._steps += 1
-        kinds: dict[tuple[bool, int], list[Weight]] = {}
-        for weight in self._weights:
-            if gradients := weight.gradients():
-                kinds.setdefault((weight.copy is not None, len(gradients)), []).append(weight)
-                self._make_state(weight)
-        for kind, weights in kinds.items():
-            if self._steps.is_cuda:
-                self._launch(kind, weights)
-            else:
-                for weight in weights:
-                    self._update(weight)
+        self._update(self._weights)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of masters and copies."""
@@ -66,12 +56,26 @@ class MasterAdamW(EagerOptimizer):
         for kernel in self._kernels.values():
             kernel.upload()
 
+    def _update(self, weights: Sequence[Weight], bucket: int = 0) -> None:
+        """Update these weights, which are always the same for a bucket of this number."""
+        kinds: dict[tuple[int, bool, int], list[Weight]] = {}
+        for weight in weights:
+            if gradients := weight.gradients():
+                kinds.setdefault((bucket, weight.copy is not None, len(gradients)), []).append(weight)
+                self._make_state(weight)
+        for kind, same in kinds.items():
+            if self._steps.is_cuda:
+                self._launch(kind, same)
+            else:
+                for weight in same:
+                    self._update_one(weight)
+
     def _make_state(self, weight: Weight) -> None:
         state = self.state[weight.master]
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight.master), torch.zeros_like(weight.master)
 
-    def _launch(self, kind: tuple[bool, int], weights: Sequence[Weight]) -> None:
+    def _launch(self, kind: tuple[int, bool, int], weights: Sequence[Weight]) -> None:
         from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
 
         if kind not in self._kernels:
@@ -89,7 +93,7 @@ class MasterAdamW(EagerOptimizer):
         (group,) = self.param_groups
         return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
 
-    def _update(self, weight: Weight) -> None:
+    def _update_one(self, weight: Weight) -> None:
         settings, state = self._settings, self.state[weight.master]
         lr, (beta1, beta2) = settings["lr"], settings["betas"]
         gradient = sum((gradient.float() for gradient in weight.gradients()), start=torch.zeros_like(weight.master))

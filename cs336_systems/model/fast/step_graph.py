@@ -1,6 +1,7 @@
 """A step as CUDA graphs, one for each phase, each of which the host launches by one call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +11,8 @@ from cs336_systems.model.batches import Batch
 
 Phases = Callable[[Batch], Iterator[Phase]]
 """Launches the phases of a step, and yields each after it was launched."""
+Lap = Callable[[Phase, torch.cuda.Event | None], None]
+"""Notes that a phase ends here, or at the event."""
 
 
 class StepGraph:
@@ -17,7 +20,8 @@ class StepGraph:
 
     Every call is one training step, including the one that captures. The batch is copied to where the graphs read it.
     Each phase has a graph of its own, because clocks and profilers see no boundary inside a graph; the device goes from
-    one graph to the next without waiting for the host.
+    one graph to the next without waiting for the host. Only backward and communication are one graph, as collectives
+    that begin in the one end in the other; an event that the graph records tells where backward ends.
     """
 
     def __init__(self, phases: Phases, order: tuple[Phase, ...], captured: Callable[[], None]) -> None:
@@ -28,11 +32,11 @@ class StepGraph:
         self._stream = torch.cuda.Stream()
         self._num_steps = 0
         self._batch: Batch | None = None
-        self._graphs: dict[Phase, torch.cuda.CUDAGraph] = {}
+        self._graphs: list[_Graph] = []
         self.peak_bytes: int | None = None
         """Peak of memory during the capture, which replays need but do not report; None before the capture."""
 
-    def __call__(self, batch: Batch, lap: Callable[[Phase], None]) -> None:
+    def __call__(self, batch: Batch, lap: Lap) -> None:
         """One step; `lap` is called after each phase. The next step overwrites its results."""
         self._num_steps += 1
         if self._num_steps <= EAGER_STEPS_BEFORE_GRAPH:
@@ -44,18 +48,19 @@ class StepGraph:
         for static, fresh in zip(self._batch, batch, strict=True):
             if static is not fresh:
                 static.copy_(fresh)
-        for phase, graph in self._graphs.items():
-            with annotate(phase):
-                graph.replay()
-            lap(phase)
+        for graph in self._graphs:
+            with annotate(graph.phases[0]):
+                graph.graph.replay()
+            for phase, end in zip(graph.phases, (*graph.ends, None), strict=True):
+                lap(phase, end)
 
-    def _eagerly(self, batch: Batch, lap: Callable[[Phase], None]) -> None:
+    def _eagerly(self, batch: Batch, lap: Lap) -> None:
         """Run on the capture's stream, so that autograd and the libraries have set up what they need there."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             for phase in self._phases(batch):
-                lap(phase)
+                lap(phase, None)
         here.wait_stream(self._stream)
 
     def _capture(self, batch: Batch) -> None:
@@ -63,11 +68,35 @@ class StepGraph:
         torch.cuda.reset_peak_memory_stats()
         pool = torch.cuda.graph_pool_handle()  # a phase may reuse memory that an earlier one has freed
         running = self._phases(batch)
-        for phase in self._order:
-            graph = torch.cuda.CUDAGraph()
+        for phases in _graphs_of(self._order):
+            graph, ends = torch.cuda.CUDAGraph(), []
             with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-                captured = next(running)
-            assert captured is phase
-            self._graphs[phase] = graph
+                for phase in phases:
+                    captured = next(running)
+                    assert captured is phase
+                    if phase is not phases[-1]:
+                        ends.append(torch.cuda.Event(enable_timing=True, external=True))
+                        ends[-1].record()
+            self._graphs.append(_Graph(graph, phases, ends))
         self.peak_bytes = torch.cuda.max_memory_allocated()
         self._captured()
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """Phases that one graph holds, and an event at the end of each but the last."""
+
+    graph: torch.cuda.CUDAGraph
+    phases: Sequence[Phase]
+    ends: Sequence[torch.cuda.Event]
+
+
+def _graphs_of(order: Sequence[Phase]) -> list[list[Phase]]:
+    """The phases of each graph."""
+    graphs: list[list[Phase]] = []
+    for phase in order:
+        if phase is Phase.COMMUNICATION:
+            graphs[-1].append(phase)
+        else:
+            graphs.append([phase])
+    return graphs

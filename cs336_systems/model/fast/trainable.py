@@ -34,7 +34,6 @@ class FastTrainable(Trainable):
             self.criterion = fused_cross_entropy
         elif config.compile_blocks:
             self.criterion = torch.compile(cross_entropy)
-        self._master_adamw: MasterAdamW | None = None
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self._fast.padded_logits(tokens)
@@ -52,10 +51,4 @@ class FastTrainable(Trainable):
         """The configuration's optimizer, or one that updates the parameters and writes their copies."""
         if not self._fast.weights:
             return super().make_optimizer()
-        self._master_adamw = MasterAdamW(self._fast.weights, self.config.learning_rate)
-        return self._master_adamw
-
-    def captured(self) -> None:
-        """Prepare for replays of a graph that has captured a step."""
-        if self._master_adamw is not None:
-            self._master_adamw.captured()
+        return MasterAdamW(self._fast.weights, self.config.learning_rate)

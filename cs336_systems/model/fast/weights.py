@@ -67,10 +67,11 @@ def whole(master: nn.Parameter, copy: Place | None = None) -> Weight:
 
 
 def drop_gradients(weights: Iterable[Weight]) -> None:
-    """Drop the gradients of the copies; those of the masters are left to the optimizer or the model."""
+    """Drop the gradients of all leaves that the model reads."""
     for weight in weights:
-        if weight.copy is not None:
-            weight.copy.leaf.grad = None
+        for place in (weight.read, weight.copy):
+            if place is not None:
+                place.leaf.grad = None
 
 
 class Copies(NamedTuple):

@@ -14,7 +14,8 @@ from cs336_systems.model.batches import Batch
 from cs336_systems.model.fast.step_graph import StepGraph
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-TOOK_S = {Phase.DATA: 0.5, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.OPTIMIZER: 4.0}
+SHARED = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER)
+TOOK_S = {Phase.DATA: 0.5, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.COMMUNICATION: 8.0, Phase.OPTIMIZER: 4.0}
 """Time of each phase by the device's clock."""
 
 
@@ -85,8 +86,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
+@pytest.mark.parametrize("order", [PHASES, SHARED], ids=["one process", "several ranks"])
 @pytest.mark.parametrize("reads_data", [False, True], ids=["random tokens", "token file"])
-def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_data: bool) -> None:
+def test_every_step_has_each_phase_once_with_its_own_time(
+    device: Device, reads_data: bool, order: tuple[Phase, ...]
+) -> None:
     """This holds for eager steps, for the step that captures, and for replays."""
     seen: list[tuple[int, float]] = []
     loss, static = torch.zeros(()), torch.zeros(1)
@@ -97,12 +101,12 @@ def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_
             seen.append((len(seen), loss.item()))
 
         device.run(compute)
-        for phase in PHASES:
+        for phase in order:
             device.work(TOOK_S[phase])
             yield phase
 
     captured_after: list[int] = []
-    graph, clock = StepGraph(phases, PHASES, lambda: captured_after.append(len(seen))), EventClock()
+    graph, clock = StepGraph(phases, order, lambda: captured_after.append(len(seen))), EventClock()
     for number in range(EAGER_STEPS_BEFORE_GRAPH + 3):
         clock.start()
         batch = (torch.full((1,), float(number)), static)
@@ -110,7 +114,7 @@ def test_every_step_has_each_phase_once_with_its_own_time(device: Device, reads_
             device.work(TOOK_S[Phase.DATA])
             clock.lap(Phase.DATA)
         graph(batch, clock.lap)
-        wanted = ((Phase.DATA,) if reads_data else ()) + PHASES
+        wanted = ((Phase.DATA,) if reads_data else ()) + order
         assert clock.stop().phases_s == pytest.approx({phase: TOOK_S[phase] for phase in wanted})
         assert loss.item() == number, "each step has its own batch, and the capture is one step too"
     assert seen == [(number, float(number)) for number in range(EAGER_STEPS_BEFORE_GRAPH + 3)], "nothing runs twice"

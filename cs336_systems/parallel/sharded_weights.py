@@ -1,0 +1,154 @@
+"""The fast model's weights on several ranks: masters shared out, and low-precision copies that every rank has whole.
+
+A rank keeps and updates its part of every matrix's master and of the optimizer's state. It needs its part of the
+average gradient only, and gives the others its part of the updated copy (ZeRO-2, Rajbhandari et al. 2020).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.model import FastLM
+from cs336_systems.model.fast.weights import ALIGNMENT, Place, Weight
+from cs336_systems.parallel.collectives import grouped, own_part
+from cs336_systems.parallel.data_parallel import Leaf
+from cs336_systems.parallel.units import parameters_of
+
+BUCKET_BYTES = 64 * 2**20
+"""Copies that are exchanged together, while the next bucket is updated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pack:
+    """The weights whose copies are in one leaf tensor; or one weight without a copy."""
+
+    names: list[str]
+    weights: list[Weight]
+    is_read: bool
+    """Whether the model reads the masters themselves."""
+
+    @property
+    def copy(self) -> Tensor | None:
+        """The leaf with the copies."""
+        place = self.weights[0].copy
+        return None if place is None else place.leaf
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors that the model reads, whose gradients are averaged."""
+        copies = [] if self.copy is None else [self.copy]
+        return [*copies, *(weight.master for weight in self.weights)] if self.is_read else copies
+
+    @property
+    def shared_elements(self) -> int:
+        """Elements that are shared out among the ranks: all; or 0 of vectors, and where parts would not be aligned."""
+        elements = sum(weight.master.numel() for weight in self.weights)
+        is_matrix = self.weights[0].master.ndim > 1
+        return elements if is_matrix and elements % (dist.get_world_size() * ALIGNMENT) == 0 else 0
+
+    @property
+    def exchanged(self) -> list[Tensor]:
+        """Tensors, as one axis, of which each rank updates its own part; none if every rank updates the whole."""
+        return [leaf.detach().view(-1)[: self.shared_elements] for leaf in self.leaves if self.shared_elements]
+
+
+def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
+    """The tensors whose gradients are averaged; with `shares`, each rank needs its part of most of them only."""
+    return [
+        Leaf(" + ".join(pack.names), leaf, pack.shared_elements if shares else 0)
+        for pack in _packs(model)
+        for leaf in pack.leaves
+    ]
+
+
+class ShardedMasterAdamW(MasterAdamW):
+    """MasterAdamW of this rank's part of all matrices; each rank also updates every vector.
+
+    Masters that the model does not read itself are given up but for this part, so the model's own are empty. The ranks
+    exchange what they have updated in buckets, each while the next one is updated.
+    """
+
+    def __init__(self, model: FastLM, lr: float) -> None:
+        packs = list(_packs(model))
+        self._own = [_own_weights(pack) for pack in packs]
+        self._names = [pack.names for pack in packs]
+        self._shapes = [[weight.master.shape for weight in pack.weights] for pack in packs]
+        self._exchanged = [pack.exchanged for pack in packs]
+        for pack in packs:
+            if pack.shared_elements and not pack.is_read:
+                for weight in pack.weights:
+                    weight.master.data = weight.master.new_empty(0)
+        super().__init__([weight for own in self._own for weight in own], lr)
+        self._buckets = _buckets(self._own, self._exchanged)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this rank's part, and exchange it."""
+        del closure
+        self._steps += 1
+        exchanges = []
+        for number, (weights, exchanged) in enumerate(self._buckets):
+            self._update(weights, number)
+            exchanges += grouped(lambda whole: dist.all_gather_into_tensor(whole, own_part(whole)), exchanged)
+        for exchange in exchanges:
+            exchange.wait()
+
+    @torch.no_grad()
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """All masters whole, by their names in the model; every rank must call it."""
+        found: dict[str, Tensor] = {}
+        for names, shapes, own, exchanged in zip(self._names, self._shapes, self._own, self._exchanged, strict=True):
+            if exchanged:
+                [weight] = own
+                flat = weight.master.new_empty(weight.master.numel() * dist.get_world_size())
+                dist.all_gather_into_tensor(flat, weight.master.contiguous())
+                parts = flat.split([shape.numel() for shape in shapes])
+                found |= {name: part.view(shape) for name, shape, part in zip(names, shapes, parts, strict=True)}
+            else:
+                found |= {name: weight.master.detach().clone() for name, weight in zip(names, own, strict=True)}
+        return found
+
+
+def _packs(model: FastLM) -> Iterator[_Pack]:
+    """The model's weights by the tensors that it reads."""
+    looked_up = {each.parameter for each in parameters_of(model) if each.is_of_embedding}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    packed: dict[Tensor, list[Weight]] = {}
+    for weight in model.weights:
+        packed.setdefault(weight.master if weight.copy is None else weight.copy.leaf, []).append(weight)
+    for weights in packed.values():
+        is_read = weights[0].copy is None or any(weight.master in looked_up for weight in weights)
+        yield _Pack(names=[names[weight.master] for weight in weights], weights=weights, is_read=is_read)
+
+
+def _own_weights(pack: _Pack) -> list[Weight]:
+    """The weights that this rank updates: one, its part of the matrices of the pack; or the whole ones."""
+    if not pack.shared_elements:
+        return pack.weights
+    length = pack.shared_elements // dist.get_world_size()
+    part = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
+    copy = None if pack.copy is None else Place(pack.copy, part)
+    if pack.is_read:
+        [weight] = pack.weights
+        read = Place(weight.master, part)
+        return [Weight(master=read.values, read=read, copy=copy)]
+    whole = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
+    return [Weight(master=whole[part].clone(), read=None, copy=copy)]
+
+
+def _buckets(own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]) -> list[tuple[list[Weight], list[Tensor]]]:
+    """What is updated and exchanged together, in the order of forward."""
+    buckets: list[tuple[list[Weight], list[Tensor]]] = []
+    size = BUCKET_BYTES
+    for weights, tensors in zip(own, exchanged, strict=True):
+        if size >= BUCKET_BYTES:
+            buckets.append(([], []))
+            size = 0
+        buckets[-1][0].extend(weights)
+        buckets[-1][1].extend(tensors)
+        size += sum(tensor.nbytes for tensor in tensors)
+    return buckets

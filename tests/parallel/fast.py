@@ -1,0 +1,67 @@
+"""The fast model on ranks, and the same in one process that averages the ranks' gradients itself."""
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.config import Arch, Attention, Device, ModelConfig, OptimizerKind, Parallel, Precision, RunConfig
+from cs336_systems.measure.clock import EventClock, HostClock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.batches import make_batches
+from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW
+from cs336_systems.parallel.traffic import TrafficCounter
+
+STEPS, LEARNING_RATE = 6, 1e-2
+
+
+def config_of(arch, way="none", shard=False, ranks=1, device="cpu"):
+    model = ModelConfig(
+        arch=Arch(arch), vocab_size=90, context_length=16, d_model=32, d_ff=64, num_layers=3, num_heads=2,
+        attention=Attention.SDPA,
+    )  # fmt: skip
+    return RunConfig(
+        size="custom", model=model, batch_size=2, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+        cast_once=True, fused_blocks=True, fused_loss=True, pad_vocabulary=64, parallel=Parallel(way), ranks=ranks,
+        shard_optimizer=shard, learning_rate=LEARNING_RATE, device=Device(device), cuda_graph=device == "cuda",
+    )  # fmt: skip
+
+
+def train(way, arch, shard, device="cpu"):
+    """Masters after some steps on this rank, elements that its optimizer updates, losses, and traffic of a step."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    step = TrainingStep(config_of(arch, way, shard, dist.get_world_size(), device), rank=rank)
+    clock = HostClock() if device == "cpu" else EventClock()
+    losses = [step(clock)[1].item() for _ in range(STEPS)]
+    masters = {name: each.detach().cpu().clone() for name, each in step.model.named_parameters()}
+    if isinstance(step.optimizer, ShardedMasterAdamW):
+        masters = {name: each.cpu() for name, each in step.optimizer.gather_full_parameters().items()}
+    updated = sum(state["exp_avg"].numel() for state in step.optimizer.state.values())
+    copies = {id(weight.copy.leaf): weight.copy.leaf.detach().cpu() for weight in step.model.weights if weight.copy}
+    copies = [each.clone() for each in copies.values()]
+    with TrafficCounter() as counter:
+        step(clock)
+    return masters, updated, losses, sum(each.sent_bytes for each in counter.traffic()), copies
+
+
+def train_alone(arch, ranks):
+    """The masters after the same steps in one process, which averages in the gradients' own types; losses by rank."""
+    config = config_of(arch)
+    torch.manual_seed(0)
+    step = TrainingStep(config)
+    batches = [make_batches(config_of(arch, "ddp-flat", ranks=ranks), rank) for rank in range(ranks)]
+    read = [weight.copy.leaf for weight in step.model.weights if weight.copy]
+    leaves = list({id(leaf): leaf for leaf in (*step.model.parameters(), *read)}.values())
+    losses = []
+    for _ in range(STEPS):
+        found = []
+        for batch in batches:
+            loss = step.forward(batch())
+            step.backward(loss)
+            found.append(([None if leaf.grad is None else leaf.grad.clone() for leaf in leaves], loss.item()))
+            step.optimizer.zero_grad()
+        losses.append([loss for _, loss in found])
+        for leaf, *gradients in zip(leaves, *(gradients for gradients, _ in found), strict=True):
+            leaf.grad = None if gradients[0] is None else sum(gradients) / ranks
+        step.optimizer.step()
+        step.optimizer.zero_grad()
+    return {name: each.detach() for name, each in step.model.named_parameters()}, losses

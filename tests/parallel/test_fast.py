@@ -1,0 +1,61 @@
+"""The fast model on ranks: weights in low precision whose gradients are averaged, and masters that are shared out."""
+
+import functools
+
+import pytest
+import torch
+
+from cs336_systems.costs.communication import sent_bytes
+from tests.parallel import fast
+from tests.parallel.ranks import ranks_of
+
+pytestmark = pytest.mark.timeout(280)
+WAYS = ["ddp-naive", "ddp-flat", "ddp-overlap"]
+ARCHS = ["cs336", "gpt2"]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+@functools.cache
+def alone(ranks, arch):
+    return ranks.call("tests.parallel.fast:train_alone", arch, 2)[0]
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_on_two_ranks_are_those_of_one_process_that_averages(two, way, arch, shard):
+    expected, losses = alone(two, arch)
+    results = two.call("tests.parallel.fast:train", way, arch, shard)
+    for rank, (masters, updated, own_losses, _, copies) in enumerate(results):
+        assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-6)
+        assert masters.keys() == expected.keys()
+        for name, master in masters.items():
+            torch.testing.assert_close(master, expected[name], rtol=1e-6, atol=1e-7)
+        elements = [each.numel() for each in expected.values()]
+        vectors = sum(each.numel() for each in expected.values() if each.ndim == 1)
+        assert updated == ((sum(elements) - vectors) // 2 + vectors if shard else sum(elements))
+        assert all(torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True))
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch, shard):
+    """Each of two ranks sends all bytes of a gradient for its average; half for its part, and half for a copy."""
+    whole, _ = alone(two, arch)
+    shape = fast.config_of(arch).model
+    gains = {name for name in whole if "ln" in name}
+    tables = {name for name in whole if "embedding" in name}
+    by_type = {
+        4: gains | tables,
+        2: whole.keys() - gains - tables | (tables - {"token_embeddings.positions"} if arch == "gpt2" else set()),
+    }
+    expected = sum(width * whole[name].numel() for width, names in by_type.items() for name in names)
+    if not shard:  # averaged with the rows that pad it
+        expected += 2 * (128 - shape.vocab_size) * shape.d_model
+    for *_, sent, _ in two.call("tests.parallel.fast:train", "ddp-overlap", arch, shard):
+        assert sent == expected == sent_bytes(fast.config_of(arch, "ddp-overlap", shard, 2))
