@@ -63,18 +63,23 @@ def batches():
     return [torch.randint(SHAPE["vocab_size"], size, generator=generator) for _ in range(STEPS)]
 
 
+def device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def loss_of(model, tokens):
+    tokens = tokens.to(next(model.parameters()).device)
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def weights_of(model):
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
+    return {name: each.detach().cpu().clone() for name, each in model.named_parameters()}
 
 
 def train_alone(kind, optimizer, dtype, seed=0):
     """The weights after training in one process with the whole batch."""
-    model = make_model(kind, seed, dtype)
+    model = make_model(kind, seed, dtype).to(device())
     opt = OPTIMIZERS[optimizer](model.parameters())
     for tokens in batches():
         loss_of(model, tokens).backward()
@@ -86,7 +91,7 @@ def train_alone(kind, optimizer, dtype, seed=0):
 def train(way, kind, optimizer, dtype, shard=False):
     """The weights after training on this rank with its part of each batch; rank 0's seed is 0."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = make_model(kind, rank, dtype)
+    model = make_model(kind, rank, dtype).to(device())
     wrapped = WAYS[way](model)
     make = OPTIMIZERS[optimizer]
     opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
@@ -96,7 +101,9 @@ def train(way, kind, optimizer, dtype, shard=False):
         wrapped.finish_gradient_synchronization()
         opt.step()
         opt.zero_grad()
-    return wrapped.gather_full_parameters() if hasattr(wrapped, "gather_full_parameters") else weights_of(model)
+    if not hasattr(wrapped, "gather_full_parameters"):
+        return weights_of(model)
+    return {name: each.cpu() for name, each in wrapped.gather_full_parameters().items()}
 
 
 def train_in_bf16(way):

@@ -49,7 +49,7 @@ def _exit():
 
 
 def _ask_for_a_pebibyte():
-    torch.empty(2**50, dtype=torch.uint8)
+    torch.empty(2**50, dtype=torch.uint8, device="cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _wait_in_vain():

@@ -41,15 +41,19 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(count):
-    """As many ranks, over gloo, which meet in a file: a port could be taken by another process in between."""
+def ranks_of(count, gpu_uuids=()):
+    """As many ranks, over gloo, or over NCCL on these GPUs.
+
+    They meet in a file, because a port could be taken by another process in between.
+    """
     context, processes, pipes = fork_server(), [], []
     with tempfile.TemporaryDirectory() as scratch:
         try:
             for rank in range(count):
                 place = Rank(rank=rank, ranks=count, meeting=f"file://{scratch}/meeting", timeout_s=PATIENCE_S)
                 pipe, other = context.Pipe()
-                process = context.Process(target=_serve, args=(place, other), daemon=True)
+                gpu = gpu_uuids[rank] if gpu_uuids else None
+                process = context.Process(target=_serve, args=(place, gpu, other), daemon=True)
                 start(process)
                 other.close()
                 processes.append(process)
@@ -63,12 +67,14 @@ def ranks_of(count):
                 process.join()
 
 
-def _serve(place, pipe):
+def _serve(place, gpu, pipe):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     torch.set_num_threads(1)
     os.chdir(Path(__file__).parents[2])
-    with group_of(place, Device.CPU):
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    with group_of(place, Device.CPU if gpu is None else Device.CUDA):
         while True:
             try:
                 name, arguments = pipe.recv()

@@ -1,0 +1,100 @@
+"""On two GPUs, over NCCL: each way is training in one process; what is left of ranks that fail."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import pynvml
+import pytest
+import torch
+
+from cs336_systems.config import Device, Parallel
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.record import Status
+from cs336_systems.sweep.run import run_sweep
+from tests.faults.harness import eventually, processes_in
+from tests.parallel.checks import WAYS
+from tests.parallel.ranks import ranks_of
+from tests.parallel.test_runs import FAULTS, SHARED, Stopwatch
+from tests.parallel.test_ways import DDP_WAYS, distance
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+ON_GPUS = replace(SHARED, device=Device.CUDA)
+TIMEOUTS_S = (25.0, 60.0)
+"""The first is enough to come to the hang, unless the machine is busy."""
+LEFT_BYTES = 64 * 2**20
+"""Far less than a context takes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus():
+    gpus = visible_gpus()
+    if len(gpus) < 2:
+        pytest.skip("needs two GPUs")
+    return [gpu.uuid for gpu in gpus[:2]]
+
+
+@pytest.fixture(scope="module")
+def two(two_gpus):
+    with ranks_of(2, two_gpus) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("kind", ["cs336", "gpt2"])
+def test_ten_steps_on_two_gpus_are_ten_with_the_whole_batch(two, kind):
+    expected = two.call("tests.parallel.checks:train_alone", kind, "adamw", torch.float32)[0]
+    for way in WAYS:
+        for shard in (False, True) if way in DDP_WAYS else (False,):
+            for found in two.call("tests.parallel.checks:train", way, kind, "adamw", torch.float32, shard):
+                assert distance(found, expected) < 1e-5, (way, shard)
+
+
+def used_bytes(uuids):
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+    return [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
+
+
+@contextlib.contextmanager
+def nothing_is_left(directory, uuids):
+    """In the end no process works in the directory any more, and the GPUs have their memory back."""
+    (directory / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
+    before = used_bytes(uuids)
+    with contextlib.chdir(directory):
+        yield
+    assert not processes_in(directory)
+    assert eventually(
+        lambda: all(now < then + LEFT_BYTES for now, then in zip(used_bytes(uuids), before, strict=True)), 10
+    )
+
+
+def test_ranks_that_fail_end_the_others_and_leave_nothing(tmp_path, two_gpus):
+    faults = {
+        name: replace(ON_GPUS, parallel=Parallel.FSDP, model_factory=f"parallel_models:{name}")
+        for name in ("killed", "out_of_memory", "raises")
+    }
+    after = replace(ON_GPUS, seed=1)
+    with nothing_is_left(tmp_path, two_gpus):
+        outcome = run_sweep([*faults.values(), after], tmp_path, Stopwatch(), timeout_s=100)
+    by_config = {record.config: record for record in outcome.records}
+    for name, config in faults.items():
+        record, (status, words) = by_config[config], FAULTS[name]
+        assert record.status is status, record.failure
+        assert record.failed_rank == 1
+        assert words in record.failure.message
+        assert record.failure.where == "forward of measured step 0"
+    assert by_config[faults["out_of_memory"]].failure.requested_bytes == 2**50
+    assert by_config[after].status is Status.OK
+
+
+def test_a_rank_that_hangs_is_named_when_the_time_is_over(tmp_path, two_gpus):
+    hangs = replace(ON_GPUS, model_factory="parallel_models:hangs")
+    with nothing_is_left(tmp_path, two_gpus):
+        for timeout_s in TIMEOUTS_S:
+            witness = Stopwatch()
+            (record,) = run_sweep([hangs], tmp_path, witness, timeout_s=timeout_s).records
+            assert record.status is Status.TIMEOUT
+            assert timeout_s <= witness.elapsed_s < timeout_s + 10
+            if record.failure.where == "forward of measured step 0":
+                break
+    assert record.failed_rank == 1
