@@ -522,9 +522,11 @@ class RunConfig:
                 _alone("--compile reduce-overhead", lambda run: run.compile is CompileMode.REDUCE_OVERHEAD),
                 _alone("--nsys", lambda run: run.profiler is Profiler.NSYS),
                 _alone("--memory", lambda run: run.profiler is Profiler.MEMORY),
-                _alone(
-                    "--compile", lambda run: run.compile is not CompileMode.NONE,
-                    only=lambda run: run.parallel.shards_parameters,
+                _needs(
+                    "--compile-blocks, as parameters are gathered between the blocks",
+                    lambda run: not run.parallel.shards_parameters or run.compile_blocks
+                    or run.compile is CompileMode.NONE,
+                    "--compile {config.compile}",
                 ),
                 _alone(
                     "--precision fp16", lambda run: run.precision is Precision.FP16,

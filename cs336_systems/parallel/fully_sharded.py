@@ -9,7 +9,8 @@ The host launches one kernel of NCCL for all gathers of a unit, and one for its 
 a unit are one tensor, so that they are cast in one kernel, and so are the gathered parameters.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -60,15 +61,7 @@ class FSDP(nn.Module):
         """A unit that one of its layers began, because the model calls the layers of the unit and not its module."""
         *self._parts, self._whole = self._units
         for unit in self._parts:
-            assert unit.module is not None
-            unit.module.register_forward_pre_hook(lambda _module, _inputs, unit=unit: self._before_forward(unit))
-            # always, because a checkpoint ends its recomputation by an exception
-            unit.module.register_forward_hook(
-                lambda _module, _inputs, output, unit=unit: self._after_forward(unit, output), always_call=True
-            )
-            for layer in unit.layers:
-                layer.register_forward_pre_hook(lambda _module, _inputs, unit=unit: self._before_layer(unit))
-                layer.register_forward_hook(lambda _module, _inputs, output, unit=unit: self._after_layer(unit, output))
+            self._watch(unit)
         for unit in self._units:
             unit.when_graded = self._after_backward
 
@@ -96,6 +89,31 @@ class FSDP(nn.Module):
         Averaging([each.grad for each in self._replicated if each.grad is not None]).wait()
         self._free_all()
         self._in_backward = False
+
+    def _watch(self, unit: "_Unit") -> None:
+        """Have the unit gathered before each call of its module, and freed after it."""
+        module = unit.module
+        assert module is not None
+        if module._compiled_call_impl is not None:  # hooks would be compiled too
+            module._compiled_call_impl = functools.partial(self._call, unit, module._compiled_call_impl)
+            return
+        module.register_forward_pre_hook(lambda _module, _inputs: self._before_forward(unit))
+        # always, because a checkpoint ends its recomputation by an exception
+        module.register_forward_hook(
+            lambda _module, _inputs, output: self._after_forward(unit, output), always_call=True
+        )
+        for layer in unit.layers:
+            layer.register_forward_pre_hook(lambda _module, _inputs: self._before_layer(unit))
+            layer.register_forward_hook(lambda _module, _inputs, output: self._after_layer(unit, output))
+
+    def _call(self, unit: "_Unit", compiled: Callable[..., Any], *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        self._before_forward(unit)
+        output = None
+        try:
+            output = compiled(*inputs, **named_inputs)
+        finally:
+            self._after_forward(unit, output)
+        return output
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:

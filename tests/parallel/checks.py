@@ -88,10 +88,18 @@ def train_alone(kind, optimizer, dtype, seed=0):
     return weights_of(model)
 
 
-def train(way, kind, optimizer, dtype, shard=False):
-    """The weights after training on this rank with its part of each batch; rank 0's seed is 0."""
+def train(way, kind, optimizer, dtype, shard=False, compiled=False):
+    """The weights after training on this rank with its part of each batch; rank 0's seed is 0.
+
+    If `compiled`, each block is, in one graph for all blocks and steps.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = make_model(kind, rank, dtype).to(device())
+    if compiled:
+        torch._dynamo.reset()
+        torch._dynamo.config.error_on_recompile = True
+        for block in model.layers:
+            block.compile(backend="aot_eager", fullgraph=True)
     wrapped = WAYS[way](model)
     make = OPTIMIZERS[optimizer]
     opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())

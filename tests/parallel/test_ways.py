@@ -58,6 +58,11 @@ def test_blocks_that_are_never_called_themselves(two):
         assert distance(found, expected) < 1e-12
 
 
+def test_compiled_blocks_are_gathered_outside_of_what_is_compiled(two):
+    for found in each_rank(two, "fsdp", "cs336", "adamw", torch.float32, False, True):
+        assert distance(found, alone(two, "cs336", "adamw", torch.float32)) < 1e-6
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_frozen_and_unused_parameters_and_buffers(two, way):
     """The ranks' own buffers and weights differ at first, by their seeds."""
