@@ -17,6 +17,8 @@ MAX_ELEMENTS = 2**42
 """Bound on the elements of the logits and of one block's attention scores, for the same reason."""
 FP8_MULTIPLE = 16
 """All sizes of a matmul in fp8 must be multiples of this, for cuBLAS."""
+PACKED_MULTIPLE = 8
+"""Parts of a packed bf16 weight and bias start at multiples of 16 bytes if d_model is a multiple of this."""
 MAX_RANKS = 64
 """Most ranks of one step: they are processes of one machine, which has at most 16 GPUs, or some more CPU cores."""
 MAX_PADDING = 2**16
@@ -422,6 +424,31 @@ class RunConfig:
             note="a checkpoint every {} blocks", notes={0: "no checkpoints", 1: "a checkpoint every block"},
         ),
     ] = 0
+    selective_checkpoints: Annotated[
+        bool,
+        Setting(
+            "Selective activation checkpointing (Korthikanti et al. 2022), for long contexts: checkpoints also save q, "
+            "k, v and the result of attention, so that backward does not compute attention again. Needs "
+            "--checkpoint-blocks 1, --fused-blocks and fused attention.",
+            is_shortcut=True, label=1, word="selective", note="selective checkpoints",
+            rules=(
+                _OUR_MODEL,
+                _needs(
+                    "--checkpoint-blocks 1, as each block is a checkpoint", lambda run: run.checkpoint_blocks == 1,
+                    "--checkpoint-blocks {config.checkpoint_blocks}",
+                ),
+                _needs(
+                    "--attention sdpa, whose result is small", lambda run: run.model.attention is Attention.SDPA,
+                    "--attention {config.model.attention}",
+                ),
+                _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
+                _needs(
+                    f"a d_model that is a multiple of {PACKED_MULTIPLE}, with which q, k and v are one matmul",
+                    lambda run: run.model.d_model % PACKED_MULTIPLE == 0, "{config.model.d_model}",
+                ),
+            ),
+        ),
+    ] = False
     pad_vocabulary: Annotated[
         int,
         Setting(

@@ -142,12 +142,24 @@ def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Com
     model = config.model
     again: dict[Component, int] = {}
     if config.checkpoint_blocks:
-        again = {part: forward[part] for part in IN_BLOCKS}
+        again = {part: forward[part] for part in _recomputed_parts(config)}
         matmuls = model.num_layers * _ffn_matrices(model)
         again[Component.FFN] -= _spared_matmuls(config) * forward[Component.FFN] // matmuls
     if _is_fused(model):
         again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
     return again
+
+
+def _recomputed_parts(config: RunConfig) -> tuple[Component, ...]:
+    """The parts that backward computes again between checkpoints: of a selective one the linear layers but q, k and v.
+
+    In fp8 also these, since a layer saves its factors only after the matmul.
+    """
+    if not config.checkpoint_blocks:
+        return ()
+    if not config.selective_checkpoints:
+        return IN_BLOCKS
+    return FP8_LAYERS if config.fp8 else (Component.OUTPUT, Component.FFN)
 
 
 def _spared_matmuls(config: RunConfig) -> int:
@@ -326,7 +338,7 @@ def _component_bytes(config: RunConfig, part: Component, elements: _MatmulElemen
     result_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
     sizes = (FP8_BYTES if config.fp8 and part in FP8_LAYERS else result_bytes, result_bytes)
     forward, has_backward = elements.forward_bytes(*sizes), _has_backward(config)
-    recomputed = forward if has_backward and config.checkpoint_blocks and part in IN_BLOCKS else 0
+    recomputed = forward if has_backward and part in _recomputed_parts(config) else 0
     if recomputed and part is Component.FFN:
         recomputed -= _spared_matmuls(config) * _last_matmul(config).forward_bytes(*sizes)
     return ComponentBytes(

@@ -69,11 +69,23 @@ class PackedAttention(SelfAttention):
         """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
         if self.packed is None:
             return super().heads(x, rotations)
-        if rotations is not None:
-            return rope_heads(self.packed.matmul(x), rotations)
+        return self.cut(self.project(x), rotations)
+
+    def project(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq thrice_d_model"]:
+        """Queries, keys and values of all heads, side by side; the gradient of their bias is left to `cut`."""
+        assert self.packed is not None
         bias = self.packed.bias
-        assert bias is not None, "attention without biases has rotations"
-        return cut_heads(self.packed._replace(bias=bias.detach()).matmul(x), bias, self.num_heads)
+        return self.packed._replace(bias=None if bias is None else bias.detach()).matmul(x)
+
+    def cut(
+        self, projected: Float[Tensor, "batch seq thrice_d_model"], rotations: Rotations | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of what `project` returned."""
+        if rotations is not None:
+            return rope_heads(projected, rotations)
+        assert self.packed is not None
+        assert self.packed.bias is not None, "attention without biases has rotations"
+        return cut_heads(projected, self.packed.bias, self.num_heads)
 
 
 class PackedSwiGLU(SwiGLU):

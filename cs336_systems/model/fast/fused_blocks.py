@@ -27,11 +27,27 @@ def add_norm(
     """
     if stream.shape != branch.shape:
         raise ValueError(f"needed a branch of the stream's shape {tuple(stream.shape)}, got {tuple(branch.shape)}")
-    for vector in (branch_bias, gain, bias):
-        if vector is not None and vector.shape != stream.shape[-1:]:
-            raise ValueError(f"needed vectors of {stream.shape[-1]} elements, got {tuple(vector.shape)}")
+    _check_widths(stream, branch_bias, gain, bias)
     total, normed, _ = _add_norm(stream, branch, branch_bias, gain, bias, eps)
     return total, normed
+
+
+def norm(
+    x: Float[Tensor, "... d_model"],
+    gain: Float[Tensor, " d_model"],
+    bias: Float[Tensor, " d_model"] | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Float[Tensor, "... d_model"]:
+    """The norm of x alone, as `add_norm` computes it, in `dtype`; raise ValueError if shapes do not fit."""
+    _check_widths(x, gain, bias)
+    return cast(tuple[Tensor, Tensor], _norm(x, gain, bias, eps, dtype))[0]
+
+
+def _check_widths(rows: Tensor, *vectors: Tensor | None) -> None:
+    for vector in vectors:
+        if vector is not None and vector.shape != rows.shape[-1:]:
+            raise ValueError(f"needed vectors of {rows.shape[-1]} elements, got {tuple(vector.shape)}")
 
 
 def bias_gelu(x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"]) -> Float[Tensor, "... d_ff"]:
@@ -58,13 +74,27 @@ def _add_norm(
         return fused_blocks_kernel.add_norm(stream, branch, branch_bias, gain, bias, eps)
     total = stream.float() + branch.float()
     total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype).contiguous()
+    return total, *_normed(total, gain, bias, eps, branch.dtype)
+
+
+@torch.library.custom_op("cs336_systems::norm", mutates_args=())
+def _norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Also returns the statistics that `_add_norm` returns."""
+    if x.is_cuda:
+        from cs336_systems.model.fast import fused_blocks_kernel
+
+        return fused_blocks_kernel.norm(x, gain, bias, eps, dtype)
+    return _normed(x, gain, bias, eps, dtype)
+
+
+def _normed(total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
     wide = wide - means[0][:, None] if means else wide
     scale = (wide.square().mean(dim=-1) + eps).rsqrt()
     normed = wide * scale[:, None] * gain.float()
     normed = normed if bias is None else normed + bias.float()
-    return total, normed.view(total.shape).to(branch.dtype, copy=True), torch.stack((scale, *means))
+    return normed.view(total.shape).to(dtype, copy=True), torch.stack((scale, *means))
 
 
 @torch.library.custom_op("cs336_systems::add_norm_backward", mutates_args=())
@@ -132,8 +162,17 @@ def _(
     stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     del branch_bias, gain, eps
-    statistics = stream.new_empty(1 if bias is None else 2, stream.numel() // stream.shape[-1], dtype=torch.float32)
-    return stream.new_empty(stream.shape), branch.new_empty(branch.shape), statistics
+    return stream.new_empty(stream.shape), branch.new_empty(branch.shape), _empty_statistics(stream, bias)
+
+
+@_norm.register_fake
+def _(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    del gain, eps
+    return x.new_empty(x.shape, dtype=dtype), _empty_statistics(x, bias)
+
+
+def _empty_statistics(rows: Tensor, bias: Tensor | None) -> Tensor:
+    return rows.new_empty(1 if bias is None else 2, rows.numel() // rows.shape[-1], dtype=torch.float32)
 
 
 @_add_norm_backward.register_fake
@@ -186,6 +225,21 @@ def _differentiate_add_norm(
     return of_stream, of_branch, of_branch_bias if branch_bias_type else None, rows[0].to(gain.dtype), of_bias, None
 
 
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    x, gain, bias, _, _ = inputs
+    statistics = output[1]
+    ctx.save_for_backward(x, statistics, gain)
+    ctx.bias_type = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(statistics)
+
+
+def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    x, statistics, gain = ctx.saved_tensors
+    is_centred = ctx.bias_type is not None
+    of_x, _, rows, _ = _add_norm_backward(None, gradient, x, statistics, gain, is_centred, None)
+    return of_x, rows[0].to(gain.dtype), rows[1].to(ctx.bias_type) if is_centred else None, None, None
+
+
 def _keep_bias_gelu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401
     del output
     ctx.save_for_backward(*inputs)
@@ -197,4 +251,5 @@ def _differentiate_bias_gelu(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)
+_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_keep_bias_gelu)

@@ -28,17 +28,30 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, its norm in the type of `branch`, and 1 / deviation and, if centred, mean of each row."""
     stream, branch = stream.contiguous(), branch.contiguous()
+    total = torch.empty_like(stream)
+    return total, *_launch_norm(stream, branch, branch_bias, gain, bias, eps, total, branch.dtype)
+
+
+def norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm of x in `dtype`, and the statistics as `add_norm` returns them."""
+    return _launch_norm(x.contiguous(), None, None, gain, bias, eps, None, dtype)
+
+
+def _launch_norm(
+    stream: Tensor, branch: Tensor | None, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
+    total: Tensor | None, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     vectors = [None if each is None else each.contiguous() for each in (branch_bias, gain, bias)]
     width = stream.shape[-1]
     rows = stream.numel() // width
-    total, normed = torch.empty_like(stream), torch.empty_like(branch)
+    normed = torch.empty_like(stream, dtype=dtype)
     statistics = torch.empty(1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device)
     _add_norm_values[(rows,)](
         stream, branch, *vectors, total, normed, statistics, rows, width, eps,
-        HAS_BRANCH_BIAS=branch_bias is not None, IS_CENTRED=bias is not None,
+        HAS_BRANCH=branch is not None, HAS_BRANCH_BIAS=branch_bias is not None, IS_CENTRED=bias is not None,
         BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
     )  # fmt: skip
-    return total, normed, statistics
+    return normed, statistics
 
 
 def add_norm_backward(
@@ -98,19 +111,20 @@ def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tenso
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_norm_values(  # type: ignore[no-untyped-def]
     stream, branch, branch_bias, gain, bias, total, normed, statistics, rows, width, eps,
-    HAS_BRANCH_BIAS: tl.constexpr, IS_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, IS_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = row * width + column
     x = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BRANCH_BIAS:
-        x += tl.load(branch_bias + column, mask=inside, other=0.0).to(tl.float32)
-    rounded = x.to(total.dtype.element_ty)
-    tl.store(total + at, rounded, mask=inside)
-    x = rounded.to(tl.float32)
+    if HAS_BRANCH:
+        x += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BRANCH_BIAS:
+            x += tl.load(branch_bias + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     if IS_CENTRED:
         mean = tl.sum(x, 0) / width
         tl.store(statistics + rows + row, mean)

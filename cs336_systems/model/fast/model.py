@@ -20,6 +20,7 @@ from cs336_systems.model.fast.blocks import (
     FusedEmbedding,
     PaddedHead,
 )
+from cs336_systems.model.fast.selective import SelectiveBlock
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
 from cs336_systems.model.rope import Rotations
 from cs336_systems.model.sdpa import attention_backend
@@ -43,7 +44,7 @@ class FastLM(nn.Module):
         maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8) if settings.cast_once else None
         fused = settings.fused_blocks
         self.token_embeddings = FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
-        self.layers = nn.ModuleList(_fast_block(cast("Block", b), maker, fused=fused) for b in reference.layers)
+        self.layers = nn.ModuleList(_fast_block(cast("Block", b), maker, settings) for b in reference.layers)
         self.ln_final = AddNorm(reference.ln_final) if fused else reference.ln_final
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
@@ -79,7 +80,7 @@ class FastLM(nn.Module):
         del embedded  # else it stays allocated through all blocks
         backend = self.config.sdpa_backend
         with attention_backend(backend):
-            if self._settings.checkpoint_blocks and torch.is_grad_enabled():
+            if self._whole_checkpoints and torch.is_grad_enabled():
                 for group in self._groups():
                     # nothing in a block is random
                     x = checkpoint(
@@ -91,6 +92,11 @@ class FastLM(nn.Module):
                         x = block(x, rotations, mask)
         normed = self.ln_final(x)
         return cast("Tensor", normed[1] if self._settings.fused_blocks else normed)
+
+    @property
+    def _whole_checkpoints(self) -> bool:
+        """Whether blocks are computed again as a whole; selective checkpoints are inside the blocks."""
+        return self._settings.checkpoint_blocks > 0 and not self._settings.selective_checkpoints
 
     def _groups(self) -> list[list[nn.Module]]:
         """The blocks of each checkpoint."""
@@ -114,10 +120,12 @@ def _refresh_copies(model: FastLM, _incompatible_keys: object) -> None:
         weight.refresh()
 
 
-def _fast_block(block: Block, maker: CopyMaker | None, *, fused: bool) -> nn.Module:
+def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig) -> nn.Module:
     if maker is None:
         return block
-    return DeferredBlock(block, maker) if fused else CopiedBlock(block, maker)
+    if settings.selective_checkpoints:
+        return SelectiveBlock(block, maker)
+    return DeferredBlock(block, maker) if settings.fused_blocks else CopiedBlock(block, maker)
 
 
 def _run_again(

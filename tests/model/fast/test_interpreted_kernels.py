@@ -135,6 +135,8 @@ for rows, width in ((1, 8), (7, 37), (37, 256), (50, 768), (3, kernel.GELU_BLOCK
         total, normed, statistics = fused_blocks._add_norm(*given)
         for name, here, there in zip(("sum", "norm"), kernel.add_norm(*given), (total, normed)):
             compare(name, here, there)
+        alone = total, *given[3:], torch.float32
+        compare("norm alone", kernel.norm(*alone)[0], fused_blocks._norm(*alone)[0])
         for stream_gradient in (None, torch.randn(rows, width)):
             back = stream_gradient, gradient, total, statistics, gain
             branch_bias_type = torch.float32 if has_branch_bias else None
@@ -197,7 +199,7 @@ def test_what_follows_packed_matmuls_is_what_pytorch_computes() -> None:
 
 def test_what_is_between_matmuls_is_what_pytorch_computes() -> None:
     found = interpreted(BLOCKS)
-    assert len(found) == 12
+    assert len(found) == 13
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 

@@ -1,0 +1,134 @@
+"""Selective checkpoints: the same gradients, less saved, and attention computed once."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.measure.step import TrainingStep
+
+MODEL = ModelConfig(
+    vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4, attention=Attention.SDPA
+)
+BASE = RunConfig(
+    size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
+    fused_blocks=True, fused_loss=True,
+)  # fmt: skip
+SELECTIVE = replace(BASE, checkpoint_blocks=1, selective_checkpoints=True)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are called while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def made(config: RunConfig) -> TrainingStep:
+    """A step whose parameters are all drawn anew, biases among them, which begin at 0."""
+    step = TrainingStep(config)
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        name: torch.randn(value.shape, generator=generator) * 0.2 for name, value in step.model.state_dict().items()
+    }
+    step.model.load_state_dict(drawn)
+    return step
+
+
+def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
+    """The gradients of a step, the bytes of activations that forward saved, and the operators that backward called."""
+    torch.manual_seed(0)
+    step = made(config)
+    weights: tuple[Any, ...] = step.model.weights  # type: ignore[assignment]
+    known = {t.untyped_storage().data_ptr() for t in (*step.model.parameters(), *step.model.buffers())}
+    known |= {w.copy.leaf.untyped_storage().data_ptr() for w in weights if w.copy is not None}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage()).data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = step.forward(step.batches())
+    with Calls() as calls:
+        step.backward(loss)
+    names = [name for name, _ in step.model.named_parameters()]
+    found = {name: torch.stack([g.float() for g in weight.gradients()]).sum(0)
+             for name, weight in zip(names, weights, strict=True)}  # fmt: skip
+    return found, sum(saved.values()), calls.counts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint_blocks": 2}, "needs --checkpoint-blocks 1, .* got --checkpoint-blocks 2"),
+        ({"fused_blocks": False}, "--selective-checkpoints needs --fused-blocks, got none"),
+        ({"model": replace(MODEL, attention=Attention.NAIVE)}, "needs --attention sdpa, whose result is small"),
+        ({"model": replace(MODEL, d_model=20, num_heads=2)}, "needs a d_model that is a multiple of 8.*got 20"),
+    ],
+)  # fmt: skip
+def test_what_it_needs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SELECTIVE, **changes)
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch) -> None:
+    model = replace(MODEL, arch=arch)
+    expected, _, plain = backward(replace(BASE, model=model))
+    found, _, selective = backward(replace(SELECTIVE, model=model))
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    more = selective - plain
+    assert not [name for name in selective if "attention" in name and "backward" not in name]
+    # the output projection, and the first matmul of the feed-forward network; q, k, v and its last matmul are not
+    assert more["mm"] + more["addmm"] == 2 * MODEL.num_layers
+    assert more["_norm"] + more["norm"] + more["add_norm"] == 2 * MODEL.num_layers
+
+
+COMPILED = """
+import json, torch
+from dataclasses import replace
+from tests.model.fast.test_selective import BASE, SELECTIVE, backward
+
+expected, _, plain = backward(BASE)
+compile = torch.nn.Module.compile
+# what Inductor does, but for its kernels, so that each operator is seen
+torch.nn.Module.compile = lambda self, **_: compile(self, backend="aot_eager_decomp_partition", fullgraph=True)
+found, saved, calls = backward(replace(SELECTIVE, compile="default", compile_blocks=True))
+print(json.dumps({
+    "equal": all(torch.equal(found[name], gradient) for name, gradient in expected.items()),
+    "saved_bytes": [saved, backward(SELECTIVE)[1]],
+    "attention": [name for name in calls if "attention" in name and "backward" not in name],
+    "matmuls": (calls - plain)["mm"],
+}))
+"""
+
+
+def test_so_it_is_when_compiled() -> None:
+    """In a fresh process: the shape checks of tests do not compile."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILED], cwd=Path(__file__).parents[3], capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"]
+    assert found["saved_bytes"][0] == found["saved_bytes"][1]
+    assert found["attention"] == []
+    assert found["matmuls"] == 2 * MODEL.num_layers
