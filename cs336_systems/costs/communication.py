@@ -4,12 +4,15 @@ Collectives run in a ring: of S bytes that all n ranks have in the end, an all-g
 a reduce-scatter and a broadcast as many, an all-reduce twice as many (Patarasuk and Yuan 2009).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import count_parameters
 
 FP32_BYTES, BF16_BYTES = 4, 2
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that are averaged together while backward goes on, in ddp-overlap and in PyTorch's way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +86,17 @@ def _matrices(model: ModelConfig) -> list[_Matrices]:
         _Matrices(count=1, elements=vocabulary, is_looked_up=True, gathers=1),
         _Matrices(count=1, elements=model.context_length * d_model, is_looked_up=True, gathers=1),
     ]
+
+
+def buckets_of(sizes: Mapping[str, int], bucket_bytes: int, first_bytes: int | None = None) -> list[list[str]]:
+    """The names in their order, in buckets that end with the one that fills them; `first_bytes` fill the first."""
+    buckets: list[list[str]] = []
+    filled, limit = 0, 0
+    for name, size in sizes.items():
+        if filled >= limit:
+            limit = bucket_bytes if buckets or first_bytes is None else first_bytes
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets

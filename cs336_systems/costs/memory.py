@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from cs336_systems.config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
+from cs336_systems.costs.forecast.ways import WAYS
 
-STEPS = 3
-"""Steps simulated: the optimizer makes its state in the first, and the allocator's blocks settle in the second."""
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 that ran out of memory."""
 WITHOUT_MEMORY = (
@@ -170,15 +169,14 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
 def _is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    is_alone = config.parallel is Parallel.NONE
-    is_plain = config.model_factory is None and is_alone and config == config.without_shortcuts
+    is_plain = config.model_factory is None and config.parallel in WAYS and config == config.without_shortcuts
     return is_plain and not refused and config.model.num_layers <= MAX_LAYERS
 
 
 def _record(config: RunConfig) -> Tape:
     step = StepTape(config)
     step.set_up()
-    for _ in range(STEPS):
+    for _ in range(step.way.steps):
         step.run()
     return step.tape
 

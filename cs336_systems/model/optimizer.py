@@ -81,7 +81,7 @@ class AdamW(EagerOptimizer):
 
 def make_optimizer(
     kind: OptimizerKind,
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     *,
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.95),

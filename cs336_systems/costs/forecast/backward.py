@@ -5,8 +5,10 @@ once, autograd's engine adds its gradients, in place unless the first of them is
 """
 
 from cs336_systems.config import Attention, RunConfig
-from cs336_systems.costs.forecast.forward import FP32_BYTES, HIDDEN, SCORES, STREAM, WEIGHTS, ForwardTape, Saved
+from cs336_systems.costs.forecast.forward import FP32_BYTES, HIDDEN, SCORES, STREAM, ForwardTape, Saved
+from cs336_systems.costs.forecast.parameters import WEIGHTS
 from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.forecast.ways import InPlace
 
 GRADIENT = "gradient of the residual stream"
 
@@ -14,10 +16,11 @@ GRADIENT = "gradient of the residual stream"
 class BackwardTape(ForwardTape):
     """Writes the layers of one model onto a tape, forward and backward."""
 
-    def __init__(self, config: RunConfig, tape: Tape) -> None:
+    def __init__(self, config: RunConfig, tape: Tape, way: InPlace) -> None:
         super().__init__(config, tape)
-        self.gradients: list[int] = []
-        """Gradients of parameters that this step has made so far."""
+        self.way = way
+        self.of_head: int | None = None
+        """Gradient of a tied head, which waits for that of the embedding."""
 
     def branch_off(self, gradient: int) -> int:
         """The gradient of the residual stream as input to a branch's backward, in the type of its matmuls."""
@@ -40,11 +43,13 @@ class BackwardTape(ForwardTape):
     def norm_backward(self, name: str, gradient: int, saved: Saved) -> int:
         """Backward of a norm, without its small buffers for partial sums over rows."""
         out = self.temporary(GRADIENT, STREAM, FP32_BYTES)
-        for _ in range(2 if self.gpt2 else 1):
-            self.new_gradient("d_model")
+        parameters = (name, f"{name}.bias") if self.gpt2 else (name,)
+        made = [self.new_gradient("d_model") for _ in parameters]
         self.tape.drop(gradient)
         statistics = (f"{name} mean", f"{name} scale") if self.gpt2 else (f"{name} scale",)
         self.release(saved, f"{name} input", *statistics)
+        for parameter, of_parameter in zip(parameters, made, strict=True):
+            self.way.graded(parameter, of_parameter)
         return out
 
     def linear_backward(
@@ -54,22 +59,24 @@ class BackwardTape(ForwardTape):
         self.claim_workspace()
         weight = WEIGHTS[name.rpartition(".")[2]]
         with_bias = self.gpt2 and "." in name
-        made = [(self._parameter_gradient(weight), weight)]
+        made = [(name, self._parameter_gradient(weight), weight)]
         x = self.temporary("gradient of a matmul's input", shape)
         if with_bias:
-            made.append((self._parameter_gradient(weight.split()[0]), weight.split()[0]))
+            made.append((f"{name}.bias", self._parameter_gradient(weight.split()[0]), weight.split()[0]))
         self.tape.drop(gradient)
         self.release(saved, f"{name} input", *([f"{name} copy"] if self.autocast else []))
         if onto is not None:
             total = onto if in_place else self.temporary("gradient of a matmul's input", shape)
             self.tape.drop(x, *([] if in_place else [onto]))
             x = total
-        for narrow, parameter in made:
+        for parameter, of_parameter, axes in made if self.autocast else reversed(made):
             if self.autocast:
-                self.new_gradient(parameter)
+                narrow, of_parameter = of_parameter, self.new_gradient(axes)
                 self.tape.drop(narrow)
+            if self.gpt2 and parameter == "lm_head":
+                self.of_head = of_parameter
             else:
-                self.gradients.append(narrow)
+                self.way.graded(parameter, of_parameter)
         return x
 
     def _parameter_gradient(self, shape: str) -> int:
@@ -80,9 +87,7 @@ class BackwardTape(ForwardTape):
 
     def new_gradient(self, shape: str) -> int:
         """Gradient of a parameter in fp32, which is kept until the end of the step."""
-        made = self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, FP32_BYTES)
-        self.gradients.append(made)
-        return made
+        return self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, FP32_BYTES)
 
     def _swiglu_backward(self, index: int, gradient: int, saved: Saved) -> int:
         hidden = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)

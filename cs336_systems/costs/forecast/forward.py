@@ -6,6 +6,7 @@ one head, position and sequence: with one, some copies are views.
 """
 
 from cs336_systems.config import Arch, Attention, ModelConfig, Precision, RunConfig, SdpaBackend
+from cs336_systems.costs.forecast.parameters import WEIGHTS
 from cs336_systems.costs.forecast.tape import Category, Tape
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -15,18 +16,6 @@ Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on 
 """
 FP32_BYTES = 4
 HALF_BYTES = 2
-
-WEIGHTS = {
-    "q": "d_model d_model",
-    "k": "d_model d_model",
-    "v": "d_model d_model",
-    "output": "d_model d_model",
-    "w1": "d_ff d_model",
-    "w2": "d_model d_ff",
-    "w3": "d_ff d_model",
-    "lm_head": "vocabulary d_model",
-}
-"""Shapes of the linear layers' weights, (d_out, d_in)."""
 
 STREAM = "batch T d_model"
 HIDDEN = "batch T d_ff"

@@ -1,51 +1,15 @@
 """The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what is kept between steps."""
 
-from collections.abc import Iterator
-
-from cs336_systems.config import Arch, Attention, Mode, ModelConfig, OptimizerKind, Phase, RunConfig
-from cs336_systems.costs.forecast.allocator import round_up
+from cs336_systems.config import Attention, Mode, OptimizerKind, Phase, RunConfig
 from cs336_systems.costs.forecast.backward import GRADIENT, BackwardTape
-from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, WEIGHTS, Saved
+from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
+from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
 from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.forecast.ways import WAYS
 
 LOGITS = "batch T vocabulary"
 INT64_BYTES = 8
 SCALAR = "1"
-
-
-def axes(config: RunConfig) -> dict[str, int]:
-    """Sizes of the axes that occur in formulas."""
-    model = config.model
-    return {
-        "batch": config.batch_size,
-        "T": model.context_length,
-        "d_model": model.d_model,
-        "d_ff": model.d_ff,
-        "heads": model.num_heads,
-        "d_head": model.d_head,
-        "vocabulary": model.vocab_size,
-        "T128": round_up(model.context_length, 128),
-        "d_head32": round_up(model.d_head, 32),
-    }
-
-
-def parameter_shapes(model: ModelConfig) -> Iterator[str]:
-    """Axes of every parameter, in the order in which the model makes and the optimizer updates them."""
-    gpt2 = model.arch is Arch.GPT2
-    norm = ["d_model"] * (2 if gpt2 else 1)
-    yield "vocabulary d_model"
-    if gpt2:
-        yield "T d_model"
-    for _ in range(model.num_layers):
-        for names in (("q", "k", "v", "output"), ("w1", "w2") if gpt2 else ("w1", "w2", "w3")):
-            yield from norm
-            for name in names:
-                yield WEIGHTS[name]
-                if gpt2:
-                    yield WEIGHTS[name].split()[0]
-    yield from norm
-    if not gpt2:
-        yield WEIGHTS["lm_head"]
 
 
 class StepTape:
@@ -58,7 +22,8 @@ class StepTape:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.checkpoint_blocks = config, config.checkpoint_blocks
         self.tape = Tape(axes(config))
-        self.layers = BackwardTape(config, self.tape)
+        self.way = WAYS[config.parallel](config, self.tape)
+        self.layers = BackwardTape(config, self.tape, self.way)
         self._has_graph = config.mode is not Mode.INFERENCE
         self._has_state = False
         self._last_loss: int | None = None
@@ -71,7 +36,7 @@ class StepTape:
 
     def set_up(self) -> None:
         """Parameters, the tables that all layers share, and the batch."""
-        for shape in parameter_shapes(self.config.model):
+        for shape in parameter_shapes(self.config.model).values():
             self._new(Category.PARAMETERS, "parameters", shape)
         if self.layers.gpt2:
             self.tape.drop(self._new(Category.PARAMETERS, "head before it is tied", WEIGHTS["lm_head"]))
@@ -83,15 +48,21 @@ class StepTape:
             self.tape.drop(ones)
         for _ in ("tokens", "targets"):
             self._new(Category.BUFFERS, "tokens and targets", "batch T", INT64_BYTES)
+        self.way.set_up()
 
     def run(self) -> None:
         """One step in the configuration's mode."""
         tape, mode = self.tape, self.config.mode
         tape.begin(Phase.FORWARD)
+        self.way.begin_step()
         loss = self._forward()
         if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
             tape.begin(Phase.BACKWARD)
             self._backward()
+            self.way.end_backward()
+            if self.config.is_shared:
+                tape.begin(Phase.COMMUNICATION)
+                self.way.finish()
         if mode is Mode.TRAIN:
             tape.begin(Phase.OPTIMIZER)
             self._update()
@@ -102,8 +73,9 @@ class StepTape:
         """End the step: its loss replaces the last step's, and everything that the graph still holds is freed."""
         for saved in (*self._blocks.values(), self._ends):  # where backward has not consumed it
             self.layers.release(saved, *list(saved))
-        self.tape.drop(*self._inputs, *self.layers.gradients)
-        self._blocks, self._inputs, self.layers.gradients = {}, [], []
+        self.tape.drop(*self._inputs)
+        self.way.drop_gradients()
+        self._blocks, self._inputs = {}, []
         if self._last_loss is not None:
             self.tape.drop(self._last_loss)
         self._last_loss = loss
@@ -208,23 +180,28 @@ class StepTape:
     def _embedding_backward(self, gradient: int) -> None:
         tape, layers = self.tape, self.layers
         if not layers.gpt2:
-            layers.new_gradient("vocabulary d_model")
+            table = layers.new_gradient("vocabulary d_model")
             tape.drop(gradient)
+            self.way.graded("embedding", table)
             return
         positions = self._new(Category.TEMPORARIES, "gradient of positions", "T d_model")
-        layers.new_gradient("T d_model")
+        of_positions = layers.new_gradient("T d_model")
         tape.drop(positions)
+        self.way.graded("positions", of_positions)
         table = self._new(Category.TEMPORARIES, "gradient of the embedding", "vocabulary d_model")
         tape.drop(gradient)
+        total, layers.of_head = layers.of_head, None
+        assert total is not None
         if not layers.autocast:  # the head's gradient is a view, so the sum is a tensor of its own
-            layers.new_gradient("vocabulary d_model")
-            tape.drop(layers.gradients.pop(0))
+            of_head, total = total, layers.new_gradient("vocabulary d_model")
+            tape.drop(of_head)
         tape.drop(table)
+        self.way.graded("embedding", total)
 
     def _update(self) -> None:
         """AdamW: one tensor at a time (adamw), all at once with a temporary for each (foreach), or in place (fused)."""
         kind = self.config.optimizer
-        shapes = list(parameter_shapes(self.config.model))
+        shapes = [self.way.shapes[name] for name in self.way.updated]
         temporaries = []
         if not self._has_state and kind is not OptimizerKind.ADAMW:
             for shape in shapes:
@@ -236,8 +213,8 @@ class StepTape:
                 temporaries.append(self._new(Category.OPTIMIZER_WORKSPACE, "roots of second moments", shape))
             if kind is OptimizerKind.ADAMW:
                 self.tape.drop(temporaries.pop())
-        self.tape.drop(*reversed(temporaries), *self.layers.gradients)
-        self.layers.gradients = []
+        self.tape.drop(*reversed(temporaries))
+        self.way.drop_gradients()
         self._has_state = True
 
     def _make_state(self, shape: str) -> None:

@@ -1,0 +1,102 @@
+"""Oracles: memory measured on two H200, the order of a real backward, and bytes counted one parameter at a time."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    Device,
+    ModelConfig,
+    OptimizerKind,
+    Parallel,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.costs.forecast.parameters import parameter_shapes
+from cs336_systems.costs.forecast.step import StepTape
+from cs336_systems.costs.forecast.tape import Category
+from cs336_systems.costs.memory import predict_memory
+from cs336_systems.model.transformer import TransformerLM
+from tests.costs.live import one_of, order_of_gradients, real_bytes, tape_bytes, use_tensors_of_a_gpu
+
+DDP = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP]
+SHARED = {"shard_optimizer": True}
+MEASURED = [
+    ("small", Parallel.DDP_NAIVE, {}, 3107313664, 2168655872, 3235905536),
+    ("small", Parallel.DDP_FLAT, {}, 3129710592, 2158530560, 3743416320),
+    ("small", Parallel.DDP, {}, 3636477440, 2541839360, 4282384384),
+    ("small", Parallel.DDP_NAIVE, SHARED, 2618960896, 2037998080, 2795503616),
+    ("xl", Parallel.DDP_NAIVE, {}, 37212602880, 32775364608, 41873833984),
+    ("xl", Parallel.DDP_FLAT, {}, 40589048320, 32584572928, 49675239424),
+    ("xl", Parallel.DDP, {}, 45343337984, 32563116032, 54377054208),
+]
+"""Size, way, settings; peak, peak of the first step and reserved bytes of the rank with the highest peak, on two H200
+with torch 2.11: a whole step in bf16 with fused attention and AdamW, context 512, batch 4 a rank.
+"""
+
+
+def on_two(size: str, way: Parallel, **settings) -> RunConfig:
+    return RunConfig(
+        size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA), precision=Precision.BF16,
+        device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way, ranks=2, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "way", "settings", "peak", "first", "reserved"), MEASURED)
+def test_memory_is_that_measured(size, way, settings, peak, first, reserved) -> None:
+    found = predict_memory(on_two(size, way, **settings))
+    assert found.peak.allocated_bytes == pytest.approx(peak, rel=0.01)
+    assert found.first_step_peak.allocated_bytes == pytest.approx(first, rel=0.01)
+    assert found.reserved_bytes == pytest.approx(reserved, rel=0.05)
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None:
+    """Buckets depend on it. Named as in the model, whose parameters have the order of the tape's."""
+    model = ModelConfig(arch=arch, vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=2, num_heads=3)
+    config = RunConfig(size="custom", model=model, precision=precision)
+    shapes = parameter_shapes(model)
+    names = dict(zip(shapes, (name for name, _ in TransformerLM(model).named_parameters()), strict=True))
+    step = StepTape(replace(config, parallel=Parallel.DDP_NAIVE))
+    order = []
+    keep = step.way.graded
+    step.way.graded = lambda name, gradient: (order.append(names[name]), keep(name, gradient))
+    step.set_up()
+    step.run()
+    assert order == order_of_gradients(config)
+
+
+@pytest.mark.parametrize(("arch", "precision"), [(Arch.CS336, Precision.BF16), (Arch.GPT2, Precision.FP32)])
+@pytest.mark.parametrize(("way", "settings"), [*((way, {}) for way in DDP), (Parallel.DDP_NAIVE, SHARED)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_phase_holds_what_a_real_step_holds(monkeypatch, way, settings, arch, precision, ranks) -> None:
+    """PyTorch's buckets need more than 1 MiB of parameters, and settle in the third step."""
+    use_tensors_of_a_gpu(monkeypatch)
+    model = ModelConfig(arch=arch, vocab_size=999, context_length=8, d_model=96, d_ff=385, num_layers=2, num_heads=2)
+    config = RunConfig(
+        size="custom", model=model, batch_size=3, precision=precision, optimizer=OptimizerKind.FOREACH, parallel=way,
+        ranks=ranks, **settings,
+    )  # fmt: skip
+    found = []
+    for rank in range(ranks):
+        with one_of(ranks, rank, way):
+            found.append(real_bytes(config, 4, rank))
+    start, after, peak = zip(*found, strict=True)
+    expected_start, *expected = tape_bytes(config, 4)
+    uncounted = 16 * len(parameter_shapes(model))  # counts of steps and of gradients, which a CPU keeps as tensors
+    assert max(start) == pytest.approx(expected_start, abs=uncounted)
+    assert [[*map(max, zip(*after, strict=True))], max(peak)] == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_rank_with_the_largest_share_of_the_state_is_predicted(ranks) -> None:
+    model = replace(SIZES["small"], num_layers=2)
+    config = replace(on_two("small", Parallel.DDP_FLAT, **SHARED), model=model, ranks=ranks)
+    shapes = {name: each.shape.numel() for name, each in TransformerLM(model).named_parameters()}
+    moments = predict_memory(config).peak.bytes_of(Category.OPTIMIZER_STATE)
+    share = 8 * sum(shapes.values()) / ranks
+    assert share <= moments <= share + 8 * max(shapes.values()) + 3 * 512 * len(shapes)
