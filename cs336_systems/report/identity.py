@@ -35,8 +35,10 @@ LEADING = (
     "optimizer", "device_name", *SHORTCUTS, "profiler", "repeat",
 )  # fmt: skip
 """First columns of the CSV files of profiles; all other settings are the last columns."""
-PARALLEL = ("parallel", "ranks", "shard_optimizer")
-"""Columns of how ranks share a step, which CSV files have only if a run is shared."""
+PARALLEL: Mapping[str, object] = MappingProxyType({"parallel": Parallel.NONE, "ranks": 1, "shard_optimizer": False})
+"""Columns of how ranks share a step, with their values where it is not shared."""
+OPTIONAL: tuple[Mapping[str, object], ...] = (PARALLEL, MappingProxyType({"selective_checkpoints": False}))
+"""Groups of columns that CSV files have only if a run has another value than these in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
 """Settings that results.csv has after the columns of RESULTS."""
 MUST_KEEP = ("context_length", "vocab_size")
@@ -154,10 +156,12 @@ def trailing(rows: Sequence[Identity]) -> list[str]:
 
 
 def without_unused(rows: Sequence[Identity]) -> list[str]:
-    """All columns, but those of how ranks share a step only if one of the runs is shared."""
-    usual = {"parallel": Parallel.NONE, "ranks": 1, "shard_optimizer": False}
-    is_shared = any(row.get(name, value) != value for row in rows for name, value in usual.items())
-    return [name for name in (rows[0] if rows else ()) if is_shared or name not in PARALLEL]
+    """All columns, those of each group of OPTIONAL only if one of the runs uses it."""
+    unused = {
+        name for group in OPTIONAL for name in group
+        if all(row.get(column, value) == value for row in rows for column, value in group.items())
+    }  # fmt: skip
+    return [name for name in (rows[0] if rows else ()) if name not in unused]
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:

@@ -23,8 +23,11 @@ CONFIDENCE = 0.95
 MAX_SLOWDOWN = 0.10
 """Largest profiler slowdown at which class times still explain the plain step."""
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
+UNUSED = ("selective_checkpoints",)
+"""Shortcuts that no rung takes."""
 FIELDS = ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
-          *(name for name, setting in SETTINGS.items() if setting.is_shortcut), "learning_rate", "seed")  # fmt: skip
+          *(name for name, setting in SETTINGS.items() if setting.is_shortcut and name not in UNUSED), "learning_rate",
+          "seed")  # fmt: skip
 """Settings that ladder.csv gives of each rung."""
 TIMES = ("step_mean_ms", "step_std_ms", "step_ci95_low_ms", "step_ci95_high_ms", "tokens_per_s", "model_tflops_per_s",
          "mfu", "ceiling_share")  # fmt: skip
