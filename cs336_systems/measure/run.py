@@ -71,7 +71,11 @@ def measure(
     )
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
-            record = _measure(progress, model, 0 if rank is None else rank.rank, beat)
+            try:
+                record = _measure(progress, model, 0 if rank is None else rank.rank, beat)
+            finally:
+                if progress.step is not None:
+                    progress.step.give_up_graph()
     except SystemExit as error:  # for example from a model's module that parses arguments of its own
         record = _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
     except BaseException as error:
@@ -259,9 +263,13 @@ def _collector_off() -> Iterator[None]:
 
 
 def _count_traffic(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[Traffic, ...] | None:
-    """Run one more step, not timed, and count what this rank sends in it; None for a step that is not shared."""
+    """Run one more step, not timed, and count what this rank sends in it; None for a step that is not shared.
+
+    It does not replay a graph, because a replay calls no collectives: it launches those that the graph holds.
+    """
     if step.way is None:
         return None
+    step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
     counter = TrafficCounter()
     with counter:

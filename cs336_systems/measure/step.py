@@ -126,6 +126,12 @@ class TrainingStep:
                 self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
 
+    def give_up_graph(self) -> None:
+        """Launch further steps one operation at a time."""
+        if self.graph is not None:
+            self.graph.release()
+            self.graph = None
+
     def on_any_rank(self, is_so: bool) -> bool:
         """Whether it is so on any rank of a step that is shared; all ranks must ask."""
         if self.way is None:

@@ -54,6 +54,12 @@ class StepGraph:
             for phase, end in zip(graph.phases, (*graph.ends, None), strict=True):
                 lap(phase, end)
 
+    def release(self) -> None:
+        """Give up the graphs. While any graph holds a collective, NCCL waits to end its communicator."""
+        for graph in self._graphs:
+            graph.graph.reset()
+        self._graphs.clear()
+
     def _eagerly(self, batch: Batch, lap: Lap) -> None:
         """Run on the capture's stream, so that autograd and the libraries have set up what they need there."""
         here = torch.cuda.current_stream()
