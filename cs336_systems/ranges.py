@@ -27,3 +27,8 @@ class Range(StrEnum):
 def block_range(index: int) -> str:
     """Name of the range around block `index`, counted from 0."""
     return f"block.{index}"
+
+
+def rank_range(rank: int) -> str:
+    """Name of the range around the measured steps of a rank, which tells it from others in one file."""
+    return f"rank {rank}"

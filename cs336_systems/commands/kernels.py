@@ -26,6 +26,8 @@ class RangeArguments:
     """Range around the loss, if it stands beside forward."""
     backward: str = "backward"
     """Range around backward."""
+    communication: str = "communication"
+    """Range around what several ranks do between backward and the optimizer."""
     optimizer: str = "optimizer"
     """Range around the optimizer."""
     data: str = "data"
@@ -124,7 +126,9 @@ def _record_path(arguments: KernelsArguments) -> Path | None:
     """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
     if arguments.record is not None:
         return existing(arguments.record, "a record of a run, in JSON")
-    stem = arguments.file.name.removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
+    from cs336_systems.analysis.kernels.ranks import without_rank
+
+    stem = without_rank(arguments.file.name).removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
     beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
     return beside if beside.is_file() else None
 

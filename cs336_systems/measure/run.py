@@ -32,7 +32,7 @@ from cs336_systems.model.annotate import annotate, set_annotator
 from cs336_systems.parallel.group import group_of
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.parallel.traffic import TrafficCounter
-from cs336_systems.ranges import Range
+from cs336_systems.ranges import Range, rank_range
 from cs336_systems.record import Memory, RunRecord, Status, Telemetry, Traffic, WarningCode
 from cs336_systems.text import LONGEST_PART, inert_line
 
@@ -113,7 +113,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
         with _collector_off(), progress.watch.measured_steps(one_step):
             energy_before = monitor.energy_j() if monitor else None
             counters_before = read_counters(config, reset_peaks=True)
-            with annotate(Range.MEASURE):
+            of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
+            with annotate(Range.MEASURE), of_rank:
                 _time(step, clock, progress)
             telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes while the GPU idles
             progress.where = "the end of profiling"

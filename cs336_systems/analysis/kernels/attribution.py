@@ -2,15 +2,18 @@
 
 A kernel runs later than the Python code that launched it, and autograd launches backward's kernels from its own thread.
 So a kernel belongs to the phase in which it was launched, whatever thread of the process launched it, and to the module
-whose range was innermost on the launching thread at that time.
+whose range was innermost on the launching thread at that time. Hooks launch collectives while some module's range is
+open: a collective belongs to no module, but to the range around a gather or scatter of parameters, if there is one.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
+from cs336_systems.analysis.kernels.collectives import NO_COLLECTIVE, collective_codes
 from cs336_systems.analysis.kernels.phases import (
     CODES,
     NO_ROWS,
@@ -24,6 +27,11 @@ from cs336_systems.analysis.kernels.phases import (
 )
 from cs336_systems.analysis.kernels.timeline import Timeline
 from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Trace
+
+_SHARDS = re.compile(r"(?:gather|scatter) ")
+"""Beginning of the names of ranges around a gather of a unit's parameters, or a scatter of their gradients."""
+_OF_NCCL = re.compile(r"nccl")
+"""Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put around a collective."""
 
 
 class AttributionError(AssertionError):
@@ -64,7 +72,7 @@ class Attribution:
     parent: Ints
     """For each range of the trace, the module's range around it on its thread; -1 for none.
 
-    A forward range inside backward has no parent: it begins a path of its own.
+    A forward range inside backward, a gather and a scatter have no parent: they begin a path of their own.
     """
     plans: Mapping[int, Plan]
     """The phases and steps of each process that has kernels or copies, by process id."""
@@ -90,7 +98,10 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     plans = dict(_plans(trace, names))
     modules = _Modules(trace, names, plans)
     steps, first_step = _join_steps(plans)
-    placements = [_place(work, plans, first_step, modules) for work in (trace.kernels, trace.copies)]
+    placements = [
+        _place(work, collective_codes(work.name, trace.strings), plans, first_step, modules)
+        for work in (trace.kernels, trace.copies)
+    ]
     for work, placement in zip((trace.kernels, trace.copies), placements, strict=True):
         check_sums(work, placement)
     notes = dict.fromkeys(note for plan in plans.values() for note in plan.notes)
@@ -145,13 +156,16 @@ class _Modules:
         forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, trace.string_ids(names.forward)))
         again = _in_backward(ranges, forward, plans)
         is_module[again] = True
+        is_module[_beginning(trace, _OF_NCCL)] = False
+        shards = np.flatnonzero(_beginning(trace, _SHARDS) & is_module)
         rows = np.flatnonzero(is_module)
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
         self._modules = dict(self._timelines(ranges, rows))
         self._forwards = dict(self._timelines(ranges, forward))
         for row_of, timeline in self._modules.values():
             self.parent[row_of[:-1]] = row_of[timeline.parent]
-        self.parent[again] = -1
+        self.parent[again] = self.parent[shards] = -1
+        self._is_shards: Mask = np.append(_beginning(trace, _SHARDS), False)
 
     @staticmethod
     def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Timeline]]]:
@@ -171,6 +185,17 @@ class _Modules:
             if number in self._forwards:
                 is_forward[rows] = self._forwards[number][1].at(time[rows]) >= 0
         return module, is_forward
+
+    def without_collectives(self, module: Ints, collective: Codes) -> Ints:
+        """The modules, with none for collectives unless theirs is a gather or a scatter."""
+        kept: Ints = np.where((collective == NO_COLLECTIVE) | self._is_shards[module], module, -1)
+        return kept
+
+
+def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
+    """The ranges whose names begin so."""
+    names = [index for index, name in enumerate(trace.strings) if pattern.match(name)]
+    return np.isin(trace.ranges.name, names)
 
 
 def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, Plan]) -> Ints:
@@ -196,7 +221,9 @@ def _join_steps(plans: Mapping[int, Plan]) -> tuple[Steps, Mapping[int, int]]:
     return joined, first
 
 
-def _place(work: DeviceWork, plans: Mapping[int, Plan], first_step: Mapping[int, int], modules: _Modules) -> Placement:
+def _place(
+    work: DeviceWork, collective: Codes, plans: Mapping[int, Plan], first_step: Mapping[int, int], modules: _Modules
+) -> Placement:
     phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
     step = np.full(len(work), -1, dtype=np.int64)
     module = np.full(len(work), -1, dtype=np.int64)
@@ -209,6 +236,7 @@ def _place(work: DeviceWork, plans: Mapping[int, Plan], first_step: Mapping[int,
         found = Timeline(plan.step_start, plan.step_end).at(time)
         step[rows] = np.where(found < 0, -1, found + first_step[process])
     module[launched], in_forward = modules.at(work.thread[launched], work.launch_ns[launched])
+    module = modules.without_collectives(module, collective)
     is_recomputed[launched] = in_forward & (phase[launched] == CODES[LaunchPhase.BACKWARD])
     return Placement(phase=phase, step=step, module=module, is_recomputed=is_recomputed)
 

@@ -2,6 +2,9 @@
 
 A phase ends on the device when the last kernel or copy launched before its end on the host has run, or when the host
 leaves the phase, if that is later. A CUDA event that the host records as it leaves the phase shows the same time.
+
+Collectives run on streams of their own, for which an event of the main stream does not wait. Where a later phase of the
+step, `communication`, makes the main stream wait for them, a phase ends without those that it leaves running.
 """
 
 from collections.abc import Iterator
@@ -13,6 +16,8 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, groups, joined
 from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.collectives import NO_COLLECTIVE, collective_codes
+from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
 from cs336_systems.analysis.kernels.union import Union
@@ -39,6 +44,8 @@ class Jobs(Columns):
     module: Ints
     is_recomputed: Mask
     is_copy: Mask
+    collective: Codes
+    """Index into `COLLECTIVES`, NO_COLLECTIVE for what is no kernel of a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,23 +102,28 @@ def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
         module=placed.module,
         is_recomputed=placed.is_recomputed,
         is_copy=np.arange(len(work)) >= len(attribution.kernels),
+        collective=collective_codes(work.name, attribution.trace.strings),
     )
 
 
-def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:
+def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:
     """Times of steps and phases on the device; if the jobs are operators of the host, times on the host."""
     steps, windows = selection.steps, selection.windows
     launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
     by_process = {process: launched[rows] for process, rows in groups(jobs.process[launched])}
+    leaves_collectives = _is_before_wait(windows, selection.steps, host)
     first, is_first = _first_windows(windows, len(steps))
     begin = np.append(windows.start_ns, 0)[first]
     begin = np.where(first < 0, steps.start_ns, begin)
     finished = np.empty(len(windows), dtype=np.int64)
     done, before = np.empty_like(begin), np.empty_like(begin)
     for process, in_process in groups(steps.process):
-        finished_at = _Completion(jobs, by_process.get(process, NO_ROWS))
+        own = by_process.get(process, NO_ROWS)
+        finished_at = _Completion(jobs, own)
+        others_finished_at = _Completion(jobs, own[jobs.collective[own] == NO_COLLECTIVE])
         in_windows = np.flatnonzero(steps.process[windows.step] == process)
-        finished[in_windows] = finished_at(windows.end_ns[in_windows])
+        ends = windows.end_ns[in_windows]
+        finished[in_windows] = np.where(leaves_collectives[in_windows], others_finished_at(ends), finished_at(ends))
         done[in_process], before[in_process] = finished_at(steps.end_ns[in_process]), finished_at(begin[in_process])
     begin = np.maximum(begin, before)
     end = _running_maximum(np.maximum(windows.end_ns, finished), windows.step, begin)
@@ -133,6 +145,19 @@ def on_device(jobs: Jobs, selection: Selection, *, is_of_host: bool) -> tuple[De
         start_ns=np.concatenate((start, phases_end[rest]))[order],
         end_ns=np.concatenate((end, rest_end[rest]))[order],
     )
+
+
+def _is_before_wait(windows: HostWindows, steps: HostSteps, host: Host) -> Mask:
+    """Whether a phase `communication` that waits for collectives comes after each window in its step."""
+    waits = np.zeros(len(windows), dtype=np.bool_)
+    for process, rows in groups(steps.process[windows.step]):
+        time = host.stream_waits(process)
+        waits[rows] = np.searchsorted(time, windows.end_ns[rows]) > np.searchsorted(time, windows.start_ns[rows])
+    waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
+    last = np.full(len(steps), -1, dtype=np.int64)
+    last[windows.step[waits]] = np.flatnonzero(waits)  # the last assignment stays
+    before: Mask = np.arange(len(windows)) < last[windows.step]
+    return before
 
 
 class _Completion:

@@ -20,6 +20,8 @@ _KERNEL = re.compile(r"^(?:cuda|cu)(?:Launch(?:Cooperative)?Kernel|GraphLaunch)"
 _LAUNCH = re.compile(rf"{_KERNEL.pattern}|^(?:cuda|cu)Mem(?:cpy|set)")
 _SYNCHRONISE = re.compile(r"^(?:cuda|cu)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))")
 """Functions that return when the device has finished: synchronisations, and copies that are not asynchronous."""
+_STREAM_WAIT = re.compile(r"^(?:cuda|cu)StreamWaitEvent$")
+"""The function that makes a stream, and not the host, wait for the work of another stream."""
 _TO_HOST = re.compile(r"Device-to-Host|DtoH")
 
 
@@ -101,6 +103,12 @@ class Host:
         time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
         total = np.bincount(calls.name[rows], time, minlength=1)
         return self.names[int(total.argmax())] if len(rows) else ""
+
+    def stream_waits(self, process: int) -> Ints:
+        """When the process made a stream wait for another one, in order."""
+        calls = self.calls
+        names = [index for index, name in enumerate(self.names) if _STREAM_WAIT.match(name)]
+        return np.sort(calls.start_ns[(calls.process == process) & np.isin(calls.name, names)])
 
     def _copies_awaited(self, trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
         """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""

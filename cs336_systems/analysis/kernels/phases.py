@@ -24,6 +24,8 @@ class LaunchPhase(StrEnum):
     LOSS = "loss"
     """Only where the loss stands beside forward; a `loss` range inside `forward` is part of forward."""
     BACKWARD = "backward"
+    COMMUNICATION = "communication"
+    """Between backward and the optimizer, where ranks average gradients or wait until that is done."""
     OPTIMIZER = "optimizer"
     UNATTRIBUTED = "unattributed"
 
@@ -48,6 +50,7 @@ class PhaseNames:
     forward: str = Range.FORWARD
     loss: str = Range.LOSS
     backward: str = Range.BACKWARD
+    communication: str = Range.COMMUNICATION
     optimizer: str = Range.OPTIMIZER
     step: str = Range.STEP
     warmup: str = Range.WARMUP

@@ -17,6 +17,7 @@ import msgspec
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.collectives import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
 from cs336_systems.files import encode_json, write_atomically
@@ -25,8 +26,9 @@ from cs336_systems.record import MAX_TIME_S, Count
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-MAX_TIME_NS, le=MAX_TIME_NS)]
 Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
-PROFILE_FORMAT_VERSION = 2
-"""Version 1 had merged kernels only: `PicturedStep` had `pieces`, but no `streams`, `copies` and `idle`."""
+PROFILE_FORMAT_VERSION = 3
+"""Version 1 had merged kernels only: `PicturedStep` had `pieces`, but no `streams`, `copies` and `idle`. Version 2 had
+no phase `communication`, and nothing about collectives and other ranks."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
@@ -70,6 +72,24 @@ class PhaseTimes:
     copies: tuple[Count, ...]
     """Number of copies and fills by the driver, which are not kernels."""
     copy_s: tuple[Time, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationTimes:
+    """Kernels of collectives that ran during one phase on the device; each tuple has one entry per step.
+
+    A kernel of NCCL waits inside for the other ranks, so that this wait is a part of its time.
+    """
+
+    phase: LaunchPhase
+    collective: Collective | None
+    """None for all kinds together."""
+    launches: tuple[Count, ...]
+    """Number of kernels that began in the phase."""
+    total_s: tuple[Time, ...]
+    """The part of the phase's wall time in which at least one of the kernels ran."""
+    exposed_s: tuple[Time, ...]
+    """The part of `total_s` in which the device ran no kernel that computes, and no copy; the rest is overlapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +340,23 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Times of one of the ranks that share a step; each tuple has one entry per step."""
+
+    rank: Count
+    step_s: tuple[Time, ...]
+    """Wall time of each step on the host."""
+    phases: tuple[PhaseTimes, ...]
+    communication: tuple[CommunicationTimes, ...]
+    waited_s: tuple[Time, ...] | None
+    """How much longer its kernels of collectives ran than those of the rank whose kernel was the shortest each time.
+
+    All kernels of a collective end together, so the shortest one began last: the others waited for that rank. None if
+    the ranks did not run the same collectives.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """One explained trace. The kernels of `phases` and `left` add up to all kernels of the file, to the nanosecond."""
 
@@ -357,6 +394,10 @@ class StepProfile:
     pictured: PicturedStep | None
     notes: tuple[str, ...]
     """Sentences about what the file lacks."""
+    communication: tuple[CommunicationTimes, ...] = ()
+    """Collectives by phase and kind; empty for a trace of a CPU."""
+    ranks: tuple[RankTimes, ...] = ()
+    """All ranks of a run on several, of which everything else in the profile is about the first."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -384,12 +425,14 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
     num_steps = profile.num_steps
     if not num_steps:
         yield "it needs at least one step"
-    of_steps = [("step_s", profile.step_s)]
-    of_steps += [(f"{f.name} of {phase.phase}", getattr(phase, f.name))
-                 for phase in profile.phases for f in fields(phase) if f.name != "phase"]  # fmt: skip
+    of_steps = [("step_s", profile.step_s), *_of_steps(profile)]
     for name, values in of_steps:
         if len(values) != num_steps:
             yield f"{name} needs {num_steps} entries, one for each step, got {len(values)}"
+    for own in profile.ranks:
+        for name, values in _of_steps(own):
+            if len(values) != len(own.step_s):
+                yield f"{name} of rank {own.rank} needs {len(own.step_s)} entries, got {len(values)}"
     pictured = () if profile.pictured is None else (profile.pictured,)
     for seen in (*pictured, *profile.gaps):
         if seen.step >= num_steps:
@@ -404,6 +447,16 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
+
+
+def _of_steps(profile: "StepProfile | RankTimes") -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The times and counts that need one entry per step, with their names."""
+    parts: list[PhaseTimes | CommunicationTimes] = [*profile.phases, *profile.communication]
+    for each in parts:
+        what = f"communication in {each.phase}" if isinstance(each, CommunicationTimes) else str(each.phase)
+        for field in fields(each):
+            if field.name not in ("phase", "collective"):
+                yield f"{field.name} of {what}", getattr(each, field.name)
 
 
 def _of_picture(profile: StepProfile, step: PicturedStep) -> Iterator[str]:

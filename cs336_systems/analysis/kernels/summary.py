@@ -7,6 +7,7 @@ import pandas as pd
 
 from cs336_systems.analysis.columns import Mask
 from cs336_systems.analysis.kernels.attribution import Attribution, AttributionError
+from cs336_systems.analysis.kernels.communication import communication_times
 from cs336_systems.analysis.kernels.device_time import busy_devices, busy_ns, join_jobs, on_device
 from cs336_systems.analysis.kernels.frames import frame_of
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
@@ -36,10 +37,10 @@ def summarise(
     trace = attribution.trace
     selection = select(attribution)
     jobs = join_jobs(attribution, selection)
-    spans, windows = on_device(jobs, selection, is_of_host=trace.is_of_host)
+    host = Host(trace, selection)
+    spans, windows = on_device(jobs, selection, host, is_of_host=trace.is_of_host)
     devices = [] if trace.is_of_host else list(busy_devices(jobs))
     busy, num_devices = busy_ns(devices, selection.steps, spans, windows)
-    host = Host(trace, selection)
     gaps = find_gaps(jobs, devices, spans, selection, host)
 
     work = frame_of(jobs)
@@ -86,6 +87,7 @@ def summarise(
             *attention_notes,
             *idle_notes(gaps),
         ),
+        communication=communication_times(jobs, devices, num_devices, selection.steps, windows),
     )
     if wrong := next(contradictions(profile), None):
         raise AttributionError(wrong)

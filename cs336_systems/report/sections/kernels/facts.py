@@ -1,6 +1,6 @@
 """Sums and shares of a `StepProfile` over all of its steps, for tables and sentences."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
@@ -74,6 +74,26 @@ def num_launches(*phases: PhaseTimes) -> int:
 def idle(profile: StepProfile, cause: IdleCause, phase: LaunchPhase | None = None) -> Sum:
     """Idle times of this cause over all steps, in one phase or in all."""
     return added(row for row in profile.idle if row.cause is cause and phase in (None, row.phase))
+
+
+def exposed_s(profile: StepProfile, phase: LaunchPhase | None = None) -> float:
+    """Time of collectives, in one phase or in all, in which the device computes nothing, over all steps."""
+    own = [row for row in profile.communication if row.collective is None and phase in (None, row.phase)]
+    return sum(sum(row.exposed_s) for row in own)
+
+
+def collectives_s(profile: StepProfile) -> float:
+    """Time in which collectives ran on the device, over all steps."""
+    return sum(sum(row.total_s) for row in profile.communication if row.collective is None)
+
+
+def last_ranks(profile: StepProfile) -> Counter[int]:
+    """In how many steps the others waited for each rank, as it waited least itself; empty if that is not known."""
+    waits = [own.waited_s for own in profile.ranks if own.waited_s is not None]
+    if len(waits) < max(len(profile.ranks), 2):
+        return Counter()
+    steps = map(list, zip(*waits, strict=True))
+    return Counter(profile.ranks[times.index(min(times))].rank for times in steps if any(times))
 
 
 def is_launch_bound(profile: StepProfile) -> bool:

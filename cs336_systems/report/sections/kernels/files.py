@@ -12,6 +12,7 @@ from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.answers import answers
+from cs336_systems.report.sections.kernels.communication import communication, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
@@ -22,7 +23,14 @@ from cs336_systems.report.sections.kernels.timeline import draw_timeline
 from cs336_systems.report.sections.kernels.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
-_PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, classes, products, slowdown)
+_PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
+    phases,
+    communication,
+    ranks,
+    classes,
+    products,
+    slowdown,
+)
 SUBJECTS = (*_PRINTED, attention, top_kernels)
 """Sections about any number of traces."""
 

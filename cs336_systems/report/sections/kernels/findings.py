@@ -11,15 +11,18 @@ from cs336_systems.analysis.advice import NOT_IN_USE, Remedy, against_launches, 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
-from cs336_systems.config import Precision, RunConfig
+from cs336_systems.config import Parallel, Precision, RunConfig
 from cs336_systems.costs.hardware import DeviceSpec, faster_precisions, find_device
 from cs336_systems.report.numbers import label
 from cs336_systems.report.sections.kernels.facts import (
     MIN_LATE_SHARE,
     added,
+    collectives_s,
+    exposed_s,
     idle,
     is_launch_bound,
     kernel_s,
+    last_ranks,
     num_launches,
     wall_s,
 )
@@ -38,6 +41,12 @@ MIN_UNKNOWN_SHARE = 0.02
 """Smallest reported share of the kernels' time in kernels of unknown class. Less would change no other share much."""
 MIN_LEFT_SHARE = 0.01
 """Smallest reported share of the kernels' time that is in no phase, recomputed, or spent on communication."""
+MIN_EXPOSED_SHARE = 0.02
+"""Smallest reported share of exposed communication in the wall time, and of a phase in all exposed communication."""
+MIN_WAITED_SHARE = 0.25
+"""Smallest reported share of waits for other ranks in the exposed time."""
+MIN_STEADY_SHARE = 0.9
+"""Smallest share of the steps in which the same rank must come last to be named."""
 MIN_OPTIMIZER_SHARE = 0.1
 """Smallest reported share of the wall time. A fused AdamW moves 28 bytes a parameter, a few percent of a step."""
 MIN_MOVING_SHARE = 0.25
@@ -279,12 +288,41 @@ class _Findings:
         )
 
     def communication(self) -> Sequence[_Finding]:
-        """Kernels that send and receive."""
+        """Kernels that send and receive, and what of their time is exposed."""
         sent_s = added(row for row in self.profile.classes if row.kind is KernelClass.COMMUNICATION).total_s
-        return _from(
-            MIN_LEFT_SHARE * self.kernel_s,
-            sent_s,
-            f"Communication takes {self.ms(sent_s)}, {self.of_work(sent_s)}; it may run beside other kernels.",
+        ran_s, lost_s = collectives_s(self.profile), exposed_s(self.profile)
+        if not ran_s:
+            text = f"Communication takes {self.ms(sent_s)}, {self.of_work(sent_s)}; it may run beside other kernels."
+            return _from(MIN_LEFT_SHARE * self.kernel_s, sent_s, text)
+        if lost_s < MIN_EXPOSED_SHARE * self.wall_s:
+            text = f"Communication takes {self.ms(ran_s)}, all but {self.ms(lost_s)} of it beside other kernels."
+            return _from(MIN_LEFT_SHARE * self.kernel_s, ran_s, text)
+        of_phases = {phase: exposed_s(self.profile, phase) for phase in WHERE}
+        longest = sorted(of_phases, key=lambda phase: -of_phases[phase])
+        parts = [f"{self.ms(of_phases[phase])} in {WHERE[phase]}"
+                 for phase in longest if of_phases[phase] >= MIN_EXPOSED_SHARE * lost_s]  # fmt: skip
+        return (
+            _Finding(
+                lost_s,
+                f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, {self.of_wall(lost_s)} of "
+                f"the step, the GPU computes nothing: {', '.join(parts)}.{self.waits_for_ranks(lost_s)}"
+                f"{_hiding(self.config)}",
+            ),
+        )
+
+    def waits_for_ranks(self, lost_s: float) -> str:
+        """How long ranks wait for each other, if that is a large part of the exposed time, and for which if for one."""
+        waits = {own.rank: sum(own.waited_s) for own in self.profile.ranks if own.waited_s is not None}
+        last = last_ranks(self.profile).most_common(1)
+        if not last or max(waits.values()) < MIN_WAITED_SHARE * lost_s:
+            return ""
+        named = {rank: waits[rank] for rank in (min(waits, key=waits.__getitem__), max(waits, key=waits.__getitem__))}
+        parts = [f"rank {rank} for {self.ms(waited_s)}" for rank, waited_s in named.items()]
+        ((rank, count),) = last
+        steady = f" The others wait for rank {rank} in {count} of {self.profile.num_steps} steps: what slows it down?"
+        return (
+            f" In it, ranks wait for another that comes later, {' and '.join(parts)}."
+            f"{steady if count >= MIN_STEADY_SHARE * self.profile.num_steps else ''}"
         )
 
     def full_precision(self) -> Sequence[_Finding]:
@@ -335,6 +373,15 @@ class _Findings:
             "goes to element-wise work, norms, sums and copies, which move values more than they compute"
             f"{fuses}.",
         )
+
+
+def _hiding(config: RunConfig | None) -> str:
+    """What would hide communication, beyond what the run does already."""
+    if config is None or config.parallel is Parallel.NONE:
+        return ""
+    if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT):
+        return f" --parallel {Parallel.DDP_OVERLAP} averages gradients while backward computes."
+    return " A larger batch on each rank computes longer for the same bytes."
 
 
 def _median_s(kernels: Iterable[KernelTimes]) -> float:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile
 from cs336_systems.report.sections.kernels.facts import wall_s
@@ -39,7 +40,9 @@ def find_one_offs(profile: StepProfile) -> list[OneOff]:
             continue
         step = times_s.index(max(times_s))
         longer_s = times_s[step] - statistics.median(times_s[:step] + times_s[step + 1 :])
-        kernels = [kernel for kernel in profile.kernels if kernel.phase is phase.phase]
+        # a collective that takes long waits for another rank, which may happen in any step
+        kernels = [each for each in profile.kernels
+                   if each.phase is phase.phase and each.kind is not KernelClass.COMMUNICATION]  # fmt: skip
         excesses = [(kernel, _excess_s(kernel, times_s, step)) for kernel in kernels]
         own = [OneOff(kernel, phase.phase, step, excess_s) for kernel, excess_s in excesses
                if excess_s >= MIN_SHARE_EACH * wall_s(profile) > 0]  # fmt: skip

@@ -12,6 +12,7 @@ WHERE = {
     LaunchPhase.FORWARD: "forward",
     LaunchPhase.LOSS: "the loss",
     LaunchPhase.BACKWARD: "backward",
+    LaunchPhase.COMMUNICATION: "communication",
     LaunchPhase.OPTIMIZER: "the optimizer",
     LaunchPhase.UNATTRIBUTED: "no phase",
 }

@@ -1,0 +1,113 @@
+"""The ranks that share a step: which of them a process or a file is of, and their times beside each other."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cs336_systems.analysis.columns import Ints, chosen
+from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.collectives import NO_COLLECTIVE, collective_codes
+from cs336_systems.analysis.kernels.phases import Codes
+from cs336_systems.analysis.kernels.step_profile import RankTimes, StepProfile
+from cs336_systems.analysis.kernels.trace import Trace
+from cs336_systems.analysis.kernels.windows import select
+
+_RANGE = re.compile(r"rank (\d{1,6})", re.ASCII)
+"""Name of the range that each rank puts around its measured steps (`ranges.rank_range`)."""
+_FILE = re.compile(r"rank(\d{1,6})_(.+)", re.ASCII | re.DOTALL)
+"""Name of the file of a rank that is not the first, beside that of the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """The kernels of collectives of one step, in the order in which they began."""
+
+    kind: Codes
+    duration_ns: Ints
+
+
+def files_of_others(path: Path) -> dict[int, Path]:
+    """The traces of the other ranks, which lie beside that of rank 0, by rank."""
+    found = {}
+    for beside in path.parent.iterdir():
+        name = _FILE.fullmatch(beside.name)
+        if name and name[2] == path.name and beside.is_file():
+            found[int(name[1])] = beside
+    return dict(sorted(found.items()))
+
+
+def without_rank(name: str) -> str:
+    """The file name that rank 0 has for what `name` is of any rank."""
+    found = _FILE.fullmatch(name)
+    return found[2] if found else name
+
+
+def by_rank(trace: Trace) -> dict[int, Trace]:
+    """The trace of each rank, if several processes say in a range which rank they are; empty otherwise."""
+    named = {index: int(found[1]) for index, name in enumerate(trace.strings) if (found := _RANGE.fullmatch(name))}
+    of_ranks = np.isin(trace.ranges.name, list(named))
+    pairs = zip(trace.ranges.name[of_ranks].tolist(), trace.ranges.process[of_ranks].tolist(), strict=True)
+    process_of = dict(sorted((named[name], process) for name, process in pairs))
+    if len(set(process_of.values())) < 2:
+        return {}
+    return {rank: _of_process(trace, process) for rank, process in process_of.items()}
+
+
+def _of_process(trace: Trace, process: int) -> Trace:
+    return Trace(
+        strings=trace.strings,
+        kernels=chosen(trace.kernels, trace.kernels.process == process),
+        copies=chosen(trace.copies, trace.copies.process == process),
+        ranges=chosen(trace.ranges, trace.ranges.process == process),
+        api_calls=chosen(trace.api_calls, trace.api_calls.process == process),
+        device_names=trace.device_names,
+        is_of_host=trace.is_of_host,
+        notes=trace.notes,
+    )
+
+
+def collectives_of(attribution: Attribution) -> list[Collectives]:
+    """The collectives of each profiled step."""
+    work, selection = attribution.trace.kernels, select(attribution)
+    kind, step = collective_codes(work.name, attribution.trace.strings), selection.step_of(attribution.kernels.step)
+    rows = np.flatnonzero((kind != NO_COLLECTIVE) & (step >= 0))
+    rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
+    return [
+        Collectives(kind=kind[rows[step[rows] == number]], duration_ns=work.duration_ns[rows[step[rows] == number]])
+        for number in range(len(selection.steps))
+    ]
+
+
+def rank_times(
+    profiles: Sequence[tuple[int, StepProfile]], collectives: Sequence[Sequence[Collectives]]
+) -> tuple[RankTimes, ...]:
+    """The times of all ranks, from the profile and the collectives of each."""
+    waited = _waited(collectives)
+    return tuple(
+        RankTimes(
+            rank=rank,
+            step_s=profile.step_s,
+            phases=profile.phases,
+            communication=profile.communication,
+            waited_s=None if waited is None else waited[number],
+        )
+        for number, (rank, profile) in enumerate(profiles)
+    )
+
+
+def _waited(ranks: Sequence[Sequence[Collectives]]) -> list[tuple[float, ...]] | None:
+    """For each rank, how long it waited for others in each step; None if the ranks ran different collectives."""
+    if len({len(steps) for steps in ranks}) > 1:
+        return None
+    found: list[list[float]] = [[] for _ in ranks]
+    for same in zip(*ranks, strict=True):
+        if any(not np.array_equal(own.kind, same[0].kind) for own in same):
+            return None
+        durations = np.stack([own.duration_ns for own in same])
+        waits_ns = (durations - durations.min(axis=0)).sum(axis=1)
+        for waits_s, wait_ns in zip(found, waits_ns.tolist(), strict=True):
+            waits_s.append(wait_ns / 1e9)
+    return [tuple(waits_s) for waits_s in found]

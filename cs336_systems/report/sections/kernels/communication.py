@@ -1,0 +1,128 @@
+"""Tables of what ranks send each other: how long, what of it is exposed, and the ranks beside each other.
+
+Times are means per step. A table has rows only of runs whose trace has kernels of collectives.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from cs336_systems.analysis.kernels.collectives import Collective
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, StepProfile
+from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.entries import over_configurations, rows_of
+from cs336_systems.report.numbers import ratio, rounded
+from cs336_systems.report.section import Section
+from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.facts import last_ranks
+from cs336_systems.report.sections.kernels.words import WHOLE_STEP
+
+ALL_KINDS = "all"
+"""Name of all collectives together in the column of their kinds."""
+EXPOSED = (
+    "Exposed: the GPU runs a collective and nothing that computes, so the step waits for it; overlapped is the rest. "
+    "A rank's kernel runs while it waits for other ranks, and that is a part of its time."
+)
+_CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms", "overlapped_mean_ms",
+        "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
+_RANK_TIMES = ("collective", "exposed", "waited")
+_SHOWN = (*LaunchPhase, WHOLE_STEP)
+
+
+def communication(entries: Sequence[Explained]) -> Section:
+    """Time of collectives in each phase and in the whole step, by their kind, and what of it is exposed."""
+    columns = [
+        column("phase"),
+        column("collective"),
+        column("collectives_per_step"),
+        column("collective_mean_ms", std="collective_std_ms"),
+        column("overlapped_mean_ms"),
+        column("exposed_mean_ms", std="exposed_std_ms"),
+        column("exposed_share"),
+    ]
+    rows = rows_of(entries, communication_rows)
+    return over_configurations("communication", "Communication", rows, columns, _CSV, [EXPOSED])
+
+
+def communication_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each kind in each phase, then in the step; also for all kinds together where there are several."""
+    profile = entry.profile
+    wall = {phase.phase: sum(phase.wall_s) for phase in profile.phases}
+    for phase in wall:
+        yield from _of_phase(profile, phase, [own for own in profile.communication if own.phase is phase], wall[phase])
+    yield from _of_phase(profile, WHOLE_STEP, profile.communication, sum(wall.values()))
+
+
+def _of_phase(profile: StepProfile, name: str, found: Sequence[CommunicationTimes], wall_s: float) -> Iterator[Row]:
+    kinds = [kind for kind in (*Collective, None) if any(own.collective is kind for own in found)]
+    for kind in kinds if len(kinds) > 2 else kinds[:1]:  # of a single kind, all are that kind
+        own = [times for times in found if times.collective is kind]
+        total, exposed = (mean_and_std([getattr(times, field) for times in own]) for field in ("total_s", "exposed_s"))
+        yield {
+            "phase": name,
+            "collective": kind or ALL_KINDS,
+            "collectives_per_step": sum(sum(times.launches) for times in own) / profile.num_steps,
+            "collective_mean_ms": total[0],
+            "collective_std_ms": total[1],
+            "overlapped_mean_ms": total[0] - exposed[0],
+            "exposed_mean_ms": exposed[0],
+            "exposed_std_ms": exposed[1],
+            "exposed_share": ratio(exposed[0] * profile.num_steps / 1e3, wall_s),
+        }
+
+
+def mean_and_std(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """Mean and deviation over the steps, in ms, of the parts together; no deviation of one step."""
+    times_ms = [sum(times) * 1e3 for times in zip(*parts_s, strict=True)]
+    return (statistics.fmean(times_ms) if times_ms else 0.0), (
+        statistics.stdev(times_ms) if len(times_ms) > 1 else None
+    )
+
+
+def ranks(entries: Sequence[Explained]) -> Section:
+    """The phases of a step, its collectives and their waits on each rank, beside each other."""
+    rows = rows_of(entries, rank_rows)
+    shown = [name for name in _SHOWN if any(row[f"{name}_wall_mean_ms"] for row in rows)]
+    columns = [
+        column("rank"),
+        *(
+            Column(name, "ms", f"Wall time of {name} on the device.", key=f"{name}_wall_mean_ms", write=rounded,
+                   std=f"{name}_wall_std_ms")
+            for name in shown if name not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED)
+        ),
+        *(column(f"{name}_mean_ms", std=f"{name}_std_ms") for name in _RANK_TIMES),
+    ]  # fmt: skip
+    keys = ["rank", *(f"{name}_wall_{value}_ms" for name in shown for value in ("mean", "std")),
+            *(f"{name}_{value}_ms" for name in _RANK_TIMES for value in ("mean", "std"))]  # fmt: skip
+    notes = [
+        "Wall times on each rank's device. Waited: how much longer its kernels of collectives ran than those of the "
+        "rank that came last to each.",
+        *(_last_ranks(entries[0].profile) if len(entries) == 1 else ()),
+    ]
+    return over_configurations("ranks", "Ranks", rows, columns, keys, notes)
+
+
+def rank_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each rank; none for a run on one."""
+    for own in entry.profile.ranks:
+        walls = {phase.phase: [phase.wall_s] for phase in own.phases}
+        kept = [times for times in own.communication if times.collective is None]
+        parts = {
+            **{f"{name}_wall": walls.get(name, []) for name in LaunchPhase},
+            f"{WHOLE_STEP}_wall": [times for every in walls.values() for times in every],
+            "collective": [times.total_s for times in kept],
+            "exposed": [times.exposed_s for times in kept],
+            "waited": [] if own.waited_s is None else [own.waited_s],
+        }
+        row: Row = {"rank": own.rank}
+        for name, times in parts.items():
+            row[f"{name}_mean_ms"], row[f"{name}_std_ms"] = mean_and_std(times) if times else (None, None)
+        yield row
+
+
+def _last_ranks(profile: StepProfile) -> Iterator[str]:
+    """A note on which rank the others waited for, if that is known."""
+    found = last_ranks(profile)
+    if found:
+        counts = ", ".join(f"{rank} in {count}" for rank, count in found.most_common())
+        yield f"The rank that the others waited for most, by the number of steps: {counts}."

@@ -1,0 +1,308 @@
+"""Collectives: exposed time counted by nanosecond, phases around them, ranks, and a real trace of two GPUs.
+
+two_gpus/ has two steps of `--parallel ddp-overlap --ranks 2` on two H200, of each rank, as torch.profiler wrote them,
+without the operators of the host.
+"""
+
+import gzip
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.collectives import Collective, collective_of
+from cs336_systems.analysis.kernels.explain import explain
+from cs336_systems.analysis.kernels.ranks import by_rank, collectives_of, rank_times, without_rank
+from cs336_systems.analysis.kernels.step_profile import (
+    PhaseTimes,
+    StepProfile,
+    contradictions,
+    decode_profile,
+    encode_profile,
+)
+from cs336_systems.analysis.kernels.summary import summarise
+from cs336_systems.ranges import rank_range
+from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Call, Kernel, Recording, Span, make_trace, write_export
+
+REAL = Path(__file__).with_name("two_gpus") / "ddp.json.gz"
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+ALL_GATHER = "ncclDevKernel_AllGather_RING_LL"
+COMPUTE, COLLECTIVES = 7, 16
+"""Streams."""
+
+
+def profile(made: Recording) -> StepProfile:
+    return summarise(attribute(make_trace(made)), source="test")
+
+
+def ns(seconds) -> list[int]:
+    return [round(value * 1e9) for value in seconds]
+
+
+def exposed(found: StepProfile, kind: Collective | None = None) -> dict[str, tuple[list[int], list[int]]]:
+    """By phase, the nanoseconds of collectives in each step, and those of them that are exposed."""
+    rows = [row for row in found.communication if row.collective is kind]
+    return {row.phase.value: (ns(row.total_s), ns(row.exposed_s)) for row in rows}
+
+
+def walls(found: StepProfile) -> dict[str, list[int]]:
+    return {times.phase.value: ns(times.wall_s) for times in found.phases}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (ALL_REDUCE, Collective.ALL_REDUCE),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWork*)", Collective.ALL_REDUCE),
+        (ALL_GATHER, Collective.ALL_GATHER),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", Collective.REDUCE_SCATTER),
+        ("ncclDevKernel_Broadcast_RING_LL", Collective.BROADCAST),
+        ("ncclDevKernel_Reduce_Sum_f32_RING_LL", Collective.REDUCE),
+        ("ncclDevKernel_SendRecv", Collective.POINT_TO_POINT),
+        ("ncclDevKernel_Generic_1", Collective.OTHER),
+        ("void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)", Collective.ALL_REDUCE),
+        ("void at::native::reduce_kernel<512, 1>(at::native::ReduceOp<float>)", None),
+        ("memcpy Device-to-Device", None),
+    ],
+)
+def test_kinds_of_collectives(name: str, kind: Collective | None) -> None:
+    assert collective_of(name) is kind
+
+
+# exposed time, by nanosecond
+
+
+def random_step_on_ranks(generator: random.Random) -> tuple[Recording, bool]:
+    """Steps with kernels of both streams that begin whenever, and whether `communication` waits for collectives."""
+    made, now, waits = Recording(), 10, generator.random() < 0.5
+    for _ in range(generator.randint(1, 3)):
+        for name in ("forward", "backward", "communication", "optimizer"):
+            start = now
+            now += generator.randint(5, 120)
+            made.spans.append(Span(name, start, now))
+            if name == "communication" and waits:
+                made.calls.append(Call("cudaStreamWaitEvent_v3020", generator.randint(start, now - 1), now))
+            for _ in range(generator.randint(0, 6)):
+                launch, duration = generator.randint(start, now - 1), generator.randint(0, 40)
+                work, stream = generator.choice(
+                    [(ALL_REDUCE, COLLECTIVES), (ALL_GATHER, COLLECTIVES), ("gemm", COMPUTE), ("gemm", COMPUTE)]
+                )
+                began = launch + generator.randint(1, 60)
+                made.kernels.append(Kernel(work, launch, generator.choice([MAIN, AUTOGRAD]), began, duration, stream))
+            if generator.random() < 0.5:
+                made.copies.append(
+                    Kernel("memcpy", start, MAIN, start + 5, 9, generator.choice([COMPUTE, COLLECTIVES]))
+                )
+            now += generator.randint(0, 9)
+    return made, waits
+
+
+def through(kernels: list[Kernel], now: int) -> int:
+    """When the last of the kernels launched before `now` has ended."""
+    return max([0, *(kernel.start_ns + kernel.duration_ns for kernel in kernels if kernel.launch_ns < now)])
+
+
+def open_at(kernels: list[Kernel]) -> set[int]:
+    return {time for own in kernels for time in range(own.start_ns, own.start_ns + own.duration_ns)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> None:
+    made, waits = random_step_on_ranks(random.Random(seed))
+    sends = [kernel for kernel in made.kernels if kernel.stream == COLLECTIVES]
+    # where nothing sends, a copy on the stream of collectives is one like any other
+    of_nccl = [copy for copy in made.copies if copy.stream == COLLECTIVES and sends]
+    computes = [kernel for kernel in made.kernels + made.copies if kernel not in sends + of_nccl]
+    of_main_stream = [kernel for kernel in made.kernels + made.copies if kernel not in sends]
+    found, busy = profile(made), open_at(computes)
+    expected: dict[str, list[tuple[int, ...]]] = {}
+    spans = sorted(made.spans, key=lambda span: span.start_ns)
+    for first in range(0, len(spans), 4):
+        last = max(spans[first].start_ns, through(made.kernels + made.copies, spans[first].start_ns))
+        for span in spans[first : first + 4]:
+            leaves = waits and span.name in ("forward", "backward")
+            finished = through(of_main_stream if leaves else made.kernels + made.copies, span.end_ns)
+            end = max(last, span.end_ns, finished)
+            row = [end - last]
+            for chosen in (sends, [own for own in sends if own.name is ALL_GATHER]):
+                ran = open_at(chosen) & set(range(last, end))
+                row += [len(ran), len(ran - busy)]
+            expected.setdefault(span.name, []).append(tuple(row))
+            last = end
+    assert {name: times for name, times in walls(found).items() if name in expected} == {
+        name: [row[0] for row in rows] for name, rows in expected.items()
+    }
+    for kind, at in ((None, 1), (Collective.ALL_GATHER, 3)):
+        kept = {name: ([row[at] for row in rows], [row[at + 1] for row in rows]) for name, rows in expected.items()}
+        # a phase in which nothing of the kind ran has no row, but for kernels of no duration
+        given = exposed(found, kind)
+        assert given == {name: times for name, times in kept.items() if any(times[0]) or name in given}
+    assert sum(sum(row.launches) for row in found.communication if row.collective is None) <= len(sends)
+    assert decode_profile(encode_profile(found)) == found
+
+
+OVERLAP = Recording(
+    spans=[Span("forward", 0, 20), Span("backward", 20, 60), Span("communication", 60, 70), Span("optimizer", 70, 90)],
+    kernels=[
+        Kernel("gemm", 5, start_ns=10, duration_ns=30),
+        Kernel("gemm", 25, AUTOGRAD, start_ns=40, duration_ns=60),
+        Kernel(ALL_REDUCE, 30, AUTOGRAD, start_ns=80, duration_ns=70, stream=COLLECTIVES),
+        Kernel("adam", 75, start_ns=150, duration_ns=10),
+    ],
+)
+
+
+def test_what_backward_leaves_running_is_communication_if_that_waits_for_it() -> None:
+    """All-reduce from 80 to 150, backward's last kernel until 100: 50 ns are exposed, in the phase that waits."""
+    waiting = replace(OVERLAP, calls=[Call("cudaStreamWaitEvent", 65, 66)])
+    assert walls(profile(waiting)) == {"forward": [40], "backward": [60], "communication": [50], "optimizer": [10]}
+    assert exposed(profile(waiting)) == {"backward": ([20], [0]), "communication": ([50], [50])}
+    # PyTorch's DistributedDataParallel waits at the end of backward
+    before = replace(OVERLAP, calls=[Call("cudaStreamWaitEvent", 55, 56)])
+    assert walls(profile(before)) == {"forward": [40], "backward": [110], "communication": [0], "optimizer": [10]}
+    assert exposed(profile(before)) == {"backward": ([70], [50])}
+
+
+def test_collectives_belong_to_no_module_but_to_a_gather() -> None:
+    """Hooks launch them while a module's range is open; PyTorch and NCCL put ranges of their own around them."""
+    spans = [Span("forward", 0, 100), Span("block.0", 10, 90), Span("ffn", 20, 80)]
+    spans += [Span("gather layers.1", 30, 40), Span("nccl:_all_gather_base", 32, 38)]
+    spans += [Span("nccl:all_reduce", 50, 60), Span("ncclAllReduce", 52, 58)]
+    launches = {"gemm": 25, "cast": 31, ALL_GATHER: 35, ALL_REDUCE: 55, "norm": 56}
+    found = profile(Recording([Kernel(name, at, start_ns=at + 100) for name, at in launches.items()], spans))
+    in_ffn, gather = ("block.0", "ffn"), ("gather layers.1",)
+    assert {row.path: row.count for row in found.modules} == {in_ffn: 2, gather: 2, (): 1}
+
+
+# ranks
+
+
+def rank_recording(rank: int, durations: tuple[int, ...]) -> Recording:
+    """Two steps of one rank; the second half of its collectives is in the second."""
+    process = (rank + 7) << 24
+    made = Recording(spans=[Span(rank_range(rank), 0, 2_000, process + 1)])
+    half = len(durations) // 2
+    for step, own in enumerate((durations[:half], durations[half:])):
+        begun = 1_000 * step
+        made.spans.append(Span("forward", begun + 1, begun + 500, process + 1))
+        for number, duration in enumerate(own):
+            at = begun + 10 + 100 * number
+            made.kernels.append(Kernel(ALL_REDUCE, at, process + 1, at + 5, duration, COLLECTIVES))
+    return made
+
+
+def together(*recordings: Recording) -> Recording:
+    return Recording(
+        [kernel for own in recordings for kernel in own.kernels], [span for own in recordings for span in own.spans]
+    )
+
+
+@pytest.mark.parametrize("through_file", [False, True])
+def test_one_report_is_split_into_its_ranks_and_waits_are_found(tmp_path: Path, through_file: bool) -> None:
+    """Rank 1 comes first to the first collective of a step, and last to the others."""
+    made = together(rank_recording(1, (50, 10, 10, 30)), rank_recording(0, (20, 15, 40, 30)))
+    if through_file:
+        found = explain(write_export(tmp_path / "two.sqlite", made, same_correlation=True))
+        ranks = found.ranks
+    else:
+        parts = [(rank, attribute(trace)) for rank, trace in by_rank(make_trace(made)).items()]
+        profiles = [(rank, summarise(own, source="test")) for rank, own in parts]
+        ranks, found = rank_times(profiles, [collectives_of(own) for _, own in parts]), profiles[0][1]
+    assert [own.rank for own in ranks] == [0, 1]
+    # the shortest kernels are 20, 10 and 10, 30
+    assert [ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
+    assert [exposed(replace(found, communication=own.communication))["forward"][0] for own in ranks] == [
+        [35, 70],
+        [60, 40],
+    ]
+    assert ns(found.phases[0].kernel_s) == [35, 70]
+
+
+def test_waits_are_unknown_where_ranks_differ_and_a_single_rank_is_not_split() -> None:
+    one, other = rank_recording(0, (10, 20)), rank_recording(1, (10, 20))
+    other.kernels[1] = replace(other.kernels[1], name=ALL_GATHER)
+    parts = [attribute(trace) for trace in by_rank(make_trace(together(one, other))).values()]
+    profiles = [(rank, summarise(own, source="test")) for rank, own in enumerate(parts)]
+    assert [own.waited_s for own in rank_times(profiles, list(map(collectives_of, parts)))] == [None, None]
+    assert by_rank(make_trace(one)) == {}
+
+
+# a real trace of two GPUs
+
+
+def raster(events: list[dict], low: int, length: int) -> np.ndarray:
+    """Whether any of the events is open, by nanosecond."""
+    is_open = np.zeros(length, dtype=np.bool_)
+    for event in events:
+        start = round(event["ts"] * 1e3) - low
+        is_open[max(start, 0) : max(start + round(event["dur"] * 1e3), 0)] = True
+    return is_open
+
+
+def test_exposed_time_of_two_h200_read_in_another_way() -> None:
+    """Over each step, from its launch to its last kernel, which is that of the optimizer."""
+    found = explain(REAL)
+    assert [own.rank for own in found.ranks] == [0, 1]
+    for own, path in zip(found.ranks, (REAL, REAL.with_name(f"rank1_{REAL.name}")), strict=True):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        steps = sorted((e for e in events if e["name"] == "step"), key=lambda e: e["ts"])
+        on_device = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+        total_ns, exposed_ns = [], []
+        for step in steps:
+            low, length = round(step["ts"] * 1e3), round(step["dur"] * 1e3)
+            sends, computes = (
+                raster([e for e in on_device if e["name"].startswith("nccl") == is_nccl], low, length)
+                for is_nccl in (True, False)
+            )
+            total_ns.append(int(sends.sum()))
+            exposed_ns.append(int((sends & ~computes).sum()))
+        rows = [row for row in own.communication if row.collective is Collective.ALL_REDUCE]
+        assert [sum(ns(each)) for each in zip(*(row.total_s for row in rows), strict=True)] == pytest.approx(
+            total_ns, abs=3
+        )
+        assert [sum(ns(each)) for each in zip(*(row.exposed_s for row in rows), strict=True)] == pytest.approx(
+            exposed_ns, abs=3
+        )
+        assert sum(exposed_ns) > 1_000_000
+
+
+def test_phases_of_two_h200_are_those_of_their_clock() -> None:
+    """In ms, by CUDA events that each rank recorded in the same steps; one event takes some µs."""
+    clocks = {
+        0: {"forward": (23.507, 18.806), "backward": (35.365, 34.640), "communication": (1.742, 6.806),
+            "optimizer": (1.594, 1.053)},
+        1: {"forward": (18.166, 21.474), "backward": (34.396, 42.402), "communication": (9.056, 2.013),
+            "optimizer": (1.062, 1.915)},
+    }  # fmt: skip
+    for own in explain(REAL).ranks:
+        by_phase: dict[str, PhaseTimes] = {times.phase.value: times for times in own.phases}
+        for name, clock_ms in clocks[own.rank].items():
+            assert [1e3 * wall_s for wall_s in by_phase[name].wall_s] == pytest.approx(clock_ms, rel=0.01, abs=0.15)
+
+
+def test_the_other_ranks_of_a_file_are_found_beside_it(tmp_path: Path) -> None:
+    alone = shutil.copy(REAL, tmp_path / "t.json.gz")
+    assert explain(alone).ranks == ()
+    other = shutil.copy(REAL.with_name(f"rank1_{REAL.name}"), tmp_path / "rank1_t.json.gz")
+    both = explain(alone)
+    assert [own.rank for own in both.ranks] == [0, 1]
+    assert both.ranks[1].step_s == explain(other).step_s != both.step_s == both.ranks[0].step_s
+    assert (without_rank("rank1_t.json.gz"), without_rank("t.json.gz")) == ("t.json.gz", "t.json.gz")
+    assert decode_profile(encode_profile(both)) == both
+    short = replace(both.ranks[1], step_s=both.step_s[:1])
+    assert "rank 1" in next(contradictions(replace(both, ranks=(both.ranks[0], short))))
+    other.write_bytes(b"{")
+    with pytest.raises(ProfileError, match="rank1_t"):
+        explain(alone)
+
+
+def test_collectives_are_a_class_of_their_own_in_the_real_trace() -> None:
+    rows = [row for row in explain(REAL).classes if row.kind is KernelClass.COMMUNICATION]
+    assert sum(row.count for row in rows) == 2 * 18

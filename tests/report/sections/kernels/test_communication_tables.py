@@ -1,0 +1,147 @@
+"""Tables and findings of communication, made of hand-made profiles; all times are milliseconds over both steps."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.analysis.kernels.collectives import Collective
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile
+from cs336_systems.config import Parallel, RunConfig
+from cs336_systems.report.sections.kernels.communication import communication, ranks
+from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.findings import findings
+from tests.report.making import make_config
+from tests.report.sections.kernels.profiles import (
+    BACKWARD,
+    FORWARD,
+    column,
+    headings,
+    make_phase,
+    make_profile,
+    numbers,
+    rows,
+    seconds,
+)
+
+COMMUNICATION = LaunchPhase.COMMUNICATION
+GATHER, SCATTER = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+
+
+def make_times(phase, collective, launches, total_ms, exposed_ms):
+    """Of two steps: pairs of numbers."""
+    total_s, exposed_s = seconds(*total_ms), seconds(*exposed_ms)
+    return CommunicationTimes(
+        phase=phase, collective=collective, launches=launches, total_s=total_s, exposed_s=exposed_s
+    )
+
+
+def make_shared(**changes) -> StepProfile:
+    """Forward gathers, backward gathers and scatters at once for 1 ms of its 5, and 2 of 4 ms in communication."""
+    made = make_profile()
+    return replace(
+        made,
+        phases=(*made.phases[:2], make_phase(COMMUNICATION, (0, 0), (0, 0), (2, 2), (1, 1)), *made.phases[2:]),
+        communication=(
+            make_times(FORWARD, GATHER, (2, 2), (3, 1), (1, 1)),
+            make_times(FORWARD, None, (2, 2), (3, 1), (1, 1)),
+            make_times(BACKWARD, GATHER, (1, 1), (2, 2), (0, 0)),
+            make_times(BACKWARD, SCATTER, (1, 1), (4, 4), (3, 1)),
+            make_times(BACKWARD, None, (2, 2), (5, 5), (3, 1)),
+            make_times(COMMUNICATION, SCATTER, (1, 0), (2, 2), (2, 2)),
+            make_times(COMMUNICATION, None, (1, 0), (2, 2), (2, 2)),
+        ),
+        **changes,
+    )
+
+
+def make_ranks(*waited_ms) -> tuple[RankTimes, ...]:
+    made = make_shared()
+    return tuple(
+        RankTimes(rank=rank, step_s=made.step_s, phases=made.phases, communication=made.communication,
+                  waited_s=None if own is None else seconds(*own))
+        for rank, own in enumerate(waited_ms)
+    )  # fmt: skip
+
+
+def test_communication_by_hand() -> None:
+    section = communication([Explained(profile=make_shared())])
+    (table,) = section.tables
+    of_kind = [
+        "all-gather",
+        "all-gather",
+        "reduce-scatter",
+        "all",
+        "reduce-scatter",
+        "all-gather",
+        "reduce-scatter",
+        "all",
+    ]
+    assert column(table, "collective") == of_kind
+    assert column(table, "phase") == [
+        "forward", "backward", "backward", "backward", "communication", "step", "step", "step"
+    ]  # fmt: skip
+    assert numbers(section, "collectives_per_step") == [2, 1, 1, 2, 0.5, 3, 1.5, 4.5]
+    assert numbers(section, "collective_mean_ms") == pytest.approx([2, 2, 4, 5, 2, 4, 6, 9])
+    assert numbers(section, "exposed_mean_ms") == pytest.approx([1, 0, 2, 2, 2, 1, 4, 5])
+    assert numbers(section, "overlapped_mean_ms") == pytest.approx([1, 2, 2, 3, 0, 3, 2, 4])
+    # of forward 8 ms, backward 12, communication 2, and of the step 28
+    shares = [1 / 8, 0, 2 / 12, 2 / 12, 2 / 2, 1 / 28, 4 / 28, 5 / 28]
+    assert numbers(section, "exposed_share") == pytest.approx(shares)
+    # the steps' sums differ: 10 and 8 ms, of which 6 and 4 are exposed
+    (whole,) = rows(section, phase="step", collective="all")
+    assert [float(whole[f"{key}_std_ms"]) for key in ("collective", "exposed")] == pytest.approx([2**0.5, 2**0.5])
+
+
+def test_without_collectives_or_other_ranks_there_is_no_table() -> None:
+    for make in (communication, ranks):
+        section = make([Explained(profile=make_profile())])
+        assert (section.tables, section.csv) == ((), "")
+
+
+def test_ranks_beside_each_other_by_hand() -> None:
+    section = ranks([Explained(profile=make_shared(ranks=make_ranks((0, 0), (1, 3))))])
+    (table,) = section.tables
+    assert column(table, "rank") == ["0", "1"]
+    assert numbers(section, "forward_wall_mean_ms") == [8, 8]
+    assert numbers(section, "step_wall_mean_ms") == [28, 28]
+    assert numbers(section, "exposed_mean_ms") == pytest.approx([5, 5])
+    assert numbers(section, "waited_mean_ms") == pytest.approx([0, 2])
+    assert any("0 in 2" in note for note in table.notes)
+    unknown = ranks([Explained(profile=make_shared(ranks=make_ranks(None, None)))])
+    assert "waited" not in headings(unknown.tables[0])
+    assert [row["waited_mean_ms"] for row in rows(unknown)] == ["", ""]
+
+
+def told(profile: StepProfile, config: RunConfig | None = None) -> str:
+    (text,) = [text for text in findings(profile, config) if "Communication" in text]
+    return text
+
+
+def test_exposed_communication_is_told_with_its_phases_and_what_hides_it() -> None:
+    text = told(make_shared())
+    assert text.startswith("Communication takes 9.00 ms, and for 5.00 ms of that, 17.9 % of the step,")
+    assert text.endswith("2.00 ms in backward, 2.00 ms in communication, 1.00 ms in forward.")
+
+    def config(way: Parallel) -> RunConfig:
+        return make_config("small", parallel=way, ranks=2)
+
+    assert "--parallel ddp-overlap" in told(make_shared(), config(Parallel.DDP_FLAT))
+    assert "--parallel" not in told(make_shared(), config(Parallel.DDP_OVERLAP))
+
+
+def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() -> None:
+    text = told(make_shared(ranks=make_ranks((0, 0), (1, 3))))
+    assert "rank 0 for 0.00 ms and rank 1 for 2.00 ms" in text
+    assert "wait for rank 0 in 2 of 2 steps" in text
+    assert "in 2 of 2 steps" not in told(make_shared(ranks=make_ranks((0, 3), (1, 0))))
+    assert "rank" not in told(make_shared(ranks=make_ranks((0, 0), (0.1, 0.1))))  # 2 % of the exposed time
+
+
+def test_communication_that_runs_beside_other_kernels_is_told_as_such() -> None:
+    hidden = tuple(
+        replace(row, exposed_s=(0.0, 0.0005)) for row in make_shared().communication if row.phase is BACKWARD
+    )
+    assert told(replace(make_shared(), communication=hidden)).startswith(
+        "Communication takes 5.00 ms, all but 0.250 ms of it"
+    )
