@@ -300,7 +300,7 @@ class _Unit:
     def __init__(self, unit: Unit, compute_dtype: torch.dtype | None) -> None:
         self.module = unit.module
         name = unit.name.removeprefix("model.")  # the one in LossModule
-        self._gather_range, self._scatter_range = f"gather {name}", f"scatter {name}"
+        self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"
         types: dict[tuple[torch.dtype, torch.dtype], list[Found]] = {}
         for each in unit.found:
             own = each.parameter.dtype
@@ -333,8 +333,10 @@ class _Unit:
     def gather(self) -> None:
         """Gather the parameters, or wait until they are there."""
         self.start_gather()
-        wait(self._gathering)
-        self._gathering = None
+        if self._gathering is not None:
+            with annotate(self._wait_range):  # what is launched next needs the parameters
+                wait(self._gathering)
+            self._gathering = None
 
     def free(self) -> None:
         """Free the parameters, if they are there."""
