@@ -118,7 +118,7 @@ class Parallel(StrEnum):
     @property
     def takes_any_tensor(self) -> bool:
         """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs hold the collectives."""
-        return self in (Parallel.NONE, Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP)
+        return self not in (Parallel.DDP, Parallel.FSDP2)
 
 
 class Profiler(StrEnum):

@@ -5,7 +5,7 @@ a reduce-scatter and a broadcast as many, an all-reduce twice as many (Patarasuk
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import count_parameters
@@ -35,7 +35,7 @@ def sent_bytes(config: RunConfig) -> int | None:
     if not config.is_shared or config.model_factory is not None or config.parallel is Parallel.FSDP2:
         return None
     ranks, parameters = config.ranks, count_parameters(config.model)
-    if config.cast_once:
+    if config.cast_once and config.parallel is not Parallel.FSDP:
         return round(_bytes_with_copies(config) * (ranks - 1) / ranks)
     if config.parallel is not Parallel.FSDP:
         times = 3 if config.shard_optimizer else 2  # the broadcasts of what each rank has updated
@@ -43,6 +43,9 @@ def sent_bytes(config: RunConfig) -> int | None:
     found = _matrices(config.model)
     vectors = parameters - sum(each.count * each.elements for each in found)
     payload = 2 * FP32_BYTES * vectors
+    if config.cast_once:
+        found = _copied_matrices(config)
+        payload -= 2 * (FP32_BYTES - BF16_BYTES) * (vectors - _norm_elements(config.model))
     for each in found:
         is_low = config.precision is Precision.BF16 and not each.is_looked_up
         padded = -(-each.elements // ranks) * ranks
@@ -60,12 +63,28 @@ def _bytes_with_copies(config: RunConfig) -> int:
     model = config.model
     is_gpt2 = model.arch is Arch.GPT2
     table = model.vocab_size * model.d_model
-    norms = (2 * model.num_layers + 1) * model.d_model * (2 if is_gpt2 else 1)
-    read = norms + table + (model.context_length * model.d_model if is_gpt2 else 0)
+    read = _norm_elements(model) + table + (model.context_length * model.d_model if is_gpt2 else 0)
     copied = count_parameters(model) - read + (table if is_gpt2 else 0)
     if not config.shard_optimizer:
         copied += -model.vocab_size % config.pad_vocabulary * model.d_model
     return 2 * (FP32_BYTES * read + BF16_BYTES * copied)
+
+
+def _norm_elements(model: ModelConfig) -> int:
+    return (2 * model.num_layers + 1) * model.d_model * (2 if model.arch is Arch.GPT2 else 1)
+
+
+def _copied_matrices(config: RunConfig) -> list[_Matrices]:
+    """What is sharded of the fast model: copies, some packed, of which that of the head is padded; and the tables.
+
+    Packed ones are taken for single ones, which the padding to a multiple of the ranks may make a few bytes larger.
+    """
+    *of_blocks_and_tables, last = _matrices(config.model)
+    head = (-(-config.model.vocab_size // config.pad_vocabulary)) * config.pad_vocabulary * config.model.d_model
+    if config.model.arch is Arch.CS336:
+        return [*of_blocks_and_tables, replace(last, elements=head)]
+    *of_blocks, table = of_blocks_and_tables
+    return [*of_blocks, replace(table, elements=head), last, replace(table, elements=head, is_looked_up=False)]
 
 
 def _matrices(model: ModelConfig) -> list[_Matrices]:

@@ -10,10 +10,9 @@ a unit are one tensor, so that they are cast in one kernel, and so are the gathe
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.transformer import Embedding
-from cs336_systems.parallel.collectives import Averaging, take_from_rank_0, wait
+from cs336_systems.parallel.collectives import Averaging, take_from_rank_0
 from cs336_systems.parallel.units import Found, Unit, units_of
 
 AHEAD = 2
@@ -39,19 +38,19 @@ class FSDP(nn.Module):
     Its parameters are the shards, which have one axis, under the names of the whole ones. `compute_dtype` is the type
     in which matrices are gathered, multiplied and have their gradients averaged; shards, their gradients and so the
     optimizer's state keep the parameters' own type. Embeddings are gathered in their own type, because a lookup is no
-    matrix product.
+    matrix product. `units` say what is gathered together, if not all parameters by block and layer.
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, compute_dtype: torch.dtype | None = None, units: Sequence[Unit] | None = None
+    ) -> None:
         super().__init__()
         self.module = module
         take_from_rank_0(module)
-        units = [
-            replace(unit, found=[each for each in unit.found if each.parameter.ndim >= 2]) for unit in units_of(module)
-        ]
-        self._units = [_Unit(unit, compute_dtype) for unit in units if unit.found or unit.module is None]
-        shards = {id(each.shard) for unit in self._units for each in unit.sharded}
-        self._replicated = [each for each in module.parameters() if id(each) not in shards]
+        every = units_of(module) if units is None else units
+        matrices = [replace(unit, found=[each for each in unit.found if each.parameter.ndim > 1]) for unit in every]
+        self._replicated = [each.parameter for unit in every for each in unit.found if each.parameter.ndim <= 1]
+        self._units = [_Unit(unit, compute_dtype) for unit in matrices if unit.found or unit.module is None]
         self._order: list[_Unit] = []
         """Units in the order of the last forward."""
         self._seen: list[_Unit] = []
@@ -123,6 +122,10 @@ class FSDP(nn.Module):
         }
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in named}
+
+    def shard_of(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a parameter that the module had, or of another tensor that a unit has."""
+        return next(each.shard for unit in self._units for each in unit.sharded if each.full is parameter)
 
     def _before_layer(self, unit: "_Unit") -> None:
         if not unit.is_installed:
@@ -199,12 +202,11 @@ class _Sharded:
         """`part` is the memory of this rank's part, and `whole` that of all ranks' parts once they are gathered."""
         self._places, parameter = found.places, found.parameter
         self._count, self._shape = parameter.numel(), parameter.shape
-        first = dist.get_rank() * len(part)
-        own = parameter.detach().view(-1)[first : first + len(part)]
-        part[: len(own)] = own
+        part.copy_(own_part(parameter.detach(), len(part)))
         self.shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        self.full = parameter
         # `data` has a count of versions of its own: gathering again must not look like a change of saved tensors
-        self.full = nn.Parameter(self.shaped(whole.data), requires_grad=parameter.requires_grad)
+        self.full.data = self.shaped(whole.data)
         self.put(self.shard)
 
     @property
@@ -216,10 +218,10 @@ class _Sharded:
         """The parts of all ranks in the parameter's shape."""
         return whole[: self._count].view(self._shape)
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def put(self, parameter: Tensor) -> None:
         """Let the modules have the shard or the whole parameter as theirs."""
         for place in self._places:
-            place.owner._parameters[place.name] = parameter
+            place.owner._parameters[place.name] = cast("nn.Parameter", parameter)
 
     def take_whole_gradient(self, length: int) -> Tensor:
         """The gradient of the whole parameter, padded to this length; it is not kept here."""
@@ -239,7 +241,7 @@ class _Flat:
     def __init__(self, found: Sequence[Found], dtype: torch.dtype) -> None:
         self._dtype, self._ranks = dtype, dist.get_world_size()
         like = found[0].parameter.detach()
-        lengths = [-(-each.parameter.numel() // self._ranks) for each in found]
+        lengths = [each.part_length(self._ranks) for each in found]
         self._cuts = _aligned(lengths, like.dtype)
         self._masters = like.new_zeros(sum(self._cuts))
         self._parts = self._parts_of(self._masters)
@@ -265,10 +267,13 @@ class _Flat:
 
     def gathered_masters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each shard, with the whole parameter in its own type and in memory of its own."""
-        wholes = [part.new_empty(self._ranks * len(part)) for part in self._parts]
-        _start_gather(wholes, self._parts).wait()
-        for each, whole in zip(self.sharded, wholes, strict=True):
+        for each, whole in zip(self.sharded, gathered(self._parts), strict=True):
             yield each.shard, each.shaped(whole)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that is not averaged yet."""
+        return any(each.full.grad is not None for each in self.sharded)
 
     def take_whole_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Memory for this rank's parts of the gradients that are there, and the gradients, for a reduce-scatter."""
@@ -316,33 +321,31 @@ class _Unit:
         self.when_graded: Any = None
         self._divides = dist.get_backend() != "nccl"  # gloo has no average
         self._num_trained, self._num_graded = len(trained), 0
-        self._gathering: dist.Work | None = None
-        self._reducing: dist.Work | None = None
+        self._gathering: list[dist.Work] = []
+        self._reducing: list[dist.Work] = []
         self._is_there = self.is_installed = False
         for sharded in trained:
             sharded.full.register_post_accumulate_grad_hook(self._count)
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless they are there or on their way."""
-        if self._is_there or not self.flats:
+        if self._is_there:
             return
         self._is_there = True
         with annotate(self._gather_range):
-            self._gathering = _start_gather(*_joined(flat.allocate() for flat in self.flats))
+            self._gathering = [_start_gather(*flat.allocate()) for flat in self.flats]
 
     def gather(self) -> None:
         """Gather the parameters, or wait until they are there."""
         self.start_gather()
-        if self._gathering is not None:
+        if self._gathering:
             with annotate(self._wait_range):  # what is launched next needs the parameters
-                wait(self._gathering)
-            self._gathering = None
+                _wait_for(self._gathering)
 
     def free(self) -> None:
         """Free the parameters, if they are there."""
         if self._is_there:
-            wait(self._gathering)
-            self._gathering = None
+            _wait_for(self._gathering)
             for flat in self.flats:
                 flat.free()
             self._is_there = False
@@ -373,18 +376,34 @@ class _Unit:
     def reduce(self) -> None:
         """Start to average the gradients that are there."""
         self._num_graded = 0
-        if any(each.full.grad is not None for each in self.sharded):
+        if any(flat.has_gradients for flat in self.flats):
             self.take_gradients()
             with annotate(self._scatter_range):
-                gradients = _joined(flat.take_whole_gradients() for flat in self.flats)
-                self._reducing = _start_scatter(*gradients, dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG)
+                op = dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG
+                self._reducing = [
+                    _start_scatter(*flat.take_whole_gradients(), op) for flat in self.flats if flat.has_gradients
+                ]
 
     def take_gradients(self) -> None:
         """Wait for the averages, and give each shard its gradient."""
-        wait(self._reducing)
-        self._reducing = None
+        _wait_for(self._reducing)
         for flat in self.flats:
             flat.take_gradients(self._divides)
+
+
+def own_part(tensor: Tensor, length: int) -> Tensor:
+    """This rank's part of the elements, of this length, padded with zeros."""
+    part = tensor.new_zeros(length)
+    own = tensor.view(-1)[dist.get_rank() * length :][:length]
+    part[: len(own)] = own
+    return part
+
+
+def gathered(parts: list[Tensor]) -> list[Tensor]:
+    """The parts of all ranks, one after the other, of each tensor of which this rank has one of `parts`."""
+    wholes = [part.new_empty(dist.get_world_size() * len(part)) for part in parts]
+    _start_gather(wholes, parts).wait()
+    return wholes
 
 
 def _aligned(lengths: Sequence[int], dtype: torch.dtype) -> list[int]:
@@ -393,13 +412,11 @@ def _aligned(lengths: Sequence[int], dtype: torch.dtype) -> list[int]:
     return [size for length in lengths for size in (length, -length % multiple)][:-1]
 
 
-def _joined(pairs: Iterable[tuple[list[Tensor], list[Tensor]]]) -> tuple[list[Tensor], list[Tensor]]:
-    outputs, inputs = zip(*pairs, strict=True)
-    return [*chain(*outputs)], [*chain(*inputs)]
-
-
 def _start_gather(wholes: list[Tensor], parts: list[Tensor]) -> dist.Work:
-    """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel of NCCL."""
+    """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel of NCCL.
+
+    They must be of one type, because gloo makes a single tensor of them.
+    """
     options = AllgatherOptions()
     options.asyncOp = True
     return c10d._get_default_group().allgather_into_tensor_coalesced(wholes, parts, options)
@@ -410,3 +427,10 @@ def _start_scatter(parts: list[Tensor], wholes: list[Tensor], op: dist.ReduceOp.
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
     return c10d._get_default_group().reduce_scatter_tensor_coalesced(parts, wholes, options)
+
+
+def _wait_for(works: list[dist.Work]) -> None:
+    """Wait for collectives, once."""
+    for work in works:
+        work.wait()
+    works.clear()

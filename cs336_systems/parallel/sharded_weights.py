@@ -22,8 +22,8 @@ BUCKET_BYTES = 64 * 2**20
 """Copies that are exchanged together, while the next bucket is updated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pack:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pack:
     """The weights whose copies are in one leaf tensor; or one weight without a copy."""
 
     names: list[str]
@@ -60,7 +60,7 @@ def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
     """The tensors whose gradients are averaged; with `shares`, each rank needs its part of most of them only."""
     return [
         Leaf(" + ".join(pack.names), leaf, pack.shared_elements if shares else 0)
-        for pack in _packs(model)
+        for pack in packs_of(model)
         for leaf in pack.leaves
     ]
 
@@ -73,7 +73,7 @@ class ShardedMasterAdamW(MasterAdamW):
     """
 
     def __init__(self, model: FastLM, lr: float) -> None:
-        packs = list(_packs(model))
+        packs = list(packs_of(model))
         self._own = [_own_weights(pack) for pack in packs]
         self._names = [pack.names for pack in packs]
         self._shapes = [[weight.master.shape for weight in pack.weights] for pack in packs]
@@ -113,7 +113,7 @@ class ShardedMasterAdamW(MasterAdamW):
         return found
 
 
-def _packs(model: FastLM) -> Iterator[_Pack]:
+def packs_of(model: FastLM) -> Iterator[Pack]:
     """The model's weights by the tensors that it reads."""
     looked_up = {each.parameter for each in parameters_of(model) if each.is_of_embedding}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -122,10 +122,10 @@ def _packs(model: FastLM) -> Iterator[_Pack]:
         packed.setdefault(weight.master if weight.copy is None else weight.copy.leaf, []).append(weight)
     for weights in packed.values():
         is_read = weights[0].copy is None or any(weight.master in looked_up for weight in weights)
-        yield _Pack(names=[names[weight.master] for weight in weights], weights=weights, is_read=is_read)
+        yield Pack(names=[names[weight.master] for weight in weights], weights=weights, is_read=is_read)
 
 
-def _own_weights(pack: _Pack) -> list[Weight]:
+def _own_weights(pack: Pack) -> list[Weight]:
     """The weights that this rank updates: one, its part of the matrices of the pack; or the whole ones."""
     if not pack.shared_elements:
         return pack.weights

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from cs336_systems.model.transformer import Embedding
 
@@ -22,11 +22,20 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """A parameter of a module, and every place where it stands; a tied one has several."""
+    """A parameter of a module, and every place where it stands; a tied one has several.
+
+    Or another leaf tensor that the module computes with, which has no place.
+    """
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     places: list[Place] = field(default_factory=list)
+    least_elements: int = 0
+    """To what length it is padded at least, before it is divided among ranks."""
+
+    def part_length(self, ranks: int) -> int:
+        """Elements of one rank's part, the last of which are padded with zeros."""
+        return -(-max(self.parameter.numel(), self.least_elements) // ranks)
 
     @property
     def is_of_embedding(self) -> bool:
@@ -47,7 +56,7 @@ class Unit:
 
 def parameters_of(module: nn.Module) -> list[Found]:
     """All parameters of the module, each once."""
-    found: dict[nn.Parameter, Found] = {}
+    found: dict[Tensor, Found] = {}
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{prefix}.{name}" if prefix else name

@@ -13,6 +13,7 @@ from cs336_systems.model.trainable import Trainable
 from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
+from cs336_systems.parallel.sharded_copies import CopyFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW, leaves_of
 
@@ -35,8 +36,10 @@ def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call it like the loss. The process group must be there."""
     module = LossModule(trainable)
     model = _with_copies(trainable)
-    leaves = leaves_of(model, shares=config.shard_optimizer) if model else None
-    way = _wrap(module, config, leaves)
+    if model and config.parallel is Parallel.FSDP:
+        way: Way = CopyFSDP(module, model)
+    else:
+        way = _wrap(module, config, leaves_of(model, shares=config.shard_optimizer) if model else None)
     for weight in model.weights if model else ():
         weight.refresh()  # the masters are now those of rank 0
     return way

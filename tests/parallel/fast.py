@@ -33,8 +33,9 @@ def train(way, arch, shard, device="cpu"):
     clock = HostClock() if device == "cpu" else EventClock()
     losses = [step(clock)[1].item() for _ in range(STEPS)]
     masters = {name: each.detach().cpu().clone() for name, each in step.model.named_parameters()}
-    if isinstance(step.optimizer, ShardedMasterAdamW):
-        masters = {name: each.cpu() for name, each in step.optimizer.gather_full_parameters().items()}
+    sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
+    if hasattr(sharding, "gather_full_parameters"):
+        masters = {name: each.cpu() for name, each in sharding.gather_full_parameters().items()}
     updated = sum(state["exp_avg"].numel() for state in step.optimizer.state.values())
     copies = {id(weight.copy.leaf): weight.copy.leaf.detach().cpu() for weight in step.model.weights if weight.copy}
     copies = [each.clone() for each in copies.values()]

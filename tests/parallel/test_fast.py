@@ -42,6 +42,23 @@ def test_steps_on_two_ranks_are_those_of_one_process_that_averages(two, way, arc
         assert all(torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True))
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fully_sharded_steps_are_those_of_one_process_that_averages(two, arch):
+    expected, losses = alone(two, arch)
+    results = two.call("tests.parallel.fast:train", "fsdp", arch, False)
+    for rank, (masters, updated, own_losses, sent, _) in enumerate(results):
+        assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-6)
+        assert masters.keys() == expected.keys()
+        for name, master in masters.items():
+            torch.testing.assert_close(master, expected[name], rtol=1e-6, atol=1e-7)
+        vectors = sum(each.numel() for each in expected.values() if each.ndim == 1)
+        matrices = sum(each.numel() for each in expected.values() if each.ndim > 1)
+        shape = fast.config_of(arch).model
+        padding = (128 - shape.vocab_size) * shape.d_model
+        assert updated == (matrices + padding) // 2 + vectors
+        assert sent == sent_bytes(fast.config_of(arch, "fsdp", False, 2))
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch, shard):

@@ -41,9 +41,9 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
     its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A user's own model gets
     what works for any model: bf16, compilation, fused AdamW. With PyTorch's ways to share a step, weights are not cast
-    once, blocks are not fused and there are no graphs, and where parameters are sharded nothing is compiled either.
-    On a CPU compilation costs more than it saves and bf16 is
-    seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it excludes graphs.
+    once, blocks are not fused and there are no graphs. A user's own model whose parameters are sharded is not compiled.
+    On a CPU compilation costs more than it saves and bf16 is seldom faster, so both stay as configured. The memory
+    profiler cannot see inside a graph, so it excludes graphs.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
@@ -52,16 +52,15 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     if config.device is Device.CPU:
         return common
     precision = Precision.BF16 if has_bf16(device_name) else config.precision
-    compiles = not config.parallel.shards_parameters
+    compile_mode = _compile_mode(config.compile)
     common = replace(common, precision=precision)
-    if compiles:
-        common = replace(common, compile=_compile_mode(config.compile))
     if own:
-        return common
+        return common if config.parallel.shards_parameters else replace(common, compile=compile_mode)
     has_copies = precision is Precision.BF16 and config.parallel.takes_any_tensor
     return replace(
         common,
-        compile_blocks=compiles,
+        compile=compile_mode,
+        compile_blocks=True,
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
         cast_once=has_copies,
         fused_loss=precision is not Precision.FP16,

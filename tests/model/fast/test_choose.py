@@ -172,6 +172,7 @@ def test_on_several_ranks_only_what_works_there_is_chosen(way):
     config = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA, parallel=way)
     fast = fastest(config, "NVIDIA H200")
     assert (fast.precision, fast.model.attention) == (Precision.BF16, Attention.SDPA)
-    of_pytorch_or_sharded = (Parallel.DDP, Parallel.FSDP, Parallel.FSDP2)
-    assert fast.cuda_graph == fast.cast_once == fast.fused_blocks == (way not in of_pytorch_or_sharded)
-    assert fast.compile_blocks == (not way.shards_parameters)
+    assert fast.cuda_graph == fast.cast_once == fast.fused_blocks == (way not in (Parallel.DDP, Parallel.FSDP2))
+    assert fast.compile_blocks
+    own = fastest(replace(config, model_factory="a:b"), "NVIDIA H200")
+    assert (own.compile is CompileMode.NONE) == way.shards_parameters

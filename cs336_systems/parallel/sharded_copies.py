@@ -1,0 +1,79 @@
+"""The fast model fully sharded: each rank keeps its part of every matrix's master, and of its low-precision copy.
+
+The parts of the copies are gathered to compute with, and so are those of masters that the model reads itself. The
+optimizer updates the parts of the masters, and writes those of the copies.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.model.fast.model import COPY_DTYPE, FastLM
+from cs336_systems.model.fast.weights import Place, Weight
+from cs336_systems.parallel.fully_sharded import FSDP, gathered, own_part
+from cs336_systems.parallel.sharded_weights import Pack, packs_of
+from cs336_systems.parallel.units import Found, Unit, units_of
+
+
+class CopyFSDP(FSDP):
+    """FSDP of a module around the fast model, whose weights are then this rank's parts of matrices, and whole vectors.
+
+    Masters that the model does not read itself are given up but for this part, so the model's own are empty.
+    """
+
+    def __init__(self, module: nn.Module, model: FastLM) -> None:
+        self._packs = list(packs_of(model))
+        self._shapes = [[weight.master.shape for weight in pack.weights] for pack in self._packs]
+        super().__init__(module, COPY_DTYPE, list(_units(module, self._packs)))
+        self._own = [_own_weights(pack, self) if _is_sharded(pack) else pack.weights for pack in self._packs]
+        model.weights = tuple(weight for own in self._own for weight in own)
+        for pack in self._packs:
+            if _is_sharded(pack) and not pack.is_read:
+                for weight in pack.weights:
+                    weight.master.data = weight.master.new_empty(0)
+
+    @torch.no_grad()
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """All masters whole, by their names in the model; every rank must call it."""
+        found: dict[str, Tensor] = {}
+        for pack, shapes, own in zip(self._packs, self._shapes, self._own, strict=True):
+            if len(shapes[0]) > 1:
+                [weight] = own
+                [flat] = gathered([weight.master.detach()])
+                parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
+                found |= {name: part.view(shape) for name, shape, part in zip(pack.names, shapes, parts, strict=True)}
+            else:
+                found |= {name: weight.master.detach().clone() for name, weight in zip(pack.names, own, strict=True)}
+        return found
+
+
+def _is_sharded(pack: Pack) -> bool:
+    return pack.weights[0].master.ndim > 1
+
+
+def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[Unit]:
+    """The units of the module, with the tensors that the model reads in the place of the masters."""
+    pack_of = {weight.master: pack for pack in packs for weight in pack.weights}
+    for unit in units_of(module):
+        found: list[Found] = []
+        for pack in dict.fromkeys(pack_of[each.parameter] for each in unit.found):
+            elements = max(leaf.numel() for leaf in pack.leaves)
+            own = {each.parameter: each for each in unit.found}
+            for leaf in pack.leaves:
+                places = own[leaf].places if leaf in own else []
+                found.append(Found(" + ".join(pack.names), leaf, places, elements))
+        yield Unit(name=unit.name, module=unit.module, found=found)
+
+
+def _own_weights(pack: Pack, fsdp: FSDP) -> list[Weight]:
+    """The weight that this rank updates: its part of the matrices of the pack."""
+    shards = {leaf: fsdp.shard_of(leaf) for leaf in pack.leaves}
+    places = {leaf: Place(shard, slice(0, len(shard))) for leaf, shard in shards.items()}
+    copy = None if pack.copy is None else places[pack.copy]
+    if pack.is_read:
+        [weight] = pack.weights
+        return [Weight(master=shards[weight.master], read=places[weight.master], copy=copy)]
+    assert pack.copy is not None
+    masters = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
+    return [Weight(master=own_part(masters, len(shards[pack.copy])), read=None, copy=copy)]
