@@ -420,6 +420,7 @@ class RunConfig:
             "Activation checkpointing: save only the input of each group of this many blocks (with --fused-blocks, the "
             "residual stream and the branch), and recompute the rest in backward; 0 saves everything.",
             plural="checkpoint_blocks", several="Several make a study of what it costs and saves.", least=0,
+            default="0, and with --fast 1 where the step does not fit",
             word="checkpoint", label=1, rules=(_OUR_MODEL,), axis="blocks per checkpoint",
             note="a checkpoint every {} blocks", notes={0: "no checkpoints", 1: "a checkpoint every block"},
         ),

@@ -28,6 +28,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.costs.fast_memory import with_checkpoints
 from cs336_systems.measure.inputs import check_factory
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.model.fast.choose import fastest
@@ -327,7 +328,8 @@ def make_fast_config(
     """The configuration of these settings in the fastest way known for this machine's device (--fast).
 
     `asked` are the settings that the user gave, with `many` by the flags of a sweep. Raises ValueError for one that
-    cannot be combined with --fast, or that differs from what --fast chooses.
+    cannot be combined with --fast, or that differs from what --fast chooses. Unless --checkpoint-blocks is given, there
+    are checkpoints where the step does not fit the GPU without.
     """
     # a switch that needs other settings is valid only once --fast has chosen these, so it is set at the end
     first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
@@ -335,6 +337,9 @@ def make_fast_config(
         first.setdefault("attention", Attention.SDPA)
     gpus = visible_gpus() if device is Device.CUDA else ()
     fast = fastest(make_config(device, **first), gpus[0].name if gpus else None)
+    memory_bytes = (gpus[0].usable_bytes or gpus[0].memory_bytes) if gpus else None
+    if memory_bytes is not None and "checkpoint_blocks" not in asked:
+        fast = with_checkpoints(fast, memory_bytes)
     for name, (_, setting) in FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:

@@ -556,6 +556,19 @@ def test_fast_is_the_same_step_chosen_by_rule() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+def test_fast_makes_checkpoints_where_the_step_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """An H100 of 64 GiB holds the step of xl at batch 4 and not at batch 32; what is asked for stays."""
+    large = "--size xl --fast --batch-size 32"
+    assert one("--size xl --fast").checkpoint_blocks == 0
+    assert (one(large).checkpoint_blocks, one(large).selective_checkpoints) == (1, True)
+    asked = [one(f"{large} --checkpoint-blocks {blocks}") for blocks in (0, 2)]
+    assert [(config.checkpoint_blocks, config.selective_checkpoints) for config in asked] == [(0, False), (2, False)]
+    assert one("--size xl --fast --checkpoint-blocks 1 --selective-checkpoints").selective_checkpoints
+    assert sweep(["--fast", "--sizes", "xl", "--batch-size", "32", "--context-lengths", "512", "--dry-run"]) == 0
+    assert re.search(r", selective checkpoints \(\d+ GiB without\)\n", capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("gpu")
 def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     fast = one("--size xl --fast --fp8")
     assert fast == replace(one("--size xl --fast"), fp8=True)

@@ -5,10 +5,12 @@ Shape, batch, mode, steps, seed, device and data stay as they are. The result is
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from cs336_systems.config import (
     EAGER_STEPS_BEFORE_GRAPH,
+    SETTINGS,
     Attention,
     CompileMode,
     Device,
@@ -20,6 +22,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.costs.fast_memory import peak_bytes
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.settings import declared, in_note
 
@@ -128,6 +131,17 @@ def describe_fast(config: RunConfig) -> str:
     shortcuts = [
         in_note(each.name, setting, getattr(config, each.name))
         for each, setting in declared(config)
-        if setting.is_shortcut and not each.name.startswith("compile") and getattr(config, each.name) != each.default
+        if setting.is_shortcut
+        and not each.name.startswith(("compile", "selective"))
+        and getattr(config, each.name) != each.default
     ]
-    return ", ".join([*(word for word, is_said in words if is_said), *shortcuts])
+    return ", ".join([*(word for word, is_said in words if is_said), *shortcuts, *_checkpoints(config)])
+
+
+def _checkpoints(config: RunConfig) -> Iterator[str]:
+    """Checkpoints, with the memory that the step would need without them."""
+    if config.checkpoint_blocks:
+        name = "selective_checkpoints" if config.selective_checkpoints else "checkpoint_blocks"
+        words = in_note(name, SETTINGS[name], getattr(config, name))
+        without = config.with_defaults("checkpoint_blocks", "selective_checkpoints")
+        yield f"{words} ({peak_bytes(without) / 2**30:.0f} GiB without)" if config.fused_blocks else words

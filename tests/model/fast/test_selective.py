@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.costs.fast_memory import saved_bytes
 from cs336_systems.measure.step import TrainingStep
 
 MODEL = ModelConfig(
@@ -99,6 +100,14 @@ def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch) -> No
     # the output projection, and the first matmul of the feed-forward network; q, k, v and its last matmul are not
     assert more["mm"] + more["addmm"] == 2 * MODEL.num_layers
     assert more["_norm"] + more["norm"] + more["add_norm"] == 2 * MODEL.num_layers
+
+
+@pytest.mark.parametrize("changes", [{}, {"pad_vocabulary": 8}, {"batch_size": 2}], ids=str)
+@pytest.mark.parametrize("arch", Arch)
+def test_what_is_saved_is_forecast(arch: Arch, changes: dict[str, int]) -> None:
+    for config in (BASE, SELECTIVE):
+        config = replace(config, model=replace(MODEL, arch=arch), **changes)
+        assert saved_bytes(config) == backward(config)[1]
 
 
 COMPILED = """

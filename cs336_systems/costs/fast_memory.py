@@ -1,0 +1,135 @@
+"""Memory of a training step with fused blocks in closed form, to choose checkpoints by.
+
+`memory.py` simulates eager steps tensor by tensor. Here are only the sums that matter to whether a step fits: what is
+held throughout, what forward saves, and what the two fullest moments of backward need beside it.
+"""
+
+from dataclasses import replace
+
+from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Mode, RunConfig
+from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, parameters_by_component
+from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
+
+USABLE = 0.96
+"""Share of the memory beside the CUDA context that tensors may take: fragments, workspaces and NCCL need the rest."""
+
+
+def with_checkpoints(config: RunConfig, memory_bytes: int) -> RunConfig:
+    """The configuration with the checkpoints that cost least time of those with which its step fits.
+
+    That is none, selective ones, or one for each block; the last also where not even these are enough. Settings that
+    the forecast does not cover, or that have checkpoints already, are left as they are.
+    """
+    if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+        return config
+    whole = replace(config, checkpoint_blocks=1)
+    choices = [config]
+    if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
+        choices.append(replace(whole, selective_checkpoints=True))
+    usable_bytes = USABLE * (memory_bytes - CUDA_CONTEXT_BYTES)
+    return next((choice for choice in choices if peak_bytes(choice) <= usable_bytes), whole)
+
+
+def peak_bytes(config: RunConfig) -> int:
+    """The most memory of a step with fused blocks and fused loss, without the allocator's rounding."""
+    model, tokens = config.model, _tokens(config)
+    saved, ends = saved_bytes(config), _saved_at_ends(config)
+    of_head = HALF_BYTES * _padded_vocabulary(config) * model.d_model
+    # the head's backward, with logits that are gradients by now; the last block's; the end of backward
+    return held_bytes(config) + max(
+        saved + of_head + tokens * HALF_BYTES * model.d_model,
+        saved - ends + of_head + tokens * _recomputed_per_token(config),
+        gradient_bytes(config) + tokens * _recomputed_per_token(config),
+    )
+
+
+def saved_bytes(config: RunConfig) -> int:
+    """Bytes of the activations that forward saves for backward, each tensor once."""
+    model = config.model
+    groups = -(-model.num_layers // config.checkpoint_blocks) if config.checkpoint_blocks else model.num_layers
+    return groups * _tokens(config) * _saved_per_token(config) + _saved_at_ends(config)
+
+
+def _saved_per_token(config: RunConfig) -> int:
+    """Bytes that a block, or a group of blocks between checkpoints, saves for each token."""
+    d_model = config.model.d_model
+    stream, narrow = FP32_BYTES * d_model, HALF_BYTES * d_model
+    if config.checkpoint_blocks and not config.selective_checkpoints:
+        return stream + narrow  # the residual stream, and the branch that the next norm adds to it
+    attention = 4 * narrow + FP32_BYTES * config.model.num_heads  # q, k, v, the result, and its log-sum-exp
+    if config.selective_checkpoints:
+        return stream + attention
+    return stream + _statistics(config) + narrow + attention + _between(config)
+
+
+def _between(config: RunConfig) -> int:
+    """Bytes for each token that a block saves after attention: the sum and its norm, and the hidden activations."""
+    model = config.model
+    hidden = (
+        (3 if model.arch is Arch.CS336 else 2) * HALF_BYTES * model.d_ff
+    )  # gate, up and product; before GELU, after
+    return (FP32_BYTES + HALF_BYTES) * model.d_model + _statistics(config) + hidden
+
+
+def _recomputed_per_token(config: RunConfig) -> int:
+    """Bytes for each token of what one block's backward holds: activations made again, and as large gradients."""
+    again = _between(config)
+    if not config.checkpoint_blocks:
+        return again
+    if config.selective_checkpoints:
+        return 2 * again
+    plain = replace(config, checkpoint_blocks=0)
+    return config.checkpoint_blocks * _saved_per_token(plain) + again
+
+
+def _saved_at_ends(config: RunConfig) -> int:
+    """What is saved outside of the blocks: the last norm's sum and result, the logits, and the tokens themselves."""
+    d_model = config.model.d_model
+    normed = (FP32_BYTES + HALF_BYTES) * d_model + _statistics(config)
+    return _tokens(config) * (normed + HALF_BYTES * _padded_vocabulary(config) + 8)
+
+
+def _statistics(config: RunConfig) -> int:
+    """Bytes that a norm saves for each token beside its sum: 1 / deviation, and LayerNorm's mean."""
+    return FP32_BYTES * (1 if config.model.arch is Arch.CS336 else 2)
+
+
+def held_bytes(config: RunConfig) -> int:
+    """Bytes of masters, copies and AdamW's moments.
+
+    Of a sharded optimizer each rank has its part of moments and masters, but whole copies, and whole those masters that
+    the model reads itself.
+    """
+    parts = parameters_by_component(config.model)
+    linear, read = _with_copies(config), _read(config)
+    shards = config.ranks if config.shard_optimizer else 1
+    moments = 2 * FP32_BYTES * sum(parts.values()) if config.mode is Mode.TRAIN else 0
+    masters = FP32_BYTES * (sum(parts.values()) - read)
+    return (masters + moments) // shards + FP32_BYTES * read + HALF_BYTES * linear
+
+
+def gradient_bytes(config: RunConfig) -> int:
+    """Bytes of all gradients, which every rank makes whole."""
+    return HALF_BYTES * _with_copies(config) + FP32_BYTES * _read(config)
+
+
+def _with_copies(config: RunConfig) -> int:
+    """Parameters of the linear layers, with the rows that pad the vocabulary."""
+    parts = parameters_by_component(config.model)
+    surplus = (_padded_vocabulary(config) - config.model.vocab_size) * config.model.d_model
+    return sum(parts.values()) - parts[Component.EMBEDDING] - parts[Component.NORMS] + surplus
+
+
+def _read(config: RunConfig) -> int:
+    """Parameters that the model reads in fp32: the embedding, which may be the head's table too, and the norms."""
+    parts = parameters_by_component(config.model)
+    tied = parts[Component.HEAD] if config.model.arch is Arch.GPT2 else 0
+    return parts[Component.EMBEDDING] + parts[Component.NORMS] + tied
+
+
+def _padded_vocabulary(config: RunConfig) -> int:
+    return -(-config.model.vocab_size // config.pad_vocabulary) * config.pad_vocabulary
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.batch_size * config.model.context_length

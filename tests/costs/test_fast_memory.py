@@ -1,0 +1,97 @@
+"""The memory of fast steps against the tensors of real ones, and the checkpoints that are chosen by it."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Parallel,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.costs.fast_memory import gradient_bytes, held_bytes, peak_bytes, saved_bytes, with_checkpoints
+from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.step import TrainingStep
+
+SMALL = ModelConfig(
+    vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4, attention=Attention.SDPA
+)
+EIGHT_B = replace(SIZES["8B"], context_length=32_768, attention=Attention.SDPA)
+H200_BYTES = 150_100_000_000
+
+
+def of(model: ModelConfig, **changes: object) -> RunConfig:
+    settings = {
+        "batch_size": 1, "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "cast_once": True,
+        "fused_blocks": True, "fused_loss": True, **changes,
+    }  # fmt: skip
+    return RunConfig(size="custom", model=model, **settings)  # type: ignore[arg-type]
+
+
+ON_TWO = {"parallel": Parallel.DDP_OVERLAP, "ranks": 2, "shard_optimizer": True}
+SELECTIVE = {"checkpoint_blocks": 1, "selective_checkpoints": True}
+
+
+@pytest.mark.parametrize("padding", [1, 8])
+@pytest.mark.parametrize("arch", Arch)
+def test_state_and_gradients_are_those_of_a_step(arch: Arch, padding: int) -> None:
+    config = of(replace(SMALL, arch=arch), pad_vocabulary=padding)
+    step = TrainingStep(config)
+    step(HostClock())
+    leaves = {id(w.copy.leaf): w.copy.leaf for w in step.model.weights if w.copy is not None}  # type: ignore[union-attr]
+    leaves |= {id(parameter): parameter for parameter in step.model.parameters()}
+    assert step.optimizer is not None
+    moments = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
+    assert held_bytes(config) == sum(tensor.nbytes for tensor in (*leaves.values(), *moments))
+    step.backward(step.forward(step.batches()))
+    assert gradient_bytes(config) == sum(leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None)
+
+
+def test_a_rank_of_a_sharded_optimizer_holds_its_part() -> None:
+    """8.126e9 parameters, of them 0.622e9 in the embedding: 12 bytes of half of all, 2 of those with copies, and the
+    other half of the embedding's masters."""
+    assert held_bytes(of(EIGHT_B, **ON_TWO)) == pytest.approx(8.126e9 * 12 / 2 + 7.503e9 * 2 + 0.622e9 * 2, rel=1e-3)
+
+
+def test_the_8b_step_fits_two_h200_with_selective_checkpoints() -> None:
+    """Each token saves 146 kB in each of 34 blocks; the residual stream, q, k, v and attention's result are 48."""
+    plain = of(EIGHT_B, **ON_TWO)
+    chosen = with_checkpoints(plain, H200_BYTES)
+    assert chosen == replace(plain, **SELECTIVE)
+    logits = 32_768 * 151_936 * 2
+    per_token = (saved_bytes(chosen) - logits) / 34 / 32_768
+    assert per_token == pytest.approx(48 * 1024, rel=0.03)
+    assert (saved_bytes(plain) - logits) / 34 / 32_768 == pytest.approx(146e3, rel=0.03)
+
+
+@pytest.mark.parametrize(("memory_bytes", "changes"), [
+    (300e9, {}), (150e9, SELECTIVE), (120e9, {"checkpoint_blocks": 1}), (30e9, {"checkpoint_blocks": 1}),
+])  # fmt: skip
+def test_checkpoints_are_those_that_fit(memory_bytes: float, changes: dict[str, object]) -> None:
+    plain = of(EIGHT_B, **ON_TWO)
+    assert with_checkpoints(plain, int(memory_bytes)) == replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_each_kind_of_checkpoint_needs_less() -> None:
+    for model in (EIGHT_B, replace(SIZES["gpt2-xl"], attention=Attention.SDPA)):
+        kinds = [
+            of(model, batch_size=4),
+            of(model, batch_size=4, **SELECTIVE),
+            of(model, batch_size=4, checkpoint_blocks=1),
+        ]
+        peaks = [peak_bytes(config) for config in kinds]
+        assert peaks == sorted(peaks, reverse=True)
+
+
+def test_what_the_user_chose_stays() -> None:
+    for changes in ({"checkpoint_blocks": 3}, SELECTIVE, {"mode": Mode.INFERENCE}, {"fused_blocks": False}):
+        config = of(EIGHT_B, **changes)
+        assert with_checkpoints(config, H200_BYTES) == config
+    unaligned = of(replace(EIGHT_B, d_model=4100, num_heads=2))
+    assert with_checkpoints(unaligned, H200_BYTES) == replace(unaligned, checkpoint_blocks=1)
