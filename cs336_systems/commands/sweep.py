@@ -46,7 +46,7 @@ from cs336_systems.commands.outcome import (
 )
 from cs336_systems.commands.outputs import print_last
 from cs336_systems.commands.results import show_results
-from cs336_systems.config import Device, Precision, Profiler, RunConfig
+from cs336_systems.config import Device, Parallel, Precision, Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import usable_gpu_bytes
@@ -117,9 +117,11 @@ class SweepArguments(Flags):
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = resolve_device(self.step.device)
         on_gpu = device is Device.CUDA
-        axes = self._axes(on_gpu)
-        grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        once = [self._config(device, point) for point in grid]
+        grid = self._grid(on_gpu)
+        possible = [
+            point for point in grid if _is_possible(point)
+        ] or grid  # else the first is refused, with its reason
+        once = [self._config(device, point) for point in possible]
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
@@ -152,6 +154,17 @@ class SweepArguments(Flags):
         values = usual | self._given() | {"precision": self.chosen_precisions}
         return {name: values[name] for name in AXES if name in values}
 
+    def _grid(self, on_gpu: bool) -> list[dict[str, Any]]:
+        """Every combination of the axes' values, by the names of their settings."""
+        axes = self._axes(on_gpu)
+        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+    @property
+    def impossible_ranks(self) -> list[int]:
+        """Numbers of ranks whose combination with --parallel none is left out of the grid."""
+        grid = self._grid(resolve_device(self.step.device) is Device.CUDA)
+        return sorted({point["ranks"] for point in grid if not _is_possible(point)})
+
     def _given(self) -> dict[str, Any]:
         """The flags of all groups by the names of their settings."""
         return {**self.given(), **self.model.given(), **self.step.given()}
@@ -175,6 +188,11 @@ class SweepArguments(Flags):
             / PROFILE_DIRECTORIES[self.profiler]
             / (default_name(self) if self.name is None else checked_name(self.name))
         )
+
+
+def _is_possible(point: Mapping[str, Any]) -> bool:
+    """Whether a way to share a step is given for several ranks, as other values of the axes may go together."""
+    return point["ranks"] == 1 or point["parallel"] is not Parallel.NONE
 
 
 def default_name(sweep: SweepArguments) -> str:
@@ -211,6 +229,9 @@ def run(arguments: SweepArguments) -> int:
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
     explain_cpu_fallback(arguments.step.device)
+    if left_out := arguments.impossible_ranks:
+        ranks = " ".join(map(str, left_out))
+        print(f"note: --parallel none has one rank: its runs with --ranks {ranks} are left out", file=sys.stderr)
     for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
         print(f"fast: {chosen}", file=sys.stderr)
     if arguments.dry_run:
