@@ -1,5 +1,6 @@
 """Bytes of the tensors that a step keeps, on a tape and as real tensors on the CPU."""
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category, Tape
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.parallel import data_parallel
+from cs336_systems.parallel import data_parallel, fully_sharded
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -52,11 +53,23 @@ class LiveBytes(TorchDispatchMode):
     def _watch(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) not in self._sizes:
             self._sizes[key] = 0
-            self.resize(storage)
+            self._note(storage)
             weakref.finalize(storage, self._forget, key)
 
-    def resize(self, storage: torch.UntypedStorage) -> None:
-        """Take note of the size that a storage has now."""
+    @contextmanager
+    def of_resized(self) -> Iterator[None]:
+        """Also count what resizing a storage adds or takes away, which no operator does."""
+        resize = torch.UntypedStorage.resize_
+
+        def note(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self._note(storage)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.UntypedStorage, "resize_", note)
+            yield
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) in self._sizes:
             self.now += storage.nbytes() - self._sizes[key]
             self._sizes[key] = storage.nbytes()
@@ -98,7 +111,7 @@ def _signed_bytes(tape: Tape, event: int | Phase) -> int:
 
 def real_bytes(config: RunConfig, steps: int = 2, rank: int = 0) -> tuple[int, list[int], int]:
     """The same as tape_bytes of real tensors on the CPU."""
-    with LiveBytes() as live:
+    with LiveBytes() as live, live.of_resized():
         step = TrainingStep(config, rank=rank)
         for _ in range(steps):
             start, after, live.peak = live.now, [], live.now
@@ -120,6 +133,17 @@ def real_bytes(config: RunConfig, steps: int = 2, rank: int = 0) -> tuple[int, l
         return start, after, peak
 
 
+class Started:
+    """A collective that keeps its tensors until it is waited for, as NCCL's do."""
+
+    def __init__(self, start, *arguments) -> None:
+        self._work, self._arguments = start(*arguments), arguments
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._arguments = ()
+
+
 @contextmanager
 def one_of(ranks: int, rank: int, way: Parallel) -> Iterator[None]:
     """Be one of several ranks, of which the others are not there: collectives return at once what they were given.
@@ -134,6 +158,8 @@ def one_of(ranks: int, rank: int, way: Parallel) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(data_parallel, "check_same_gradients", lambda names, parameters: None)
             patch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
+            for name in ("_start_gather", "_start_scatter"):
+                patch.setattr(fully_sharded, name, functools.partial(Started, getattr(fully_sharded, name)))
             yield
     finally:
         dist.destroy_process_group()

@@ -18,11 +18,12 @@ from cs336_systems.config import (
 from cs336_systems.costs.forecast.parameters import parameter_shapes
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category
-from cs336_systems.costs.memory import predict_memory
+from cs336_systems.costs.memory import predict_memory, residual_stream_bytes
 from cs336_systems.model.transformer import TransformerLM
 from tests.costs.live import one_of, order_of_gradients, real_bytes, tape_bytes, use_tensors_of_a_gpu
 
 DDP = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP]
+FSDP = [Parallel.FSDP]
 SHARED = {"shard_optimizer": True}
 MEASURED = [
     ("small", Parallel.DDP_NAIVE, {}, 3107313664, 2168655872, 3235905536),
@@ -70,26 +71,37 @@ def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None
     assert order == order_of_gradients(config)
 
 
+CASES = [
+    *((way, {}) for way in (*DDP, *FSDP)),
+    (Parallel.DDP_NAIVE, SHARED),
+    *((way, {"checkpoint_blocks": 2}) for way in FSDP),
+]
+
+
 @pytest.mark.parametrize(("arch", "precision"), [(Arch.CS336, Precision.BF16), (Arch.GPT2, Precision.FP32)])
-@pytest.mark.parametrize(("way", "settings"), [*((way, {}) for way in DDP), (Parallel.DDP_NAIVE, SHARED)])
+@pytest.mark.parametrize(("way", "settings"), CASES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_phase_holds_what_a_real_step_holds(monkeypatch, way, settings, arch, precision, ranks) -> None:
-    """PyTorch's buckets need more than 1 MiB of parameters, and settle in the third step."""
+    """PyTorch's buckets need more than 1 MiB of parameters, and settle in the third step.
+
+    Where tensors are counted, autograd adds no gradients in place: one more of the residual stream may be there.
+    """
     use_tensors_of_a_gpu(monkeypatch)
-    model = ModelConfig(arch=arch, vocab_size=999, context_length=8, d_model=96, d_ff=385, num_layers=2, num_heads=2)
+    model = ModelConfig(arch=arch, vocab_size=999, context_length=8, d_model=96, d_ff=385, num_layers=3, num_heads=2)
     config = RunConfig(
         size="custom", model=model, batch_size=3, precision=precision, optimizer=OptimizerKind.FOREACH, parallel=way,
         ranks=ranks, **settings,
     )  # fmt: skip
     found = []
-    for rank in range(ranks):
+    for rank in range(ranks if settings == SHARED else 1):
         with one_of(ranks, rank, way):
             found.append(real_bytes(config, 4, rank))
     start, after, peak = zip(*found, strict=True)
-    expected_start, *expected = tape_bytes(config, 4)
+    expected_start, expected_after, expected_peak = tape_bytes(config, 4)
     uncounted = 16 * len(parameter_shapes(model))  # counts of steps and of gradients, which a CPU keeps as tensors
     assert max(start) == pytest.approx(expected_start, abs=uncounted)
-    assert [[*map(max, zip(*after, strict=True))], max(peak)] == expected
+    assert [*map(max, zip(*after, strict=True))] == expected_after
+    assert max(peak) == pytest.approx(expected_peak, abs=residual_stream_bytes(config))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -17,8 +17,7 @@ class BackwardTape(ForwardTape):
     """Writes the layers of one model onto a tape, forward and backward."""
 
     def __init__(self, config: RunConfig, tape: Tape, way: InPlace) -> None:
-        super().__init__(config, tape)
-        self.way = way
+        super().__init__(config, tape, way)
         self.of_head: int | None = None
         """Gradient of a tied head, which waits for that of the embedding."""
 
@@ -57,20 +56,20 @@ class BackwardTape(ForwardTape):
     ) -> int:
         """Gradients of weight, bias and input; the input's is added to `onto`, the gradient from its other use."""
         self.claim_workspace()
-        weight = WEIGHTS[name.rpartition(".")[2]]
+        weight, is_low = WEIGHTS[name.rpartition(".")[2]], name in self.way.low
         with_bias = self.gpt2 and "." in name
-        made = [(name, self._parameter_gradient(weight), weight)]
+        made = [(name, self._parameter_gradient(weight, is_low), weight)]
         x = self.temporary("gradient of a matmul's input", shape)
         if with_bias:
             made.append((f"{name}.bias", self._parameter_gradient(weight.split()[0]), weight.split()[0]))
         self.tape.drop(gradient)
-        self.release(saved, f"{name} input", *([f"{name} copy"] if self.autocast else []))
+        self.release(saved, f"{name} input", *([f"{name} copy"] if self.autocast and not is_low else []))
         if onto is not None:
             total = onto if in_place else self.temporary("gradient of a matmul's input", shape)
             self.tape.drop(x, *([] if in_place else [onto]))
             x = total
         for parameter, of_parameter, axes in made if self.autocast else reversed(made):
-            if self.autocast:
+            if self.autocast and not (is_low and parameter == name):
                 narrow, of_parameter = of_parameter, self.new_gradient(axes)
                 self.tape.drop(narrow)
             if self.gpt2 and parameter == "lm_head":
@@ -79,10 +78,11 @@ class BackwardTape(ForwardTape):
                 self.way.graded(parameter, of_parameter)
         return x
 
-    def _parameter_gradient(self, shape: str) -> int:
-        """The gradient as the matmul makes it; under autocast an fp32 copy replaces it later."""
-        category = Category.TEMPORARIES if self.autocast else Category.GRADIENTS
-        label = "gradient of a parameter, to be cast" if self.autocast else "gradients of parameters"
+    def _parameter_gradient(self, shape: str, is_low: bool = False) -> int:
+        """The gradient as the matmul makes it; under autocast an fp32 copy replaces it later, unless it `is_low`."""
+        is_replaced = self.autocast and not is_low
+        category = Category.TEMPORARIES if is_replaced else Category.GRADIENTS
+        label = "gradient of a parameter, to be cast" if is_replaced else "gradients of parameters"
         return self.tape.new(category, label, shape, self.element_bytes)
 
     def new_gradient(self, shape: str) -> int:

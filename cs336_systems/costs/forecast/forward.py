@@ -8,6 +8,7 @@ one head, position and sequence: with one, some copies are views.
 from cs336_systems.config import Arch, Attention, ModelConfig, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.parameters import WEIGHTS
 from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.forecast.ways import InPlace
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and autograd's.
@@ -31,9 +32,9 @@ class ForwardTape:
     Each layer puts what backward needs into `saved` (nothing if it is None). Its caller drops the layer's input.
     """
 
-    def __init__(self, config: RunConfig, tape: Tape) -> None:
+    def __init__(self, config: RunConfig, tape: Tape, way: InPlace) -> None:
         self.model: ModelConfig = config.model
-        self.tape = tape
+        self.tape, self.way = tape, way
         self.gpt2 = config.model.arch is Arch.GPT2
         self.autocast = config.precision in (Precision.BF16, Precision.FP16)
         self.element_bytes = HALF_BYTES if self.autocast else FP32_BYTES
@@ -215,8 +216,9 @@ class ForwardTape:
         if self.autocast:
             if self.gpt2 and "." in name:
                 self._copy_parameter(f"{name}.bias", weight.split()[0])
-            self._copy_parameter(name, weight)
-            self._save(saved, **{f"{name} copy": self.copies[name]})
+            if name not in self.way.low:
+                self._copy_parameter(name, weight)
+                self._save(saved, **{f"{name} copy": self.copies[name]})
         x = self._cast(x) if cast else self.tape.keep(x)
         self._save(saved, **{f"{name} input": x})
         self.tape.drop(x)

@@ -6,6 +6,7 @@ from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
 from cs336_systems.costs.forecast.tape import Category, Tape
 from cs336_systems.costs.forecast.ways import WAYS
+from cs336_systems.costs.shards import HEAD, LOOKUP
 
 LOGITS = "batch T vocabulary"
 INT64_BYTES = 8
@@ -36,8 +37,10 @@ class StepTape:
 
     def set_up(self) -> None:
         """Parameters, the tables that all layers share, and the batch."""
-        for shape in parameter_shapes(self.config.model).values():
-            self._new(Category.PARAMETERS, "parameters", shape)
+        parameters = {
+            name: self._new(Category.PARAMETERS, "parameters", shape)
+            for name, shape in parameter_shapes(self.config.model).items()
+        }
         if self.layers.gpt2:
             self.tape.drop(self._new(Category.PARAMETERS, "head before it is tied", WEIGHTS["lm_head"]))
         else:
@@ -48,7 +51,7 @@ class StepTape:
             self.tape.drop(ones)
         for _ in ("tokens", "targets"):
             self._new(Category.BUFFERS, "tokens and targets", "batch T", INT64_BYTES)
-        self.way.set_up()
+        self.way.set_up(parameters)
 
     def run(self) -> None:
         """One step in the configuration's mode."""
@@ -94,17 +97,23 @@ class StepTape:
         tape, layers = self.tape, self.layers
         layers.thread = "forward"
         ends = self._ends if self._has_graph else None
+        self.way.before_forward(LOOKUP)
         x = self._new(Category.ACTIVATIONS, "residual stream", STREAM)
         if layers.gpt2:
             x, tokens = self._new(Category.ACTIVATIONS, "residual stream", STREAM), x
             tape.drop(tokens)
+        self.way.after_forward(LOOKUP)
         for index in range(self.config.model.num_layers):
+            self.way.before_forward(str(index))
             out = layers.block(index, x, self._saved_of(index, x))
             assert out is not None
+            self.way.after_forward(str(index))
             tape.drop(x)
             x = out
         normed = layers.norm("ln_final", x, ends)
+        self.way.before_forward(HEAD)
         logits = layers.linear("lm_head", normed, ends, LOGITS, "logits", cast=True, category=Category.LOSS)
+        self.way.after_forward(HEAD)
         tape.drop(normed, x)
         loss = self._loss(ends)
         layers.end_autocast()
@@ -139,8 +148,11 @@ class StepTape:
         tape, layers = self.tape, self.layers
         layers.thread = "backward"
         seed = self._new(Category.LOSS, "gradient of the loss", SCALAR)
-        gradient = self._head_backward(self._loss_backward())
+        logits = self._loss_backward()
+        self.way.before_backward(HEAD)
+        gradient = self._head_backward(logits)
         for index in reversed(range(self.config.model.num_layers)):
+            self.way.before_backward(str(index))
             branch = layers.branch_off(gradient)
             if index not in self._blocks:
                 self._compute_again(index)
@@ -171,7 +183,9 @@ class StepTape:
         tape, layers = self.tape, self.layers
         x = self._inputs.pop()
         for index in range(last // self.checkpoint_blocks * self.checkpoint_blocks, last + 1):
+            self.way.before_forward(str(index))
             out = layers.block(index, x, self._blocks.setdefault(index, {}), stop_early=index == last)
+            self.way.after_forward(str(index))
             tape.drop(x)
             if out is not None:
                 x = out
@@ -201,7 +215,7 @@ class StepTape:
     def _update(self) -> None:
         """AdamW: one tensor at a time (adamw), all at once with a temporary for each (foreach), or in place (fused)."""
         kind = self.config.optimizer
-        shapes = [self.way.shapes[name] for name in self.way.updated]
+        shapes = self.way.updated.values()
         temporaries = []
         if not self._has_state and kind is not OptimizerKind.ADAMW:
             for shape in shapes:

@@ -14,6 +14,7 @@ class Category(StrEnum):
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
+    GATHERED = "gathered parameters"
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer state"
     WEIGHT_COPIES = "autocast weight copies"

@@ -3,12 +3,16 @@
 One class for each way, named in WAYS. NCCL's own buffers are not among PyTorch's allocations.
 """
 
+from collections.abc import Mapping, Sequence
+
 from cs336_systems.config import Parallel, RunConfig
 from cs336_systems.costs.communication import BUCKET_BYTES, buckets_of
-from cs336_systems.costs.forecast.parameters import axes, elements, parameter_shapes
+from cs336_systems.costs.forecast.parameters import parameter_shapes
 from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.shards import FP32_BYTES, LOOKUP, REST, Unit, largest_share, parameter_elements, units
 
-FP32_BYTES = 4
+AHEAD = 2
+"""Units that fsdp gathers ahead of the one that computes."""
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce starts early."""
 
@@ -21,19 +25,30 @@ class InPlace:
 
     def __init__(self, config: RunConfig, tape: Tape) -> None:
         self.tape = tape
-        self.shapes = parameter_shapes(config.model)
-        sizes = axes(config)
-        self.elements = {name: elements(shape, sizes) for name, shape in self.shapes.items()}
-        self.updated = _largest_share(self.elements, config.ranks) if config.shard_optimizer else tuple(self.shapes)
-        """Parameters that this rank's optimizer updates; with a shared optimizer, those of the rank that has most."""
+        self.elements = parameter_elements(config)
+        shapes = parameter_shapes(config.model)
+        owned = largest_share(self.elements, config.ranks) if config.shard_optimizer else tuple(shapes)
+        self.updated = {name: shapes[name] for name in owned}
+        """Shapes of what this rank's optimizer updates; with a sharded optimizer, on the rank that has most."""
+        self.low: frozenset[str] = frozenset()
+        """Parameters that layers have in half precision, so that autocast makes no copy of them."""
         self.gradients: dict[str, int] = {}
         """Gradients that are there, by the parameter's name, in the order in which backward made them."""
 
-    def set_up(self) -> None:
-        """What the way makes before the first step."""
+    def set_up(self, parameters: Mapping[str, int]) -> None:
+        """What the way makes of the model's parameters before the first step."""
 
     def begin_step(self) -> None:
         """What it makes before forward."""
+
+    def before_forward(self, unit: str) -> None:
+        """What it does before a block, the lookup of embeddings (LOOKUP) or the head; also if it is computed again."""
+
+    def after_forward(self, unit: str) -> None:
+        """What it does after that."""
+
+    def before_backward(self, unit: str) -> None:
+        """What it does when the gradient of the unit's output is there."""
 
     def graded(self, parameter: str, gradient: int) -> None:
         """Take the gradient of a parameter, which backward has just made."""
@@ -86,8 +101,8 @@ class Buckets(InPlace):
         self._step = 0
         self._order: list[str] = []
 
-    def set_up(self) -> None:
-        self._make([list(self.shapes)])
+    def set_up(self, parameters: Mapping[str, int]) -> None:
+        self._make([list(parameters)])
 
     def begin_step(self) -> None:
         self._step += 1
@@ -119,22 +134,141 @@ class Buckets(InPlace):
         self._order = list(self.gradients)
 
 
+class FullySharded(InPlace):
+    """Parts of matrices, which are gathered unit by unit, AHEAD of their use, into memory that is freed after it.
+
+    The gathered gradients of a unit stay until those of the next are there. Vectors are averaged in place.
+    """
+
+    def __init__(self, config: RunConfig, tape: Tape) -> None:
+        super().__init__(config, tape)
+        self._units = {unit.name: unit for unit in units(config)}
+        self._unit_of = {name: unit for unit in self._units.values() for name in unit.counts}
+        for unit in self._units.values():
+            self.updated |= dict(zip(unit.counts, map(str, unit.lengths), strict=True))
+        self.low = frozenset(name for name, unit in self._unit_of.items() if unit.element_bytes < FP32_BYTES)
+        self._order: list[str] = []
+        """Units in the order of the last forward."""
+        self._seen: list[str] = []
+        self._in_backward = False
+        self._gathered: dict[str, int] = {}
+        self._sent: dict[str, int] = {}
+        """Parts that are on their way to other ranks in another type than they are kept in, by unit."""
+        self._whole: dict[str, dict[str, int]] = {name: {} for name in self._units}
+        """Gradients of whole parameters, by unit."""
+        self._reducing: Unit | None = None
+        self._mean: int = 0
+
+    def set_up(self, parameters: Mapping[str, int]) -> None:
+        for unit in self._units.values():
+            if unit.counts:
+                self._parts(unit, FP32_BYTES, Category.PARAMETERS, "parts of parameters")
+                self.tape.drop(self._room(unit))
+        self.tape.drop(*(parameters[name] for name in self._unit_of))
+
+    def _parts(self, unit: Unit, element_bytes: int, category: Category, label: str) -> int:
+        return self.tape.new(category, label, str(unit.part_elements), element_bytes)
+
+    def _room(self, unit: Unit) -> int:
+        size = str(unit.gathered_elements)
+        return self.tape.new(Category.GATHERED, "gathered parameters of a unit", size, unit.element_bytes)
+
+    def begin_step(self) -> None:
+        self._order, self._seen, self._in_backward = self._seen or self._order, [], False
+        self._gather(REST)
+        self._gather_ahead(self._order[:AHEAD])
+
+    def before_forward(self, unit: str) -> None:
+        if unit not in self._units:
+            return
+        self._gather(unit)
+        if not self._in_backward:
+            place = len(self._seen)
+            self._seen.append(unit)
+            if self._order:
+                self._gather_ahead(self._order[place + 1 : place + 1 + AHEAD])
+
+    def after_forward(self, unit: str) -> None:
+        if unit in self._units and not self._in_backward and unit not in self._order[-1:]:
+            self._free(unit)
+
+    def before_backward(self, unit: str) -> None:
+        self._in_backward = True
+        if unit in self._units:
+            self._gather(unit)
+            place = self._seen.index(unit)
+            self._gather_ahead([each for each in self._seen[max(0, place - AHEAD) : place][::-1] if each != LOOKUP])
+
+    def _gather_ahead(self, names: Sequence[str]) -> None:
+        for name in names:
+            unit = self._units[name]
+            if name not in self._gathered and unit.counts:
+                self._gathered[name] = self._room(unit)
+                if unit.element_bytes < FP32_BYTES:
+                    self._sent[name] = self._parts(unit, unit.element_bytes, Category.GATHERED, "parts, cast")
+
+    def _gather(self, name: str) -> None:
+        self._gather_ahead([name])
+        if name in self._sent:
+            self.tape.drop(self._sent.pop(name))
+
+    def _free(self, name: str) -> None:
+        if name in self._gathered:
+            self._gather(name)
+            self.tape.drop(self._gathered.pop(name))
+
+    def graded(self, parameter: str, gradient: int) -> None:
+        unit = self._unit_of.get(parameter)
+        if unit is None:
+            super().graded(parameter, gradient)
+            return
+        whole = self._whole[unit.name]
+        whole[parameter] = gradient
+        if len(whole) == len(unit.counts):
+            self._take_gradients()
+            self._reduce(unit)
+            if unit.name != REST:
+                self._free(unit.name)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._mean = self._parts(unit, unit.element_bytes, Category.GRADIENTS, "parts of gradients, averaged")
+        whole = self._whole[unit.name]
+        for (name, count), length in zip(unit.counts.items(), unit.lengths, strict=True):
+            if count % unit.ranks:
+                size = str(unit.ranks * length)
+                padded = self.tape.new(Category.GRADIENTS, "gradients, padded", size, unit.element_bytes)
+                self.tape.drop(whole[name])
+                whole[name] = padded
+        self._reducing = unit
+
+    def _take_gradients(self) -> None:
+        """Give the parts their gradients in fp32, and free those of the whole parameters."""
+        unit, self._reducing = self._reducing, None
+        if unit is None:
+            return
+        self.tape.drop(*self._whole[unit.name].values())
+        self._whole[unit.name] = {}
+        mean = self._mean
+        if unit.element_bytes < FP32_BYTES:
+            mean = self._parts(unit, FP32_BYTES, Category.GRADIENTS, "parts of gradients")
+            self.tape.drop(self._mean)
+        for name in unit.counts:
+            self.gradients[name] = self.tape.keep(mean)
+        self.tape.drop(mean)
+
+    def finish(self) -> None:
+        self._take_gradients()
+        for name in self._units:
+            self._free(name)
+        self._in_backward = False
+
+
 WAYS: dict[Parallel, type[InPlace]] = {
     Parallel.NONE: InPlace,
     Parallel.DDP_NAIVE: InPlace,
     Parallel.DDP_FLAT: Flat,
     Parallel.DDP_OVERLAP: InPlace,
     Parallel.DDP: Buckets,
+    Parallel.FSDP: FullySharded,
 }
 """The ways whose memory is predicted."""
-
-
-def _largest_share(elements: dict[str, int], ranks: int) -> tuple[str, ...]:
-    """The parameters of the rank that owns most: each goes to the rank that has the fewest elements so far."""
-    owned: list[list[str]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for name, count in elements.items():
-        owner = totals.index(min(totals))
-        owned[owner].append(name)
-        totals[owner] += count
-    return tuple(owned[totals.index(max(totals))])

@@ -1,0 +1,95 @@
+"""What a rank keeps of each parameter: its share of the optimizer's state, and its parts of sharded parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cs336_systems.config import Arch, Precision, RunConfig
+from cs336_systems.costs.forecast.parameters import axes, elements, parameter_shapes
+
+FP32_BYTES, HALF_BYTES = 4, 2
+LOOKUP, HEAD, REST = "embedding", "lm_head", "rest"
+"""Units of FSDP besides the blocks, which are called by their indices; REST has what several units use."""
+ALIGNMENT_BYTES = 128
+"""Parameters of a unit begin at multiples of this, in `parallel/fully_sharded.py`."""
+
+
+def parameter_elements(config: RunConfig) -> dict[str, int]:
+    """Elements of every parameter, by its name."""
+    sizes = axes(config)
+    return {name: elements(shape, sizes) for name, shape in parameter_shapes(config.model).items()}
+
+
+def largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
+    """The parameters that a sharded optimizer gives to the rank that gets most.
+
+    Each parameter goes to the rank that has the fewest elements so far, as in `parallel/sharded_optimizer.py`.
+    """
+    owned: list[list[str]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for name, count in counts.items():
+        owner = totals.index(min(totals))
+        owned[owner].append(name)
+        totals[owner] += count
+    return tuple(owned[totals.index(max(totals))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered, freed and averaged together."""
+
+    name: str
+    counts: Mapping[str, int]
+    """Elements of each parameter."""
+    element_bytes: int
+    """In the type in which they are gathered, and their gradients averaged."""
+    ranks: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Elements of each parameter's part, which are the same on every rank."""
+        return [-(-count // self.ranks) for count in self.counts.values()]
+
+    @property
+    def part_elements(self) -> int:
+        """Elements of the tensor that has the parts of a rank."""
+        return _aligned(self.lengths, FP32_BYTES)
+
+    @property
+    def gathered_elements(self) -> int:
+        """Elements of the tensor into which the parts of all ranks are gathered."""
+        return _aligned([self.ranks * length for length in self.lengths], self.element_bytes)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of its all-gather, or its reduce-scatter: those of the parts of all ranks."""
+        return self.element_bytes * self.ranks * sum(self.lengths)
+
+
+def units(config: RunConfig) -> list[Unit]:
+    """The units of `fsdp`, in the order of forward; the last is REST, which may be empty. Vectors are in none."""
+    is_low = config.precision is Precision.BF16
+    is_gpt2 = config.model.arch is Arch.GPT2
+    shapes, members = parameter_shapes(config.model), dict[str, dict[str, int]]()
+    for name, count in parameter_elements(config).items():
+        if len(shapes[name].split()) > 1:
+            unit = name.partition(".")[0]
+            if is_gpt2:  # the table is tied to the head, and the module of the lookup has the positions
+                unit = {"embedding": REST, "positions": LOOKUP}.get(unit, unit)
+            members.setdefault(unit, {})[name] = count
+    rest = {REST: members.pop(REST, {})}
+    return [
+        Unit(
+            name=name,
+            counts=own,
+            element_bytes=HALF_BYTES if is_low and name not in (LOOKUP, REST) else FP32_BYTES,
+            ranks=config.ranks,
+        )
+        for name, own in (members | rest).items()
+    ]
+
+
+def _aligned(lengths: Sequence[int], element_bytes: int) -> int:
+    """Elements of a tensor of all lengths, each of which but the first begins at a multiple of ALIGNMENT_BYTES."""
+    multiple = ALIGNMENT_BYTES // element_bytes
+    *others, last = lengths or [0]
+    return sum(-(-length // multiple) * multiple for length in others) + last
