@@ -93,6 +93,23 @@ class CommunicationTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatherTimes:
+    """Gathers of one unit's sharded parameters that a phase needed; each tuple has one entry per step."""
+
+    unit: str
+    phase: LaunchPhase
+    ran_s: tuple[Time, ...]
+    """From the start of the first kernel of a gather to the end of its last."""
+    lead_s: tuple[float | None, ...]
+    """How long before what needed it was ready the gather ended, below 0 if later; the least of several gathers.
+
+    None in a step without one.
+    """
+    waited_s: tuple[Time, ...]
+    """How long what needed the gather waited for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
     """All launches of one kernel over the steps, in one phase or (`phase` None) in the whole step."""
 
@@ -396,6 +413,8 @@ class StepProfile:
     """Sentences about what the file lacks."""
     communication: tuple[CommunicationTimes, ...] = ()
     """Collectives by phase and kind; empty for a trace of a CPU."""
+    gathers: tuple[GatherTimes, ...] = ()
+    """Gathers of sharded parameters, where ranges tell them, in the order in which they are needed."""
     ranks: tuple[RankTimes, ...] = ()
     """All ranks of a run on several, of which everything else in the profile is about the first."""
     format_version: int = PROFILE_FORMAT_VERSION
@@ -451,11 +470,14 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
 
 def _of_steps(profile: "StepProfile | RankTimes") -> Iterator[tuple[str, tuple[object, ...]]]:
     """The times and counts that need one entry per step, with their names."""
-    parts: list[PhaseTimes | CommunicationTimes] = [*profile.phases, *profile.communication]
-    for each in parts:
-        what = f"communication in {each.phase}" if isinstance(each, CommunicationTimes) else str(each.phase)
+    parts: list[tuple[str, PhaseTimes | CommunicationTimes | GatherTimes]] = [
+        *((str(own.phase), own) for own in profile.phases),
+        *((f"communication in {own.phase}", own) for own in profile.communication),
+        *((f"gathers of {own.unit}", own) for own in (profile.gathers if isinstance(profile, StepProfile) else ())),
+    ]
+    for what, each in parts:
         for field in fields(each):
-            if field.name not in ("phase", "collective"):
+            if field.name not in ("phase", "collective", "unit"):
                 yield f"{field.name} of {what}", getattr(each, field.name)
 
 

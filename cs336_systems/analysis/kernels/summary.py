@@ -10,6 +10,7 @@ from cs336_systems.analysis.kernels.attribution import Attribution, AttributionE
 from cs336_systems.analysis.kernels.communication import communication_times
 from cs336_systems.analysis.kernels.device_time import busy_devices, busy_ns, join_jobs, on_device
 from cs336_systems.analysis.kernels.frames import frame_of
+from cs336_systems.analysis.kernels.gathers import gather_times
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.idle import find_gaps, idle_notes, idle_times, longest_gaps
 from cs336_systems.analysis.kernels.kernel_times import class_times, kernel_classes, kernel_times
@@ -87,6 +88,7 @@ def summarise(
             *attention_notes,
             *idle_notes(gaps),
         ),
+        gathers=gather_times(jobs, attribution, selection),
         communication=communication_times(jobs, devices, num_devices, selection.steps, windows),
     )
     if wrong := next(contradictions(profile), None):

@@ -1,10 +1,11 @@
-"""Tables of what ranks send each other: how long, what of it is exposed, and the ranks beside each other.
+"""Tables of what ranks send each other: how long, what of it is exposed, gathers in time, and ranks beside each other.
 
 Times are means per step. A table has rows only of runs whose trace has kernels of collectives.
 """
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from cs336_systems.analysis.kernels.collectives import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase
@@ -23,6 +24,12 @@ EXPOSED = (
     "Exposed: the GPU runs a collective and nothing that computes, so the step waits for it; overlapped is the rest. "
     "A rank's kernel runs while it waits for other ranks, and that is a part of its time."
 )
+IN_TIME = (
+    "Late: the gather ended after what needs it was ready, which is when the work before it had ended and the host had "
+    "launched it. Waited: how long it waited for the gather."
+)
+MAX_UNITS = 20
+"""Rows of the table of gathers that came late."""
 _CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms", "overlapped_mean_ms",
         "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
 _RANK_TIMES = ("collective", "exposed", "waited")
@@ -126,3 +133,55 @@ def _last_ranks(profile: StepProfile) -> Iterator[str]:
     if found:
         counts = ", ".join(f"{rank} in {count}" for rank, count in found.most_common())
         yield f"The rank that the others waited for most, by the number of steps: {counts}."
+
+
+def gathers(entries: Sequence[Explained]) -> Section:
+    """How many gathers of sharded parameters came in time, and the units for which the step waited; the CSV has all."""
+    phases = over_configurations(
+        "gathers", "Gathers of parameters", rows_of(entries, gather_rows),
+        [column("phase"), column("gathers_per_step"), column("late_per_step"), column("gather_ms"),
+         column("gather_waited_ms")],
+        (), [IN_TIME],
+    )  # fmt: skip
+    rows = rows_of(entries, unit_rows)
+    late = sorted((row for row in rows if row["gather_waited_ms"]), key=lambda row: -row["gather_waited_ms"])
+    shown = {id(row) for row in late[:MAX_UNITS]}
+    units = over_configurations(
+        "gathers", "Gathers that came late", rows,
+        [column("gathered"), column("phase"), column("gather_ms"), column("lead_ms"), column("gather_waited_ms"),
+         column("late_steps")],
+        ("gathered", "phase", "gather_ms", "lead_ms", "gather_waited_ms", "late_steps"),
+        ["In how many of the steps it came late. gathers.csv has every unit.",
+         *([f"Shown are the {MAX_UNITS} longest waits of {len(late)}."] if len(late) > MAX_UNITS else [])],
+        shown=lambda row: id(row) in shown,
+    )  # fmt: skip
+    return replace(units, tables=(*phases.tables, *units.tables))
+
+
+def gather_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each phase that needed gathers: all of its units together."""
+    found, steps = entry.profile.gathers, entry.profile.num_steps
+    for phase in dict.fromkeys(own.phase for own in found):
+        own = [each for each in found if each.phase is phase]
+        yield {
+            "phase": phase,
+            "gathers_per_step": sum(lead_s is not None for each in own for lead_s in each.lead_s) / steps,
+            "late_per_step": sum(lead_s is not None and lead_s < 0 for each in own for lead_s in each.lead_s) / steps,
+            "gather_ms": sum(sum(each.ran_s) for each in own) / steps * 1e3,
+            "gather_waited_ms": sum(sum(each.waited_s) for each in own) / steps * 1e3,
+        }
+
+
+def unit_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each unit in each phase that needed it; its lead is the mean over the steps that have one."""
+    steps = entry.profile.num_steps
+    for own in entry.profile.gathers:
+        leads_s = [lead_s for lead_s in own.lead_s if lead_s is not None]
+        yield {
+            "gathered": own.unit,
+            "phase": own.phase,
+            "gather_ms": sum(own.ran_s) / steps * 1e3,
+            "lead_ms": statistics.fmean(leads_s) * 1e3 if leads_s else None,
+            "gather_waited_ms": sum(own.waited_s) / steps * 1e3,
+            "late_steps": sum(lead_s < 0 for lead_s in leads_s),
+        }

@@ -12,7 +12,7 @@ from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.answers import answers
-from cs336_systems.report.sections.kernels.communication import communication, ranks
+from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
@@ -27,6 +27,7 @@ _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     phases,
     communication,
     ranks,
+    gathers,
     classes,
     products,
     slowdown,

@@ -6,9 +6,9 @@ import pytest
 
 from cs336_systems.analysis.kernels.collectives import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile
+from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, GatherTimes, RankTimes, StepProfile
 from cs336_systems.config import Parallel, RunConfig
-from cs336_systems.report.sections.kernels.communication import communication, ranks
+from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
 from tests.report.making import make_config
@@ -145,3 +145,28 @@ def test_communication_that_runs_beside_other_kernels_is_told_as_such() -> None:
     assert told(replace(make_shared(), communication=hidden)).startswith(
         "Communication takes 5.00 ms, all but 0.250 ms of it"
     )
+
+
+def test_gathers_by_hand() -> None:
+    made = (
+        make_gather("embedding", FORWARD, (1, 1), (-0.5, -0.1), (0.5, 0.1)),
+        make_gather("layers.0", FORWARD, (2, 2), (1, 3), (0, 0)),
+        make_gather("layers.0", BACKWARD, (2, 0), (-4, None), (3, 0)),
+    )
+    section = gathers([Explained(profile=make_profile(gathers=made))])
+    phases, late = section.tables
+    assert [column(phases, name) for name in ("phase", "gathers", "late")] == [
+        ["forward", "backward"], ["2", "0.50"], ["1", "0.50"]
+    ]  # fmt: skip
+    assert column(phases, "waited") == ["0.3000", "1.500"]
+    assert list(zip(column(late, "gathered"), column(late, "phase"), column(late, "late in"), strict=True)) == [
+        ("embedding", "forward", "2"), ("layers.0", "backward", "1")
+    ]  # fmt: skip
+    assert numbers(section, "lead_ms") == pytest.approx([-0.3, 2, -4])
+    assert numbers(section, "gather_waited_ms") == pytest.approx([0.3, 0, 1.5])
+    assert gathers([Explained(profile=make_profile())]).tables == ()
+
+
+def make_gather(unit, phase, ran_ms, lead_ms, waited_ms):
+    lead_s = tuple(None if lead is None else lead / 1e3 for lead in lead_ms)
+    return GatherTimes(unit=unit, phase=phase, ran_s=seconds(*ran_ms), lead_s=lead_s, waited_s=seconds(*waited_ms))
