@@ -4,9 +4,11 @@ For long sequences attention takes most of the time of a block and least of its 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
@@ -43,8 +45,7 @@ class SelectiveBlock(DeferredBlock):
 
     def _project(self, stream: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq thrice_d_model"]:
         """q, k and v side by side."""
-        # in backward the range named forward tells recomputation from backward's own work
-        with annotate(Range.FORWARD), annotate(self.range):
+        with annotate(Range.FORWARD), self._own_range():
             with annotate(self.ln1.range):
                 dtype = self.attn.output_proj.copies.weight.dtype
                 normed = norm(stream, self.ln1.weight, self.ln1.bias, self.ln1.eps, dtype)
@@ -55,11 +56,18 @@ class SelectiveBlock(DeferredBlock):
         self, stream: Float[Tensor, "batch seq d_model"], values: Float[Tensor, "batch seq d_model"]
     ) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"]]:
         """The residual stream after attention, and what the feed-forward network has to add to it."""
-        with annotate(Range.FORWARD), annotate(self.range):
+        with annotate(Range.FORWARD), self._own_range():
             with annotate(self.attn.range):
                 branch = self.attn.output_proj(values)
             stream, normed = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias))
             return stream, self.ffn(normed)
+
+    def _own_range(self) -> AbstractContextManager[None]:
+        """The block's range. In backward it is inside of one named forward, which tells that this is recomputed.
+
+        A compiled block has none, and must not read its name, or each block would be compiled on its own.
+        """
+        return nullcontext() if torch.compiler.is_compiling() else annotate(self.range)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "batch seq d_model"]:

@@ -125,6 +125,7 @@ print(json.dumps({
     "saved_bytes": [saved, backward(SELECTIVE)[1]],
     "attention": [name for name in calls if "attention" in name and "backward" not in name],
     "matmuls": (calls - plain)["mm"],
+    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
 }))
 """
 
@@ -139,5 +140,6 @@ def test_so_it_is_when_compiled() -> None:
     found = json.loads(done.stdout)
     assert found["equal"]
     assert found["saved_bytes"][0] == found["saved_bytes"][1]
+    assert found["graphs"] == 1, "all blocks are compiled once"
     assert found["attention"] == []
     assert found["matmuls"] == 2 * MODEL.num_layers
