@@ -118,9 +118,8 @@ class SweepArguments(Flags):
         device = resolve_device(self.step.device)
         on_gpu = device is Device.CUDA
         grid = self._grid(on_gpu)
-        possible = [
-            point for point in grid if _is_possible(point)
-        ] or grid  # else the first is refused, with its reason
+        # without a possible one, the first is refused with its reason
+        possible = [point for point in grid if _is_possible(point)] or grid
         once = [self._config(device, point) for point in possible]
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
