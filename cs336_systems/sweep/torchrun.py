@@ -2,6 +2,7 @@
 
 If another rank fails, rank 0 may wait for it in a collective, where no signal reaches Python. So a thread of rank 0
 looks for failed records and for the signal with which torchrun ends the other ranks, and then writes the record itself.
+The kernel sends the same signal when torchrun itself is killed.
 """
 
 import os
@@ -20,6 +21,7 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.record import Failure, RunRecord, Status, encode_record, read_record
 from cs336_systems.sweep.merge import merge
+from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.ranks import GRACE_S, RankOutcome, failed_record
 
 _TICK_S = 0.1
@@ -41,6 +43,8 @@ def measure_as_rank(
     """
     meeting = _Meeting(runs.with_name(f".torchrun-{os.environ.get(_RUN_ID, 'run')}-{os.getppid()}"), config, rank.ranks)
     meeting.directory.mkdir(parents=True, exist_ok=True)
+    agent = os.getppid()
+    die_with_forker(signal.SIGKILL if rank.rank else signal.SIGTERM)
     if rank.rank:
         meeting.bring(rank.rank, measured())
         return None
@@ -53,7 +57,7 @@ def measure_as_rank(
             if is_ended or meeting.has_failed:
                 if done.wait(GRACE_S):
                     return
-                keep(meeting.conclusion(started_at))
+                keep(meeting.conclusion(started_at, is_alone=os.getppid() != agent))
                 shutil.rmtree(meeting.directory, ignore_errors=True)
                 os._exit(1)
 
@@ -97,8 +101,8 @@ class _Meeting:
         while len(self.records) < self.ranks and monotonic() < deadline:
             sleep(_TICK_S)
 
-    def conclusion(self, started_at: str) -> RunRecord:
-        """The one record of all ranks: of their times, or of the first failure."""
+    def conclusion(self, started_at: str, *, is_alone: bool = False) -> RunRecord:
+        """The one record of all ranks: of their times, or of the first failure; `is_alone` if torchrun is gone."""
         found = self.records
         if len(found) == self.ranks and not self.has_failed:
             return merge([found[rank] for rank in range(self.ranks)])
@@ -110,6 +114,8 @@ class _Meeting:
         cause = min(failed, key=lambda each: each.blame, default=None)
         if cause is not None and (not missing or cause.blame[0] == 0):
             return failed_record(cause, blank)
+        if is_alone:
+            return replace(blank, failure=Failure(message="torchrun ended before its ranks, which were ended too"))
         named = "rank" if len(missing) == 1 else "one of ranks"
         message = f"{named} {', '.join(map(str, missing))} ended without a record: see what torchrun printed"
         failed_rank = missing[0] if len(missing) == 1 else None

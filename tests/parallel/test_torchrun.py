@@ -1,8 +1,10 @@
 """Ranks that torchrun started: what it sets in their environment, what it does when one dies, and the one record."""
 
 import json
+import multiprocessing
 import os
 import signal
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from cs336_systems.parallel.rank import rank_from_environment
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.isolation import fork_server, start
 from cs336_systems.sweep.process import die_with_parent
-from tests.faults.harness import eventually
+from tests.faults.harness import eventually, processes_in
 
 pytestmark = pytest.mark.timeout(280)
 FLAGS = [
@@ -30,8 +32,11 @@ PATIENCE_S = 200
 
 
 @contextmanager
-def torchrun(directory, words, count=2):
-    """The processes that torchrun would start. As torchrun does, this process holds the store that they meet in."""
+def torchrun(directory, words, count=2, starter=None):
+    """The processes that torchrun would start, or one that starts them.
+
+    As torchrun does, this process holds the store that they meet in.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
@@ -39,9 +44,9 @@ def torchrun(directory, words, count=2):
     }  # fmt: skip
     processes = []
     try:
-        for rank in range(count):
+        for rank in range(1 if starter else count):
             environment = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            process = fork_server().Process(target=_rank, args=(environment, directory, words))
+            process = fork_server().Process(target=starter or _rank, args=(environment, directory, words))
             start(process)
             processes.append(process)
         yield processes
@@ -87,6 +92,27 @@ def test_of_a_rank_that_fails_rank_0_writes_the_record(tmp_path, fault, words):
     assert record.status is Status.CRASHED
     assert record.failed_rank == 1
     assert words in record.failure.message
+
+
+def _agent(environment, directory, words):
+    """As torchrun: start both ranks and wait for them."""
+    die_with_parent()
+    for rank in range(2):
+        own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        multiprocessing.get_context("fork").Process(target=_rank, args=(own, directory, words)).start()
+    time.sleep(PATIENCE_S)
+
+
+def test_ranks_end_soon_after_torchrun_was_killed(tmp_path):
+    (tmp_path / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
+    words = ["--parallel", "ddp-flat", "--model", "parallel_models:hangs"]
+    with torchrun(tmp_path, words, starter=_agent) as (agent,):
+        assert eventually(lambda: len(processes_in(tmp_path)) == 2 and [*tmp_path.rglob(".torchrun-*")])
+        agent.kill()
+        assert eventually(lambda: not processes_in(tmp_path))
+    ((record,), _) = load_records(tmp_path / "data/e2e_benchmark/single/runs")
+    assert record.status is Status.CRASHED
+    assert "torchrun ended" in record.failure.message
 
 
 def test_what_torchrun_sets_is_read_and_what_schedulers_set_is_not():
