@@ -30,8 +30,6 @@ NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
 ALIGNMENT = 8
 """Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
-CUDNN_MAX_CONTEXT = 2048
-"""Longest context at which cuDNN's attention is ahead of flash on Hopper."""
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
 """Widest head of each backend."""
 _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
@@ -87,13 +85,12 @@ def has_bf16(device_name: str | None) -> bool:
 def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | None) -> SdpaBackend:
     """The fastest of PyTorch's attention kernels for this shape; auto where no rule knows the device or the shape.
 
-    Flash attention is for GPUs that have bf16 (Ampere and later).
+    On an H200 cuDNN's kernels take 0.5 to 0.75 of the time of flash, causal, with heads of 64 and 128 and contexts from
+    1024 to 32,768. Flash attention is for GPUs that have bf16 (Ampere and later).
     """
     if device is Device.CPU or device_name is None or model.d_head > FLASH_MAX_HEAD:
         return SdpaBackend.AUTO
-    fits_cudnn = (
-        model.context_length <= CUDNN_MAX_CONTEXT and model.d_head <= CUDNN_MAX_HEAD and model.d_head % ALIGNMENT == 0
-    )
+    fits_cudnn = model.d_head <= CUDNN_MAX_HEAD and model.d_head % ALIGNMENT == 0
     if fits_cudnn and _CUDNN_DEVICES.search(device_name):
         return SdpaBackend.CUDNN
     return SdpaBackend.FLASH if find_device(device_name) and has_bf16(device_name) else SdpaBackend.AUTO
