@@ -198,7 +198,7 @@ class _Replay:
             if isinstance(event, Phase):
                 self.marks.append((event, len(self.curve_bytes), allocator.allocated_bytes))
             elif event >= 0:
-                blocks[event] = allocator.allocate(tape.specs[event].size_bytes)
+                blocks[event] = allocator.allocate(tape.specs[event].size_bytes, tape.specs[event].stream)
                 self.sizes_bytes.append(blocks[event].size_bytes)
             else:
                 allocator.free(blocks.pop(~event))

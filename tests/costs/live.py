@@ -47,7 +47,8 @@ class LiveBytes(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
-                self._watch(tensor.untyped_storage())
+                # of a tensor that is spread over ranks, the part that is here
+                self._watch(getattr(tensor, "_local_tensor", tensor).untyped_storage())
         return out
 
     def _watch(self, storage: torch.UntypedStorage) -> None:

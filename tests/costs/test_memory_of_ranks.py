@@ -23,7 +23,7 @@ from cs336_systems.model.transformer import TransformerLM
 from tests.costs.live import one_of, order_of_gradients, real_bytes, tape_bytes, use_tensors_of_a_gpu
 
 DDP = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP]
-FSDP = [Parallel.FSDP]
+FSDP = [Parallel.FSDP, Parallel.FSDP2]
 SHARED = {"shard_optimizer": True}
 MEASURED = [
     ("small", Parallel.DDP_NAIVE, {}, 3107313664, 2168655872, 3235905536),
@@ -33,6 +33,8 @@ MEASURED = [
     ("xl", Parallel.DDP_NAIVE, {}, 37212602880, 32775364608, 41873833984),
     ("xl", Parallel.DDP_FLAT, {}, 40589048320, 32584572928, 49675239424),
     ("xl", Parallel.DDP, {}, 45343337984, 32563116032, 54377054208),
+    ("small", Parallel.FSDP2, {}, 2051180544, 1479835136, 2531262464),
+    ("xl", Parallel.FSDP2, {}, 20391992832, 16262914560, 25444745216),
 ]
 """Size, way, settings; peak, peak of the first step and reserved bytes of the rank with the highest peak, on two H200
 with torch 2.11: a whole step in bf16 with fused attention and AdamW, context 512, batch 4 a rank.

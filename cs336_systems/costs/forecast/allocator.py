@@ -1,6 +1,7 @@
 """A simulation of PyTorch's CUDA caching allocator: allocated and reserved bytes for a sequence of requests."""
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 MIB = 2**20
@@ -26,6 +27,7 @@ class Block:
     address: int
     size_bytes: int
     small: bool
+    stream: str
     used: bool = False
     before: "Block | None" = field(default=None, repr=False)
     after: "Block | None" = field(default=None, repr=False)
@@ -37,7 +39,7 @@ class Block:
 
 
 class CachingAllocator:
-    """The pools of one stream with default settings: best fit, blocks split and merged, free segments kept.
+    """The pools of each stream with default settings: best fit, blocks split and merged, free segments kept.
 
     Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Addresses grow with time here,
     so of two free blocks of one size the one in the older segment is taken; the driver may order them differently.
@@ -48,19 +50,19 @@ class CachingAllocator:
         """Bytes that the driver can provide; None means no limit."""
         self.allocated_bytes = 0
         self.reserved_bytes = 0
-        self._free: dict[bool, list[tuple[tuple[int, int], Block]]] = {True: [], False: []}
+        self._free: defaultdict[tuple[bool, str], list[tuple[tuple[int, int], Block]]] = defaultdict(list)
         self._next_address = 0
 
-    def allocate(self, size_bytes: int) -> Block:
+    def allocate(self, size_bytes: int, stream: str = "") -> Block:
         """Allocate a block of at least `size_bytes`; raise OutOfMemoryError if no segment for it fits the device.
 
         The block is larger if the remainder is too small to be split off.
         """
         size_bytes = round_up(size_bytes, ROUND_BYTES)
         small = size_bytes <= SMALL_BYTES
-        free = self._free[small]
+        free = self._free[small, stream]
         index = bisect_left(free, ((size_bytes, -1),))
-        block = free.pop(index)[1] if index < len(free) else self._new_segment(size_bytes, small)
+        block = free.pop(index)[1] if index < len(free) else self._new_segment(size_bytes, small, stream)
         rest_bytes = block.size_bytes - size_bytes
         if rest_bytes >= ROUND_BYTES if small else rest_bytes > SMALL_BYTES:
             self._split(block, size_bytes)
@@ -86,7 +88,7 @@ class CachingAllocator:
                 block.after.before = block
         self._insert(block)
 
-    def _new_segment(self, size_bytes: int, small: bool) -> Block:
+    def _new_segment(self, size_bytes: int, small: bool, stream: str) -> Block:
         segment_bytes = segment_size(size_bytes)
         if self._lacks(segment_bytes):
             self._release_free_segments()
@@ -96,7 +98,7 @@ class CachingAllocator:
                     f"are reserved and {self.allocated_bytes} allocated"
                 )
         self.reserved_bytes += segment_bytes
-        block = Block(address=self._next_address, size_bytes=segment_bytes, small=small)
+        block = Block(address=self._next_address, size_bytes=segment_bytes, small=small, stream=stream)
         self._next_address += segment_bytes
         return block
 
@@ -116,6 +118,7 @@ class CachingAllocator:
             address=block.address + size_bytes,
             size_bytes=block.size_bytes - size_bytes,
             small=block.small,
+            stream=block.stream,
             before=block,
             after=block.after,
         )
@@ -125,10 +128,10 @@ class CachingAllocator:
         self._insert(rest)
 
     def _insert(self, block: Block) -> None:
-        insort(self._free[block.small], (block.order, block))
+        insort(self._free[block.small, block.stream], (block.order, block))
 
     def _remove(self, block: Block) -> None:
-        free = self._free[block.small]
+        free = self._free[block.small, block.stream]
         del free[bisect_left(free, (block.order,))]
 
 

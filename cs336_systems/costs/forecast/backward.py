@@ -23,6 +23,8 @@ class BackwardTape(ForwardTape):
 
     def branch_off(self, gradient: int) -> int:
         """The gradient of the residual stream as input to a branch's backward, in the type of its matmuls."""
+        if self.stream_bytes == self.element_bytes:
+            return self.tape.keep(gradient)
         return self._narrow(gradient, GRADIENT, STREAM, keep=True)
 
     def block_backward(self, index: int, gradient: int, branch: int, saved: Saved) -> None:
@@ -37,16 +39,22 @@ class BackwardTape(ForwardTape):
 
     def _join(self, norm: str, branch: int, saved: Saved) -> None:
         """Backward of the norm, whose result is added in place to the gradient of the residual stream."""
-        self.tape.drop(self.norm_backward(norm, self.widen(branch, GRADIENT, STREAM), saved))
+        self.tape.drop(self.norm_backward(norm, branch, saved))
 
     def norm_backward(self, name: str, gradient: int, saved: Saved) -> int:
-        """Backward of a norm, without its small buffers for partial sums over rows."""
-        out = self.temporary(GRADIENT, STREAM, FP32_BYTES)
+        """Backward of a norm, from the gradient of its output in the type of matmuls; without its small buffers for
+        partial sums over rows.
+        """
+        if self.norm_bytes > self.element_bytes:
+            gradient = self._replace(GRADIENT, STREAM, gradient, element_bytes=self.norm_bytes)
+        out = self.temporary(GRADIENT, STREAM, self.norm_bytes)
         parameters = (name, f"{name}.bias") if self.gpt2 else (name,)
-        made = [self.new_gradient("d_model") for _ in parameters]
+        made = [self.new_gradient("d_model", name in self.way.low) for _ in parameters]
         self.tape.drop(gradient)
         statistics = (f"{name} mean", f"{name} scale") if self.gpt2 else (f"{name} scale",)
         self.release(saved, f"{name} input", *statistics)
+        if self.stream_bytes < self.norm_bytes:
+            out = self._replace(GRADIENT, STREAM, out, element_bytes=self.stream_bytes)
         for parameter, of_parameter in zip(parameters, made, strict=True):
             self.way.graded(parameter, of_parameter)
         return out
@@ -61,7 +69,8 @@ class BackwardTape(ForwardTape):
         made = [(name, self._parameter_gradient(weight, is_low), weight)]
         x = self.temporary("gradient of a matmul's input", shape)
         if with_bias:
-            made.append((f"{name}.bias", self._parameter_gradient(weight.split()[0]), weight.split()[0]))
+            bias, of_bias = f"{name}.bias", weight.split()[0]
+            made.append((bias, self._parameter_gradient(of_bias, bias in self.way.low), of_bias))
         self.tape.drop(gradient)
         self.release(saved, f"{name} input", *([f"{name} copy"] if self.autocast and not is_low else []))
         if onto is not None:
@@ -69,7 +78,7 @@ class BackwardTape(ForwardTape):
             self.tape.drop(x, *([] if in_place else [onto]))
             x = total
         for parameter, of_parameter, axes in made if self.autocast else reversed(made):
-            if self.autocast and not (is_low and parameter == name):
+            if self.autocast and parameter not in self.way.low:
                 narrow, of_parameter = of_parameter, self.new_gradient(axes)
                 self.tape.drop(narrow)
             if self.gpt2 and parameter == "lm_head":
@@ -85,9 +94,10 @@ class BackwardTape(ForwardTape):
         label = "gradient of a parameter, to be cast" if is_replaced else "gradients of parameters"
         return self.tape.new(category, label, shape, self.element_bytes)
 
-    def new_gradient(self, shape: str) -> int:
-        """Gradient of a parameter in fp32, which is kept until the end of the step."""
-        return self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, FP32_BYTES)
+    def new_gradient(self, shape: str, is_low: bool = False) -> int:
+        """Gradient of a parameter, in fp32 or low."""
+        element_bytes = self.element_bytes if is_low else FP32_BYTES
+        return self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, element_bytes)
 
     def _swiglu_backward(self, index: int, gradient: int, saved: Saved) -> int:
         hidden = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)

@@ -38,6 +38,10 @@ class ForwardTape:
         self.gpt2 = config.model.arch is Arch.GPT2
         self.autocast = config.precision in (Precision.BF16, Precision.FP16)
         self.element_bytes = HALF_BYTES if self.autocast else FP32_BYTES
+        self.stream_bytes = way.stream_bytes
+        """Of an element of the residual stream."""
+        self.norm_bytes = FP32_BYTES if self.gpt2 else way.stream_bytes
+        """Of an element of what norms compute: autocast has LayerNorm in fp32, and leaves RMSNorm as it is."""
         self.copies: dict[str, int] = {}
         """Autocast's cache of low-precision copies of parameters, by name, which lasts until autocast ends."""
         self.thread = "forward"
@@ -53,7 +57,7 @@ class ForwardTape:
         normed = self.norm(f"{index}.ln1", x, saved)
         change = self.attention(index, normed, saved)
         tape.drop(normed)
-        middle = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, FP32_BYTES)
+        middle = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, self.stream_bytes)
         tape.drop(change)
         normed = self.norm(f"{index}.ln2", middle, saved)
         ffn = self.gelu_mlp if self.gpt2 else self.swiglu
@@ -61,24 +65,29 @@ class ForwardTape:
         tape.drop(normed)
         out = None
         if last is not None:
-            out = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, FP32_BYTES)
+            out = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, self.stream_bytes)
             tape.drop(last)
         tape.drop(middle)
         return out
 
     def norm(self, name: str, x: int, saved: Saved | None) -> int:
         """RMSNorm saves its input and 1 / rms, LayerNorm also the mean; the next matmul saves the output."""
-        normed = self.tape.new(Category.ACTIVATIONS, "output of norms", STREAM, FP32_BYTES)
+        x = self.tape.keep(x)
+        if self.stream_bytes < self.norm_bytes:
+            self.tape.drop(x)
+            x = self.tape.new(Category.ACTIVATIONS, "input of norms, cast", STREAM, self.norm_bytes)
+        normed = self.tape.new(Category.ACTIVATIONS, "output of norms", STREAM, self.norm_bytes)
         self._save(saved, **{f"{name} input": x})
         for statistic in ("mean", "scale")[0 if self.gpt2 else 1 :]:
             made = self.tape.new(Category.ACTIVATIONS, "statistics of norms", "batch T", FP32_BYTES)
             self._save(saved, **{f"{name} {statistic}": made})
             self.tape.drop(made)
+        self.tape.drop(x)
         return normed
 
     def attention(self, index: int, normed: int, saved: Saved | None) -> int:
         tape = self.tape
-        x = self._cast(normed)
+        x = self._cast_normed(normed)
         q, k, v = (self.linear(f"{index}.{name}", x, saved, STREAM, "queries, keys, values") for name in "qkv")
         heads = (q, k) if self.gpt2 else (self._rotate(q, k),)
         if self.model.attention is Attention.NAIVE:
@@ -122,7 +131,7 @@ class ForwardTape:
         self._save(saved, softmax=softmax)
         if wide is not None:
             tape.drop(wide)
-        weights = self._cast(softmax, "softmax output, cast", SCORES)
+        weights = self.activation("softmax output, cast", SCORES) if self.autocast else tape.keep(softmax)
         v_rows = self.activation("values, copied", STREAM)
         values = self.temporary("heads", STREAM)
         self._save(saved, weights=weights, v_rows=v_rows)
@@ -167,7 +176,7 @@ class ForwardTape:
         return values
 
     def swiglu(self, index: int, normed: int, saved: Saved | None, stop_early: bool) -> int | None:
-        x = self._cast(normed)
+        x = self._cast_normed(normed)
         up = self.linear(f"{index}.w1", x, saved, HIDDEN, "output of w1")
         gated = self.activation("output of SiLU", HIDDEN)
         self._save(saved, up=up)
@@ -219,7 +228,7 @@ class ForwardTape:
             if name not in self.way.low:
                 self._copy_parameter(name, weight)
                 self._save(saved, **{f"{name} copy": self.copies[name]})
-        x = self._cast(x) if cast else self.tape.keep(x)
+        x = self._cast_normed(x) if cast else self.tape.keep(x)
         self._save(saved, **{f"{name} input": x})
         self.tape.drop(x)
 
@@ -247,9 +256,11 @@ class ForwardTape:
         """A tensor that autograd's graph does not save; by default in the type of matmuls."""
         return self.tape.new(Category.TEMPORARIES, label, shape, element_bytes or self.element_bytes)
 
-    def _cast(self, x: int, label: str = "input of matmuls, cast", shape: str = STREAM) -> int:
-        """A copy of an fp32 tensor in autocast's type; without autocast, one more reference to the tensor."""
-        return self.activation(label, shape) if self.autocast else self.tape.keep(x)
+    def _cast_normed(self, normed: int) -> int:
+        """The output of a norm in the type of matmuls: a copy, or one more reference to it if it has the type."""
+        if self.norm_bytes == self.element_bytes:
+            return self.tape.keep(normed)
+        return self.activation("input of matmuls, cast", STREAM)
 
     def _save(self, saved: Saved | None, **handles: int) -> None:
         if saved is not None:

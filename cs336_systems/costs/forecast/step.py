@@ -1,7 +1,7 @@
 """The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what is kept between steps."""
 
 from cs336_systems.config import Attention, Mode, OptimizerKind, Phase, RunConfig
-from cs336_systems.costs.forecast.backward import GRADIENT, BackwardTape
+from cs336_systems.costs.forecast.backward import BackwardTape
 from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
 from cs336_systems.costs.forecast.tape import Category, Tape
@@ -59,6 +59,7 @@ class StepTape:
         tape.begin(Phase.FORWARD)
         self.way.begin_step()
         loss = self._forward()
+        self.way.end_forward()
         if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
             tape.begin(Phase.BACKWARD)
             self._backward()
@@ -86,7 +87,7 @@ class StepTape:
     def save_one_block(self) -> Saved:
         """The tensors that one block saves for its backward, its input included."""
         saved: Saved = {}
-        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM)
+        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM, self.layers.stream_bytes)
         self.layers.block(0, x, saved)
         return saved
 
@@ -98,9 +99,9 @@ class StepTape:
         layers.thread = "forward"
         ends = self._ends if self._has_graph else None
         self.way.before_forward(LOOKUP)
-        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM)
+        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM, layers.stream_bytes)
         if layers.gpt2:
-            x, tokens = self._new(Category.ACTIVATIONS, "residual stream", STREAM), x
+            x, tokens = self._new(Category.ACTIVATIONS, "residual stream", STREAM, layers.stream_bytes), x
             tape.drop(tokens)
         self.way.after_forward(LOOKUP)
         for index in range(self.config.model.num_layers):
@@ -148,6 +149,7 @@ class StepTape:
         tape, layers = self.tape, self.layers
         layers.thread = "backward"
         seed = self._new(Category.LOSS, "gradient of the loss", SCALAR)
+        self.way.begin_backward()
         logits = self._loss_backward()
         self.way.before_backward(HEAD)
         gradient = self._head_backward(logits)
@@ -157,6 +159,7 @@ class StepTape:
             if index not in self._blocks:
                 self._compute_again(index)
             layers.block_backward(index, gradient, branch, self._blocks.pop(index))
+            self.way.after_backward(str(index))
         self._embedding_backward(gradient)
         tape.drop(seed)
 
@@ -176,7 +179,7 @@ class StepTape:
     def _head_backward(self, logits: int) -> int:
         layers = self.layers
         normed = layers.linear_backward("lm_head", logits, self._ends, STREAM)
-        return layers.norm_backward("ln_final", layers.widen(normed, GRADIENT, STREAM), self._ends)
+        return layers.norm_backward("ln_final", normed, self._ends)
 
     def _compute_again(self, last: int) -> None:
         """Recompute the checkpoint that ends with block `last`, on backward's thread, until everything is saved."""
@@ -193,21 +196,23 @@ class StepTape:
 
     def _embedding_backward(self, gradient: int) -> None:
         tape, layers = self.tape, self.layers
+        is_low = "embedding" in self.way.low
         if not layers.gpt2:
-            table = layers.new_gradient("vocabulary d_model")
+            table = layers.new_gradient("vocabulary d_model", is_low)
             tape.drop(gradient)
             self.way.graded("embedding", table)
             return
-        positions = self._new(Category.TEMPORARIES, "gradient of positions", "T d_model")
-        of_positions = layers.new_gradient("T d_model")
+        positions = self._new(Category.TEMPORARIES, "gradient of positions", "T d_model", layers.stream_bytes)
+        of_positions = layers.new_gradient("T d_model", is_low)
         tape.drop(positions)
         self.way.graded("positions", of_positions)
-        table = self._new(Category.TEMPORARIES, "gradient of the embedding", "vocabulary d_model")
+        table = self._new(Category.TEMPORARIES, "gradient of the embedding", "vocabulary d_model", layers.stream_bytes)
         tape.drop(gradient)
         total, layers.of_head = layers.of_head, None
         assert total is not None
-        if not layers.autocast:  # the head's gradient is a view, so the sum is a tensor of its own
-            of_head, total = total, layers.new_gradient("vocabulary d_model")
+        if not layers.autocast or HEAD in self.way.low:
+            # the head's gradient is a view, so the sum is a tensor of its own
+            of_head, total = total, layers.new_gradient("vocabulary d_model", is_low)
             tape.drop(of_head)
         tape.drop(table)
         self.way.graded("embedding", total)

@@ -35,6 +35,8 @@ class TensorSpec:
     formula: str
     """Names of axes and the element size, such as `batch x heads x T x T x 4`."""
     size_bytes: int
+    stream: str = ""
+    """CUDA stream on which it is made, if it is not the usual one: memory of one stream is of no use to another."""
 
 
 class Tape:
@@ -48,18 +50,19 @@ class Tape:
         self._references: list[int] = []
 
         @cache
-        def specify(category: Category, label: str, shape: str, element_bytes: int) -> TensorSpec:
+        def specify(category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
             names = shape.split()
             sizes = (int(name) if name.isdigit() else axes[name] for name in names)
             formula = " x ".join([*names, str(element_bytes)])
-            return TensorSpec(category=category, label=label, formula=formula, size_bytes=prod(sizes) * element_bytes)
+            size_bytes = prod(sizes) * element_bytes
+            return TensorSpec(category=category, label=label, formula=formula, size_bytes=size_bytes, stream=stream)
 
         self._specify = specify
 
-    def new(self, category: Category, label: str, shape: str, element_bytes: int) -> int:
+    def new(self, category: Category, label: str, shape: str, element_bytes: int, stream: str = "") -> int:
         """Make a tensor with one reference; `shape` consists of axis names and numbers, such as `2 batch T`."""
         handle = len(self.specs)
-        self.specs.append(self._specify(category, label, shape, element_bytes))
+        self.specs.append(self._specify(category, label, shape, element_bytes, stream))
         self._references.append(1)
         self.events.append(handle)
         return handle

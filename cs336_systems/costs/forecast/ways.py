@@ -5,11 +5,21 @@ One class for each way, named in WAYS. NCCL's own buffers are not among PyTorch'
 
 from collections.abc import Mapping, Sequence
 
-from cs336_systems.config import Parallel, RunConfig
+from cs336_systems.config import Parallel, Precision, RunConfig
 from cs336_systems.costs.communication import BUCKET_BYTES, buckets_of
-from cs336_systems.costs.forecast.parameters import parameter_shapes
+from cs336_systems.costs.forecast.parameters import axes, parameter_shapes
 from cs336_systems.costs.forecast.tape import Category, Tape
-from cs336_systems.costs.shards import FP32_BYTES, LOOKUP, REST, Unit, largest_share, parameter_elements, units
+from cs336_systems.costs.shards import (
+    FP32_BYTES,
+    HALF_BYTES,
+    HEAD,
+    LOOKUP,
+    REST,
+    Unit,
+    largest_share,
+    parameter_elements,
+    units,
+)
 
 AHEAD = 2
 """Units that fsdp gathers ahead of the one that computes."""
@@ -32,6 +42,8 @@ class InPlace:
         """Shapes of what this rank's optimizer updates; with a sharded optimizer, on the rank that has most."""
         self.low: frozenset[str] = frozenset()
         """Parameters that layers have in half precision, so that autocast makes no copy of them."""
+        self.stream_bytes = FP32_BYTES
+        """Bytes of an element of the residual stream."""
         self.gradients: dict[str, int] = {}
         """Gradients that are there, by the parameter's name, in the order in which backward made them."""
 
@@ -47,8 +59,17 @@ class InPlace:
     def after_forward(self, unit: str) -> None:
         """What it does after that."""
 
+    def end_forward(self) -> None:
+        """What it does when the loss is there."""
+
+    def begin_backward(self) -> None:
+        """What it does before the gradient of the loss is used."""
+
     def before_backward(self, unit: str) -> None:
         """What it does when the gradient of the unit's output is there."""
+
+    def after_backward(self, block: str) -> None:
+        """What it does when the gradient of a block's input is there."""
 
     def graded(self, parameter: str, gradient: int) -> None:
         """Take the gradient of a parameter, which backward has just made."""
@@ -263,6 +284,144 @@ class FullySharded(InPlace):
         self._in_backward = False
 
 
+class FullyShard(InPlace):
+    """PyTorch's fully_shard of each block and of the rest, whose parameters stay from forward on.
+
+    Every parameter is gathered in half precision under autocast, that of the embedding too, so the residual stream is
+    in half precision. A unit is gathered into one tensor and copied from it, and gradients are copied to be averaged,
+    on streams of their own.
+    """
+
+    def __init__(self, config: RunConfig, tape: Tape) -> None:
+        super().__init__(config, tape)
+        self._bytes = HALF_BYTES if config.precision is Precision.BF16 else FP32_BYTES
+        self.stream_bytes = self._bytes
+        shapes, sizes = parameter_shapes(config.model), axes(config)
+        self._lengths: dict[str, dict[str, int]] = {}
+        """Elements of a rank's part of each parameter, cut along its first axis, by unit."""
+        for name, shape in shapes.items():
+            rows = sizes[shape.split()[0]]
+            unit = name.partition(".")[0] if name[0].isdigit() else REST
+            self._lengths.setdefault(unit, {})[name] = -(-rows // config.ranks) * (self.elements[name] // rows)
+        self._ranks = config.ranks
+        self.updated = {name: str(length) for own in self._lengths.values() for name, length in own.items()}
+        if self._bytes < FP32_BYTES:
+            self.low = frozenset(shapes) | {HEAD}
+        self._order: list[str] = []
+        """Units in the order in which forward ended them."""
+        self._arriving: dict[str, int] = {}
+        self._arrived: int | None = None
+        """What the last unit of forward was gathered into."""
+        self._there: dict[str, list[int]] = {}
+        self._graded: dict[str, dict[str, int]] = {unit: {} for unit in self._lengths}
+        self._sent: int | None = None
+        """Copies of gradients that are being reduced."""
+        self._is_again = False
+
+    def set_up(self, parameters: Mapping[str, int]) -> None:
+        *blocks, rest = sorted(self._lengths, key=lambda unit: (unit == REST, int(unit) if unit != REST else 0))
+        for unit in (*blocks, rest):
+            for name, length in self._lengths[unit].items():
+                self.tape.new(Category.PARAMETERS, "parts of parameters", str(length), FP32_BYTES)
+                self.tape.drop(parameters[name])
+
+    def _whole(self, unit: str, category: Category, label: str, stream: str = "") -> int:
+        """One tensor with room for the parameters of a unit."""
+        size = self._ranks * sum(self._lengths[unit].values())
+        return self.tape.new(category, label, str(size), self._bytes, stream)
+
+    def _start(self, unit: str) -> None:
+        if unit in self._there or unit in self._arriving:
+            return
+        is_cast = self._bytes < FP32_BYTES
+        cast = [self._part(unit, self._bytes, Category.GATHERED, "parts, cast", "gather")] if is_cast else []
+        self._arriving[unit] = self._whole(unit, Category.GATHERED, "all parts of a unit", "gather")
+        self.tape.drop(*cast)
+
+    def _part(self, unit: str, element_bytes: int, category: Category, label: str, stream: str) -> int:
+        return self.tape.new(category, label, str(sum(self._lengths[unit].values())), element_bytes, stream)
+
+    def _gather(self, unit: str, *, in_forward: bool) -> None:
+        self._start(unit)
+        if unit in self._there:
+            return
+        if in_forward:
+            self._flush()
+        self._there[unit] = [
+            self.tape.new(Category.GATHERED, "gathered parameters", str(self._ranks * length), self._bytes)
+            for length in self._lengths[unit].values()
+        ]
+        arrived = self._arriving.pop(unit)
+        if in_forward:
+            self._arrived = arrived
+        else:
+            self.tape.drop(arrived)
+
+    def _flush(self) -> None:
+        if self._arrived is not None:
+            self.tape.drop(self._arrived)
+            self._arrived = None
+
+    def _free(self, unit: str) -> None:
+        self.tape.drop(*self._there.pop(unit))
+
+    def begin_step(self) -> None:
+        self._is_again = False
+        self._gather(REST, in_forward=True)
+
+    def before_forward(self, unit: str) -> None:
+        if unit in self._lengths:
+            self._gather(unit, in_forward=not self._is_again)
+
+    def after_forward(self, unit: str) -> None:
+        if unit in self._lengths and not self._is_again:
+            self._order.append(unit)
+            self._free(unit)
+
+    def end_forward(self) -> None:
+        self._flush()
+
+    def begin_backward(self) -> None:
+        self._is_again = True
+        self._start(self._order.pop())
+
+    def before_backward(self, unit: str) -> None:
+        if unit in self._lengths:
+            self._gather(unit, in_forward=False)
+            if self._order:
+                self._start(self._order.pop())
+
+    def graded(self, parameter: str, gradient: int) -> None:
+        unit = parameter.partition(".")[0]
+        self._graded[unit if unit in self._lengths else REST][parameter] = gradient
+
+    def after_backward(self, block: str) -> None:
+        self._reduce(block)
+
+    def _reduce(self, unit: str) -> None:
+        self._free(unit)
+        self._end_reduce()
+        self._sent = self._whole(unit, Category.GRADIENTS, "copies of gradients")
+        self.tape.drop(*self._graded[unit].values())
+        self._graded[unit] = {}
+        mean = self._part(unit, self._bytes, Category.GRADIENTS, "parts of gradients, averaged", "reduce")
+        if self._bytes < FP32_BYTES:
+            narrow, mean = mean, self._part(unit, FP32_BYTES, Category.GRADIENTS, "parts of gradients", "reduce")
+            self.tape.drop(narrow)
+        for name in self._lengths[unit]:
+            self.gradients[name] = self.tape.keep(mean)
+        self.tape.drop(mean)
+
+    def _end_reduce(self) -> None:
+        if self._sent is not None:
+            self.tape.drop(self._sent)
+            self._sent = None
+
+    def end_backward(self) -> None:
+        self._reduce(REST)
+        self._end_reduce()
+
+
 WAYS: dict[Parallel, type[InPlace]] = {
     Parallel.NONE: InPlace,
     Parallel.DDP_NAIVE: InPlace,
@@ -270,5 +429,6 @@ WAYS: dict[Parallel, type[InPlace]] = {
     Parallel.DDP_OVERLAP: InPlace,
     Parallel.DDP: Buckets,
     Parallel.FSDP: FullySharded,
+    Parallel.FSDP2: FullyShard,
 }
 """The ways whose memory is predicted."""

@@ -40,7 +40,7 @@ class FastLM(nn.Module):
 
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
         super().__init__()
-        self.config, self._settings, self._tables = reference.config, settings, reference.tables
+        self.config, self._settings = reference.config, settings
         maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8) if settings.cast_once else None
         fused = settings.fused_blocks
         self.token_embeddings = FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
@@ -74,7 +74,8 @@ class FastLM(nn.Module):
 
     def _hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         """The input of the head: the residual stream after all blocks, normed."""
-        rotations, mask = self._tables(tokens.shape[1])
+        # not the reference's own method: it would keep the reference, and so whole parameters that FSDP shards here
+        rotations, mask = TransformerLM.tables(cast("TransformerLM", self), tokens.shape[1])
         embedded = self.token_embeddings(tokens)
         x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
         del embedded  # else it stays allocated through all blocks
