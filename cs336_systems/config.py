@@ -548,7 +548,6 @@ class RunConfig:
                     "backward and communication",
                 ),
                 _alone("--compile reduce-overhead", lambda run: run.compile is CompileMode.REDUCE_OVERHEAD),
-                _alone("--nsys", lambda run: run.profiler is Profiler.NSYS),
                 _alone("--memory", lambda run: run.profiler is Profiler.MEMORY),
                 _needs(
                     "--compile-blocks, as parameters are gathered between the blocks",

@@ -37,7 +37,7 @@ from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, w
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.explain import has_explanation
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
-from cs336_systems.sweep.nsys import is_under_nsys
+from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
@@ -126,6 +126,10 @@ def run(arguments: BenchmarkArguments) -> int:
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
         print(f"fast: {describe_fast(config)}", file=sys.stderr)
+    if config.is_shared and is_under_nsys():
+        print(
+            f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}", file=sys.stderr
+        )
     from cs336_systems.sweep.store import PROFILE_DIRECTORIES, fresh_profile_path, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cs336_systems.analysis.warnings import timing_warnings
-from cs336_systems.config import Device, Mode, RunConfig
+from cs336_systems.config import Device, Mode, Profiler, RunConfig
 from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
 from cs336_systems.measure.environment import environment
@@ -115,7 +115,9 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
             counters_before = read_counters(config, reset_peaks=True)
             of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
             with annotate(Range.MEASURE), of_rank:
+                _meet(step)
                 _time(step, clock, progress)
+                _meet(step)
             telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes while the GPU idles
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
@@ -223,6 +225,12 @@ def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     progress.where = "the first step under the profiler"
     times, _ = _run(step, clock, progress)
     progress.warmup.append(times)
+
+
+def _meet(step: TrainingStep) -> None:
+    """Under nsys, wait for the other ranks: it captures all of them while the first is in its measured steps."""
+    if step.config.profiler is Profiler.NSYS:
+        step.on_any_rank(False)
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:

@@ -1,9 +1,13 @@
-"""One run under Nsight Systems, in a process of its own; nsys captures the measured steps only."""
+"""One run under Nsight Systems, in a process of its own; nsys captures the measured steps only.
+
+Ranks are processes that this process forks, all in one report, where a range tells which of them each is.
+"""
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,16 +17,17 @@ from cs336_systems.config import RunConfig
 from cs336_systems.ranges import Range
 from cs336_systems.sweep.process import child_environment, die_with_forker
 
+CAPTURED_STEPS = ("--capture-range=nvtx", f"--nvtx-capture={Range.MEASURE}", "--capture-range-end=stop")
 CAPTURE = (
     "--trace=cuda,nvtx",
     "--sample=none",  # sampling the CPU would slow it, and fill the disk
     "--cpuctxsw=none",
     "--cuda-graph-trace=node",  # otherwise a graph is one event, without its kernels
-    "--capture-range=nvtx",
-    f"--nvtx-capture={Range.MEASURE}",
-    "--capture-range-end=stop",
+    *CAPTURED_STEPS,
     "--force-overwrite=true",
 )
+FORKED = "--trace-fork-before-exec=true"
+"""Without it, nsys records nothing of a process that is forked and executes no other program, as a rank is."""
 
 
 def is_under_nsys() -> bool:
@@ -30,17 +35,20 @@ def is_under_nsys() -> bool:
     return "NSYS_PROFILING_SESSION_ID" in os.environ
 
 
-def run_under_nsys(config: RunConfig, report: Path, runs: Path) -> None:
+def run_under_nsys(
+    config: RunConfig, report: Path, runs: Path, gpu_uuids: Sequence[str] = (), timeout_s: float = 0.0
+) -> None:
     """Measure `config` in a process under nsys, which leaves its record in `runs` and the report of nsys at `report`.
 
-    Raises NsysError if there is no record. A run that fails before its measured steps leaves a record and no report.
+    `gpu_uuids` and `timeout_s` are for the ranks of the run. Raises NsysError if there is no record. A run that fails
+    before its measured steps leaves a record and no report.
     """
     nsys = find_nsys()
     report.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        *(nsys, "profile", *CAPTURE, f"--output={report.with_suffix('')}"),
+        *(nsys, "profile", *CAPTURE, *([FORKED] if config.is_shared else []), f"--output={report.with_suffix('')}"),
         *(sys.executable, "-m", "cs336_systems.sweep.worker"),
-        *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid())),
+        *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid()), str(timeout_s), *gpu_uuids),
     ]
     done = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     if not (runs / f"{config.key}.json").is_file():

@@ -111,7 +111,7 @@ def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
     The new directory is named after the time and laid out like this one, so `cs336 report` reads it. Returns its path,
     or None if there is no earlier run.
     """
-    found = sorted(runs.parent.glob(f"*/{config.key}.*"))
+    found = sorted([*runs.parent.glob(f"*/{config.key}.*"), *runs.parent.glob(f"*/rank*_{config.key}.*")])
     if not found:
         return None
     kept = runs.with_name(f"before-{time_stamp()}")

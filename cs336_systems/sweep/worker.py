@@ -17,7 +17,7 @@ from cs336_systems.files import error_in_words
 from cs336_systems.measure.failure import describe
 from cs336_systems.measure.run import measure
 from cs336_systems.record import RunRecord, Status, read_record, write_record
-from cs336_systems.sweep.nsys import run_under_nsys
+from cs336_systems.sweep.nsys import is_under_nsys, run_under_nsys
 from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with
 from cs336_systems.sweep.ranks import measure_on_ranks
 from cs336_systems.sweep.store import fresh_profile_path
@@ -26,11 +26,7 @@ from cs336_systems.sweep.store import fresh_profile_path
 def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str], timeout_s: float) -> None:
     """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`."""
     begin_worker(log, gpu_uuids)
-    is_shared = config.is_shared
-    if is_shared:
-        record = measure_on_ranks(config, gpu_uuids, timeout_s, fresh_profile_path(config, runs))
-    else:
-        record = run_here(config, runs)
+    record = run_here(config, runs, gpu_uuids, timeout_s)
     try:
         write_record(record, runs)
     except OSError as error:
@@ -38,20 +34,29 @@ def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str
         os._exit(RECORD_NOT_WRITTEN)
 
 
-def run_here(config: RunConfig, runs: Path) -> RunRecord:
-    """Measure in this process, or in a process under nsys; the raw profile stays beside `runs`."""
+def run_here(config: RunConfig, runs: Path, gpu_uuids: Sequence[str] = (), timeout_s: float = 0.0) -> RunRecord:
+    """Measure in this process and its ranks, or in a process under nsys; the raw profile stays beside `runs`.
+
+    `gpu_uuids` and `timeout_s` are for the ranks of a run that has any.
+    """
     profile = fresh_profile_path(config, runs)
-    if profile is not None and config.profiler is Profiler.NSYS:
-        return _measured_under_nsys(config, profile)
+    if profile is not None and config.profiler is Profiler.NSYS and not is_under_nsys():
+        return _measured_under_nsys(config, profile, gpu_uuids, timeout_s)
+    return _measured(config, gpu_uuids, timeout_s, profile)
+
+
+def _measured(config: RunConfig, gpu_uuids: Sequence[str], timeout_s: float, profile: Path | None = None) -> RunRecord:
+    if config.is_shared:
+        return measure_on_ranks(config, gpu_uuids, timeout_s, profile)
     return measure(config, profile=profile)
 
 
-def _measured_under_nsys(config: RunConfig, report: Path) -> RunRecord:
+def _measured_under_nsys(config: RunConfig, report: Path, gpu_uuids: Sequence[str], timeout_s: float) -> RunRecord:
     """The record that the process under nsys writes; one of a failure if it writes none, or nsys leaves no report."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
         with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-            run_under_nsys(config, report, Path(scratch))
+            run_under_nsys(config, report, Path(scratch), gpu_uuids, timeout_s)
             record = read_record(Path(scratch) / f"{config.key}.json")
         if record.status is Status.OK and not report.is_file():
             raise NsysError(f"the run ended well and nsys left no {report.name}: see what it printed")
@@ -61,6 +66,9 @@ def _measured_under_nsys(config: RunConfig, report: Path) -> RunRecord:
         return RunRecord(config=config, status=Status.CRASHED, started_at=started_at, failure=failure)
 
 
-if __name__ == "__main__":  # under nsys; arguments: configuration as JSON, directory for the record, id of the worker
+if __name__ == "__main__":
+    # under nsys; arguments: configuration as JSON, directory for the record, id of the worker, time limit and GPUs of
+    # ranks
     die_with(int(sys.argv[3]))
-    write_record(measure(msgspec.json.decode(sys.argv[1], type=RunConfig)), Path(sys.argv[2]))
+    asked = msgspec.json.decode(sys.argv[1], type=RunConfig)
+    write_record(_measured(asked, sys.argv[5:], float(sys.argv[4])), Path(sys.argv[2]))

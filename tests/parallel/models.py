@@ -13,6 +13,8 @@ FAULTY_CALL = 3
 """Which forward goes wrong: two steps of warm-up are good."""
 
 SLEEP_S = 0.2
+SPIN_CYCLES = 40_000_000
+"""Some 20 ms on a GPU, a hundred times as long as the all-reduce of what it hides."""
 
 
 class Faulty(nn.Module):
@@ -61,6 +63,24 @@ class Slow(Faulty):
     def forward(self, tokens):
         time.sleep(SLEEP_S * (dist.get_rank() == FAULTY_RANK))
         return super().forward(tokens)
+
+
+class Spinning(Faulty):
+    """Its large gradients are there before backward keeps the GPU busy for SPIN_CYCLES."""
+
+    def __init__(self, vocab_size):
+        super().__init__(lambda: None, vocab_size)
+        self.wide = nn.Linear(8, 1_000_000)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if x.requires_grad:
+            x.register_hook(lambda _gradient: torch.cuda._sleep(SPIN_CYCLES))
+        return self.head(x) + self.wide(x).mean(-1, keepdim=True)
+
+
+def spinning(vocab_size: int) -> nn.Module:
+    return Spinning(vocab_size)
 
 
 def slow(vocab_size: int) -> nn.Module:

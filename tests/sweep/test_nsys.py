@@ -11,11 +11,13 @@ import pytest
 from cs336_systems.analysis.kernels.nsys_export import HOW_TO_INSTALL, NsysError, find_nsys
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.config import SIZES, Device, Profiler, RunConfig
+from cs336_systems.config import SIZES, Device, Parallel, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, load_records
+from cs336_systems.sweep.explain import explain_run
 from cs336_systems.sweep.nsys import CAPTURE
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
+from cs336_systems.sweep.worker import run_here
 from tests.faults.harness import Witness
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +117,20 @@ def test_out_of_memory_under_nsys_is_a_result_without_a_profile(fate: Path, tmp_
     run_sweep([UNDER_NSYS], tmp_path / "out", Witness(), timeout_s=60)
     assert record_of(tmp_path / "out").status is Status.OOM
     assert not kernel_profile_path(UNDER_NSYS, tmp_path / "out" / "runs").exists()
+
+
+def test_ranks_under_nsys_are_in_one_report_and_explained_apart(fate: Path, tmp_path: Path) -> None:
+    config = replace(UNDER_NSYS, parallel=Parallel.DDP_OVERLAP, ranks=2)
+    runs = tmp_path / "runs"
+    assert run_here(config, runs, ["GPU-0", "GPU-1"], 60.0).status is Status.OK
+    explain_run(config, runs)
+    profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
+    assert [own.rank for own in profile.ranks] == [0, 1]
+    for own in profile.ranks:
+        launches = {phase.phase: phase.launches for phase in own.phases if sum(phase.launches)}
+        assert launches == {LaunchPhase.FORWARD: (2,), LaunchPhase.BACKWARD: (4,), LaunchPhase.OPTIMIZER: (1,)}
+        assert sum(sum(row.launches) for row in own.communication if row.collective is None) == 1
+    assert not profile.notes
 
 
 def test_no_nsys_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

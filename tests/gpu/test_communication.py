@@ -1,0 +1,120 @@
+"""Exposed and overlapped communication on two GPUs, found where they were put, and alike by both profilers."""
+
+import contextlib
+import shutil
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import RankTimes, StepProfile, decode_profile
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    Device,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    Profiler,
+    RunConfig,
+)
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.sweep.run import Listener, run_sweep
+from cs336_systems.sweep.store import kernel_profile_path
+from tests.parallel.models import FAULTY_RANK, SLEEP_S
+from tests.parallel.test_runs import SHARED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+WATCHED = replace(SHARED, device=Device.CUDA, profiler=Profiler.KINETO, parallel=Parallel.DDP_OVERLAP, measured_steps=4)
+LARGE = RunConfig(
+    size="large", model=replace(SIZES["large"], context_length=512, attention=Attention.SDPA), device=Device.CUDA,
+    precision=Precision.BF16, optimizer=OptimizerKind.FUSED, batch_size=8, parallel=Parallel.DDP_FLAT, ranks=2,
+    warmup_steps=3, measured_steps=6,
+)  # fmt: skip
+"""A step that the GPUs limit, so that two runs of it take about the same time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus():
+    if len(visible_gpus()) < 2:
+        pytest.skip("needs two GPUs")
+
+
+def profiled(tmp_path: Path, *configs: RunConfig) -> list[tuple[RunRecord, StepProfile]]:
+    """The runs, each with its explained profile."""
+    (tmp_path / "parallel_models.py").symlink_to(Path(__file__).parents[1] / "parallel" / "models.py")
+    with contextlib.chdir(tmp_path):
+        outcome = run_sweep(configs, tmp_path, Listener(), timeout_s=120)
+    found = {record.config: record for record in outcome.records}
+    assert [found[config].status for config in configs] == [Status.OK] * len(configs), outcome.records
+    assert outcome.unexplained == ()
+    return [
+        (found[config], decode_profile(kernel_profile_path(config, tmp_path / "runs").read_bytes()))
+        for config in configs
+    ]
+
+
+def sent_s(rank: RankTimes, which: str) -> list[float]:
+    """Time of collectives in each step, all of it or what is exposed."""
+    rows = [getattr(row, which) for row in rank.communication if row.collective is None]
+    return [sum(times) for times in zip(*rows, strict=True)]
+
+
+def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path: Path) -> None:
+    slow = replace(WATCHED, model_factory="parallel_models:slow")
+    (_, found), (_, usual) = profiled(tmp_path, slow, replace(WATCHED, model_factory="parallel_models:good"))
+    quick, sleeper = sorted(found.ranks, key=lambda rank: rank.rank == FAULTY_RANK)
+    longer = statistics.median(sent_s(quick, "exposed_s")) - statistics.median(sent_s(usual.ranks[0], "exposed_s"))
+    assert longer == pytest.approx(SLEEP_S, rel=0.05)
+    assert statistics.median(sent_s(sleeper, "exposed_s")) < SLEEP_S / 20
+    assert statistics.median(quick.waited_s) == pytest.approx(SLEEP_S, rel=0.05)
+    (text,) = [text for text in findings(found, slow) if "Communication takes" in text]
+    assert f"wait for rank {FAULTY_RANK} in 4 of 4 steps" in text
+
+
+def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(tmp_path: Path) -> None:
+    """The same gradients are averaged while backward keeps the GPU busy, and after it."""
+    early = replace(WATCHED, model_factory="parallel_models:spinning")
+    late = replace(early, parallel=Parallel.DDP_FLAT)
+    (_, hidden), (_, shown) = profiled(tmp_path, early, late)
+    for rank in hidden.ranks:
+        assert statistics.median(sent_s(rank, "exposed_s")) < 0.2 * statistics.median(sent_s(rank, "total_s"))
+    for rank in shown.ranks:
+        assert sum(sent_s(rank, "exposed_s")) > 0.95 * sum(sent_s(rank, "total_s"))
+        phases = {row.phase: sum(row.exposed_s) for row in rank.communication if row.collective is None}
+        assert phases[LaunchPhase.COMMUNICATION] > 0.95 * sum(phases.values())
+
+
+def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
+    watched = replace(LARGE, profiler=Profiler.KINETO)
+    ((record, found),) = profiled(tmp_path, watched)
+    for rank, clocked in zip(found.ranks, record.ranks, strict=True):
+        walls = {phase.phase.value: statistics.median(phase.wall_s) for phase in rank.phases}
+        for measured in clocked.measurements:
+            if measured.phase is not Phase.STEP:
+                assert walls[measured.phase.value] == pytest.approx(
+                    statistics.median(measured.times_s), rel=0.02, abs=1e-4
+                )
+
+
+def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
+    if shutil.which("nsys") is None:
+        pytest.skip("nsys is not installed")
+    both = [replace(LARGE, profiler=profiler) for profiler in (Profiler.NSYS, Profiler.KINETO)]
+    (_, of_nsys), (_, of_kineto) = profiled(tmp_path, *both)
+    assert [rank.rank for rank in of_nsys.ranks] == [rank.rank for rank in of_kineto.ranks] == [0, 1]
+    for one, other in zip(of_nsys.ranks, of_kineto.ranks, strict=True):
+        for phase, same in zip(one.phases, other.phases, strict=True):
+            assert phase.phase is same.phase
+            assert set(phase.launches) == set(same.launches)
+            if phase.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER):
+                assert statistics.median(phase.wall_s) == pytest.approx(statistics.median(same.wall_s), rel=0.02)
+    # what the collectives take where no rank waits: the shorter one of the two ranks' kernels
+    shortest = [min(statistics.median(sent_s(rank, "total_s")) - statistics.median(rank.waited_s) for rank in own.ranks)
+                for own in (of_nsys, of_kineto)]  # fmt: skip
+    assert shortest[0] == pytest.approx(shortest[1], rel=0.02)
