@@ -147,6 +147,30 @@ class Memory:
     """How often the allocator flushed its cache during the measured steps to satisfy an allocation."""
 
 
+class Moment(StrEnum):
+    """When a rank's memory is looked at: before the first step, and around the optimizer's in a later one.
+
+    After the optimizer's step its gradients have been dropped.
+    """
+
+    INITIALISED = "after initialisation"
+    BEFORE_OPTIMIZER = "before the optimizer's step"
+    AFTER_OPTIMIZER = "after the optimizer's step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMoment:
+    """What a rank keeps at a moment."""
+
+    moment: Moment
+    allocated_bytes: Count | None
+    """All that PyTorch's CUDA allocator has given out; None on a CPU."""
+    parameters_bytes: Count
+    """With the copies that a step computes with, if it keeps any."""
+    gradients_bytes: Count
+    optimizer_state_bytes: Count
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """State of the GPU at one moment, from NVML."""
@@ -269,6 +293,7 @@ class RankRecord:
     losses: tuple[float | None, ...]
     """Losses of the rank's own batches."""
     memory: Memory | None = None
+    moments: tuple[MemoryMoment, ...] = ()
     telemetry: Telemetry | None = None
     device_uuid: str | None = None
     warnings: tuple[RunWarning, ...] = ()
@@ -303,6 +328,8 @@ class RunRecord:
     """Whether Python's garbage collector was on during the measured steps."""
     num_parameters: Count | None = None
     memory: Memory | None = None
+    moments: tuple[MemoryMoment, ...] = ()
+    """Of a run on several ranks, without those of a step that is replayed as graphs; empty for one in one process."""
     ranks: tuple[RankRecord, ...] = ()
     """Empty for a run in one process, and for one that failed."""
     traffic: tuple[Traffic, ...] | None = None

@@ -23,6 +23,7 @@ from cs336_systems.measure.counters import compilation, compiled_graphs, read_co
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.inputs import inputs_of
+from cs336_systems.measure.moments import MomentClock, memory_now
 from cs336_systems.measure.nvml import GpuMonitor, visible_gpus
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.progress import Progress, Say, say_nothing
@@ -33,7 +34,7 @@ from cs336_systems.parallel.group import group_of
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.parallel.traffic import TrafficCounter
 from cs336_systems.ranges import Range, rank_range
-from cs336_systems.record import Memory, RunRecord, Status, Telemetry, Traffic, WarningCode
+from cs336_systems.record import Memory, MemoryMoment, Moment, RunRecord, Status, Telemetry, Traffic, WarningCode
 from cs336_systems.text import LONGEST_PART, inert_line
 
 MAX_EXTRA_WARMUP_STEPS = 20
@@ -103,6 +104,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
+    moments = [] if step.way is None else [memory_now(step, Moment.INITIALISED)]
     progress.setup_s = perf_counter() - progress.started
 
     progress.say(f"warm-up steps: {config.warmup_steps}")
@@ -126,7 +128,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
     graph_peak_bytes = step.graph.peak_bytes if step.graph else None
     memory = counters.memory_since(counters_before, progress.first_step_peak_bytes, graph_peak_bytes)
     _judge(progress, memory, telemetry, counters.graphs - counters_before.graphs)
-    traffic = _count_traffic(step, clock, progress)
+    traffic = _look_inside(step, clock, progress, moments)
     return RunRecord(
         config=config,
         status=Status.OK,
@@ -139,6 +141,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
         collector_on=progress.collector_on,
         num_parameters=progress.num_parameters,
         memory=memory,
+        moments=tuple(moments),
         traffic=traffic,
         compilation=compilation(config, compiled_before),
         telemetry=telemetry,
@@ -271,18 +274,21 @@ def _collector_off() -> Iterator[None]:
         gc.enable()
 
 
-def _count_traffic(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[Traffic, ...] | None:
-    """Run one more step, not timed, and count what this rank sends in it; None for a step that is not shared.
+def _look_inside(
+    step: TrainingStep, clock: Clock, progress: Progress, moments: list[MemoryMoment]
+) -> tuple[Traffic, ...] | None:
+    """Run one more step, not timed; count what this rank sends in it, and note what it keeps.
 
-    It does not replay a graph, because a replay calls no collectives: it launches those that the graph holds.
+    None for a step that is not shared, which takes no such step.
     """
     if step.way is None:
         return None
-    step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
-    counter = TrafficCounter()
+    counter, looking = TrafficCounter(), MomentClock(clock, step)
     with counter:
-        step(clock)
+        step(looking)
+    if step.graph is None:  # the gradients in a graph are not to be seen
+        moments += looking.moments
     return counter.traffic()
 
 

@@ -69,6 +69,7 @@ class ShardedOptimizer(EagerOptimizer):
         local = {**group, "params": own}
         if self._local is None:
             self._local = self._make([local], **self._settings)
+            self.state = self._local.state
         else:
             self._local.add_param_group(local)
         self._local_groups.append((group, self._local.param_groups[-1]))
@@ -91,6 +92,7 @@ class ShardedOptimizer(EagerOptimizer):
             group.update(saved)
         if self._local is not None:
             self._local.load_state_dict(state_dict["local"])
+            self.state = self._local.state
             groups = iter(self._local.param_groups)  # which load_state_dict has replaced
             self._local_groups = [(group, next(groups)) for group, _ in self._local_groups]
 

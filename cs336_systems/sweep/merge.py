@@ -101,6 +101,7 @@ def _of_rank(rank: int, record: RunRecord) -> RankRecord:
         host_times_s=record.host_times_s,
         losses=record.losses,
         memory=record.memory,
+        moments=record.moments,
         telemetry=record.telemetry,
         device_uuid=record.environment.device_uuid if record.environment else None,
         warnings=record.warnings,

@@ -130,6 +130,27 @@ def test_what_is_sent_is_what_the_closed_form_says(swept, name):
         assert sent == 4 * record.num_parameters
 
 
+@pytest.mark.parametrize("name", ["ddp-flat", "ddp", "sharded optimizer", "fsdp", "fsdp2"])
+def test_what_each_rank_keeps_at_the_three_moments(swept, name):
+    """Of fp32: 4 bytes of a parameter and of its gradient, 8 of AdamW's state; of a sharded matrix half of them."""
+    record = swept[0][name]
+    whole = 4 * record.num_parameters
+    vectors = 4 * (2 * SHAPE.num_layers + 1) * SHAPE.d_model
+    rows = 2 * SHAPE.d_model  # PyTorch divides by rows, so rank 0 has half a row more than half of both tables
+    for rank, sign in zip(record.ranks, (1, -1), strict=True):
+        kept = {"fsdp": (whole + vectors) // 2, "fsdp2": whole // 2 + sign * 2 * rows}.get(name, whole)
+        found = [(each.parameters_bytes, each.gradients_bytes) for each in rank.moments]
+        assert found == [(kept, 0), (kept, kept), (kept, 0)]
+        start, *later = [each.optimizer_state_bytes for each in rank.moments]
+        assert start == 0
+        if name != "sharded optimizer":
+            assert later == [2 * kept, 2 * kept]
+    states = [rank.moments[1].optimizer_state_bytes for rank in record.ranks]
+    if name == "sharded optimizer":
+        assert sum(states) == 2 * whole
+        assert max(states) < 1.2 * whole
+
+
 def test_the_table_says_how_many_ranks_there_were(swept, tmp_path):
     records, _ = swept
     write_tables([records[name] for name in RUNS], tmp_path)
