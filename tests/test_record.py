@@ -41,6 +41,8 @@ from cs336_systems.record import (
     Input,
     Measurement,
     Memory,
+    MemoryMoment,
+    Moment,
     RankRecord,
     RecordError,
     RunRecord,
@@ -94,6 +96,12 @@ FULL = RunRecord(
         alloc_retries=4,
     ),
     failed_rank=3,
+    moments=(
+        MemoryMoment(
+            moment=Moment.BEFORE_OPTIMIZER, allocated_bytes=2**40, parameters_bytes=1, gradients_bytes=2,
+            optimizer_state_bytes=3,
+        ),
+    ),
     ranks=(
         RankRecord(
             rank=1, measurements=(Measurement(Phase.STEP, (0.2, 0.5)),), warmup_times_s=(2.5,), host_times_s=(0.1, 0.2),
