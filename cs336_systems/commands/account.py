@@ -30,7 +30,8 @@ CEILINGS = Path("data/ceilings")
 
 
 @with_flags(
-    "size", "context_length", "batch_size", "mode", "precision", "optimizer", "checkpoint_blocks",
+    "size", "context_length", "batch_size", "mode", "precision", "optimizer", "checkpoint_blocks", "parallel", "ranks",
+    "shard_optimizer",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )  # fmt: skip
 class AccountArguments(Flags):
@@ -38,8 +39,8 @@ class AccountArguments(Flags):
     the model, and the peak of memory by what it holds.
 
     The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch. Memory is predicted
-    for NVIDIA Hopper: other GPUs need up to 48 MiB less. `cs336 napkin` says how long training takes and how large a
-    model fits.
+    for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they are those of one rank: the one that keeps
+    most. `cs336 napkin` says how long training takes and how large a model fits.
     """
 
     mixed_precision: Switch = False

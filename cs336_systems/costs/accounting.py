@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.hardware import DeviceSpec, find_device
+from cs336_systems.costs.shards import kept_elements, updated_elements
 
 FP32_BYTES, HALF_BYTES, FP8_BYTES, INT64_BYTES = 4, 2, 1, 8
 
@@ -232,26 +233,30 @@ def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes of the parameters and of what belongs to them, without the allocator's rounding; 0 if a mode lacks it."""
+    """Bytes of the parameters and of what belongs to them, without the allocator's rounding; 0 if a mode lacks it.
+
+    Of what several ranks share out, those of the rank that keeps most.
+    """
 
     parameters: int
     gradients: int
     optimizer_state: int
     """AdamW's two moments, without step counts."""
     weight_copies: int
-    """Autocast's half-precision copies of the weights and biases of all linear layers."""
+    """Autocast's half-precision copies of the weights and biases of all linear layers; 0 if these are sharded."""
 
 
 def state_bytes(config: RunConfig) -> StateBytes:
     """Parameters, gradients and moments in fp32, and autocast's copies; not valid for `cast_once`."""
-    parameters = count_parameters(config.model)
+    parameters = sum(kept_elements(config).values())
     by_part = parameters_by_component(config.model)
     linear = sum(by_part[part] for part in _weights(config.model))
+    has_copies = _is_half(config) and not config.parallel.shards_parameters
     return StateBytes(
         parameters=FP32_BYTES * parameters,
         gradients=FP32_BYTES * parameters if _has_backward(config) else 0,
-        optimizer_state=2 * FP32_BYTES * parameters if config.mode is Mode.TRAIN else 0,
-        weight_copies=HALF_BYTES * linear if _is_half(config) else 0,
+        optimizer_state=2 * FP32_BYTES * sum(updated_elements(config).values()) if config.mode is Mode.TRAIN else 0,
+        weight_copies=HALF_BYTES * linear if has_copies else 0,
     )
 
 
@@ -396,9 +401,9 @@ ADAMW_BYTES = 7 * FP32_BYTES
 """For each parameter: read the parameter, its gradient and both moments; write all but the gradient."""
 
 
-def optimizer_work(model: ModelConfig) -> Work:
-    """AdamW's update in one pass over all tensors, as in a fused kernel."""
-    parameters = count_parameters(model)
+def optimizer_work(model: ModelConfig, parameters: int | None = None) -> Work:
+    """AdamW's update in one pass over all tensors, as in a fused kernel; or over so many parameters."""
+    parameters = count_parameters(model) if parameters is None else parameters
     return Work(
         name="optimizer",
         flops=ADAMW_FLOPS * parameters,

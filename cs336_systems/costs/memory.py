@@ -6,7 +6,7 @@ segments. No constant is fitted; assumptions are stated where they are used.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -65,6 +65,10 @@ class MemoryPrediction:
     """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are released."""
+    initial_bytes: int
+    """Allocated when the first step begins."""
+    first_after_bytes: Mapping[Phase, int]
+    """Allocated at the end of each phase of the first step."""
     start_bytes: int
     """Allocated when a step begins."""
     after_bytes: Mapping[Phase, int]
@@ -213,8 +217,10 @@ class _Replay:
             peak=self._peak(last),
             first_step_peak=self._peak(self.marks[: starts[1]]),
             reserved_bytes=self.reserved_bytes,
+            initial_bytes=self.marks[0][2],
+            first_after_bytes=_ends(self.marks[: starts[1]]),
             start_bytes=last[0][2],
-            after_bytes={phase: end_bytes for (phase, _, _), (_, _, end_bytes) in pairwise(last)},
+            after_bytes=_ends(last),
         )
 
     def _peak(self, marks: list[tuple[Phase, int, int]]) -> Peak:
@@ -243,6 +249,11 @@ class _Replay:
             else:
                 live.remove(~event)
         return live
+
+
+def _ends(marks: Sequence[tuple[Phase, int, int]]) -> dict[Phase, int]:
+    """Bytes allocated at the end of each phase, which is where the next one begins."""
+    return {phase: end_bytes for (phase, _, _), (_, _, end_bytes) in pairwise(marks)}
 
 
 def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:

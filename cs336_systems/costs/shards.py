@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.config import Arch, Precision, RunConfig
+from cs336_systems.config import Arch, Parallel, Precision, RunConfig
 from cs336_systems.costs.forecast.parameters import axes, elements, parameter_shapes
 
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -19,18 +19,29 @@ def parameter_elements(config: RunConfig) -> dict[str, int]:
     return {name: elements(shape, sizes) for name, shape in parameter_shapes(config.model).items()}
 
 
-def largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
-    """The parameters that a sharded optimizer gives to the rank that gets most.
+def kept_elements(config: RunConfig) -> dict[str, int]:
+    """Elements of each parameter that a rank keeps, and of its gradient: parts have one length on every rank.
 
-    Each parameter goes to the rank that has the fewest elements so far, as in `parallel/sharded_optimizer.py`.
+    fsdp shares out the elements of matrices, fsdp2 the rows of matrices and the elements of vectors.
     """
-    owned: list[list[str]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for name, count in counts.items():
-        owner = totals.index(min(totals))
-        owned[owner].append(name)
-        totals[owner] += count
-    return tuple(owned[totals.index(max(totals))])
+    counts = parameter_elements(config)
+    if config.parallel is Parallel.FSDP:
+        for unit in units(config):
+            counts |= dict(zip(unit.counts, unit.lengths, strict=True))
+    elif config.parallel is Parallel.FSDP2:
+        sizes = axes(config)
+        for name, shape in parameter_shapes(config.model).items():
+            rows = sizes[shape.split()[0]]
+            counts[name] = -(-rows // config.ranks) * (counts[name] // rows)
+    return counts
+
+
+def updated_elements(config: RunConfig) -> dict[str, int]:
+    """Elements of each parameter that a rank's optimizer updates; with a sharded one, on the rank that has most."""
+    kept = kept_elements(config)
+    if not config.shard_optimizer:
+        return kept
+    return {name: kept[name] for name in _largest_share(kept, config.ranks)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +97,20 @@ def units(config: RunConfig) -> list[Unit]:
         )
         for name, own in (members | rest).items()
     ]
+
+
+def _largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
+    """The parameters that a sharded optimizer gives to the rank that gets most.
+
+    Each parameter goes to the rank that has the fewest elements so far, as in `parallel/sharded_optimizer.py`.
+    """
+    owned: list[list[str]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for name, count in counts.items():
+        owner = totals.index(min(totals))
+        owned[owner].append(name)
+        totals[owner] += count
+    return tuple(owned[totals.index(max(totals))])
 
 
 def _aligned(lengths: Sequence[int], element_bytes: int) -> int:

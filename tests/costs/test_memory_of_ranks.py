@@ -15,10 +15,12 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
+from cs336_systems.costs.accounting import state_bytes
 from cs336_systems.costs.forecast.parameters import parameter_shapes
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category
 from cs336_systems.costs.memory import predict_memory, residual_stream_bytes
+from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 from tests.costs.live import one_of, order_of_gradients, real_bytes, tape_bytes, use_tensors_of_a_gpu
 
@@ -104,6 +106,34 @@ def test_each_phase_holds_what_a_real_step_holds(monkeypatch, way, settings, arc
     assert max(start) == pytest.approx(expected_start, abs=uncounted)
     assert [*map(max, zip(*after, strict=True))] == expected_after
     assert max(peak) == pytest.approx(expected_peak, abs=residual_stream_bytes(config))
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize(
+    ("way", "settings"), [(Parallel.DDP_NAIVE, SHARED), *((way, {}) for way in (Parallel.DDP_FLAT, *FSDP))]
+)
+def test_state_in_closed_form_is_that_of_the_rank_that_keeps_most(way, settings, arch) -> None:
+    """Of what three ranks really keep after a step, counted tensor by tensor."""
+    model = ModelConfig(arch=arch, vocab_size=37, context_length=8, d_model=16, d_ff=19, num_layers=2, num_heads=2)
+    config = RunConfig(size="custom", model=model, optimizer=OptimizerKind.FOREACH, parallel=way, ranks=3, **settings)
+    kept, moments = [], []
+    for rank in range(3):
+        with one_of(3, rank, way):
+            step = TrainingStep(config, rank=rank)
+            step.backward(step.forward(step.batches()))
+            step.way.finish_gradient_synchronization()
+            step.update()
+            kept.append(sum(map(bytes_here, step.model.parameters())))
+            local = getattr(step.optimizer, "_local", step.optimizer)
+            state = [value for each in local.state.values() for value in each.values() if value.dim()]
+            moments.append(sum(map(bytes_here, state)))
+    found = state_bytes(config)
+    assert (found.parameters, found.gradients, found.optimizer_state) == (max(kept), max(kept), max(moments))
+
+
+def bytes_here(tensor) -> int:
+    """Of a tensor that is spread over ranks, those of the part that is here."""
+    return getattr(tensor, "_local_tensor", tensor).nbytes
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from cs336_systems.config import Parallel, Precision, RunConfig
 from cs336_systems.costs.communication import BUCKET_BYTES, buckets_of
-from cs336_systems.costs.forecast.parameters import axes, parameter_shapes
+from cs336_systems.costs.forecast.parameters import parameter_shapes
 from cs336_systems.costs.forecast.tape import Category, Tape
 from cs336_systems.costs.shards import (
     FP32_BYTES,
@@ -16,9 +16,10 @@ from cs336_systems.costs.shards import (
     LOOKUP,
     REST,
     Unit,
-    largest_share,
+    kept_elements,
     parameter_elements,
     units,
+    updated_elements,
 )
 
 AHEAD = 2
@@ -37,8 +38,10 @@ class InPlace:
         self.tape = tape
         self.elements = parameter_elements(config)
         shapes = parameter_shapes(config.model)
-        owned = largest_share(self.elements, config.ranks) if config.shard_optimizer else tuple(shapes)
-        self.updated = {name: shapes[name] for name in owned}
+        self.updated = {
+            name: shapes[name] if count == self.elements[name] else str(count)
+            for name, count in updated_elements(config).items()
+        }
         """Shapes of what this rank's optimizer updates; with a sharded optimizer, on the rank that has most."""
         self.low: frozenset[str] = frozenset()
         """Parameters that layers have in half precision, so that autocast makes no copy of them."""
@@ -165,8 +168,6 @@ class FullySharded(InPlace):
         super().__init__(config, tape)
         self._units = {unit.name: unit for unit in units(config)}
         self._unit_of = {name: unit for unit in self._units.values() for name in unit.counts}
-        for unit in self._units.values():
-            self.updated |= dict(zip(unit.counts, map(str, unit.lengths), strict=True))
         self.low = frozenset(name for name, unit in self._unit_of.items() if unit.element_bytes < FP32_BYTES)
         self._order: list[str] = []
         """Units in the order of the last forward."""
@@ -296,17 +297,14 @@ class FullyShard(InPlace):
         super().__init__(config, tape)
         self._bytes = HALF_BYTES if config.precision is Precision.BF16 else FP32_BYTES
         self.stream_bytes = self._bytes
-        shapes, sizes = parameter_shapes(config.model), axes(config)
         self._lengths: dict[str, dict[str, int]] = {}
         """Elements of a rank's part of each parameter, cut along its first axis, by unit."""
-        for name, shape in shapes.items():
-            rows = sizes[shape.split()[0]]
+        for name, count in kept_elements(config).items():
             unit = name.partition(".")[0] if name[0].isdigit() else REST
-            self._lengths.setdefault(unit, {})[name] = -(-rows // config.ranks) * (self.elements[name] // rows)
+            self._lengths.setdefault(unit, {})[name] = count
         self._ranks = config.ranks
-        self.updated = {name: str(length) for own in self._lengths.values() for name, length in own.items()}
         if self._bytes < FP32_BYTES:
-            self.low = frozenset(shapes) | {HEAD}
+            self.low = frozenset(self.elements) | {HEAD}
         self._order: list[str] = []
         """Units in the order in which forward ended them."""
         self._arriving: dict[str, int] = {}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 
-from cs336_systems.config import Arch, Mode, Precision, RunConfig
+from cs336_systems.config import Arch, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import (
     Component,
     Work,
@@ -27,6 +27,7 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
+from cs336_systems.costs.shards import updated_elements
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, rounded, significant
 from cs336_systems.report.section import Section
@@ -64,6 +65,7 @@ def account_section(
         _cost_table(config, whole, prediction),
         _flops_table(parts),
         _state_table(config, whole),
+        *([_moments_table(config, prediction)] if config.is_shared and prediction else ()),
         _intensity_table(config, device),
         _rule_table(config, parts),
     ]
@@ -119,7 +121,8 @@ def _parts(config: RunConfig) -> dict[str, Row]:
 
 def _work(config: RunConfig) -> list[Work]:
     """The matrix products of forward, and the update of a training step."""
-    return [*forward_work(config), *([optimizer_work(config.model)] if config.mode is Mode.TRAIN else [])]
+    updated = sum(updated_elements(config).values())
+    return [*forward_work(config), *([optimizer_work(config.model, updated)] if config.mode is Mode.TRAIN else [])]
 
 
 def _tokens(config: RunConfig) -> int:
@@ -194,6 +197,31 @@ def _state_table(config: RunConfig, whole: Row) -> Table:
     columns = (column("what"), column("dtype", drop_order=2), column("size_bytes", unit="GiB", scale=1 / GIB),
                column("each_bytes"), column("held"))  # fmt: skip
     return make_table("Memory for parameters, gradients and optimizer state", columns, rows)
+
+
+def _moments_table(config: RunConfig, prediction: MemoryPrediction) -> Table:
+    """What a rank holds after initialisation, and before and after the optimizer's step."""
+    state, after = state_bytes(config), prediction.first_after_bytes
+    moments = [("after initialisation", 0, 0, prediction.initial_bytes)]
+    if config.mode is Mode.TRAIN:
+        gradients, moved = state.gradients, state.optimizer_state
+        moments += [
+            ("before the optimizer's first step", gradients, 0, after[Phase.COMMUNICATION]),
+            ("after it", 0, moved, after[Phase.OPTIMIZER]),
+            ("before its later steps", gradients, moved, prediction.after_bytes[Phase.COMMUNICATION]),
+        ]
+    rows = [
+        {"moment": moment, **{f"rank_{name}_gib": size / GIB for name, size in zip(
+            ("parameter", "gradient", "state", "predicted"), (state.parameters, *sizes), strict=True)}}
+        for moment, *sizes in moments
+    ]  # fmt: skip
+    note = (
+        "Of the rank that keeps most. Gradients are dropped after the optimizer's step. Predicted: with the batch, "
+        "workspaces of libraries, buckets and what else PyTorch's allocator counts."
+    )
+    return make_table(
+        "Memory of a rank at the moments of its first steps", [column(key) for key in rows[0]], rows, [note]
+    )
 
 
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
