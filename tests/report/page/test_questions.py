@@ -13,7 +13,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Phase, Precision
-from cs336_systems.record import Measurement, load_records
+from cs336_systems.record import Measurement, MemoryMoment, Moment, RankRecord, load_records
 from cs336_systems.report.page import questions
 from cs336_systems.report.page.answers import attention
 from cs336_systems.report.page.answers.answer import Material
@@ -448,10 +448,30 @@ def test_steps_on_several_ranks_are_compared_by_the_way_and_by_what_is_sharded(t
             record, measurements=(*record.measurements, Measurement(Phase.COMMUNICATION, (communication_s,) * 3))
         )
 
+    def keeping(record, *states):
+        """Each rank with this much of optimizer's state and a gibibyte of parameters, in all two more than that."""
+        ranks = [
+            RankRecord(
+                rank=rank, measurements=(), warmup_times_s=(), host_times_s=(), losses=(),
+                moments=tuple(
+                    MemoryMoment(moment=moment, allocated_bytes=(3 + held) * GIB, parameters_bytes=GIB,
+                                 gradients_bytes=0, optimizer_state_bytes=held * GIB)
+                    for moment, held in ((Moment.INITIALISED, 0), (Moment.AFTER_OPTIMIZER, state))
+                ),
+            )
+            for rank, state in enumerate(states)
+        ]  # fmt: skip
+        return replace(record, ranks=tuple(ranks))
+
     overlapped = made(Parallel.DDP_OVERLAP, 0.4, 40, 0.01)
     sweeps = {
         Path("ways"): Results(records=[made(Parallel.DDP_NAIVE, 0.5, 42, 0.05), overlapped]),
-        Path("optimizer"): Results(records=[overlapped, made(Parallel.DDP_OVERLAP, 0.44, 30, shard_optimizer=True)]),
+        Path("optimizer"): Results(
+            records=[
+                keeping(overlapped, 8, 8),
+                keeping(made(Parallel.DDP_OVERLAP, 0.44, 30, shard_optimizer=True), 3, 5),
+            ]
+        ),
         Path("parameters"): Results(records=[overlapped, made(Parallel.FSDP, 0.6, 20)]),
     }
     material = Material.of(Collection(root=tmp_path, sweeps=sweeps))
@@ -463,6 +483,12 @@ def test_steps_on_several_ranks_are_compared_by_the_way_and_by_what_is_sharded(t
     says(found["optimizer-sharding"], 1.1, 0.75)
     says(found["fsdp"], 20, 40, 400, 600)
     assert [len(found[part].tables[0].rows) for part in asked] == [2, 2, 2]
+    moments = found["optimizer-sharding"].tables[1]
+    states = ["0 bytes", "8.00 GiB", "0 bytes", "5.00 GiB"]
+    allocated = ["3.00 GiB", "11.00 GiB", "3.00 GiB", "8.00 GiB"]
+    assert [row[-5:] for row in moments.rows] == [
+        ("1.00 GiB", "0 bytes", state, "2.00 GiB", whole) for state, whole in zip(states, allocated, strict=True)
+    ]
     assert not any(found[part].lacking for part in asked)
 
 

@@ -1,10 +1,12 @@
 """Answers about several processes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from cs336_systems.config import Device, Parallel, RunConfig
-from cs336_systems.record import RunRecord
+from cs336_systems.record import MemoryMoment, RunRecord
 from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.frame import rows_of, to_frame
 from cs336_systems.report.identity import identity_columns, names_of
 from cs336_systems.report.numbers import GIGA, MIB, significant
 from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_plain, with_several
@@ -16,6 +18,15 @@ from cs336_systems.report.table import make_table
 
 SHARED = ("step_mean_ms", "forward_mean_ms", "backward_mean_ms", "communication_mean_ms", "optimizer_mean_ms",
           "sent_mib", "peak_allocated_gib")  # fmt: skip
+MOMENTS = (
+    Column("moment", numeric=False, key="moment", write=str),
+    Column("parameters", key="parameters_bytes", write=size),
+    Column("gradients", key="gradients_bytes", write=size),
+    Column("optimizer's state", key="optimizer_state_bytes", write=size),
+    Column("other", key="other_bytes", write=size),
+    Column("in all", key="allocated_bytes", write=size),
+)
+"""Of the memory of one rank at a moment."""
 PROCESSES = (2, 4, 6)
 BACKENDS = {"gloo": Device.CPU, "NCCL": Device.CUDA}
 
@@ -112,7 +123,7 @@ def sharded_optimizer(material: Material) -> Answer | None:
             if ratios:
                 words = between(ratios, lambda ratio: significant(ratio, 3))
                 yield f"With the optimizer's state sharded, {what} {words} times that without."
-        yield "The peaks are those of the rank with the highest; memory after initialisation is not told apart yet."
+        yield "The peaks are those of the rank with the highest."
 
     return _shared(material, "The optimizer's state sharded and whole", "shard_optimizer", lambda _: True, sentences)
 
@@ -129,10 +140,7 @@ def sharded_parameters(material: Material) -> Answer | None:
         yield f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
         yield "Whether each gather ends before it is needed is not told yet."
 
-    def has_shards(own: Runs) -> bool:
-        return any(record.config.parallel.shards_parameters for record in own.finished)
-
-    kept = Material(collection=material.collection, runs=[own for own in material.runs if has_shards(own)])
+    kept = Material(collection=material.collection, runs=[own for own in material.runs if _has_shards(own)])
     return _shared(
         kept, "Parameters sharded and whole", "parallel", lambda config: not config.shard_optimizer, sentences
     )
@@ -163,9 +171,14 @@ def _shared(
         return None
     rows = runs.rows
     columns = [*identity_columns(rows, ("size", "ranks", setting)), *(column(key, drop_order=0) for key in SHARED)]
+    moments = [] if setting == "parallel" and not _has_shards(runs) else [*_moment_rows(runs)]
+    kept = [*identity_columns(moments, ("size", "ranks", setting)), *MOMENTS] if moments else []
     return Answer(
         sentences=list(sentences(rows)),
-        tables=[make_table(title, columns, rows)],
+        tables=[
+            make_table(title, columns, rows),
+            *([make_table("What the rank that keeps the most keeps", kept, moments)] if moments else []),
+        ],
         places=[runs.place("results")],
         commands=[command_for(material.collection, runs.directory)],
         conditions=runs.conditions,
@@ -175,3 +188,22 @@ def _shared(
 
 def _names(rows: list[Row]) -> list[str]:
     return names_of([row["identity"] for row in rows])
+
+
+def _has_shards(own: Runs) -> bool:
+    return any(record.config.parallel.shards_parameters for record in own.finished)
+
+
+def _moment_rows(runs: Runs) -> Iterator[Row]:
+    """A row for each moment of each configuration: of the rank that keeps the most then."""
+    for configuration in dict.fromkeys(record.config.configuration for record in runs.finished):
+        record = next(record for record in runs.finished if record.config.configuration == configuration)
+        [row] = rows_of(to_frame([record]))
+        for at_moment in zip(*(rank.moments for rank in record.ranks), strict=True):
+            most = max(at_moment, key=_kept_bytes)
+            other = None if most.allocated_bytes is None else most.allocated_bytes - _kept_bytes(most)
+            yield {"identity": row["identity"], **asdict(most), "other_bytes": other}
+
+
+def _kept_bytes(moment: MemoryMoment) -> int:
+    return moment.parameters_bytes + moment.gradients_bytes + moment.optimizer_state_bytes
