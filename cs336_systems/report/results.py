@@ -8,6 +8,7 @@ from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.plots.steps import write_plots
 from cs336_systems.report.section import write_files
+from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.files import write_kernels
@@ -74,7 +75,7 @@ class Results:
     def json(self, ceilings: Ceilings) -> dict[str, object]:
         """The rows of results.csv in SI units, and the explained profiles by the keys of their runs."""
         return {
-            "results": results_section(self.published, ceilings).json,
+            "results": results_section(self.published, ceilings, by_configuration(self.kernels)).json,
             "kernels": [{"key": entry.config.key, "profile": entry.profile} for entry in self.kernels],
             "memory": [{"key": entry.config.key, "profile": entry.profile} for entry in self.memory if entry.config],
         }
@@ -83,7 +84,7 @@ class Results:
         """Write the tables and plots that the records and profiles support together."""
         if self.published:
             status("writing tables and plots")
-            write_tables(self.published, output, ceilings)
+            write_tables(self.published, output, ceilings, by_configuration(self.kernels))
             write_plots(self.published, output)
         if len(self.published) == len(self.records):  # a profiled sweep has other questions in this file
             write_files({"answers.md": answers_text(self.published)}, output)

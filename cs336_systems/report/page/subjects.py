@@ -18,6 +18,7 @@ from cs336_systems.report.plots.charts import Chart
 from cs336_systems.report.plots.steps import step_charts
 from cs336_systems.report.results import Results
 from cs336_systems.report.section import Section
+from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import SUBJECTS
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
@@ -67,7 +68,7 @@ class Subjects:
         groups = by_warmup(self.results.published)
         found = []
         for number, own in enumerate(groups):
-            section = results_section(own, self.ceilings)
+            section = results_section(own, self.ceilings, by_configuration(self.results.kernels))
             table = section.tables[0]
             if len(groups) > 1:
                 table = replace(table, title=f"{table.title} after {own[0].config.warmup_steps} warm-up steps")

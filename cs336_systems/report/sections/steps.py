@@ -1,15 +1,16 @@
 """The section of a sweep's step times: the tables that people read, and results.csv with every column."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.config import Precision
+from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.columns import column
+from cs336_systems.report.columns import Row, column
 from cs336_systems.report.frame import RESULTS, SHARED, SPEED_UPS, describe, over_warmup, rows_of, to_frame
 from cs336_systems.report.identity import UNLISTED, identity_columns, trailing
 from cs336_systems.report.numbers import DOUBT
@@ -71,19 +72,36 @@ def _table(title: str, frame: pd.DataFrame, keys: Sequence[str], notes: Sequence
     )
 
 
-def write_tables(records: Iterable[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> list[Path]:
+def write_tables(
+    records: Iterable[RunRecord],
+    directory: Path,
+    ceilings: Ceilings = NO_CEILINGS,
+    of_profiles: Mapping[RunConfig, Row] = MappingProxyType({}),
+) -> list[Path]:
     """Write results.csv with everything, the readable tables as results.md, .tex and .typ; return their paths."""
-    return write_files(texts_of(results_section(records, ceilings)), directory)
+    return write_files(texts_of(results_section(records, ceilings, of_profiles)), directory)
 
 
-def results_section(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> Section:
-    """The tables of step times, and for results.csv a row with every value of each configuration."""
+def results_section(
+    records: Iterable[RunRecord],
+    ceilings: Ceilings = NO_CEILINGS,
+    of_profiles: Mapping[RunConfig, Row] = MappingProxyType({}),
+) -> Section:
+    """The tables of step times, and for results.csv a row with every value of each configuration.
+
+    `of_profiles` has, by configuration, what profiles of the same runs add to these rows.
+    """
     frame = to_frame(records, ceilings)
-    rows = [row | {name: text_of(row[name]) for name in UNLISTED} for row in rows_of(frame)]
+    added_keys = tuple(dict.fromkeys(key for row in of_profiles.values() for key in row))
+    unknown: Row = dict.fromkeys(added_keys)
+    rows = [
+        {**unknown, **row, **{name: text_of(row[name]) for name in UNLISTED}, **of_profiles.get(row["config"], {})}
+        for row in rows_of(frame)
+    ]
     added = [name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS]
     tables = tuple(table for table in (results_table(frame), warmup_table(frame)) if table is not None)
     shared = SHARED if any(config.is_shared for config in frame.index) else ()
-    return Section(name="results", tables=tables, rows=rows, keys=(*ALL_COLUMNS, *shared, *added))
+    return Section(name="results", tables=tables, rows=rows, keys=(*ALL_COLUMNS, *shared, *added_keys, *added))
 
 
 def interval_notes(counts: Iterable[int]) -> list[str]:

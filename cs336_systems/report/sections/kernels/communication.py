@@ -4,17 +4,18 @@ Times are means per step. A table has rows only of runs whose trace has kernels 
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cs336_systems.analysis.kernels.collectives import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, StepProfile
+from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile
+from cs336_systems.config import RunConfig
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import ratio, rounded
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.facts import last_ranks
 from cs336_systems.report.sections.kernels.words import WHOLE_STEP
 
@@ -86,6 +87,34 @@ def mean_and_std(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | Non
     )
 
 
+OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")
+"""What `by_configuration` says of each; the share is that of the profiled step's wall time."""
+
+
+def by_configuration(entries: Iterable[Profiled]) -> dict[RunConfig, Row]:
+    """For each configuration on several ranks, the values OF_CONFIGURATION of its profiled runs.
+
+    Times are means over the steps, the ranks and the runs. Both are those of the profiled step, which is slower.
+    """
+    found: dict[RunConfig, list[Row]] = {}
+    for entry in entries:
+        if entry.profile.communication:
+            found.setdefault(entry.config.unprofiled.configuration, []).append(_of_run(entry.profile))
+    return {
+        config: {key: statistics.fmean(own[key] for own in rows) for key in OF_CONFIGURATION}
+        for config, rows in found.items()
+    }
+
+
+def _of_run(profile: StepProfile) -> Row:
+    rows = [_sums(own) for own in profile.ranks or (profile,)]
+    return {
+        "collective_mean_ms": statistics.fmean(row["collective_mean_ms"] for row in rows),
+        "exposed_mean_ms": statistics.fmean(row["exposed_mean_ms"] for row in rows),
+        "exposed_share": statistics.fmean(row["exposed_mean_ms"] / row[f"{WHOLE_STEP}_wall_mean_ms"] for row in rows),
+    }
+
+
 def ranks(entries: Sequence[Explained]) -> Section:
     """The phases of a step, its collectives and their waits on each rank, beside each other."""
     rows = rows_of(entries, rank_rows)
@@ -112,19 +141,24 @@ def ranks(entries: Sequence[Explained]) -> Section:
 def rank_rows(entry: Explained) -> Iterator[Row]:
     """A row for each rank; none for a run on one."""
     for own in entry.profile.ranks:
-        walls = {phase.phase: [phase.wall_s] for phase in own.phases}
-        kept = [times for times in own.communication if times.collective is None]
-        parts = {
-            **{f"{name}_wall": walls.get(name, []) for name in LaunchPhase},
-            f"{WHOLE_STEP}_wall": [times for every in walls.values() for times in every],
-            "collective": [times.total_s for times in kept],
-            "exposed": [times.exposed_s for times in kept],
-            "waited": [] if own.waited_s is None else [own.waited_s],
-        }
-        row: Row = {"rank": own.rank}
-        for name, times in parts.items():
-            row[f"{name}_mean_ms"], row[f"{name}_std_ms"] = mean_and_std(times) if times else (None, None)
-        yield row
+        waited = (None, None) if own.waited_s is None else mean_and_std([own.waited_s])
+        yield {"rank": own.rank, **_sums(own), "waited_mean_ms": waited[0], "waited_std_ms": waited[1]}
+
+
+def _sums(own: RankTimes | StepProfile) -> Row:
+    """Wall times of the phases and the step, and times of all collectives, with their deviations over the steps."""
+    walls = {phase.phase: [phase.wall_s] for phase in own.phases}
+    kept = [times for times in own.communication if times.collective is None]
+    parts: dict[str, list[tuple[float, ...]]] = {
+        **{f"{name}_wall": walls.get(name, []) for name in LaunchPhase},
+        f"{WHOLE_STEP}_wall": [times for every in walls.values() for times in every],
+        "collective": [times.total_s for times in kept],
+        "exposed": [times.exposed_s for times in kept],
+    }
+    row: Row = {}
+    for name, times in parts.items():
+        row[f"{name}_mean_ms"], row[f"{name}_std_ms"] = mean_and_std(times) if times else (None, None)
+    return row
 
 
 def _last_ranks(profile: StepProfile) -> Iterator[str]:

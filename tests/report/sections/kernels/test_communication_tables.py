@@ -8,15 +8,18 @@ from cs336_systems.analysis.kernels.collectives import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, GatherTimes, RankTimes, StepProfile
 from cs336_systems.config import Parallel, RunConfig
+from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
-from tests.report.making import make_config
+from cs336_systems.studies.ceilings_files import NO_CEILINGS
+from tests.report.making import make_config, make_record
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     FORWARD,
     column,
     headings,
+    make_entry,
     make_phase,
     make_profile,
     numbers,
@@ -170,3 +173,20 @@ def test_gathers_by_hand() -> None:
 def make_gather(unit, phase, ran_ms, lead_ms, waited_ms):
     lead_s = tuple(None if lead is None else lead / 1e3 for lead in lead_ms)
     return GatherTimes(unit=unit, phase=phase, ran_s=seconds(*ran_ms), lead_s=lead_s, waited_s=seconds(*waited_ms))
+
+
+def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
+    """Of two ranks, 9 ms of collectives in each, of which 5 are exposed and, on the other rank, 2."""
+    one, other = make_ranks((0, 0), (1, 3))
+    hidden = tuple(replace(row, exposed_s=(0.001, 0.001)) for row in other.communication if row.phase is not BACKWARD)
+    late = tuple(replace(row, exposed_s=(0.0, 0.0)) for row in other.communication if row.phase is BACKWARD)
+    profile = make_shared(ranks=(one, replace(other, communication=(*hidden, *late))))
+    entry = make_entry(profile, parallel=Parallel.FSDP, ranks=2)
+    alone = make_record(make_config("tiny"), (0.1, 0.1))
+    results = Results(records=[entry.plain, entry.profiled, alone], kernels=[entry])
+    values = {row["size"]: row for row in results.json(NO_CEILINGS)["results"]}
+    assert values["small"]["collective_mean_s"] == pytest.approx(0.009)
+    assert values["small"]["exposed_mean_s"] == pytest.approx(0.0035)
+    assert values["small"]["exposed_share"] == pytest.approx((5 / 28 + 2 / 28) / 2)
+    assert values["tiny"]["exposed_mean_s"] is None
+    assert "exposed_share" not in Results(records=[alone]).json(NO_CEILINGS)["results"][0]
