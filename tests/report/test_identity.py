@@ -43,7 +43,7 @@ from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
-from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.kernels.profiles import FORWARD, make_gather, make_profile, make_ranks, make_shared
 from tests.report.sections.memory.profiles import MIB, make_memory, make_moment
 
 
@@ -82,7 +82,12 @@ def neighbours(where, name, **fixed):
 
 def kernel_entry(config, **changes):
     record = make_record(config, (0.03, 0.03))
-    return Profiled(config=config, profile=make_profile(**changes), plain=make_record(config, (0.02,)), profiled=record)
+    of_ranks = {
+        "ranks": make_ranks((0, 0), (1, 3)),
+        "gathers": (make_gather("layers.0", FORWARD, (2, 2), (-1, 3), (1, 0)),),
+    }
+    profile = make_shared(**of_ranks | changes)
+    return Profiled(config=config, profile=profile, plain=make_record(config, (0.02,)), profiled=record)
 
 
 def memory_entry(config, **changes):

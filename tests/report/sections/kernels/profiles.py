@@ -13,12 +13,15 @@ import json
 from dataclasses import replace
 
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel, short_name
+from cs336_systems.analysis.kernels.collectives import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
 from cs336_systems.analysis.kernels.step_profile import (
     AttentionPart,
     AttentionTimes,
     ClassTimes,
+    CommunicationTimes,
     Gap,
+    GatherTimes,
     HostCalls,
     IdleCause,
     IdleTimes,
@@ -29,6 +32,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     PhaseTimes,
     PicturedStep,
     Piece,
+    RankTimes,
     StepProfile,
     Window,
     Work,
@@ -263,6 +267,51 @@ def make_inference(**changes):
         **kept, "kernels": make_kernels({FORWARD: NAMES[FORWARD]}), "num_kernels": 14, "kernel_s": 0.010,
         "left": left, "step_s": seconds(8, 8), "pictured": pictured, **changes,
     })  # fmt: skip
+
+
+def make_times(phase, collective, launches, total_ms, exposed_ms):
+    """Of two steps: pairs of numbers."""
+    total_s, exposed_s = seconds(*total_ms), seconds(*exposed_ms)
+    return CommunicationTimes(
+        phase=phase, collective=collective, launches=launches, total_s=total_s, exposed_s=exposed_s
+    )
+
+
+def make_shared(**changes) -> StepProfile:
+    """Per step 9 ms of collectives: 2 in forward, 1 of them exposed, 5 in backward, 2, and 2 in communication, both."""
+    made = make_profile()
+    return replace(
+        made,
+        phases=(
+            *made.phases[:2],
+            make_phase(LaunchPhase.COMMUNICATION, (0, 0), (0, 0), (2, 2), (1, 1)),
+            *made.phases[2:],
+        ),
+        communication=(
+            make_times(FORWARD, Collective.ALL_GATHER, (2, 2), (3, 1), (1, 1)),
+            make_times(FORWARD, None, (2, 2), (3, 1), (1, 1)),
+            make_times(BACKWARD, Collective.ALL_GATHER, (1, 1), (2, 2), (0, 0)),
+            make_times(BACKWARD, Collective.REDUCE_SCATTER, (1, 1), (4, 4), (3, 1)),
+            make_times(BACKWARD, None, (2, 2), (5, 5), (3, 1)),
+            make_times(LaunchPhase.COMMUNICATION, Collective.REDUCE_SCATTER, (1, 0), (2, 2), (2, 2)),
+            make_times(LaunchPhase.COMMUNICATION, None, (1, 0), (2, 2), (2, 2)),
+        ),
+        **changes,
+    )
+
+
+def make_ranks(*waited_ms) -> tuple[RankTimes, ...]:
+    made = make_shared()
+    return tuple(
+        RankTimes(rank=rank, step_s=made.step_s, phases=made.phases, communication=made.communication,
+                  waited_s=None if own is None else seconds(*own))
+        for rank, own in enumerate(waited_ms)
+    )  # fmt: skip
+
+
+def make_gather(unit, phase, ran_ms, lead_ms, waited_ms):
+    lead_s = tuple(None if lead is None else lead / 1e3 for lead in lead_ms)
+    return GatherTimes(unit=unit, phase=phase, ran_s=seconds(*ran_ms), lead_s=lead_s, waited_s=seconds(*waited_ms))
 
 
 OPERATORS = {

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.collectives import Collective
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, GatherTimes, RankTimes, StepProfile
+from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.config import Parallel, RunConfig
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
@@ -20,51 +18,13 @@ from tests.report.sections.kernels.profiles import (
     column,
     headings,
     make_entry,
-    make_phase,
+    make_gather,
     make_profile,
+    make_ranks,
+    make_shared,
     numbers,
     rows,
-    seconds,
 )
-
-COMMUNICATION = LaunchPhase.COMMUNICATION
-GATHER, SCATTER = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-
-
-def make_times(phase, collective, launches, total_ms, exposed_ms):
-    """Of two steps: pairs of numbers."""
-    total_s, exposed_s = seconds(*total_ms), seconds(*exposed_ms)
-    return CommunicationTimes(
-        phase=phase, collective=collective, launches=launches, total_s=total_s, exposed_s=exposed_s
-    )
-
-
-def make_shared(**changes) -> StepProfile:
-    """Forward gathers, backward gathers and scatters at once for 1 ms of its 5, and 2 of 4 ms in communication."""
-    made = make_profile()
-    return replace(
-        made,
-        phases=(*made.phases[:2], make_phase(COMMUNICATION, (0, 0), (0, 0), (2, 2), (1, 1)), *made.phases[2:]),
-        communication=(
-            make_times(FORWARD, GATHER, (2, 2), (3, 1), (1, 1)),
-            make_times(FORWARD, None, (2, 2), (3, 1), (1, 1)),
-            make_times(BACKWARD, GATHER, (1, 1), (2, 2), (0, 0)),
-            make_times(BACKWARD, SCATTER, (1, 1), (4, 4), (3, 1)),
-            make_times(BACKWARD, None, (2, 2), (5, 5), (3, 1)),
-            make_times(COMMUNICATION, SCATTER, (1, 0), (2, 2), (2, 2)),
-            make_times(COMMUNICATION, None, (1, 0), (2, 2), (2, 2)),
-        ),
-        **changes,
-    )
-
-
-def make_ranks(*waited_ms) -> tuple[RankTimes, ...]:
-    made = make_shared()
-    return tuple(
-        RankTimes(rank=rank, step_s=made.step_s, phases=made.phases, communication=made.communication,
-                  waited_s=None if own is None else seconds(*own))
-        for rank, own in enumerate(waited_ms)
-    )  # fmt: skip
 
 
 def test_communication_by_hand() -> None:
@@ -168,11 +128,6 @@ def test_gathers_by_hand() -> None:
     assert numbers(section, "lead_ms") == pytest.approx([-0.3, 2, -4])
     assert numbers(section, "gather_waited_ms") == pytest.approx([0.3, 0, 1.5])
     assert gathers([Explained(profile=make_profile())]).tables == ()
-
-
-def make_gather(unit, phase, ran_ms, lead_ms, waited_ms):
-    lead_s = tuple(None if lead is None else lead / 1e3 for lead in lead_ms)
-    return GatherTimes(unit=unit, phase=phase, ran_s=seconds(*ran_ms), lead_s=lead_s, waited_s=seconds(*waited_ms))
 
 
 def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
