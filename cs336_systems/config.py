@@ -450,6 +450,22 @@ class RunConfig:
             ),
         ),
     ] = False
+    keep_hidden: Annotated[
+        int,
+        Setting(
+            "Of this many blocks, selective checkpoints also save the result of the first matmul of the feed-forward "
+            "network, which is most of what they recompute. Needs --selective-checkpoints.",
+            default="0, and with --fast as many as fit", is_shortcut=True, least=0, label=1, word="keep hidden",
+            note="{} blocks keep hidden activations",
+            rules=(
+                _needs("--selective-checkpoints", lambda run: run.selective_checkpoints, "none"),
+                Rule(
+                    lambda run: run.keep_hidden <= run.model.num_layers,
+                    "{flag} {config.keep_hidden} is more than the {config.model.num_layers} blocks of the model",
+                ),
+            ),
+        ),
+    ] = 0
     pad_vocabulary: Annotated[
         int,
         Setting(

@@ -32,6 +32,11 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
             size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA, precision=Precision.BF16,
             optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, checkpoint_blocks=1,
         ),
+        run(
+            size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA, precision=Precision.BF16,
+            optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, checkpoint_blocks=1,
+            selective_checkpoints=True,
+        ),
         run(size="custom", model=shape, parallel=Parallel.DDP_FLAT),
     )  # fmt: skip
 

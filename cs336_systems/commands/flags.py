@@ -96,8 +96,11 @@ OF_MODEL = tuple(
     if setting.help and name not in FIRST and (name == "model_factory" or (each, setting) in declared(ModelConfig))
 )  # fmt: skip
 OF_STEP = tuple(name for name, (_, setting) in FIELDS.items() if setting.help and name not in (*FIRST, *OF_MODEL))
-NOT_ALONE = tuple(name for name, (each, setting) in FIELDS.items() if each.default is False and setting.rules)
-"""Switches with rules: most need other settings, which --fast may have to choose first."""
+NOT_ALONE = tuple(
+    name for name, (each, setting) in FIELDS.items()
+    if setting.rules and (each.default is False or (setting.is_shortcut and each.default == 0))
+)  # fmt: skip
+"""Switches and numbers with rules: most need other settings, which --fast may have to choose first."""
 
 
 class Flags:
@@ -346,7 +349,7 @@ def make_fast_config(
             flag = flag_of(setting.plural if many and setting.plural else name, setting)
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
-    switches: dict[str, Any] = {name: True for name in NOT_ALONE if asked.get(name)}
+    switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
     return replace(fast, **switches)
 
 

@@ -145,7 +145,8 @@ def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Com
     if config.checkpoint_blocks:
         again = {part: forward[part] for part in _recomputed_parts(config)}
         matmuls = model.num_layers * _ffn_matrices(model)
-        again[Component.FFN] -= _spared_matmuls(config) * forward[Component.FFN] // matmuls
+        spared = _spared_matmuls(config) + _kept(config) * (_ffn_matrices(model) - 1)
+        again[Component.FFN] -= spared * forward[Component.FFN] // matmuls
     if _is_fused(model):
         again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
     return again
@@ -169,6 +170,11 @@ def _spared_matmuls(config: RunConfig) -> int:
     In fp8 none is spared, since a layer saves its factors only after the matmul.
     """
     return 0 if config.fp8 else -(-config.model.num_layers // config.checkpoint_blocks)
+
+
+def _kept(config: RunConfig) -> int:
+    """Number of blocks whose first feed-forward matmul is not recomputed either."""
+    return 0 if config.fp8 else config.keep_hidden
 
 
 def _has_backward(config: RunConfig) -> bool:
@@ -345,7 +351,9 @@ def _component_bytes(config: RunConfig, part: Component, elements: _MatmulElemen
     forward, has_backward = elements.forward_bytes(*sizes), _has_backward(config)
     recomputed = forward if has_backward and part in _recomputed_parts(config) else 0
     if recomputed and part is Component.FFN:
-        recomputed -= _spared_matmuls(config) * _last_matmul(config).forward_bytes(*sizes)
+        last = _last_matmul(config).forward_bytes(*sizes)
+        of_kept = forward // config.model.num_layers - last
+        recomputed -= _spared_matmuls(config) * last + _kept(config) * of_kept
     return ComponentBytes(
         component=part,
         forward=forward,

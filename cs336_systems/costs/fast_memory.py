@@ -10,22 +10,24 @@ from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Mode, RunConf
 from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, parameters_by_component
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
-USABLE = 0.96
+USABLE = 0.92
 """Share of the memory beside the CUDA context that tensors may take: fragments, workspaces and NCCL need the rest."""
 
 
 def with_checkpoints(config: RunConfig, memory_bytes: int) -> RunConfig:
     """The configuration with the checkpoints that cost least time of those with which its step fits.
 
-    That is none, selective ones, or one for each block; the last also where not even these are enough. Settings that
-    the forecast does not cover, or that have checkpoints already, are left as they are.
+    That is none, selective ones of which as many as fit keep their hidden activations, or one for each block; the last
+    also where not even these are enough. Settings that the forecast does not cover, or that have checkpoints already,
+    are left as they are.
     """
     if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         return config
     whole = replace(config, checkpoint_blocks=1)
     choices = [config]
     if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
-        choices.append(replace(whole, selective_checkpoints=True))
+        selective = replace(whole, selective_checkpoints=True)
+        choices += [replace(selective, keep_hidden=kept) for kept in range(config.model.num_layers, -1, -1)]
     usable_bytes = USABLE * (memory_bytes - CUDA_CONTEXT_BYTES)
     return next((choice for choice in choices if peak_bytes(choice) <= usable_bytes), whole)
 
@@ -47,7 +49,8 @@ def saved_bytes(config: RunConfig) -> int:
     """Bytes of the activations that forward saves for backward, each tensor once."""
     model = config.model
     groups = -(-model.num_layers // config.checkpoint_blocks) if config.checkpoint_blocks else model.num_layers
-    return groups * _tokens(config) * _saved_per_token(config) + _saved_at_ends(config)
+    kept = config.keep_hidden * _hidden(config)
+    return _tokens(config) * (groups * _saved_per_token(config) + kept) + _saved_at_ends(config)
 
 
 def _saved_per_token(config: RunConfig) -> int:
@@ -64,11 +67,13 @@ def _saved_per_token(config: RunConfig) -> int:
 
 def _between(config: RunConfig) -> int:
     """Bytes for each token that a block saves after attention: the sum and its norm, and the hidden activations."""
-    model = config.model
-    hidden = (
-        (3 if model.arch is Arch.CS336 else 2) * HALF_BYTES * model.d_ff
-    )  # gate, up and product; before GELU, after
-    return (FP32_BYTES + HALF_BYTES) * model.d_model + _statistics(config) + hidden
+    activations = HALF_BYTES * config.model.d_ff
+    return (FP32_BYTES + HALF_BYTES) * config.model.d_model + _statistics(config) + _hidden(config) + activations
+
+
+def _hidden(config: RunConfig) -> int:
+    """Bytes for each token of the result of the feed-forward network's first matmul, which has SwiGLU's two factors."""
+    return (2 if config.model.arch is Arch.CS336 else 1) * HALF_BYTES * config.model.d_ff
 
 
 def _recomputed_per_token(config: RunConfig) -> int:

@@ -37,7 +37,10 @@ LEADING = (
 """First columns of the CSV files of profiles; all other settings are the last columns."""
 PARALLEL: Mapping[str, object] = MappingProxyType({"parallel": Parallel.NONE, "ranks": 1, "shard_optimizer": False})
 """Columns of how ranks share a step, with their values where it is not shared."""
-OPTIONAL: tuple[Mapping[str, object], ...] = (PARALLEL, MappingProxyType({"selective_checkpoints": False}))
+OPTIONAL: tuple[Mapping[str, object], ...] = (
+    PARALLEL,
+    MappingProxyType({"selective_checkpoints": False, "keep_hidden": 0}),
+)
 """Groups of columns that CSV files have only if a run has another value than these in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
 """Settings that results.csv has after the columns of RESULTS."""

@@ -565,19 +565,19 @@ OF_16 = ModelConfig(vocab_size=112, context_length=16, d_model=32, d_ff=80, num_
 
 
 @pytest.mark.parametrize(
-    ("arch", "blocks", "selective"),
+    ("arch", "blocks", "selective", "kept"),
     # fused blocks, which selective checkpoints need, leave gpt2's biases to other kernels
-    [*((arch, blocks, False) for arch in Arch for blocks in (0, 1, 2)), (Arch.CS336, 1, True)],
+    [*((arch, blocks, False, 0) for arch in Arch for blocks in (0, 1, 2)), *((Arch.CS336, 1, True, k) for k in (0, 2))],
 )
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_bytes_and_flops_again_are_those_of_the_products_of_a_step(
-    arch, blocks, selective, fp8, fp8_products_of_a_gpu
+    arch, blocks, selective, kept, fp8, fp8_products_of_a_gpu
 ) -> None:
     """Of weights kept in bf16, whose layers that share an input have one product, so that nothing is read twice."""
     model = replace(OF_16, arch=arch, attention=Attention.SDPA)
     config = run_config(
         model, batch_size=1, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fp8=fp8,
-        checkpoint_blocks=blocks, fused_blocks=selective, selective_checkpoints=selective,
+        checkpoint_blocks=blocks, fused_blocks=selective, selective_checkpoints=selective, keep_hidden=kept,
     )  # fmt: skip
     forward, backward = moved_in_a_step(config)
     parts = {part.component: part for part in component_bytes(config)}
@@ -585,7 +585,7 @@ def test_bytes_and_flops_again_are_those_of_the_products_of_a_step(
         assert sum(parts[c].forward for c in GROUPS[name]) == forward[name], name
         assert sum(parts[c].backward + parts[c].recomputed for c in GROUPS[name]) == backward[name], name
     flops = {part.component: part for part in component_flops(config)}[Component.FFN]
-    spared = 0 if fp8 or not blocks else -(-3 // blocks)
+    spared = 0 if fp8 or not blocks else -(-3 // blocks) + 2 * kept
     last = 2 * 16 * 80 * 32  # a block's last product
     assert flops.recomputed == (flops.forward - spared * last if blocks else 0)
 

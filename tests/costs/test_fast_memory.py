@@ -63,7 +63,10 @@ def test_the_8b_step_fits_two_h200_with_selective_checkpoints() -> None:
     """Each token saves 146 kB in each of 34 blocks; the residual stream, q, k, v and attention's result are 48."""
     plain = of(EIGHT_B, **ON_TWO)
     chosen = with_checkpoints(plain, H200_BYTES)
-    assert chosen == replace(plain, **SELECTIVE)
+    assert chosen == replace(plain, **SELECTIVE, keep_hidden=chosen.keep_hidden)
+    hidden = 32_768 * 11_008 * 2 * 2
+    assert saved_bytes(chosen) - saved_bytes(replace(chosen, keep_hidden=0)) == chosen.keep_hidden * hidden
+    chosen = replace(chosen, keep_hidden=0)
     logits = 32_768 * 151_936 * 2
     per_token = (saved_bytes(chosen) - logits) / 34 / 32_768
     assert per_token == pytest.approx(48 * 1024, rel=0.03)
@@ -71,7 +74,8 @@ def test_the_8b_step_fits_two_h200_with_selective_checkpoints() -> None:
 
 
 @pytest.mark.parametrize(("memory_bytes", "changes"), [
-    (300e9, {}), (150e9, SELECTIVE), (120e9, {"checkpoint_blocks": 1}), (30e9, {"checkpoint_blocks": 1}),
+    (300e9, {}), (150.1e9, {**SELECTIVE, "keep_hidden": 3}), (145e9, SELECTIVE), (120e9, {"checkpoint_blocks": 1}),
+    (30e9, {"checkpoint_blocks": 1}),
 ])  # fmt: skip
 def test_checkpoints_are_those_that_fit(memory_bytes: float, changes: dict[str, object]) -> None:
     plain = of(EIGHT_B, **ON_TWO)

@@ -104,9 +104,17 @@ class PackedSwiGLU(SwiGLU):
         if self.packed is None:
             return super().forward(x)
         with annotate(self.range):
-            x = to_autocast_dtype(x)
-            output: Tensor = self.w2(swiglu(self.packed.matmul(x)))
-            return output
+            return self.contract(self.expand(x))
+
+    def expand(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... twice_d_ff"]:
+        """The results of w1 and w3, side by side."""
+        assert self.packed is not None
+        return self.packed.matmul(to_autocast_dtype(x))
+
+    def contract(self, hidden: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_model"]:
+        """The result of the network from what `expand` returned."""
+        output: Tensor = self.w2(swiglu(hidden))
+        return output
 
 
 class CopiedGeluMLP(GeluMLP):
@@ -124,10 +132,19 @@ class CopiedGeluMLP(GeluMLP):
         if self.w1.deferred_bias is None:
             return super().forward(x)
         with annotate(self.range):
-            preactivations = self.w1(x)
-            activations = bias_gelu(preactivations, self.w1.deferred_bias)
-            output: Tensor = self.w2(activations)
-            return output
+            return self.contract(self.expand(x))
+
+    def expand(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_ff"]:
+        """The result of w1, without its bias, which is deferred."""
+        hidden: Tensor = self.w1(x)
+        return hidden
+
+    def contract(self, hidden: Float[Tensor, "... d_ff"]) -> Float[Tensor, "... d_model"]:
+        """The result of the network from what `expand` returned."""
+        assert self.w1.deferred_bias is not None
+        activations = bias_gelu(hidden, self.w1.deferred_bias)
+        output: Tensor = self.w2(activations)
+        return output
 
 
 class CopiedBlock(Block):

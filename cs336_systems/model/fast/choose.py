@@ -129,7 +129,7 @@ def describe_fast(config: RunConfig) -> str:
         in_note(each.name, setting, getattr(config, each.name))
         for each, setting in declared(config)
         if setting.is_shortcut
-        and not each.name.startswith(("compile", "selective"))
+        and not each.name.startswith(("compile", "selective", "keep"))
         and getattr(config, each.name) != each.default
     ]
     return ", ".join([*(word for word, is_said in words if is_said), *shortcuts, *_checkpoints(config)])
@@ -138,7 +138,8 @@ def describe_fast(config: RunConfig) -> str:
 def _checkpoints(config: RunConfig) -> Iterator[str]:
     """Checkpoints, with the memory that the step would need without them."""
     if config.checkpoint_blocks:
-        name = "selective_checkpoints" if config.selective_checkpoints else "checkpoint_blocks"
-        words = in_note(name, SETTINGS[name], getattr(config, name))
-        without = config.with_defaults("checkpoint_blocks", "selective_checkpoints")
+        names = ("selective_checkpoints", "keep_hidden") if config.selective_checkpoints else ("checkpoint_blocks",)
+        values = ((name, getattr(config, name)) for name in names)
+        words = " of which ".join(in_note(name, SETTINGS[name], value) for name, value in values if value)
+        without = config.with_defaults("checkpoint_blocks", "selective_checkpoints", "keep_hidden")
         yield f"{words} ({peak_bytes(without) / 2**30:.0f} GiB without)" if config.fused_blocks else words

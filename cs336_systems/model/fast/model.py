@@ -44,7 +44,8 @@ class FastLM(nn.Module):
         maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8) if settings.cast_once else None
         fused = settings.fused_blocks
         self.token_embeddings = FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
-        self.layers = nn.ModuleList(_fast_block(cast("Block", b), maker, settings) for b in reference.layers)
+        blocks = [cast("Block", block) for block in reference.layers]
+        self.layers = nn.ModuleList(_fast_block(block, maker, settings, n) for n, block in enumerate(blocks))
         self.ln_final = AddNorm(reference.ln_final) if fused else reference.ln_final
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
@@ -121,11 +122,13 @@ def _refresh_copies(model: FastLM, _incompatible_keys: object) -> None:
         weight.refresh()
 
 
-def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig) -> nn.Module:
+def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, number: int) -> nn.Module:
     if maker is None:
         return block
     if settings.selective_checkpoints:
-        return SelectiveBlock(block, maker)
+        # the last ones, which backward frees first
+        keeps_hidden = number >= settings.model.num_layers - settings.keep_hidden
+        return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden)
     return DeferredBlock(block, maker) if settings.fused_blocks else CopiedBlock(block, maker)
 
 
