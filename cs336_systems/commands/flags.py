@@ -340,9 +340,6 @@ def make_fast_config(
         first.setdefault("attention", Attention.SDPA)
     gpus = visible_gpus() if device is Device.CUDA else ()
     fast = fastest(make_config(device, **first), gpus[0].name if gpus else None)
-    memory_bytes = (gpus[0].usable_bytes or gpus[0].memory_bytes) if gpus else None
-    if memory_bytes is not None and "checkpoint_blocks" not in asked:
-        fast = with_checkpoints(fast, memory_bytes)
     for name, (_, setting) in FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
@@ -350,7 +347,11 @@ def make_fast_config(
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
     switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
-    return replace(fast, **switches)
+    fast = replace(fast, **switches)
+    memory_bytes = (gpus[0].usable_bytes or gpus[0].memory_bytes) if gpus else None
+    if memory_bytes is None or "checkpoint_blocks" in asked:
+        return fast
+    return with_checkpoints(fast, memory_bytes)
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:

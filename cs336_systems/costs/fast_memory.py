@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Mode, RunConfig
 from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, parameters_by_component
+from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
 USABLE = 0.92
@@ -103,19 +104,30 @@ def held_bytes(config: RunConfig) -> int:
     """Bytes of masters, copies and AdamW's moments.
 
     Of a sharded optimizer each rank has its part of moments and masters, but whole copies, and whole those masters that
-    the model reads itself.
+    the model reads itself. Fully sharded, it has its part of all, and the copies that are gathered.
     """
     parts = parameters_by_component(config.model)
-    linear, read = _with_copies(config), _read(config)
+    linear, read, every = _with_copies(config), _read(config), sum(parts.values())
+    moments = 2 * FP32_BYTES * every if config.mode is Mode.TRAIN else 0
+    if config.parallel.shards_parameters:
+        gathered = parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config)
+        return (FP32_BYTES * every + moments + HALF_BYTES * linear) // config.ranks + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
-    moments = 2 * FP32_BYTES * sum(parts.values()) if config.mode is Mode.TRAIN else 0
-    masters = FP32_BYTES * (sum(parts.values()) - read)
-    return (masters + moments) // shards + FP32_BYTES * read + HALF_BYTES * linear
+    return (FP32_BYTES * (every - read) + moments) // shards + FP32_BYTES * read + HALF_BYTES * linear
 
 
 def gradient_bytes(config: RunConfig) -> int:
-    """Bytes of all gradients, which every rank makes whole."""
-    return HALF_BYTES * _with_copies(config) + FP32_BYTES * _read(config)
+    """Bytes of all gradients at the end of backward, whole on every rank unless parameters are sharded."""
+    gradients = HALF_BYTES * _with_copies(config) + FP32_BYTES * _read(config)
+    if config.parallel.shards_parameters:
+        return gradients // config.ranks + HALF_BYTES * _of_one_block(config)
+    return gradients
+
+
+def _of_one_block(config: RunConfig) -> int:
+    """Parameters of the linear layers of one block."""
+    parts = parameters_by_component(config.model)
+    return sum(parts[part] for part in (Component.QKV, Component.OUTPUT, Component.FFN)) // config.model.num_layers
 
 
 def _with_copies(config: RunConfig) -> int:

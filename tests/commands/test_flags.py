@@ -569,6 +569,14 @@ def test_fast_makes_checkpoints_where_the_step_does_not_fit(capsys: pytest.Captu
     assert re.search(said, capsys.readouterr().err)
 
 
+def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 of 16 bytes for each of 3.41e9 parameters are shared by two GPUs of 64 GiB."""
+    see(monkeypatch, H100, replace(H100, index=1, uuid="GPU-2"))
+    shared = "--parallel ddp-overlap --ranks 2"
+    flags = (shared, f"{shared} --shard-optimizer", "--parallel fsdp --ranks 2")
+    assert [one(f"--size 2.7B --fast --batch-size 2 {each}").checkpoint_blocks for each in flags] == [1, 0, 0]
+
+
 @pytest.mark.usefixtures("gpu")
 def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     fast = one("--size xl --fast --fp8")

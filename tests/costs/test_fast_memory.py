@@ -59,6 +59,25 @@ def test_a_rank_of_a_sharded_optimizer_holds_its_part() -> None:
     assert held_bytes(of(EIGHT_B, **ON_TWO)) == pytest.approx(8.126e9 * 12 / 2 + 7.503e9 * 2 + 0.622e9 * 2, rel=1e-3)
 
 
+def test_a_rank_of_a_fully_sharded_model_holds_its_part_and_some_blocks() -> None:
+    """14 bytes of half of what has copies, 12 of half of the rest; the head and three blocks are gathered."""
+    config = of(EIGHT_B, parallel=Parallel.FSDP, ranks=2)
+    gathered = 0.622e9 + 3 * 0.2024e9
+    assert held_bytes(config) == pytest.approx(7.503e9 * 7 + 0.622e9 * 6 + gathered * 2, rel=1e-3)
+
+
+def test_peaks_of_the_8b_model_were_these() -> None:
+    """GiB on H200, at context 32,768: four blocks on one of them, and the whole model on two."""
+    four = replace(EIGHT_B, num_layers=4)
+    whole = {"checkpoint_blocks": 1}
+    measured = [
+        (of(four), 55.5), (of(four, **SELECTIVE), 43.4), (of(four, **whole), 40.2),
+        (of(EIGHT_B, **ON_TWO, **whole), 97.6),
+    ]  # fmt: skip
+    for config, peak_gib in measured:
+        assert peak_bytes(config) / 2**30 == pytest.approx(peak_gib, rel=0.01)
+
+
 def test_the_8b_step_fits_two_h200_with_selective_checkpoints() -> None:
     """Each token saves 146 kB in each of 34 blocks; the residual stream, q, k, v and attention's result are 48."""
     plain = of(EIGHT_B, **ON_TWO)
