@@ -30,7 +30,7 @@ from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) ")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients."""
-_OF_NCCL = re.compile(r"nccl")
+_OF_LIBRARY = re.compile(r"nccl|gloo:")
 """Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put around a collective."""
 
 
@@ -156,7 +156,7 @@ class _Modules:
         forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, trace.string_ids(names.forward)))
         again = _in_backward(ranges, forward, plans)
         is_module[again] = True
-        is_module[_beginning(trace, _OF_NCCL)] = False
+        is_module[_beginning(trace, _OF_LIBRARY)] = False
         shards = np.flatnonzero(_beginning(trace, _SHARDS) & is_module)
         rows = np.flatnonzero(is_module)
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)

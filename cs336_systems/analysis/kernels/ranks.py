@@ -11,7 +11,7 @@ from cs336_systems.analysis.columns import Ints, chosen
 from cs336_systems.analysis.kernels.attribution import Attribution
 from cs336_systems.analysis.kernels.collectives import NO_COLLECTIVE, collective_codes
 from cs336_systems.analysis.kernels.phases import Codes
-from cs336_systems.analysis.kernels.step_profile import RankTimes, StepProfile
+from cs336_systems.analysis.kernels.step_profile import RankTimes, StepProfile, Work
 from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.analysis.kernels.windows import select
 
@@ -84,8 +84,12 @@ def collectives_of(attribution: Attribution) -> list[Collectives]:
 def rank_times(
     profiles: Sequence[tuple[int, StepProfile]], collectives: Sequence[Sequence[Collectives]]
 ) -> tuple[RankTimes, ...]:
-    """The times of all ranks, from the profile and the collectives of each."""
-    waited = _waited(collectives)
+    """The times of all ranks, from the profile and the collectives of each.
+
+    Operators of a CPU only start a collective, so that their times do not tell how long a rank waited.
+    """
+    is_on_device = all(profile.work is Work.KERNELS for _, profile in profiles)
+    waited = _waited(collectives) if is_on_device else None
     return tuple(
         RankTimes(
             rank=rank,

@@ -369,7 +369,7 @@ class RankTimes:
     """How much longer its kernels of collectives ran than those of the rank whose kernel was the shortest each time.
 
     All kernels of a collective end together, so the shortest one began last: the others waited for that rank. None if
-    the ranks did not run the same collectives.
+    the ranks did not run the same collectives, and for a CPU.
     """
 
 

@@ -88,7 +88,7 @@ def summarise(
             *attention_notes,
             *idle_notes(gaps),
         ),
-        gathers=gather_times(jobs, attribution, selection),
+        gathers=() if trace.is_of_host else gather_times(jobs, attribution, selection),
         communication=communication_times(jobs, devices, num_devices, selection.steps, windows),
     )
     if wrong := next(contradictions(profile), None):

@@ -174,7 +174,7 @@ def test_collectives_belong_to_no_module_but_to_a_gather() -> None:
     """Hooks launch them while a module's range is open; PyTorch and NCCL put ranges of their own around them."""
     spans = [Span("forward", 0, 100), Span("block.0", 10, 90), Span("ffn", 20, 80)]
     spans += [Span("gather layers.1", 30, 40), Span("nccl:_all_gather_base", 32, 38)]
-    spans += [Span("nccl:all_reduce", 50, 60), Span("ncclAllReduce", 52, 58)]
+    spans += [Span("nccl:all_reduce", 50, 60), Span("ncclAllReduce", 52, 58), Span("gloo:all_gather", 56, 57)]
     launches = {"gemm": 25, "cast": 31, ALL_GATHER: 35, ALL_REDUCE: 55, "norm": 56}
     found = profile(Recording([Kernel(name, at, start_ns=at + 100) for name, at in launches.items()], spans))
     in_ffn, gather = ("block.0", "ffn"), ("gather layers.1",)
@@ -363,3 +363,12 @@ def test_gathers_of_two_phases_and_steps_and_one_that_nobody_waits_for() -> None
     ]
     found = profile(made)
     assert decode_profile(encode_profile(found)) == found
+
+
+def test_operators_of_a_cpu_start_collectives_and_do_not_tell_how_long_these_take() -> None:
+    traces = [replace(make_trace(gathering()), is_of_host=True) for _ in range(2)]
+    parts = [attribute(trace) for trace in traces]
+    profiles = [(rank, summarise(own, source="test")) for rank, own in enumerate(parts)]
+    for own in rank_times(profiles, list(map(collectives_of, parts))):
+        assert (own.communication, own.waited_s) == ((), None)
+    assert profiles[0][1].gathers == ()

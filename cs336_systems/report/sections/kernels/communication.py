@@ -130,9 +130,13 @@ def ranks(entries: Sequence[Explained]) -> Section:
     ]  # fmt: skip
     keys = ["rank", *(f"{name}_wall_{value}_ms" for name in shown for value in ("mean", "std")),
             *(f"{name}_{value}_ms" for name in _RANK_TIMES for value in ("mean", "std"))]  # fmt: skip
+    waited = (
+        " Waited: how much longer its kernels of collectives ran than those of the rank that came last to each."
+        if any(row["waited_mean_ms"] is not None for row in rows)
+        else ""
+    )
     notes = [
-        "Wall times on each rank's device. Waited: how much longer its kernels of collectives ran than those of the "
-        "rank that came last to each.",
+        f"Wall times on each rank's device.{waited}",
         *(_last_ranks(entries[0].profile) if len(entries) == 1 else ()),
     ]
     return over_configurations("ranks", "Ranks", rows, columns, keys, notes)

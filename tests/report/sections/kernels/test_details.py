@@ -104,7 +104,8 @@ def test_modules_by_hand():
 @pytest.mark.parametrize(
     ("name", "star"),
     [("block.31", "block.*"), ("layers.3", "layers.*"), ("TransformerBlock_3", "TransformerBlock_*"), ("h.11", "h.*"),
-     ("Layer 2", "Layer *"), ("fc1", "fc1"), ("ln_2", "ln_2"), ("block", "block"), ("block.3.ffn", "block.3.ffn")],
+     ("Layer 2", "Layer *"), ("fc1", "fc1"), ("ln_2", "ln_2"), ("block", "block"), ("block.3.ffn", "block.3.ffn"),
+     ("gather layers.3", "gather layers.*"), ("scatter lm_head", "scatter lm_head")],
 )  # fmt: skip
 def test_only_numbers_of_blocks_become_stars(name, star):
     assert collapsed(("model", name, "ffn")) == ("model", star, "ffn")
