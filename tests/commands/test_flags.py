@@ -574,7 +574,7 @@ def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, H100, replace(H100, index=1, uuid="GPU-2"))
     shared = "--parallel ddp-overlap --ranks 2"
     flags = (shared, f"{shared} --shard-optimizer", "--parallel fsdp --ranks 2")
-    assert [one(f"--size 2.7B --fast --batch-size 2 {each}").checkpoint_blocks for each in flags] == [1, 0, 0]
+    assert [one(f"--size 2.7B --fast --batch-size 12 {each}").checkpoint_blocks for each in flags] == [1, 0, 0]
 
 
 @pytest.mark.usefixtures("gpu")
