@@ -64,3 +64,52 @@ def test_a_loaded_checkpoint_gives_the_reference_s_logits_and_loss(arch: str, fp
     assert found["shape"] == [4, 128, 1001]
     assert found["logits"] < (0.15 if fp8 else 0.02)
     assert found["loss"] < (1e-2 if fp8 else 1e-3)
+
+
+SELECTIVE = """
+import json, torch
+from dataclasses import replace
+from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.costs.fast_memory import peak_bytes
+from cs336_systems.measure.clock import make_clock
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.fast.choose import fastest
+
+model = ModelConfig(vocab_size=1024, context_length=4096, d_model=1024, d_ff=2816, num_layers=6, num_heads=8)
+fast = fastest(RunConfig(size="custom", model=model, batch_size=2, device=Device.CUDA), torch.cuda.get_device_name())
+fast = replace(fast, learning_rate=1e-5)
+found = []
+for changes in ({}, {"selective_checkpoints": True}, {"selective_checkpoints": True, "keep_hidden": 4}):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = replace(fast, checkpoint_blocks=len(changes) > 0, **changes)
+    step, clock = TrainingStep(config), make_clock(config)
+    losses = [step(clock)[1].item() for _ in range(6)]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    peak = step.graph.peak_bytes / peak_bytes(config)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(clock)
+        torch.cuda.synchronize()
+    attention = sum("fprop" in event.name or "flash_fwd" in event.name for event in profile.events())
+    found.append({"losses": losses, "graphs": graphs, "attention": attention, "peak": peak})
+    del step
+    torch.cuda.empty_cache()
+print(json.dumps(found))
+"""
+
+
+def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_once() -> None:
+    """Blocks of one kind are compiled once. In a fresh process: the shape checks of tests do not compile."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SELECTIVE],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plain, selective, kept = json.loads(done.stdout)
+    for found in (selective, kept):
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+        assert found["attention"] == plain["attention"] == 6
+        assert found["peak"] == pytest.approx(1, rel=0.05)
+    assert [found["graphs"] for found in (plain, selective, kept)] == [1, 1, 2]

@@ -1,5 +1,6 @@
 """The loss that turns logits into their own gradient, against PyTorch's on the real columns alone."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -61,6 +62,23 @@ def test_more_rows_than_programs() -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         found, wanted = (torch.autograd.grad(each, logits)[0] for each in (loss, expected))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_more_logits_than_32_bits_count() -> None:
+    """32,768 tokens of the 8B model have 5e9 logits, and here are 2.3e9; a wrong offset would read zeros."""
+    rows, vocab = 15_500, 151_936
+    logits = torch.zeros(1, rows, vocab, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    targets = torch.zeros(1, rows, dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        logits[0, -1, 5] = 20.0
+    expected = F.cross_entropy(logits.detach()[0, -1:].float(), targets[0, -1:])
+    loss = fused_cross_entropy(logits * 1, targets, vocab)
+    loss.backward()
+    usual = math.log(vocab)
+    assert loss.item() == pytest.approx((usual * (rows - 1) + expected.item()) / rows, rel=1e-5)
+    assert logits.grad is not None
+    assert logits.grad[0, -1, 5].item() * rows == pytest.approx(1 - (vocab - 1) / (math.exp(20) + vocab - 1), rel=1e-2)
 
 
 @pytest.mark.gpu
