@@ -1,4 +1,4 @@
-"""The kinds of collectives, concluded from the names of their kernels."""
+"""The kinds of collectives, concluded from the names of their kernels and copies."""
 
 import re
 from collections.abc import Sequence
@@ -22,6 +22,8 @@ class Collective(StrEnum):
     REDUCE = "reduce"
     ALL_TO_ALL = "all-to-all"
     POINT_TO_POINT = "send and receive"
+    COPY_TO_PEERS = "copy to peers"
+    """Copies to another device by the copy engines, which leave all multiprocessors to kernels that compute."""
     OTHER = "other"
     """Kernels whose names do not tell, such as NCCL's kernel for several kinds at once."""
 
@@ -40,12 +42,16 @@ _PATTERNS = (
     (r"send_?recv", Collective.POINT_TO_POINT),
     (r"reduce", Collective.REDUCE),
 )
+_COPY_TO_PEERS = re.compile(r"memcpy (?:PtoP|Peer-to-Peer)", re.IGNORECASE | re.ASCII)
+"""Beginning of the names of such copies in torch.profiler's traces and in nsys's reports."""
 _COMPILED = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern, kind in _PATTERNS)
 
 
 @lru_cache(maxsize=4096)
 def collective_of(name: str) -> Collective | None:
-    """The collective that the kernel of this name is a part of; None if it is no kernel of class communication."""
+    """The collective that the kernel or copy of this name is a part of; None if it is of none."""
+    if _COPY_TO_PEERS.match(name):
+        return Collective.COPY_TO_PEERS
     if classify_kernel(name) is not KernelClass.COMMUNICATION:
         return None
     return next((kind for pattern, kind in _COMPILED if pattern.search(name[:MAX_NAME])), Collective.OTHER)

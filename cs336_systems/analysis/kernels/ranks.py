@@ -103,8 +103,8 @@ def rank_times(
 
 
 def _waited(ranks: Sequence[Sequence[Collectives]]) -> list[tuple[float, ...]] | None:
-    """For each rank, how long it waited for others in each step; None if the ranks ran different collectives."""
-    if len({len(steps) for steps in ranks}) > 1:
+    """For each rank, how long it waited for others in each step; None if ranks ran different collectives, or none."""
+    if len({len(steps) for steps in ranks}) > 1 or not any(len(own.kind) for steps in ranks for own in steps):
         return None
     found: list[list[float]] = [[] for _ in ranks]
     for same in zip(*ranks, strict=True):

@@ -76,7 +76,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationTimes:
-    """Kernels of collectives that ran during one phase on the device; each tuple has one entry per step.
+    """Kernels of collectives, and copies to peers, that ran during one phase on the device; one entry per step.
 
     A kernel of NCCL waits inside for the other ranks, so that this wait is a part of its time.
     """
@@ -85,7 +85,7 @@ class CommunicationTimes:
     collective: Collective | None
     """None for all kinds together."""
     launches: tuple[Count, ...]
-    """Number of kernels that began in the phase."""
+    """Number of kernels or copies that began in the phase."""
     total_s: tuple[Time, ...]
     """The part of the phase's wall time in which at least one of the kernels ran."""
     exposed_s: tuple[Time, ...]

@@ -70,6 +70,8 @@ def walls(found: StepProfile) -> dict[str, list[int]]:
         ("void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)", Collective.ALL_REDUCE),
         ("void at::native::reduce_kernel<512, 1>(at::native::ReduceOp<float>)", None),
         ("memcpy Device-to-Device", None),
+        ("memcpy Peer-to-Peer", Collective.COPY_TO_PEERS),  # nsys
+        ("Memcpy PtoP (Device -> Device)", Collective.COPY_TO_PEERS),  # torch.profiler
     ],
 )
 def test_kinds_of_collectives(name: str, kind: Collective | None) -> None:
@@ -168,6 +170,22 @@ def test_what_backward_leaves_running_is_communication_if_that_waits_for_it() ->
     before = replace(OVERLAP, calls=[Call("cudaStreamWaitEvent", 55, 56)])
     assert walls(profile(before)) == {"forward": [40], "backward": [110], "communication": [0], "optimizer": [10]}
     assert exposed(profile(before)) == {"backward": ([70], [50])}
+
+
+def test_copies_to_peers_are_communication_and_not_computing() -> None:
+    """They run from 30 to 60 beside a kernel until 40, on a stream of their own that has another copy, too."""
+    made = Recording(
+        spans=[Span("backward", 0, 100)],
+        kernels=[Kernel("gemm", 5, start_ns=10, duration_ns=30, stream=COMPUTE)],
+        copies=[
+            Kernel("Memcpy PtoP (Device -> Device)", 6, start_ns=30, duration_ns=20, stream=COLLECTIVES),
+            Kernel("Memcpy PtoP (Device -> Device)", 7, start_ns=50, duration_ns=10, stream=COLLECTIVES),
+            Kernel("Memcpy DtoD (Device -> Device)", 8, start_ns=60, duration_ns=5, stream=COLLECTIVES),
+        ],
+    )
+    found = profile(made)
+    assert exposed(found, Collective.COPY_TO_PEERS) == exposed(found) == {"backward": ([30], [20])}
+    assert sum(sum(row.launches) for row in found.communication if row.collective is None) == 2
 
 
 def test_collectives_belong_to_no_module_but_to_a_gather() -> None:
