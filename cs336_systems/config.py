@@ -564,7 +564,10 @@ class RunConfig:
                     "backward and communication",
                 ),
                 _alone("--compile reduce-overhead", lambda run: run.compile is CompileMode.REDUCE_OVERHEAD),
-                _alone("--memory", lambda run: run.profiler is Profiler.MEMORY),
+                _alone(
+                    "--memory", lambda run: run.profiler is Profiler.MEMORY,
+                    only=lambda run: run.parallel is Parallel.FSDP2,
+                ),
                 _needs(
                     "--compile-blocks, as parameters are gathered between the blocks",
                     lambda run: not run.parallel.shards_parameters or run.compile_blocks

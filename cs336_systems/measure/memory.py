@@ -5,7 +5,7 @@ The snapshot is PyTorch's own format; the notes say which tensor was at which ad
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,10 @@ from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import current_path
 from cs336_systems.model.fast.model import FastLM
+from cs336_systems.model.fast.weights import Weight
+from cs336_systems.parallel.fully_sharded import FSDP
+from cs336_systems.parallel.sharded_copies import CopyFSDP
+from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW
 from cs336_systems.ranges import Range
 
 MAX_EVENTS = 1_000_000
@@ -36,7 +40,12 @@ class MemoryRecorder:
         self._step = step
         self._weights = list(_weights(step))
         self._known = {_address(weight): name for _, name, weight in self._weights}
+        self._names = {id(weight): name for _, name, weight in self._weights}
         self._checkpoint_blocks = _checkpoint_blocks(step)
+        self._gathered: list[Tensor] = []
+        """Memory for the whole parameters of a fully sharded model."""
+        if isinstance(step.way, FSDP):
+            self._gathered = step.way.watch_gathers(lambda unit, memory: self._see(Kind.GATHERED, unit, memory))
         self._again: list[saved_tensors_hooks] = []
         """Hooks of the blocks that backward is recomputing."""
         self._begin()
@@ -50,8 +59,7 @@ class MemoryRecorder:
         # Without the stacks of frees, which nothing reads: PyTorch 2.11 loses an exception when it takes one while the
         # exception unwinds, and a checkpoint ends its second forward pass by an exception.
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
-        for kind, name, weight in self._weights:
-            self._see(kind, name, weight)
+        self._see_all(self._weights)
         for name, buffer in self._step.model.named_buffers():
             self._see(Kind.BUFFER, name, buffer)
 
@@ -72,7 +80,7 @@ class MemoryRecorder:
         return _MarkingClock(inner, self)
 
     def mark(self, name: str) -> None:
-        """Mark the end of a phase; after backward, note the addresses of the gradients too."""
+        """Mark the end of a phase; when the gradients are there, note their addresses too."""
         counters = _counters()
         self._marks.append(
             Mark(
@@ -85,10 +93,9 @@ class MemoryRecorder:
                 peak_allocated_bytes=counters["allocated_bytes"]["all"]["peak"],
             )
         )
-        if name == Phase.BACKWARD:
-            for _, weight_name, weight in self._weights:
-                if weight.grad is not None:
-                    self._see(Kind.GRADIENT, weight_name, weight.grad)
+        if name == (Phase.BACKWARD if self._step.way is None else Phase.COMMUNICATION):
+            gradients = [(weight_name, weight.grad) for _, weight_name, weight in self._weights]
+            self._see_all((Kind.GRADIENT, each, grad) for each, grad in gradients if grad is not None)
 
     def end_step(self) -> None:
         """End the step: later marks belong to the next one."""
@@ -114,6 +121,14 @@ class MemoryRecorder:
         write_notes(notes, notes_path(path))
         temporary.replace(path)
 
+    def _see_all(self, tensors: Iterable[tuple[Kind, str, Tensor]]) -> None:
+        """Note what is at each address; of several tensors in the memory of one, the first name and their number."""
+        found: dict[tuple[Kind, int], list[tuple[str, Tensor]]] = {}
+        for kind, name, tensor in tensors:
+            found.setdefault((kind, _address(tensor)), []).append((name, tensor))
+        for (kind, _), ((name, tensor), *others) in found.items():
+            self._see(kind, f"{name} and {len(others)} more" if others else name, tensor)
+
     def _see(self, kind: Kind, name: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if tensor.device.type == self._step.config.device.value and storage.nbytes():
@@ -136,7 +151,7 @@ class MemoryRecorder:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {self._known[_address(parameter)]}", value)
+                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {self._names[id(parameter)]}", value)
 
     def _saved(self, tensor: Tensor) -> Tensor:
         path = current_path()
@@ -147,7 +162,9 @@ class MemoryRecorder:
         return tensor.detach()  # the tensor itself would be a cycle where an operator saves its own output
 
     def _see_saved(self, tensor: Tensor, *path: str) -> None:
-        if _address(tensor) not in self._known:
+        address = _address(tensor)
+        is_gathered = any(address == _address(memory) for memory in self._gathered)
+        if address not in self._known and not is_gathered:
             copied = self._copied_parameter(tensor.grad_fn)
             kind = Kind.SAVED if copied is None else Kind.AUTOCAST_COPY
             self._see(kind, " > ".join(path) if copied is None else copied, tensor)
@@ -217,16 +234,33 @@ class _MarkingClock:
 
 
 def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
-    """The parameters by name, and their low-precision copies if the model computes with such copies."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
-    for parameter, name in names.items():
-        yield Kind.PARAMETER, name, parameter
-    copied: dict[Tensor, list[str]] = {}
-    for weight in step.model.weights if isinstance(step.model, FastLM) else ():
+    """What is trained, by name, and low-precision copies if the model computes with such copies."""
+    found: dict[int, tuple[Kind, list[str], Tensor]] = {}
+
+    def note(kind: Kind, name: str, tensor: Tensor) -> None:
+        if tensor.numel():  # the model may have given up what the rank keeps a part of
+            found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
+
+    for name, parameter in step.model.named_parameters():
+        note(Kind.PARAMETER, name, parameter)
+    for name, weight in _named_weights(step):
+        if id(weight.master) not in found:
+            note(Kind.PARAMETER, name, weight.master)
         if weight.copy is not None:
-            copied.setdefault(weight.copy.leaf, []).append(names[weight.master])
-    for leaf, masters in copied.items():
-        yield Kind.AUTOCAST_COPY, " + ".join(masters), leaf
+            note(Kind.AUTOCAST_COPY, name, weight.copy.leaf)
+    for kind, names, tensor in found.values():
+        yield kind, " + ".join(names), tensor
+
+
+def _named_weights(step: TrainingStep) -> Iterable[tuple[str, Weight]]:
+    """The weights of the fast model; on several ranks those that this rank updates."""
+    if isinstance(step.way, CopyFSDP):
+        return step.way.named_weights
+    if isinstance(step.optimizer, ShardedMasterAdamW):
+        return step.optimizer.named_weights
+    names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
+    weights = step.model.weights if isinstance(step.model, FastLM) else ()
+    return [(names[weight.master], weight) for weight in weights]
 
 
 def _checkpoint_blocks(step: TrainingStep) -> int:

@@ -123,6 +123,15 @@ class FSDP(nn.Module):
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in named}
 
+    def watch_gathers(self, see: Callable[[str, Tensor], None]) -> list[Tensor]:
+        """Have `see` called with a unit's name and memory whenever memory for whole parameters is allocated.
+
+        Return all such memory; it is empty while the parameters are not there.
+        """
+        for unit in self._units:
+            unit.when_allocated = see
+        return [flat.gathered for unit in self._units for flat in unit.flats]
+
     def shard_of(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter that the module had, or of another tensor that a unit has."""
         return next(each.shard for unit in self._units for each in unit.sharded if each.full is parameter)
@@ -304,7 +313,7 @@ class _Unit:
 
     def __init__(self, unit: Unit, compute_dtype: torch.dtype | None) -> None:
         self.module = unit.module
-        name = unit.name.removeprefix("model.")  # the one in LossModule
+        self._name = name = unit.name.removeprefix("model.")  # the one in LossModule
         self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"
         types: dict[tuple[torch.dtype, torch.dtype], list[Found]] = {}
         for each in unit.found:
@@ -319,6 +328,7 @@ class _Unit:
         self.has_frozen = len(trained) < len(self.sharded)
         """Backward may need a frozen parameter after the last gradient of the others."""
         self.when_graded: Any = None
+        self.when_allocated: Callable[[str, Tensor], None] | None = None
         self._divides = dist.get_backend() != "nccl"  # gloo has no average
         self._num_trained, self._num_graded = len(trained), 0
         self._gathering: list[dist.Work] = []
@@ -334,6 +344,9 @@ class _Unit:
         self._is_there = True
         with annotate(self._gather_range):
             self._gathering = [_start_gather(*flat.allocate()) for flat in self.flats]
+        if self.when_allocated is not None:
+            for flat in self.flats:
+                self.when_allocated(self._name, flat.gathered)
 
     def gather(self) -> None:
         """Gather the parameters, or wait until they are there."""

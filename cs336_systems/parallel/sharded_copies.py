@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cs336_systems.model.fast.model import COPY_DTYPE, FastLM
 from cs336_systems.model.fast.weights import Place, Weight
 from cs336_systems.parallel.fully_sharded import FSDP, gathered, own_part
-from cs336_systems.parallel.sharded_weights import Pack, packs_of
+from cs336_systems.parallel.sharded_weights import Pack, name_weights, packs_of
 from cs336_systems.parallel.units import Found, Unit, units_of
 
 
@@ -32,6 +32,12 @@ class CopyFSDP(FSDP):
             if _is_sharded(pack) and not pack.is_read:
                 for weight in pack.weights:
                     weight.master.data = weight.master.new_empty(0)
+
+    @property
+    def named_weights(self) -> Iterator[tuple[str, Weight]]:
+        """What this rank updates, by the names of the parameters that it is, or is a part of."""
+        for pack, own in zip(self._packs, self._own, strict=True):
+            yield from name_weights(pack.names, own)
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:

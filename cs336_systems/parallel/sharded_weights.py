@@ -97,6 +97,12 @@ class ShardedMasterAdamW(MasterAdamW):
         for exchange in exchanges:
             exchange.wait()
 
+    @property
+    def named_weights(self) -> Iterator[tuple[str, Weight]]:
+        """What this rank updates, by the names of the parameters that it is, or is a part of."""
+        for names, own in zip(self._names, self._own, strict=True):
+            yield from name_weights(names, own)
+
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """All masters whole, by their names in the model; every rank must call it."""
@@ -111,6 +117,11 @@ class ShardedMasterAdamW(MasterAdamW):
             else:
                 found |= {name: weight.master.detach().clone() for name, weight in zip(names, own, strict=True)}
         return found
+
+
+def name_weights(names: Sequence[str], own: Sequence[Weight]) -> Iterator[tuple[str, Weight]]:
+    """The weights of a pack with their names; one that is a part of several with all of them."""
+    yield from zip(names, own, strict=True) if len(names) == len(own) else ((" + ".join(names), own[0]),)
 
 
 def packs_of(model: FastLM) -> Iterator[Pack]:

@@ -5,8 +5,11 @@ import functools
 import pytest
 import torch
 
+from cs336_systems.config import Parallel, Precision
+from cs336_systems.costs.accounting import count_parameters
 from tests.parallel import checks
 from tests.parallel.checks import OPTIMIZERS, SHAPE, WAYS
+from tests.parallel.fast import config_of
 from tests.parallel.ranks import ranks_of
 
 pytestmark = pytest.mark.timeout(280)
@@ -185,3 +188,49 @@ def test_bytes_sent_are_those_of_the_closed_form(two, way):
             # gathered in forward, again in backward but for the last layer and the lookup, and reduced once
             assert total == twice + once + vectors
             assert sent(forward) == once
+
+
+PLAIN = {"cast_once": False, "fused_blocks": False, "fused_loss": False, "pad_vocabulary": 1}
+SHAPE_OF_FAST = config_of("cs336").model
+TABLE = SHAPE_OF_FAST.vocab_size * SHAPE_OF_FAST.d_model
+PADDED = 128 * SHAPE_OF_FAST.d_model
+VECTORS = (2 * SHAPE_OF_FAST.num_layers + 1) * SHAPE_OF_FAST.d_model
+BLOCKS = count_parameters(SHAPE_OF_FAST) - 2 * TABLE - VECTORS
+WHOLE, PART = BLOCKS + 2 * TABLE + VECTORS, BLOCKS // 2 + TABLE + VECTORS
+"""Elements of the model that ranks record, and of the parts that one of two keeps."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({**PLAIN, "parallel": Parallel.DDP_FLAT}, {"parameters": 4 * WHOLE, "gradients": 4 * WHOLE}),
+        (
+            {**PLAIN, "parallel": Parallel.FSDP, "precision": Precision.FP32},
+            # the blocks are gathered for forward and for backward
+            {"parameters": 4 * PART, "gradients": 4 * PART, "gathered parameters": 4 * 2 * (BLOCKS + TABLE)},
+        ),
+        (
+            {"parallel": Parallel.FSDP},
+            {
+                "parameters": 4 * (PART - TABLE // 2 + PADDED // 2),
+                "autocast copies": 2 * (BLOCKS + PADDED) // 2,
+                "gathered parameters": 2 * (2 * BLOCKS + PADDED) + 4 * TABLE,
+                "gradients": 2 * (BLOCKS + PADDED) // 2 + 4 * (TABLE // 2 + VECTORS),
+            },
+        ),
+        (
+            {"parallel": Parallel.DDP_OVERLAP, "shard_optimizer": True},
+            {
+                "parameters": 4 * (PART + TABLE // 2),
+                "autocast copies": 2 * (BLOCKS + PADDED),
+                "gradients": 2 * (BLOCKS + PADDED) + 4 * (TABLE + VECTORS),
+            },
+        ),
+    ],
+    ids=["ddp", "fsdp", "fast fsdp", "fast sharded optimizer"],
+)
+def test_the_recorder_of_memory_sees_what_a_rank_keeps_and_what_is_gathered(two, tmp_path, settings, expected):
+    for found in two.call("tests.parallel.checks:recorded", settings, str(tmp_path)):
+        state = found.pop("optimizer state")
+        assert state == pytest.approx(8 * WHOLE if expected["parameters"] == 4 * WHOLE else 8 * PART, rel=0.04)
+        assert {kind: found.get(kind, 0) for kind in expected} == expected

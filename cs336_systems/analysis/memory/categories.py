@@ -16,7 +16,7 @@ CATEGORIES = tuple(Category)
 CODES = {category: code for code, category in enumerate(CATEGORIES)}
 NOT_SIGHTED = NONE
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(
-    (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.SAVED)
+    (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.GATHERED, Kind.SAVED)
 )}  # fmt: skip
 
 
@@ -57,8 +57,12 @@ def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, h
     order = np.argsort(rank, kind="stable")[::-1]  # of several sightings of a row, the deciding one is written last
     order = order[row_of[order] != NOT_SIGHTED]
     sighted[row_of[order]] = order
-    category[row_of[order]] = [CODES[Category(sightings[index].kind)] for index in order.tolist()]
+    category[row_of[order]] = [CODES[_category_of(sightings[index].kind)] for index in order.tolist()]
     return Contents(category=category, sighting=sighted)
+
+
+def _category_of(kind: Kind) -> Category:
+    return Category.PARAMETERS if kind is Kind.GATHERED else Category(kind)
 
 
 def _is_for_later(replay: Replay) -> Mask:

@@ -26,6 +26,8 @@ class Kind(StrEnum):
     GRADIENT = "gradients"
     OPTIMIZER_STATE = "optimizer state"
     AUTOCAST_COPY = "autocast copies"
+    GATHERED = "gathered parameters"
+    """Whole parameters of a unit of a fully sharded model, while they are there."""
     SAVED = "saved activations"
 
 

@@ -144,7 +144,9 @@ class Training:
             program.see(Kind.SAVED, f"{around} > attention > attention.scores", both, half)
             copy = program.malloc(96 * 320 * 2, label="autocast copies")
             program.see(Kind.AUTOCAST_COPY, f"layers.{block}.ffn.w1.weight", copy, (96, 320), "bfloat16")
-            saved += [scores, both, copy]
+            gathered = program.malloc(96 * 320 * 2, label="parameters")
+            program.see(Kind.GATHERED, f"layers.{block}", gathered, (96 * 320,), "bfloat16")
+            saved += [scores, both, copy, gathered]
             self.saved_sizes.append([program.blocks[scores].size, program.blocks[both].size])
         if self.loss:
             program.free(self.loss)
@@ -157,7 +159,7 @@ class Training:
         gradients = []
         for block in (1, 0):
             gradients.append(program.malloc(96 * 320 * 4, label="gradients"))
-            for address in saved[3 * block : 3 * block + 3]:
+            for address in saved[4 * block : 4 * block + 4]:
                 program.free(address)
         program.mark(step, "backward")
         for block, gradient in zip((1, 0), gradients, strict=True):

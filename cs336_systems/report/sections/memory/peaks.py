@@ -86,7 +86,7 @@ def peaks(entries: Sequence[Snapshot]) -> Section:
         in_unit("block_gradient_bytes", MIB_CELL),
         column("status"),
     ]
-    notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_failure_notes(runs)]
+    notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_rank_notes(runs), *_failure_notes(runs)]
     every = over_configurations("peaks", "Peaks of memory", rows, columns, tuple(next(_peak(runs[0]))), notes)
     return replace(every, tables=(*_by_mode(runs), *every.tables))
 
@@ -139,6 +139,18 @@ def _value_lines(name: str, title: str, values: Row, notes: Iterable[str]) -> Se
     ]
     table = make_table(title, known(columns, rows), rows, notes)
     return Section(name=name, tables=(table,), rows=rows, keys=("quantity", "value", "unit"))
+
+
+def _rank_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """A note on runs on several ranks, of which one is explained, if there are any."""
+    found = {
+        entry.config.label: [rank.memory.peak_allocated_bytes for rank in entry.recorded.ranks if rank.memory]
+        for entry in entries
+        if entry.recorded is not None and entry.recorded.ranks
+    }
+    peaks = [f"{label}: {', '.join(map(size, each))}" for label, each in found.items() if each]
+    if peaks:
+        yield f"Of several ranks rank 0 is explained; the peak of each rank: {'; '.join(peaks)}."
 
 
 def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
