@@ -28,8 +28,11 @@ from cs336_systems.analysis.kernels.phases import (
 from cs336_systems.analysis.kernels.timeline import Timeline
 from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Trace
 
-_SHARDS = re.compile(r"(?:gather|wait|scatter) ")
-"""Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients."""
+_SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
+"""Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients.
+
+The last one is PyTorch's fully_shard.
+"""
 _OF_LIBRARY = re.compile(r"nccl|gloo:")
 """Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put around a collective."""
 

@@ -1,9 +1,11 @@
 """Whether sharded parameters were gathered before they were needed.
 
 Ranges tell: one named `gather UNIT` around the launch of a gather, and one named `wait UNIT` where the program makes
-its stream wait for the gather, because what it launches next computes with the unit's parameters.
+its stream wait for the gather, because what it launches next computes with the unit's parameters. PyTorch's fully_shard
+has such ranges for torch.profiler: FSDP::all_gather, and FSDP::all_gather_copy_out, whose kernels need the gather.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +20,12 @@ from cs336_systems.analysis.kernels.step_profile import GatherTimes
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace
 from cs336_systems.analysis.kernels.windows import Selection
 
-GATHER, WAIT = "gather ", "wait "
-"""Beginnings of the names of the ranges; the rest names the unit."""
+_UNIT_OF_PYTORCH = r"(?: \((?:model\.)?(.+)\))?"
+"""The unit in the name of a range of PyTorch; `model` is the one in this project's module of model and loss."""
+_GATHER = re.compile(rf"gather (.+)|FSDP::all_gather{_UNIT_OF_PYTORCH}")
+_WAIT = re.compile(rf"wait (.+)|FSDP::all_gather_copy_out{_UNIT_OF_PYTORCH}")
+REST = "rest"
+"""The unit of what belongs to no other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +43,8 @@ class _Gather:
 def gather_times(jobs: Jobs, attribution: Attribution, selection: Selection) -> tuple[GatherTimes, ...]:
     """The gathers of each unit in each phase that needed them, in the order in which they were first needed.
 
-    What needs a gather is the first kernel or copy, of no collective, that is launched after the wait. It is ready when
-    the job before it on its stream has ended or, if that is later, when the host begins to launch it: without the
+    What needs a gather is the first kernel or copy, of no collective, that is launched from the wait on. It is ready
+    when the job before it on its stream has ended or, if that is later, when the host begins to launch it: without the
     gather it could start then. A gather that nothing waits for, or whose kernels are not in the file, is left out.
     """
     found: dict[tuple[str, LaunchPhase], list[_Gather]] = {}
@@ -74,7 +80,7 @@ def _gathers(jobs: Jobs, trace: Trace, selection: Selection) -> list[_Gather]:
         has_wait = np.append(wait, MAX_TIME_NS)[at] < following
         for gather, index in zip(gathers[has_wait].tolist(), at[has_wait].tolist(), strict=True):
             process = int(selection.process_of(trace.ranges.process[[gather]])[0])
-            needed, ready_ns = needs.after(process, int(trace.ranges.end_ns[waits[index]]))
+            needed, ready_ns = needs.after(process, int(trace.ranges.start_ns[waits[index]]))
             if gather in kernels_of and needed >= 0:
                 start_ns, end_ns = jobs.start_ns[kernels_of[gather]].min(), jobs.end_ns[kernels_of[gather]].max()
                 lead_ns, most_ns = int(ready_ns - end_ns), int(jobs.start_ns[needed] - ready_ns)
@@ -89,14 +95,25 @@ def _gathers(jobs: Jobs, trace: Trace, selection: Selection) -> list[_Gather]:
 
 def _by_unit(trace: Trace) -> Iterator[tuple[str, Ints, Ints]]:
     """Yield each unit of each process, its ranges of gathers and those of waits, both in the order of their start."""
-    ranges, ids = trace.ranges, {text: index for index, text in enumerate(trace.strings)}
+    ranges = trace.ranges
     order = np.argsort(ranges.start_ns, kind="stable")
-    for text, name in ids.items():
-        wait = ids.get(f"{WAIT}{text.removeprefix(GATHER)}")
-        if text.startswith(GATHER) and wait is not None:
-            gathers, waits = order[ranges.name[order] == name], order[ranges.name[order] == wait]
-            for process, rows in groups(ranges.process[gathers]):
-                yield text.removeprefix(GATHER), gathers[rows], waits[ranges.process[waits] == process]
+    waits_of = {_unit(found): name for name, found in _matching(_WAIT, trace.strings)}
+    for name, found in _matching(_GATHER, trace.strings):
+        unit = _unit(found)
+        gathers, waits = order[ranges.name[order] == name], order[ranges.name[order] == waits_of.get(unit, -1)]
+        for process, rows in groups(ranges.process[gathers]):
+            yield unit, gathers[rows], waits[ranges.process[waits] == process]
+
+
+def _matching(pattern: re.Pattern[str], strings: Sequence[str]) -> Iterator[tuple[int, re.Match[str]]]:
+    """Yield the indices of the strings that match, with their matches."""
+    for index, text in enumerate(strings):
+        if found := pattern.fullmatch(text):
+            yield index, found
+
+
+def _unit(found: re.Match[str]) -> str:
+    return found[1] or found[2] or REST
 
 
 class _Needs:

@@ -363,6 +363,20 @@ def test_a_gather_is_late_if_what_needs_it_could_have_begun_before() -> None:
     assert told(made)[0] == ("embedding", "forward", [30], [-5], [1])
 
 
+def test_gathers_of_pytorch_are_told_by_its_ranges() -> None:
+    """What its copies out of the gathered buffer need is the gather; the whole module has no name."""
+    names = {
+        "gather embedding": "FSDP::all_gather",
+        "wait embedding": "FSDP::all_gather_copy_out",
+        "gather layers.0": "FSDP::all_gather (model.layers.0)",
+        "wait layers.0": "FSDP::all_gather_copy_out (model.layers.0)",
+    }
+    made = gathering()
+    made.spans = [replace(span, name=names.get(span.name, span.name)) for span in made.spans]
+    made.kernels[1] = replace(made.kernels[1], name="split_with_sizes_copy", launch_ns=19)
+    assert told(made) == [("rest", "forward", [30], [-21], [21]), ("layers.0", "forward", [20], [40], [0])]
+
+
 def test_gathers_of_two_phases_and_steps_and_one_that_nobody_waits_for() -> None:
     made = gathering()
     made.spans += [Span("gather layers.0", 110, 114, AUTOGRAD), Span("wait layers.0", 130, 131, AUTOGRAD)]

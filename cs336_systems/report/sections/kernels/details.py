@@ -25,7 +25,7 @@ _KERNEL_CSV = ("phase", "class", "short_name", "share", "total_ms_per_step", "co
 _BLOCK = re.compile(r"(?P<kind>(?:\w{0,40}(?:block|layer)s?|h)[._ ]?)(?P<number>\d{1,6})", re.IGNORECASE)
 """Names of a numbered block: `block.3` here, `layers.3`, `TransformerBlock_3` or `h.3` in files of others."""
 
-_UNIT = re.compile(r"(?P<kind>(?:gather|scatter) .{0,200}?)\d{1,6}")
+_UNIT = re.compile(r"(?P<kind>(?:gather |scatter |FSDP::).{0,200}?)(?P<number>\d{1,6})(?P<rest>\)?)")
 """Names of ranges around a gather or scatter of the parameters of a numbered block: `gather layers.3`."""
 
 ModulePath = tuple[str, ...]
@@ -99,7 +99,7 @@ def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, rows: Sequen
 def collapsed(path: ModulePath) -> ModulePath:
     """The path with a star for the number of each block."""
     found = [(name, _BLOCK.fullmatch(name) or _UNIT.fullmatch(name)) for name in path]
-    return tuple(f"{match['kind']}*" if match else name for name, match in found)
+    return tuple(f"{match['kind']}*{match.groupdict().get('rest', '')}" if match else name for name, match in found)
 
 
 def modules_section(profile: StepProfile) -> Section:

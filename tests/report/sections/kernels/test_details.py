@@ -105,7 +105,8 @@ def test_modules_by_hand():
     ("name", "star"),
     [("block.31", "block.*"), ("layers.3", "layers.*"), ("TransformerBlock_3", "TransformerBlock_*"), ("h.11", "h.*"),
      ("Layer 2", "Layer *"), ("fc1", "fc1"), ("ln_2", "ln_2"), ("block", "block"), ("block.3.ffn", "block.3.ffn"),
-     ("gather layers.3", "gather layers.*"), ("scatter lm_head", "scatter lm_head")],
+     ("gather layers.3", "gather layers.*"), ("scatter lm_head", "scatter lm_head"),
+     ("FSDP::all_gather (model.layers.3)", "FSDP::all_gather (model.layers.*)")],
 )  # fmt: skip
 def test_only_numbers_of_blocks_become_stars(name, star):
     assert collapsed(("model", name, "ffn")) == ("model", star, "ffn")
