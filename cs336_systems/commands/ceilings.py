@@ -45,7 +45,8 @@ _PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trac
 
 @with_grid
 class CeilingsArguments(StudyArguments):
-    """Measure what this machine reaches: matrix products by precision and size, memory, launches, all-reduce.
+    """Measure what this machine reaches: matrix products by precision and size, memory, launches, and
+    collectives among several GPUs (--device cpu --world-size 6: among processes, over gloo).
 
     Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables, plots and index.html; other commands take
     them for the measured ceilings of this device. With --profile the parts of a step stand on the roofline too.
@@ -64,7 +65,8 @@ class CeilingsArguments(StudyArguments):
     memory_mib: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 128 on a CPU")] = (
         None
     )
-    """What a copy, a sum and an AdamW step move; also what an all-reduce sums (MiB). The largest counts."""
+    """What a copy, a sum and an AdamW step move; with some smaller ones, also the tensors of
+    collectives (MiB). The largest counts."""
     profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
     """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline. --measured without it
     takes the earlier one."""

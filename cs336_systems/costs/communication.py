@@ -13,6 +13,8 @@ from cs336_systems.costs.accounting import count_parameters
 FP32_BYTES, BF16_BYTES = 4, 2
 BUCKET_BYTES = 25 * 2**20
 """Gradients that are averaged together while backward goes on, in ddp-overlap and in PyTorch's way."""
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce starts early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One cell of the ceilings: a matmul, a pass over memory, a launch, or all-reduces among other processes."""
+"""One cell of the ceilings: a matmul, a pass over memory, a launch, or collectives among other processes."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from cs336_systems.config import FP8_MULTIPLE, Device, Precision
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.record import Failure, Status
 from cs336_systems.studies import cell
-from cs336_systems.studies.ceilings_ranks import measure_reductions
+from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     ONLY_ON_GPUS,
     STREAM_BYTES,
     CacheRow,
     CeilingsGrid,
     CeilingsRow,
+    CollectiveCell,
     Launch,
     LaunchCell,
     ProductCell,
     ProductPrecision,
-    ReduceCell,
     Shape,
     Stream,
     StreamCell,
@@ -39,9 +39,9 @@ LAUNCHES_IN_GRAPH = 1000
 
 def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[CeilingsRow | CacheRow]:
     """Each row with its timing; after launches on a GPU, also its cache. Raises whatever running them raises."""
-    reductions = [row for row in rows if isinstance(row, ReduceCell)]
-    if reductions:
-        return [*measure_reductions(grid, reductions)]
+    collectives = [row for row in rows if isinstance(row, CollectiveCell)]
+    if collectives:
+        return [*measure_collectives(grid, collectives)]
     measured: list[CeilingsRow | CacheRow] = []
     for row in rows:
         if isinstance(row, ProductCell):

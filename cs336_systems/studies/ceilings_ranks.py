@@ -1,9 +1,9 @@
-"""All-reduce between processes of this machine, each with a GPU of its own; with device cpu, over gloo."""
+"""Collectives between processes of this machine, each with a GPU of its own; with device cpu, over gloo."""
 
 import math
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,27 +13,30 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from cs336_systems.config import Device
+from cs336_systems.costs.collectives import Collective
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
 from cs336_systems.record import Failure
-from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, ReduceCell
+from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, CollectiveCell
 from cs336_systems.studies.loops import Loops
-from cs336_systems.studies.timing import PROBES, device_timer, host_timer
+from cs336_systems.studies.timing import GRAPH_BELOW_S, GRAPH_RUNS, PROBES, device_timer, host_timer, replayed
 from cs336_systems.sweep.process import die_with_forker
 
 PATIENCE = timedelta(seconds=120)
 """How long a process waits for the others before it fails."""
-_RESULT, _MEETING = "reductions.json", "rendezvous"
+LOOP_SHARE = 0.5
+"""Part of the grid's least time of a loop that suffices here, as there are many cells and all processes repeat."""
+_RESULT, _MEETING = "collectives.json", "rendezvous"
 
 
-def measure_reductions(grid: CeilingsGrid, rows: Sequence[ReduceCell]) -> list[ReduceCell]:
-    """Time all-reduces of the sizes of the rows among grid.world_size processes.
+def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> list[CollectiveCell]:
+    """Time the collectives of the rows, all of which are of as many processes.
 
     If a process fails, the others are ended, and every row has the failure.
     """
     with tempfile.TemporaryDirectory(prefix="cs336-") as scratch:
         try:
-            spawn(_serve, args=(grid, [row.num_bytes for row in rows], scratch), nprocs=grid.world_size)
+            spawn(_serve, args=(grid, list(rows), scratch), nprocs=rows[0].world_size)
         except ProcessException as error:
             failure = Failure(message=str(error).strip().splitlines()[-1], traceback=str(error))
             return [row.failed(classify(error), failure) for row in rows]
@@ -41,7 +44,7 @@ def measure_reductions(grid: CeilingsGrid, rows: Sequence[ReduceCell]) -> list[R
     return [row.with_loops(loops) for row, loops in zip(rows, found, strict=True)]
 
 
-def _serve(rank: int, grid: CeilingsGrid, sizes: Sequence[int], scratch: str) -> None:
+def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str) -> None:
     """Entry of one process."""
     die_with_forker(signal.SIGKILL)
     on_gpu = grid.device is Device.CUDA
@@ -51,29 +54,51 @@ def _serve(rank: int, grid: CeilingsGrid, sizes: Sequence[int], scratch: str) ->
         "nccl" if on_gpu else "gloo",
         init_method=f"file://{scratch}/{_MEETING}",
         rank=rank,
-        world_size=grid.world_size,
+        world_size=rows[0].world_size,
         timeout=PATIENCE,
+        device_id=torch.device("cuda", rank) if on_gpu else None,
     )
-    loops = [_reduce(grid, num_bytes) for num_bytes in sizes]
+    loops = [_time(grid, make_collective(grid.device, row.collective, row.num_bytes)) for row in rows]
     if rank == 0:
         write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
     dist.destroy_process_group()
 
 
-def _reduce(grid: CeilingsGrid, num_bytes: int) -> Loops:
-    tensor = torch.rand(num_bytes // FP32_BYTES, device=grid.device.value)
-    timer = device_timer if grid.device is Device.CUDA else host_timer
+def make_collective(device: Device, collective: Collective, num_bytes: int) -> Callable[[], object]:
+    """The collective of a tensor of so many bytes among the processes of the group, of which each has its part."""
+    whole = torch.rand(num_bytes // FP32_BYTES, device=device.value)
+    greatest = dist.ReduceOp.MAX  # repeated sums would overflow
+    if collective is Collective.ALL_REDUCE:
+        return lambda: dist.all_reduce(whole, op=greatest)
+    if collective is Collective.BROADCAST:
+        return lambda: dist.broadcast(whole, src=0)
+    part = torch.rand(len(whole) // dist.get_world_size(), device=device.value)
+    if collective is Collective.ALL_GATHER:
+        return lambda: dist.all_gather_into_tensor(whole, part)
+    return lambda: dist.reduce_scatter_tensor(part, whole, op=greatest)
 
-    def run() -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # repeated sums would overflow
 
+def _time(grid: CeilingsGrid, run: Callable[[], object]) -> Loops:
+    """Loops of as many repetitions in all processes; short ones from a CUDA graph, as the host is slower than they."""
+    on_gpu = grid.device is Device.CUDA
+    timer = device_timer if on_gpu else host_timer
     timer(run, 1)
-    probe_s = torch.tensor(timer(run, PROBES) / PROBES, device=grid.device.value)
-    dist.all_reduce(probe_s, op=dist.ReduceOp.MAX)  # all processes must repeat it equally often
-    count = max(1, math.ceil(grid.loop_s / float(probe_s)))
-    own_gpu = [tensor.device.index] if tensor.is_cuda else None  # without it NCCL guesses the device, and PyTorch warns
+    once_s, runs = _agreed(timer(run, 1), grid.device), 1
+    if on_gpu and once_s < GRAPH_BELOW_S:
+        run, runs = replayed(run, GRAPH_RUNS), GRAPH_RUNS
+    loop_s = LOOP_SHARE * grid.loop_s
+    if PROBES * once_s < loop_s:
+        once_s = _agreed(timer(run, PROBES) / PROBES, grid.device)
+    count = max(1, math.ceil(loop_s / once_s))
     times_s = []
     for _ in range(grid.loops):
-        dist.barrier(device_ids=own_gpu)
+        _agreed(0.0, grid.device)  # all begin together
         times_s.append(timer(run, count))
-    return Loops(count=count, times_s=tuple(times_s))
+    return Loops(count=count * runs, times_s=tuple(times_s))
+
+
+def _agreed(time_s: float, device: Device) -> float:
+    """The longest of the processes' times."""
+    longest = torch.tensor(time_s, device=device.value)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return float(longest)

@@ -1,4 +1,4 @@
-"""The study of ceilings: what a machine reaches at its best in matmuls, memory, launches and all-reduces.
+"""The study of ceilings: what a machine reaches at its best in matmuls, memory, launches and collectives.
 
 The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
 """
@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from cs336_systems.config import Device
+from cs336_systems.costs.collectives import Collective, sent_share
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check
@@ -24,6 +25,8 @@ MAX_BYTES = 2**42
 PADDED = ", padded"
 """Ends the name of a matmul whose columns are those of another, rounded up."""
 FP32_BYTES = 4
+SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
+"""Sizes below those of passes over memory, as those of a model's vectors."""
 
 
 class ProductPrecision(StrEnum):
@@ -120,7 +123,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         ),
     ]
     stream_bytes: Annotated[tuple[int, ...], Setting(least=STREAM_BYTES[Stream.ADAMW], most=MAX_BYTES)]
-    """Bytes that a pass over memory moves; also the sizes of the tensors to reduce."""
+    """Bytes that a pass over memory moves; also, with smaller ones, the sizes of the tensors of collectives."""
     loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)] = 5
     loop_s: Annotated[
         float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.06, cpu=0.02))
@@ -129,7 +132,9 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
     world_size: Annotated[
         int,
         Setting(
-            "Processes of an all-reduce, on a GPU each; 1 leaves it out.", least=1, default="all GPUs, 1 on a CPU"
+            "Most processes of a collective, each on a GPU of its own. 2, 4 and so on up to it are measured too; 1 "
+            "leaves them out.",
+            least=1, default="all GPUs, 1 on a CPU",
         ),
     ] = 1
     seed: int = 0
@@ -145,7 +150,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         return [[*self.cells()]]
 
     def cells(self) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
-        """Matmuls, passes over memory, launches, and all-reduces if there are several processes."""
+        """Matmuls, passes over memory, launches, and collectives if there are several processes."""
         timing = Timing(status=Status.OK)
         for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
             row = ProductCell(precision=precision, shape=shape, timing=timing)
@@ -156,10 +161,22 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
             yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=timing),))
-        if self.world_size > 1:
-            sizes = sorted({num_bytes // FP32_BYTES * FP32_BYTES for num_bytes in self.stream_bytes})
-            reductions = (ReduceCell(num_bytes=size, world_size=self.world_size, timing=timing) for size in sizes)
-            yield Cell(label=f"all-reduce of {self.world_size} processes", rows=tuple(reductions))
+        for ranks in self.numbers_of_ranks:
+            multiple = FP32_BYTES * ranks  # each has a part of the tensor
+            sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
+            collectives = tuple(
+                CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=timing)
+                for kind in Collective
+                for size in sizes
+                if size
+            )
+            yield Cell(label=f"collectives of {ranks} processes", rows=collectives)
+
+    @property
+    def numbers_of_ranks(self) -> list[int]:
+        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and it."""
+        powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
+        return [*powers, self.world_size] if self.world_size > 1 else []
 
     def study(self, rows: tuple["CeilingsRow | CacheRow", ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
@@ -168,7 +185,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             products=tuple(row for row in rows if isinstance(row, ProductCell)),
             streams=tuple(row for row in rows if isinstance(row, StreamCell)),
             launches=tuple(row for row in rows if isinstance(row, LaunchCell)),
-            reductions=tuple(row for row in rows if isinstance(row, ReduceCell)),
+            reductions=tuple(row for row in rows if isinstance(row, CollectiveCell)),
             cache_bytes=next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None),
             environment=environment,
         )
@@ -210,11 +227,12 @@ class LaunchCell(TimedRow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceCell(TimedRow):
-    """One all-reduce of a tensor in fp32, timed by the first process."""
+class CollectiveCell(TimedRow):
+    """One collective of a tensor in fp32, timed by the first process."""
 
+    collective: Collective = Collective.ALL_REDUCE
     num_bytes: Count
-    """Of the tensor."""
+    """Of the whole tensor: of all parts, where each process has a part."""
     world_size: Annotated[int, msgspec.Meta(ge=2, le=2**20)]
     timing: Timing
 
@@ -225,8 +243,8 @@ class ReduceCell(TimedRow):
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """Bytes that each process must send, 2 (n - 1) / n of the tensor, per second (as NCCL's tests count)."""
-        return self.timing.rate(self.num_bytes * 2 * (self.world_size - 1) / self.world_size)
+        """Bytes that each process sends in a ring, per second (as NCCL's tests count, but for the broadcast)."""
+        return self.timing.rate(self.num_bytes * sent_share(self.collective, self.world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +255,7 @@ class CacheRow(Row):
     """Size of the GPU's last cache before its memory."""
 
 
-CeilingsRow = ProductCell | StreamCell | LaunchCell | ReduceCell
+CeilingsRow = ProductCell | StreamCell | LaunchCell | CollectiveCell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +268,8 @@ class CeilingsStudy:
     products: tuple[ProductCell, ...] = ()
     streams: tuple[StreamCell, ...] = ()
     launches: tuple[LaunchCell, ...] = ()
-    reductions: tuple[ReduceCell, ...] = ()
+    reductions: tuple[CollectiveCell, ...] = ()
+    """Collectives; earlier studies have all-reduces alone."""
     cache_bytes: Count | None = None
     """Last cache of a GPU before its memory; None on a CPU."""
     environment: Environment
@@ -295,6 +314,14 @@ class CeilingsStudy:
         """Bytes per second of the largest pass over memory, or None if none has a time."""
         largest = self.largest_stream(stream)
         return None if largest is None else largest.bytes_per_s
+
+    def collective_times(self, ranks: int) -> dict[Collective, dict[int, float]]:
+        """Times of the collectives of so many processes, by bytes."""
+        found: dict[Collective, dict[int, float]] = {}
+        for cell in self.reductions:
+            if cell.world_size == ranks and cell.timing.time_s is not None:
+                found.setdefault(cell.collective, {})[cell.num_bytes] = cell.timing.time_s
+        return found
 
     def launch_s(self, launch: Launch) -> float | None:
         """Time of one launch, or None if it was not measured."""

@@ -10,7 +10,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
 from cs336_systems.report.sections.ceilings.tables import promised_flops
 from cs336_systems.studies.ceilings_cell import make_product, measure_launch, measure_rows, why_unavailable
-from cs336_systems.studies.ceilings_ranks import measure_reductions
+from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     Launch,
@@ -157,13 +157,15 @@ def test_a_whole_study() -> None:
     assert study.device_name in torch.cuda.get_device_name() or torch.cuda.get_device_name() in study.device_name
 
 
-def test_gpus_reduce_together() -> None:
+def test_gpus_exchange_tensors() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    grid = replace(GRID, world_size=2, stream_bytes=(MIB, 256 * MIB))
-    *_, last = grid.cells()
-    small, large = measure_reductions(grid, last.rows)
-    for cell in (small, large):
+    *_, last = replace(GRID, world_size=2, stream_bytes=(256 * MIB,)).cells()
+    rates = {}
+    for cell in measure_collectives(GRID, last.rows):
         assert cell.timing.status is Status.OK, cell.timing.failure
-        print(f"all-reduce of {cell.num_bytes // MIB} MiB: {cell.bus_bytes_per_s / 1e9:.1f} GB/s on the bus")
-    assert large.bus_bytes_per_s > small.bus_bytes_per_s
+        print(f"{cell.collective} of {cell.num_bytes / MIB} MiB: {cell.bus_bytes_per_s / 1e9:.1f} GB/s on the bus")
+        rates.setdefault(cell.collective, []).append(cell.bus_bytes_per_s)
+    assert len(rates) == 4
+    for found in rates.values():
+        assert found == sorted(found), "large tensors are exchanged at a higher rate"

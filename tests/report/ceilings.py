@@ -5,11 +5,11 @@ from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
+    CollectiveCell,
     Launch,
     LaunchCell,
     ProductCell,
     ProductPrecision,
-    ReduceCell,
     Shape,
     Stream,
     StreamCell,
@@ -84,8 +84,8 @@ def make_whole():
             LaunchCell(launch=Launch.GRAPH, timing=lasting(1e-6, count=1000)),
         ),
         reductions=(
-            ReduceCell(num_bytes=MIB, world_size=4, timing=lasting(MIB / 100e9)),
-            ReduceCell(num_bytes=64 * MIB, world_size=4, timing=lasting(64 * MIB / 200e9)),
+            CollectiveCell(num_bytes=MIB, world_size=4, timing=lasting(MIB / 100e9)),
+            CollectiveCell(num_bytes=64 * MIB, world_size=4, timing=lasting(64 * MIB / 200e9)),
         ),
         cache_bytes=50 * MIB,
     )

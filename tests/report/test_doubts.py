@@ -24,11 +24,11 @@ from cs336_systems.report.sections.steps import results_table
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
+    CollectiveCell,
     Launch,
     LaunchCell,
     ProductCell,
     ProductPrecision,
-    ReduceCell,
     Stream,
     StreamCell,
 )
@@ -85,7 +85,7 @@ def ceilings(fault):
         [ProductCell(precision=ProductPrecision.FP32, shape=square(1024), timing=timing)],
         [StreamCell(stream=stream, moved_bytes=64 * MIB, timing=timing) for stream in Stream],
         [LaunchCell(launch=launch, timing=timing) for launch in Launch],
-        [ReduceCell(num_bytes=MIB, world_size=2, timing=timing)],
+        [CollectiveCell(num_bytes=MIB, world_size=2, timing=timing)],
     )  # fmt: skip
 
 

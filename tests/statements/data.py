@@ -296,7 +296,8 @@ def ceiling_of_one() -> Sequence[Value]:
     r"the bus, .* Its (\d+) TFLOP/s in bf16 is the ceiling",
 )
 def ceilings_of_two() -> Sequence[Value]:
-    rows = linked(DATA, "ceilings/NVIDIA-H200-x2/all_reduce.csv")
+    every = linked(DATA, "ceilings/NVIDIA-H200-x2/collectives.csv")
+    rows = [row for row in every if row["collective"] == "all-reduce"]
     (size,) = {int(row["world_size"]) for row in rows}
     assert (
         number(one(table("ceilings/NVIDIA-H200-x2/results.csv"), ceiling="bf16 product"), "measured") == bf16_ceiling()

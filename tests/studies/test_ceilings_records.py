@@ -7,15 +7,16 @@ import msgspec
 import pytest
 
 from cs336_systems.config import Device, Precision
+from cs336_systems.costs.collectives import Collective
 from cs336_systems.files import encode_json
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
+    CollectiveCell,
     Launch,
     ProductPrecision,
-    ReduceCell,
     Shape,
     Stream,
 )
@@ -47,11 +48,22 @@ def test_the_median_loop_counts() -> None:
     assert cell.timing.time_s == pytest.approx(2 * 100**3 / 2.5e12)
 
 
-@pytest.mark.parametrize(("world_size", "times"), [(2, 1.0), (4, 1.5), (8, 1.75)], ids=str)
-def test_each_process_sends_all_but_its_own_share_twice(world_size: int, times: float) -> None:
-    cell = ReduceCell(num_bytes=1000, world_size=world_size, timing=lasting(0.001))
-    assert cell.algorithm_bytes_per_s == pytest.approx(1e6)
-    assert cell.bus_bytes_per_s == pytest.approx(times * 1e6)
+SENT = [(2, 1.0, 0.5), (4, 1.5, 0.75), (8, 1.75, 0.875)]
+"""Processes, and how often each sends the whole tensor in an all-reduce and in a broadcast."""
+
+
+@pytest.mark.parametrize(("world_size", "twice", "once"), SENT, ids=str)
+def test_each_process_of_a_ring_sends_all_but_its_own_share(world_size: int, twice: float, once: float) -> None:
+    for kind in Collective:
+        cell = CollectiveCell(collective=kind, num_bytes=1000, world_size=world_size, timing=lasting(0.001))
+        assert cell.algorithm_bytes_per_s == pytest.approx(1e6)
+        times = twice if kind is Collective.ALL_REDUCE else once
+        assert cell.bus_bytes_per_s == pytest.approx(times * 1e6)
+
+
+def test_a_row_of_an_earlier_study_is_an_all_reduce() -> None:
+    row = {"num_bytes": 1000, "world_size": 2, "timing": {"status": "ok"}}
+    assert msgspec.convert(row, CollectiveCell).collective is Collective.ALL_REDUCE
 
 
 def test_ceilings_by_hand() -> None:

@@ -10,17 +10,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.config import Device
+from cs336_systems.costs.collectives import Collective
 from cs336_systems.record import Status
 from cs336_systems.studies import ceilings_cell
 from cs336_systems.studies.ceilings_cell import make_product, make_stream, measure_rows, why_unavailable
-from cs336_systems.studies.ceilings_ranks import measure_reductions
+from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     STREAM_BYTES,
     CeilingsGrid,
     Launch,
     ProductCell,
     ProductPrecision,
-    ReduceCell,
     Shape,
     Stream,
     StreamCell,
@@ -242,28 +242,32 @@ def test_a_whole_study_on_a_cpu() -> None:
         assert timing.status is Status.UNAVAILABLE or (len(timing.loops.times_s) == 3 and min(timing.loops.times_s) > 0)
 
 
-def reductions(grid: CeilingsGrid) -> list[ReduceCell]:
-    *_, last = grid.cells()
-    return measure_reductions(grid, last.rows)
-
-
-def test_processes_reduce_together() -> None:
-    """In a study, whose worker starts them."""
-    grid = replace(GRID, world_size=2, stream_bytes=(1 << 14, 4097, 1 << 14))
-    small, large = run_study(grid).reductions
-    assert (small.num_bytes, large.num_bytes) == (4096, 1 << 14)
-    for cell in (small, large):
+def test_processes_exchange_tensors() -> None:
+    """In a study, whose worker starts them; whole tensors have a part for each process."""
+    cells = run_study(replace(GRID, world_size=2, stream_bytes=(1 << 14,))).reductions
+    assert [(cell.collective, cell.num_bytes) for cell in cells] == [
+        (kind, size) for kind in Collective for size in (1 << 12, 1 << 14, 1 << 16)
+    ]
+    for cell in cells:
         assert cell.timing.status is Status.OK, cell.timing.failure
-        assert cell.world_size == 2
         assert len(cell.timing.loops.times_s) == 3
-        assert cell.bus_bytes_per_s == pytest.approx(cell.algorithm_bytes_per_s)  # 2 (2 - 1) / 2 is 1
+
+
+def test_numbers_of_processes_are_powers_of_two_and_the_last() -> None:
+    """Six divide no power of two, so their tensors are somewhat smaller."""
+    *_, two, four, six = replace(GRID, world_size=6, stream_bytes=(1 << 14,)).cells()
+    assert [cell.rows[0].world_size for cell in (two, four, six)] == [2, 4, 6]
+    for row in six.rows:
+        assert row.num_bytes % 24 == 0
+        assert 0 <= min(size - row.num_bytes for size in (1 << 12, 1 << 14, 1 << 16) if size >= row.num_bytes) < 24
 
 
 def test_a_process_that_fails_is_a_row_for_every_size() -> None:
     """More processes than there are GPUs: the last has no device."""
     world_size = max(2, torch.cuda.device_count() + 1)
-    cells = reductions(replace(GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(4096, 8192)))
-    assert [cell.num_bytes for cell in cells] == [4096, 8192]
+    *_, last = replace(GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(8192,)).cells()
+    cells = measure_collectives(replace(GRID, device=Device.CUDA), last.rows)
+    assert [cell.num_bytes for cell in cells] == [row.num_bytes for row in last.rows]
     for cell in cells:
         assert cell.timing.status in (Status.CRASHED, Status.CUDA_ERROR)
         assert cell.timing.failure.message

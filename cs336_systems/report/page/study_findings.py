@@ -51,7 +51,7 @@ def ceilings_findings(tables: Tables) -> Iterator[Linked]:
     ):
         yield from _range(summary, "data_sheet_share", words, " % of the data sheet", is_it)
     for number, row in enumerate(summary.table.values):
-        if row["ceiling"].startswith(("kernel, ", "all-reduce")):
+        if row["ceiling"].startswith("kernel, ") or row["ceiling"].endswith("(bus)"):
             yield linked(f"{row['ceiling']}: ", _cell(summary, number, "measured"), f" {row['unit']}.")
 
 

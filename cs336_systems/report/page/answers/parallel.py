@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from cs336_systems.config import Device, Parallel, RunConfig
+from cs336_systems.costs.collectives import Collective
 from cs336_systems.record import MemoryMoment, RunRecord
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.frame import rows_of, to_frame
@@ -32,13 +33,14 @@ BACKENDS = {"gloo": Device.CPU, "NCCL": Device.CUDA}
 
 
 def all_reduce(material: Material) -> Answer | None:
-    """Times and rates of all-reduces by the size of the tensor."""
+    """Times and rates of collectives by the size of the tensor."""
     studies = [(directory, study) for directory, study in material.collection.ceilings.items() if study.reductions]
     if not studies:
         return None
     directory, study = max(studies, key=lambda pair: (pair[1].grid.device is Device.CUDA, len(pair[1].reductions)))
     rows: list[Row] = [
         {
+            "collective": cell.collective,
             "num_bytes": cell.num_bytes,
             "world_size": cell.world_size,
             "time_s": cell.timing.time_s,
@@ -47,12 +49,16 @@ def all_reduce(material: Material) -> Answer | None:
         for cell in study.reductions
     ]
     columns = [
+        Column("collective", numeric=False, key="collective", write=str),
         Column("tensor", "MiB", key="num_bytes", scale=1 / MIB),
         Column("processes", key="world_size", write=str),
         Column("time", "ms", key="time_s", scale=1e3),
         Column("on the bus", "GB/s", key="bus", scale=1 / GIGA),
     ]
-    timed = [row for row in rows if row["bus"]]
+    fewest = min(row["world_size"] for row in rows)
+    timed = [
+        row for row in rows if row["bus"] and row["world_size"] == fewest and row["collective"] is Collective.ALL_REDUCE
+    ]
     said = [
         f"{significant(row['time_s'] * 1e3, 3)} ms for {size(row['num_bytes'])} "
         f"({significant(row['bus'] / GIGA, 3)} GB/s on the bus)"
@@ -60,7 +66,7 @@ def all_reduce(material: Material) -> Answer | None:
         if row in (timed[0], timed[-1])
     ]
     sentences = [
-        f"An all-reduce among {study.reductions[0].world_size} processes takes {' and '.join(said)}.",
+        f"An all-reduce among {fewest} processes takes {' and '.join(said)}.",
         "Small tensors take the time of starting a transfer, whatever their size; large ones that of their bytes.",
     ]
     there = {(study.grid.device, cell.world_size) for _, study in studies for cell in study.reductions}
@@ -68,11 +74,11 @@ def all_reduce(material: Material) -> Answer | None:
         name: [str(count) for count in PROCESSES if (device, count) not in there] for name, device in BACKENDS.items()
     }
     lacking = [f"{', '.join(counts)} processes with {name}" for name, counts in missing.items() if counts]
-    each = " (a study for each number of processes, with --device cpu for gloo)" if lacking else ""
+    each = " (--world-size, with --device cpu for gloo)" if lacking else ""
     return Answer(
         sentences=sentences,
-        tables=[make_table("All-reduce by the size of the tensor", columns, rows)],
-        places=[(directory, "all_reduce")],
+        tables=[make_table("Collectives by the size of the tensor", columns, rows)],
+        places=[(directory, "collectives")],
         commands=[command_for(material.collection, directory)],
         conditions=f"{study.device_name}, fp32",
         lacking=f"{' and '.join(lacking)}{each}",

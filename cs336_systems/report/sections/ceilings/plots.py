@@ -1,4 +1,4 @@
-"""Charts of a study of ceilings: product rates over size, memory and all-reduce rates over bytes."""
+"""Charts of a study of ceilings: product rates over size, rates of memory and of collectives over bytes."""
 
 from collections.abc import Sequence
 from statistics import geometric_mean, median
@@ -21,9 +21,9 @@ from cs336_systems.report.plots.charts import (
 from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
 from cs336_systems.report.plots.palette import MARKERS as MARKS
 from cs336_systems.report.sections.ceilings.tables import (
+    collective_rows,
     product_rows,
     promised_flops,
-    reduction_rows,
     stream_rows,
     timed,
 )
@@ -35,6 +35,7 @@ COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.
 }
 MARKERS = dict(zip(ProductPrecision, MARKS, strict=False))
 STREAM_COLOURS = {Stream.COPY: "#0072B2", Stream.READ: "#E69F00", Stream.ADAMW: "#009E73"}
+COLLECTIVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 FAR_BELOW = 0.5
 """Share of the median layer's rate at a precision below which a layer is named in the picture."""
 DATA_SHEET = "data sheet"
@@ -126,15 +127,24 @@ def bandwidth_chart(study: CeilingsStudy) -> list[Chart]:
     return [_chart("bandwidth", "Rate of passes over memory", study, panel, 5)]
 
 
-def reduction_chart(study: CeilingsStudy) -> list[Chart]:
-    """Bus bandwidth of all-reduces over the size of the tensor."""
-    rows = timed(reduction_rows(study))
+def collective_chart(study: CeilingsStudy) -> list[Chart]:
+    """Bus bandwidth of collectives over the size of the tensor, a panel for each number of processes."""
+    rows = timed(collective_rows(study))
     if not rows:
         return []
-    line = points_of(rows, "tensor_mib", "bus bandwidth", "bus_gb_per_s")
-    panel = Panel(
-        x=doubling([row["tensor_mib"] for row in rows], "tensor (MiB)"),
-        y=Axis(label="bus bandwidth (GB/s)", unit="GB/s", from_zero=True),
-        curves=[Curve(line=line, colour="#0072B2", marker="o", label="")],
-    )
-    return [_chart("all_reduce", f"All-reduce among {study.grid.world_size} processes", study, panel, 0)]
+    panels = []
+    for ranks in dict.fromkeys(row["world_size"] for row in rows):
+        own = [row for row in rows if row["world_size"] == ranks]
+        kinds = dict.fromkeys(row["collective"] for row in own)
+        lines = [
+            points_of([row for row in own if row["collective"] == kind], "tensor_mib", kind, "bus_gb_per_s")
+            for kind in kinds
+        ]
+        panels.append(Panel(
+            x=doubling([row["tensor_mib"] for row in own], f"tensor (MiB), {ranks} processes"),
+            y=Axis(label="bus bandwidth (GB/s)", unit="GB/s", from_zero=True),
+            curves=curves_of(lines, COLLECTIVE_COLOURS),
+        ))  # fmt: skip
+    size = (7.1, 4.0) if len(panels) == 1 else (4.5 * len(panels), 4.0)
+    return [Chart(name="collectives", title="Rate of collectives", settings=study.device_name, panels=panels,
+                  size=size, legend=4)]  # fmt: skip

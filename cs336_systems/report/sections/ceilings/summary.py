@@ -6,19 +6,20 @@ from pathlib import Path
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device
+from cs336_systems.costs.collectives import Collective
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, product_chart, reduction_chart
+from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, collective_chart, product_chart
 from cs336_systems.report.sections.ceilings.roofline import parts_section
 from cs336_systems.report.sections.ceilings.roofline_plot import roofline_chart
 from cs336_systems.report.sections.ceilings.tables import (
+    collective_rows,
+    collectives_section,
     launch_rows,
     launches_section,
     product_rows,
     products_section,
-    reduction_rows,
-    reductions_section,
     stream_rows,
     streams_section,
     timed,
@@ -32,7 +33,7 @@ from cs336_systems.studies.step_parts import StepParts
 COLUMNS = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 CSV_COLUMNS = ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
                "measured_std", "warnings")  # fmt: skip
-PICTURES = ("products", "bandwidth", "all_reduce", "roofline")
+PICTURES = ("products", "bandwidth", "collectives", "roofline")
 BUSY = 1.5
 """Load for each CPU above which other programs must have been running too."""
 
@@ -44,16 +45,17 @@ def ceilings_of(study: CeilingsStudy) -> list[Row]:
     by_stream = [[row for row in streams if row["stream"] is stream] for stream in Stream]
     best = [max(rows, key=lambda row: row["tflops_per_s"]) for rows in by_precision]
     largest = [max(rows, key=lambda row: row["moved_mib"]) for rows in by_stream if rows]
-    reductions = sorted(timed(reduction_rows(study)), key=lambda row: -row["bus_gb_per_s"])[:1]
+    collectives: dict[tuple[str, int], Row] = {}
+    for row in sorted(timed(collective_rows(study)), key=lambda row: row["bus_gb_per_s"]):
+        collectives[row["collective"], row["world_size"]] = row  # the fastest is the last
+    order = list(Collective)
     return [
         *(_ceiling(row, f"{row['precision']} product", "tflops_per_s", "TFLOP/s", row["shape"]) for row in best),
         *(_ceiling(row, f"{row['stream']} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"])) for row in largest),
         *(_ceiling(row, f"kernel, {row['launched']}", "median_us", "µs") for row in timed(launch_rows(study))),
         *(
-            _ceiling(
-                row, f"all-reduce among {row['world_size']} (bus)", "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"])
-            )
-            for row in reductions
+            _ceiling(row, _bus(row), "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"]))
+            for row in sorted(collectives.values(), key=lambda row: (row["world_size"], order.index(row["collective"])))
         ),
     ]
 
@@ -66,8 +68,8 @@ def _ceiling(row: Row, name: str, key: str, unit: str, reached_at: str = "") -> 
     return unknown | row | measured | {"ceiling": name, "reached_at": reached_at}
 
 
-def _all_reduce(row: Row) -> str:
-    return f"all-reduce among {row['world_size']} (bus)"
+def _bus(row: Row) -> str:
+    return f"{row['collective']} among {row['world_size']} (bus)"
 
 
 def _mib(size_mib: float) -> str:
@@ -86,7 +88,7 @@ def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> l
         replace(products_section(study), pictures=product_chart(study)),
         replace(streams_section(study), pictures=bandwidth_chart(study)),
         launches_section(study),
-        replace(reductions_section(study), pictures=reduction_chart(study)),
+        replace(collectives_section(study), pictures=collective_chart(study)),
         replace(parts_section(study, parts), pictures=roofline_chart(study, parts)),
     ]
 

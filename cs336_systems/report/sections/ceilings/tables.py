@@ -1,4 +1,4 @@
-"""Every product, pass over memory, launch and all-reduce of a study of ceilings, as tables and as values."""
+"""Every product, pass over memory, launch and collective of a study of ceilings, as tables and as values."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +21,7 @@ PRODUCTS = (
 STREAMS = ("stream", "moved_mib", "device_name", "status", "error", "median_ms", "loop_spread", "gb_per_s",
            "data_sheet_share", "std_ms", "warnings")  # fmt: skip
 LAUNCHES = ("launch", "device_name", "status", "error", "median_us", "loop_spread", "std_us", "warnings")
-REDUCTIONS = ("tensor_mib", "world_size", "device_name", "status", "error", "median_ms", "loop_spread",
+COLLECTIVES = ("collective", "tensor_mib", "world_size", "device_name", "status", "error", "median_ms", "loop_spread",
               "algorithm_gb_per_s", "bus_gb_per_s", "std_ms", "warnings")  # fmt: skip
 """Columns of the CSV files."""
 
@@ -166,25 +166,32 @@ def launch_rows(study: CeilingsStudy) -> list[Row]:
     ]  # fmt: skip
 
 
-def reductions_section(study: CeilingsStudy) -> Section:
-    """All-reduces; empty where there was one process."""
-    rows = reduction_rows(study)
-    columns = [column(key) for key in ("tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")]
-    table = _table(
-        study, f"All-reduce among {study.grid.world_size} processes", columns, rows,
-        f"In fp32, by {'NCCL' if study.grid.device is Device.CUDA else 'gloo'}. algorithm: bytes of the tensor over "
-        "the time; bus: 2 (n - 1) / n times that, what each process has to send.",
-    )  # fmt: skip
-    return Section(name="all_reduce", tables=(table,) if rows else (), rows=rows, keys=REDUCTIONS)
+def collectives_section(study: CeilingsStudy) -> Section:
+    """A table for each number of processes; empty where there was one process."""
+    rows = collective_rows(study)
+    keys = ("collective", "tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")
+    backend = "NCCL" if study.grid.device is Device.CUDA else "gloo"
+    note = (
+        f"In fp32, by {backend}. tensor: the whole, of which each process has a part in an all-gather and a "
+        "reduce-scatter. algorithm: its bytes over the time; bus: what each process of a ring has to send, (n - 1) / n "
+        "of it, and twice that for an all-reduce."
+    )
+    tables = []
+    for ranks in dict.fromkeys(row["world_size"] for row in rows):
+        own = [row for row in rows if row["world_size"] == ranks]
+        title = f"Collectives among {ranks} processes"
+        tables.append(_table(study, title, [column(key) for key in keys], own, note))
+    return Section(name="collectives", tables=tuple(tables), rows=rows, keys=COLLECTIVES)
 
 
-def reduction_rows(study: CeilingsStudy) -> list[Row]:
-    """A row for each all-reduce."""
+def collective_rows(study: CeilingsStudy) -> list[Row]:
+    """A row for each collective."""
     rows = []
     for cell in study.reductions:
         own = timing_values(cell.timing)
         rows.append({
-            "tensor_mib": cell.num_bytes / MIB, "label": f"{cell.num_bytes} bytes", "world_size": cell.world_size,
+            "collective": cell.collective, "tensor_mib": cell.num_bytes / MIB,
+            "label": f"{cell.collective} of {cell.num_bytes} bytes", "world_size": cell.world_size,
             "device_name": study.device_name, **own,
             **derived("algorithm_gb_per_s", ratio(cell.algorithm_bytes_per_s, GIGA), own),
             **derived("bus_gb_per_s", ratio(cell.bus_bytes_per_s, GIGA), own),

@@ -8,10 +8,10 @@ from PIL import Image
 
 from cs336_systems.config import Device
 from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, product_chart, reduction_chart
+from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, collective_chart, product_chart
 from cs336_systems.report.sections.ceilings.roofline_plot import roofline_chart
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables, summary_section, write_ceilings
-from cs336_systems.report.sections.ceilings.tables import products_section, reductions_section, streams_section
+from cs336_systems.report.sections.ceilings.tables import collectives_section, products_section, streams_section
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Shape, Stream
 from cs336_systems.studies.records import read_study
 from tests.report.ceilings import (
@@ -57,8 +57,8 @@ def draw_bandwidth(study):
     return draw(*bandwidth_chart(study))
 
 
-def draw_reductions(study):
-    return draw(*reduction_chart(study))
+def draw_collectives(study):
+    return draw(*collective_chart(study))
 
 
 def draw_roofline(study):
@@ -128,7 +128,7 @@ def test_products_by_hand(study):
     ]  # fmt: skip
 
 
-def test_memory_and_all_reduce_by_hand(study):
+def test_memory_and_collectives_by_hand(study):
     (memory,) = streams_section(study).tables
     assert column(memory, "pass") == ["copy", "copy", "copy", "adamw"]
     assert column(memory, "moved") == ["1.000", "4,096", "8,192", "4,096"]
@@ -136,11 +136,11 @@ def test_memory_and_all_reduce_by_hand(study):
     assert column(memory, "of data sheet") == ["188", "83.3", "", "75.0"]
     assert column(memory, "time")[2] == "out of memory"
     assert "The last cache holds 50.00 MiB." in memory.notes
-    (reduce,) = reductions_section(study).tables
+    (reduce,) = collectives_section(study).tables
     assert column(reduce, "algorithm") == ["100.0", "200.0"]
     assert column(reduce, "bus") == ["150.0", "300.0"]  # four processes: 2 x 3 / 4
-    assert [float(row["bus_gb_per_s"]) for row in rows_of(reductions_section(study))] == pytest.approx([150, 300])
-    assert reductions_section(make_ceilings()).tables == ()
+    assert [float(row["bus_gb_per_s"]) for row in rows_of(collectives_section(study))] == pytest.approx([150, 300])
+    assert collectives_section(make_ceilings()).tables == ()
 
 
 def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
@@ -242,7 +242,7 @@ def test_rates_of_memory_stand_over_their_bytes(study):
     assert points[3][0][0] == pytest.approx(50)
     hidden = "10000"  # a tick above the picture, which is not drawn
     assert not [pair for pair in overlaps(figure) if hidden not in pair]
-    (points,) = lines_of(draw_reductions(study).axes[0])
+    (points,) = lines_of(draw_collectives(study).axes[0])
     assert points == near((1, 150), (64, 300))
 
 
@@ -267,7 +267,7 @@ def test_the_roof_has_its_corners_where_memory_and_arithmetic_meet(study):
 
 def test_without_times_there_are_no_pictures():
     empty = make_ceilings([ProductCell(precision=FP32, shape=square(8), timing=lost())])
-    for make in (product_chart, bandwidth_chart, reduction_chart, roofline_chart):
+    for make in (product_chart, bandwidth_chart, collective_chart, roofline_chart):
         assert make(empty) == []
     assert roofline_chart(make_ceilings([product_at(square(1024), 3)])) == []  # no slope
     (table, *_) = ceilings_tables(empty)
@@ -278,9 +278,9 @@ def test_everything_is_written_and_read_back(study, tmp_path):
     directory = tmp_path / "deep" / "er"
     written = write_ceilings(study, directory)
     assert read_study(directory / "ceilings.json", CeilingsStudy) == study
-    tables = ("results", "products", "bandwidth", "launches", "all_reduce")
+    tables = ("results", "products", "bandwidth", "launches", "collectives")
     expected = {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex", "typ")}
-    expected |= {"ceilings.json"} | {f"{name}.png" for name in ("products", "bandwidth", "all_reduce", "roofline")}
+    expected |= {"ceilings.json"} | {f"{name}.png" for name in ("products", "bandwidth", "collectives", "roofline")}
     assert {path.name for path in written} == expected
     assert {path.name for path in directory.rglob("*.*")} == expected
     for path in (directory / "plots").iterdir():
@@ -288,8 +288,8 @@ def test_everything_is_written_and_read_back(study, tmp_path):
             image.verify()
             assert image.width >= 600
     write_ceilings(replace(study, reductions=()), directory)
-    assert not (directory / "all_reduce.md").exists()
-    assert not (directory / "plots" / "all_reduce.png").exists()
+    assert not (directory / "collectives.md").exists()
+    assert not (directory / "plots" / "collectives.png").exists()
 
 
 def test_streams_and_sizes_that_are_unknown_do_not_show(study):

@@ -1,0 +1,135 @@
+"""The collectives of a step on several ranks, call by call, and their time by measured times of such calls."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import exp, log
+
+from cs336_systems.config import Arch, Parallel, Precision, RunConfig
+from cs336_systems.costs.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
+from cs336_systems.costs.shards import FP32_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
+
+BF16_BYTES = 2
+
+
+class Collective(StrEnum):
+    """An exchange among all ranks."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    BROADCAST = "broadcast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A collective that is launched as one; several tensors that are averaged or gathered together are one call."""
+
+    collective: Collective
+    num_bytes: int
+    """Of the whole tensors: those of all ranks' parts, where each has a part."""
+
+
+def sent_share(collective: Collective, ranks: int) -> float:
+    """Part of a call's bytes that each rank of a ring sends; an all-reduce is a reduce-scatter and an all-gather."""
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
+
+
+def calls(config: RunConfig) -> Counter[Call] | None:
+    """The collectives of an eager step after the first ones, with how many there are of each.
+
+    None for a run in one process, a user's own model, and the shortcuts of --fast, which send other tensors.
+    """
+    if not config.is_shared or config.model_factory is not None or config != config.without_shortcuts:
+        return None
+    found = Counter(_of_gradients(config) if not config.parallel.shards_parameters else _of_shards(config))
+    if config.shard_optimizer:
+        counts = parameter_elements(config).values()
+        found.update(_call(Collective.BROADCAST, FP32_BYTES * count) for count in counts)
+    return found
+
+
+def _call(collective: Collective, num_bytes: int) -> Call:
+    return Call(collective=collective, num_bytes=num_bytes)
+
+
+def _of_gradients(config: RunConfig) -> Iterator[Call]:
+    counts = parameter_elements(config)
+    sizes = {name: FP32_BYTES * counts[name] for name in gradient_order(config)}
+    if config.parallel is Parallel.DDP_NAIVE:
+        groups = [[name] for name in sizes]
+    elif config.parallel is Parallel.DDP_FLAT:
+        groups = [[*sizes]]
+    else:
+        groups = buckets_of(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP else None)
+    for group in groups:
+        yield _call(Collective.ALL_REDUCE, sum(sizes[name] for name in group))
+
+
+def _of_shards(config: RunConfig) -> Iterator[Call]:
+    if config.parallel is Parallel.FSDP2:
+        payloads = _payloads_of_fully_shard(config)
+        is_kept = {REST}
+    else:
+        found = units(config)
+        payloads = {unit.name: unit.payload_bytes for unit in found if unit.counts}
+        *_, last = (unit.name for unit in found if unit.name != REST)
+        is_kept = {LOOKUP, REST, last}
+        in_units = {name for unit in found for name in unit.counts}
+        vectors = sum(count for name, count in parameter_elements(config).items() if name not in in_units)
+        yield _call(Collective.ALL_REDUCE, FP32_BYTES * vectors)
+    for name, payload in payloads.items():
+        for _ in range(1 if name in is_kept else 2):  # for forward, and again for backward
+            yield _call(Collective.ALL_GATHER, payload)
+        yield _call(Collective.REDUCE_SCATTER, payload)
+
+
+def _payloads_of_fully_shard(config: RunConfig) -> dict[str, int]:
+    """Bytes of each block, and of the rest, as PyTorch's fully_shard gathers them."""
+    element_bytes = BF16_BYTES if config.precision is Precision.BF16 else FP32_BYTES
+    payloads: Counter[str] = Counter()
+    for name, count in kept_elements(config).items():
+        unit = name.partition(".")[0]
+        payloads[unit if unit.isdigit() else REST] += config.ranks * element_bytes * count
+    return payloads
+
+
+def gradient_order(config: RunConfig) -> list[str]:
+    """Names of the parameters in the order in which backward makes their gradients."""
+    model = config.model
+    is_gpt2 = model.arch is Arch.GPT2
+    ffn = ("w2", "w1") if is_gpt2 else ("w2", "w3", "w1")
+    of_block = (*ffn, "ln2", "output", "v", "k", "q", "ln1")
+    layers = [f"{index}.{name}" for index in reversed(range(model.num_layers)) for name in of_block]
+    if not is_gpt2:
+        return ["lm_head", "ln_final", *layers, "embedding"]
+    order = []
+    for name in ("ln_final", *layers):
+        is_bias_first = config.precision is Precision.FP32 and ".ln" not in name and name != "ln_final"
+        order += [f"{name}.bias", name] if is_bias_first else [name, f"{name}.bias"]
+    return [*order, "positions", "embedding"]
+
+
+def time_s(found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]) -> float | None:
+    """Time of the calls one after the other, from measured times by bytes; None without those of a collective.
+
+    Between two sizes that were measured, the logarithm of the time is linear in that of the size. Beyond them, the time
+    is that of the smallest, or grows as the size.
+    """
+    if any(not curves.get(call.collective) for call in found):
+        return None
+    return sum(count * _interpolated(curves[call.collective], call.num_bytes) for call, count in found.items())
+
+
+def _interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
+    sizes = sorted(curve)
+    if num_bytes <= sizes[0]:
+        return curve[sizes[0]]
+    if num_bytes >= sizes[-1]:
+        return curve[sizes[-1]] * num_bytes / sizes[-1]
+    above = bisect_left(sizes, num_bytes)
+    low, high = sizes[above - 1], sizes[above]
+    share = log(num_bytes / low) / log(high / low)
+    return exp((1 - share) * log(curve[low]) + share * log(curve[high]))

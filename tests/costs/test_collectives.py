@@ -1,0 +1,120 @@
+"""Oracles: the collectives that a real step calls, and times measured on two H200."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    Device,
+    ModelConfig,
+    OptimizerKind,
+    Parallel,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.costs.collectives import Call, Collective, calls, gradient_order, time_s
+from cs336_systems.costs.communication import sent_bytes
+from cs336_systems.costs.forecast.parameters import parameter_shapes
+from cs336_systems.model.transformer import TransformerLM
+from tests.costs.live import order_of_gradients
+
+MIB = 2**20
+OURS = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP, Parallel.FSDP]
+
+
+def shared(way: Parallel, arch: Arch = Arch.CS336, **settings) -> RunConfig:
+    model = ModelConfig(arch=arch, vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3)
+    return RunConfig(size="custom", model=model, parallel=way, ranks=3, **settings)
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None:
+    config = shared(Parallel.DDP, arch, precision=precision)
+    parameters = [name for name, _ in TransformerLM(config.model).named_parameters()]
+    names = dict(zip(parameter_shapes(config.model), parameters, strict=True))
+    assert [names[name] for name in gradient_order(config)] == order_of_gradients(
+        replace(config, parallel=Parallel.NONE, ranks=1)
+    )
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize("way", OURS)
+def test_the_calls_send_what_is_counted_in_another_way(way, shard_optimizer, precision, arch) -> None:
+    if shard_optimizer and way is Parallel.FSDP:
+        pytest.skip("its state is sharded already")
+    config = shared(way, arch, precision=precision, shard_optimizer=shard_optimizer)
+    sends = {kind: (4 if kind is Collective.ALL_REDUCE else 2) / 3 for kind in Collective}
+    sent = sum(count * call.num_bytes * sends[call.collective] for call, count in calls(config).items())
+    assert sent == pytest.approx(sent_bytes(config))
+
+
+def test_how_often_each_way_calls() -> None:
+    """By hand: 2 tables, 7 matrices and 2 gains in each of 3 blocks, and the last gain."""
+    parameters = 2 + 9 * 3 + 1
+    small = {way: sum(calls(shared(way)).values()) for way in (*OURS, Parallel.FSDP2)}
+    assert small[Parallel.DDP_NAIVE] == parameters
+    assert small[Parallel.DDP_FLAT] == small[Parallel.DDP_OVERLAP] == small[Parallel.DDP] == 1
+    # 5 units gathered, all but the last and the lookup twice, 5 scattered, and the gains
+    assert small[Parallel.FSDP] == 5 + 3 + 5 + 1
+    assert small[Parallel.FSDP2] == 4 + 3 + 4
+
+
+def test_a_time_is_measured_or_between_measured_ones() -> None:
+    curves = {Collective.ALL_REDUCE: {MIB: 1e-4, 4 * MIB: 4e-4, 64 * MIB: 1e-3}}
+
+    def time_of(num_bytes: int) -> float:
+        return time_s({Call(collective=Collective.ALL_REDUCE, num_bytes=num_bytes): 2}, curves) / 2
+
+    assert time_of(4 * MIB) == pytest.approx(4e-4)
+    assert time_of(2 * MIB) == pytest.approx(2e-4)
+    assert time_of(16 * MIB) == pytest.approx((4e-4 * 1e-3) ** 0.5)
+    assert time_of(4) == 1e-4
+    assert time_of(256 * MIB) == pytest.approx(4e-3)
+    assert time_s({Call(collective=Collective.BROADCAST, num_bytes=MIB): 1}, curves) is None
+
+
+H200_S = {
+    Collective.ALL_REDUCE: {4096: 12e-6, MIB: 19.4e-6, 4 * MIB: 35.9e-6, 16 * MIB: 79.2e-6, 64 * MIB: 254.6e-6,
+                            256 * MIB: 897.8e-6, 1024 * MIB: 3.266e-3, 4096 * MIB: 12.40e-3},
+    Collective.ALL_GATHER: {4096: 9.2e-6, MIB: 14.9e-6, 4 * MIB: 28.4e-6, 16 * MIB: 58.4e-6, 64 * MIB: 162.6e-6,
+                            256 * MIB: 552.7e-6, 1024 * MIB: 2.006e-3, 4096 * MIB: 7.37e-3},
+    Collective.REDUCE_SCATTER: {4096: 10.2e-6, MIB: 15.2e-6, 4 * MIB: 26.6e-6, 16 * MIB: 56.8e-6, 64 * MIB: 166.1e-6,
+                                256 * MIB: 569.5e-6, 1024 * MIB: 1.983e-3, 4096 * MIB: 7.374e-3},
+    Collective.BROADCAST: {4096: 8.0e-6, MIB: 14.9e-6, 4 * MIB: 26.7e-6, 16 * MIB: 62.5e-6, 64 * MIB: 204.8e-6,
+                           256 * MIB: 746.1e-6, 1024 * MIB: 2.918e-3, 4096 * MIB: 11.58e-3},
+}  # fmt: skip
+"""Of two H200 without NVLink's multicast, by bytes; short ones from CUDA graphs."""
+MEASURED_MS = [
+    ("small", Parallel.DDP_FLAT, False, 1.63), ("small", Parallel.DDP_OVERLAP, False, 2.36),
+    ("small", Parallel.DDP, False, 2.28), ("small", Parallel.FSDP, False, 2.57), ("small", Parallel.FSDP2, False, 2.22),
+    ("xl", Parallel.DDP_NAIVE, False, 34.34), ("xl", Parallel.DDP_FLAT, False, 22.75),
+    ("xl", Parallel.DDP_OVERLAP, False, 35.13), ("xl", Parallel.DDP, False, 34.60), ("xl", Parallel.FSDP, False, 30.16),
+    ("xl", Parallel.FSDP2, False, 26.31), ("xl", Parallel.DDP_OVERLAP, True, 61.65),
+]  # fmt: skip
+"""NCCL's kernels in a step of these sizes on the same GPUs, each as long as on the rank that came last to it."""
+
+
+@pytest.mark.parametrize(("size", "way", "shard_optimizer", "milliseconds"), MEASURED_MS)
+def test_the_time_is_that_of_the_kernels_of_a_step(size, way, shard_optimizer, milliseconds) -> None:
+    config = RunConfig(
+        size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA), precision=Precision.BF16,
+        device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way, ranks=2, shard_optimizer=shard_optimizer,
+    )  # fmt: skip
+    assert 1e3 * time_s(calls(config), H200_S) == pytest.approx(milliseconds, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(size="small", model=SIZES["small"]),
+        RunConfig(size="custom", model=SIZES["tiny"], parallel=Parallel.DDP, ranks=2, model_factory="package:model"),
+    ],
+)
+def test_what_is_not_known_has_no_calls(config) -> None:
+    assert calls(config) is None
