@@ -5,39 +5,30 @@ its stream wait for the gather, because what it launches next computes with the 
 has such ranges for torch.profiler: FSDP::all_gather, and FSDP::all_gather_copy_out, whose kernels need the gather.
 """
 
+import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
+import pandas as pd
 
 from cs336_systems.analysis.columns import Ints, groups
 from cs336_systems.analysis.kernels.attribution import Attribution
 from cs336_systems.analysis.kernels.collectives import NO_COLLECTIVE
 from cs336_systems.analysis.kernels.device_time import Jobs
-from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase
+from cs336_systems.analysis.kernels.phases import NO_ROWS, PHASES
 from cs336_systems.analysis.kernels.step_profile import GatherTimes
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace
 from cs336_systems.analysis.kernels.windows import Selection
 
-_UNIT_OF_PYTORCH = r"(?: \((?:model\.)?(.+)\))?"
+_UNIT_OF_PYTORCH = r"(?: \((?:model\.)?(?P<path>.+)\))?"
 """The unit in the name of a range of PyTorch; `model` is the one in this project's module of model and loss."""
-_GATHER = re.compile(rf"gather (.+)|FSDP::all_gather{_UNIT_OF_PYTORCH}")
-_WAIT = re.compile(rf"wait (.+)|FSDP::all_gather_copy_out{_UNIT_OF_PYTORCH}")
+_RANGE = re.compile(
+    rf"(?P<kind>gather|wait) (?P<unit>.+)|FSDP::all_gather(?P<copies>_copy_out)?{_UNIT_OF_PYTORCH}", re.DOTALL
+)
+_GATHER, _WAIT = 0, 1
 REST = "rest"
 """The unit of what belongs to no other one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gather:
-    """One gather that the program waited for."""
-
-    unit: str
-    needed: int
-    """Row of `Jobs` of what was launched first after the wait."""
-    ran_ns: int
-    lead_ns: int
-    waited_ns: int
 
 
 def gather_times(jobs: Jobs, attribution: Attribution, selection: Selection) -> tuple[GatherTimes, ...]:
@@ -47,96 +38,96 @@ def gather_times(jobs: Jobs, attribution: Attribution, selection: Selection) -> 
     when the job before it on its stream has ended or, if that is later, when the host begins to launch it: without the
     gather it could start then. A gather that nothing waits for, or whose kernels are not in the file, is left out.
     """
-    found: dict[tuple[str, LaunchPhase], list[_Gather]] = {}
-    for gather in _gathers(jobs, attribution.trace, selection):
-        if jobs.step[gather.needed] >= 0:
-            found.setdefault((gather.unit, PHASES[jobs.phase[gather.needed]]), []).append(gather)
-    steps = range(len(selection.steps))
-    return tuple(
-        _times(unit, phase, [[each for each in own if jobs.step[each.needed] == step] for step in steps])
-        for (unit, phase), own in found.items()
-    )
+    found = _gathers(jobs, attribution.trace, selection)
+    found = found[found["step"] >= 0].sort_values("needed_ns", kind="stable")
+    return tuple(_times(own, len(selection.steps)) for _, own in found.groupby(["unit", "phase"], sort=False))
 
 
-def _times(unit: str, phase: LaunchPhase, steps: Sequence[Sequence[_Gather]]) -> GatherTimes:
+def _times(found: pd.DataFrame, num_steps: int) -> GatherTimes:
+    """The times of gathers of one unit that one phase needed."""
+    by_step = found.groupby("step").agg({"ran_ns": "sum", "lead_ns": "min", "waited_ns": "sum"}) / 1e9
+    by_step = by_step.reindex(range(num_steps))
     return GatherTimes(
-        unit=unit,
-        phase=phase,
-        ran_s=tuple(sum(each.ran_ns for each in own) / 1e9 for own in steps),
-        lead_s=tuple(min(each.lead_ns for each in own) / 1e9 if own else None for own in steps),
-        waited_s=tuple(sum(each.waited_ns for each in own) / 1e9 for own in steps),
+        unit=found["unit"].iloc[0],
+        phase=PHASES[found["phase"].iloc[0]],
+        ran_s=tuple(by_step["ran_ns"].fillna(0.0).tolist()),
+        lead_s=tuple(None if math.isnan(lead_s) else lead_s for lead_s in by_step["lead_ns"].tolist()),
+        waited_s=tuple(by_step["waited_ns"].fillna(0.0).tolist()),
     )
 
 
-def _gathers(jobs: Jobs, trace: Trace, selection: Selection) -> list[_Gather]:
-    """All gathers that the program waited for, in the order in which they were needed."""
-    sending = np.flatnonzero(jobs.collective != NO_COLLECTIVE)
-    kernels_of = {index: sending[rows] for index, rows in groups(jobs.module[sending])}
-    needs, found = _Needs(jobs), []
-    for unit, gathers, waits in _by_unit(trace):
-        start, wait = trace.ranges.start_ns[gathers], trace.ranges.start_ns[waits]
-        following = np.append(start[1:], MAX_TIME_NS)
-        at = np.searchsorted(wait, start)
-        has_wait = np.append(wait, MAX_TIME_NS)[at] < following
-        for gather, index in zip(gathers[has_wait].tolist(), at[has_wait].tolist(), strict=True):
-            process = int(selection.process_of(trace.ranges.process[[gather]])[0])
-            needed, ready_ns = needs.after(process, int(trace.ranges.start_ns[waits[index]]))
-            if gather in kernels_of and needed >= 0:
-                start_ns, end_ns = jobs.start_ns[kernels_of[gather]].min(), jobs.end_ns[kernels_of[gather]].max()
-                lead_ns, most_ns = int(ready_ns - end_ns), int(jobs.start_ns[needed] - ready_ns)
-                waited_ns = max(min(-lead_ns, most_ns), 0)
-                found.append(
-                    _Gather(
-                        unit=unit, needed=needed, ran_ns=int(end_ns - start_ns), lead_ns=lead_ns, waited_ns=waited_ns
-                    )
-                )
-    return sorted(found, key=lambda gather: int(jobs.launch_ns[gather.needed]))
+def _gathers(jobs: Jobs, trace: Trace, selection: Selection) -> pd.DataFrame:
+    """All gathers that the program waited for and whose kernels are known, with the step and phase that needed them."""
+    found = _pairs(trace)
+    needed, ready = _needs(
+        jobs, selection.process_of(trace.ranges.process[found["gather"]]), trace.ranges.start_ns[found["wait"]]
+    )
+    rows = np.flatnonzero(jobs.collective != NO_COLLECTIVE)
+    kernels = pd.DataFrame({"gather": jobs.module[rows], "start": jobs.start_ns[rows], "end": jobs.end_ns[rows]})
+    ran = kernels.groupby("gather").agg({"start": "min", "end": "max"})
+    found = found.assign(needed=needed, ready=ready).join(ran, on="gather", how="inner")
+    found = found[found["needed"] >= 0]
+    needed, ready, end = (found[name].to_numpy() for name in ("needed", "ready", "end"))
+    most = jobs.start_ns[needed] - ready
+    return pd.DataFrame(
+        {
+            "unit": found["unit"].to_numpy(),
+            "phase": jobs.phase[needed],
+            "step": jobs.step[needed],
+            "needed_ns": jobs.launch_ns[needed],
+            "ran_ns": end - found["start"].to_numpy(),
+            "lead_ns": ready - end,
+            "waited_ns": np.clip(end - ready, 0, np.maximum(most, 0)),
+        }
+    )
 
 
-def _by_unit(trace: Trace) -> Iterator[tuple[str, Ints, Ints]]:
-    """Yield each unit of each process, its ranges of gathers and those of waits, both in the order of their start."""
-    ranges = trace.ranges
-    order = np.argsort(ranges.start_ns, kind="stable")
-    waits_of = {_unit(found): name for name, found in _matching(_WAIT, trace.strings)}
-    for name, found in _matching(_GATHER, trace.strings):
-        unit = _unit(found)
-        gathers, waits = order[ranges.name[order] == name], order[ranges.name[order] == waits_of.get(unit, -1)]
-        for process, rows in groups(ranges.process[gathers]):
-            yield unit, gathers[rows], waits[ranges.process[waits] == process]
+def _pairs(trace: Trace) -> pd.DataFrame:
+    """The unit and the range of each gather, and the range of the first wait for it before the unit's next gather."""
+    ranges, kinds = trace.ranges, dict(_names(trace.strings))
+    rows = np.flatnonzero(np.isin(ranges.name, list(kinds)))
+    marks = pd.DataFrame(
+        {
+            "process": ranges.process[rows],
+            "unit": [kinds[name][1] for name in ranges.name[rows].tolist()],
+            "start": ranges.start_ns[rows],
+            "kind": [kinds[name][0] for name in ranges.name[rows].tolist()],
+            "gather": rows,
+        }
+    )
+    marks = marks.sort_values(["process", "unit", "start", "kind"], kind="stable")
+    following = marks.groupby(["process", "unit"])[["kind", "gather"]].shift(-1, fill_value=-1)
+    is_awaited = (marks["kind"] == _GATHER) & (following["kind"] == _WAIT)
+    return marks.assign(wait=following["gather"])[is_awaited][["unit", "gather", "wait"]]
 
 
-def _matching(pattern: re.Pattern[str], strings: Sequence[str]) -> Iterator[tuple[int, re.Match[str]]]:
-    """Yield the indices of the strings that match, with their matches."""
+def _names(strings: tuple[str, ...]) -> Iterator[tuple[int, tuple[int, str]]]:
+    """Yield the index of each string that names a gather or a wait, with which of them it is, and the unit."""
     for index, text in enumerate(strings):
-        if found := pattern.fullmatch(text):
-            yield index, found
+        if found := _RANGE.fullmatch(text):
+            is_wait = found["kind"] == "wait" or found["copies"] is not None
+            yield index, (_WAIT if is_wait else _GATHER, found["unit"] or found["path"] or REST)
 
 
-def _unit(found: re.Match[str]) -> str:
-    return found[1] or found[2] or REST
+def _needs(jobs: Jobs, process: Ints, time_ns: Ints) -> tuple[Ints, Ints]:
+    """The row of what each process launched first from a time on (-1 for none), and when that was ready."""
+    rows = np.flatnonzero(jobs.is_launched & (jobs.collective == NO_COLLECTIVE))
+    rows = rows[np.lexsort((jobs.start_ns[rows], jobs.launch_ns[rows]))]
+    by_process = {number: rows[own] for number, own in groups(jobs.process[rows])}
+    needed = np.full(len(process), -1, dtype=np.int64)
+    for number, asked in groups(process):
+        own = by_process.get(number, NO_ROWS)
+        needed[asked] = np.append(own, -1)[np.searchsorted(jobs.launch_ns[own], time_ns[asked])]
+    ready = np.maximum(_ended_before(jobs), jobs.launch_ns)
+    return needed, np.append(ready, 0)[needed]
 
 
-class _Needs:
-    """Looks up what a process launched first after a time, and when that was ready."""
-
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
-        by_stream = np.lexsort((jobs.start_ns, jobs.stream, jobs.device, jobs.process))
-        same = np.ones(len(by_stream), dtype=np.bool_)
-        for column in (jobs.stream, jobs.device, jobs.process):
-            same[1:] &= column[by_stream[1:]] == column[by_stream[:-1]]
-        self._before_ns = np.full(len(by_stream), -MAX_TIME_NS, dtype=np.int64)
-        """End of the job before each one on its stream."""
-        self._before_ns[by_stream[1:]] = np.where(same[1:], jobs.end_ns[by_stream[:-1]], -MAX_TIME_NS)
-        rows = np.flatnonzero(jobs.is_launched & (jobs.collective == NO_COLLECTIVE))
-        rows = rows[np.lexsort((jobs.start_ns[rows], jobs.launch_ns[rows]))]
-        self._by_process = {process: rows[own] for process, own in groups(jobs.process[rows])}
-
-    def after(self, process: int, time_ns: int) -> tuple[int, int]:
-        """The row of the job, -1 if there is none, and when it could have started but for a collective."""
-        rows = self._by_process.get(process, np.zeros(0, dtype=np.int64))
-        at = int(np.searchsorted(self._jobs.launch_ns[rows], time_ns))
-        if at == len(rows):
-            return -1, 0
-        row = int(rows[at])
-        return row, int(max(self._before_ns[row], self._jobs.launch_ns[row]))
+def _ended_before(jobs: Jobs) -> Ints:
+    """When the job before each one on its stream ended; long ago for the first."""
+    order = np.lexsort((jobs.start_ns, jobs.stream, jobs.device, jobs.process))
+    is_same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)
+    for column in (jobs.stream, jobs.device, jobs.process):
+        is_same &= column[order[1:]] == column[order[:-1]]
+    ended = np.full(len(order), -MAX_TIME_NS, dtype=np.int64)
+    ended[order[1:]] = np.where(is_same, jobs.end_ns[order[:-1]], -MAX_TIME_NS)
+    return ended

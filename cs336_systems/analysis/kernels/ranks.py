@@ -14,6 +14,7 @@ from cs336_systems.analysis.kernels.phases import Codes
 from cs336_systems.analysis.kernels.step_profile import RankTimes, StepProfile, Work
 from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.analysis.kernels.windows import select
+from cs336_systems.config import MAX_RANKS
 
 _RANGE = re.compile(r"rank (\d{1,6})", re.ASCII)
 """Name of the range that each rank puts around its measured steps (`ranges.rank_range`)."""
@@ -51,7 +52,7 @@ def by_rank(trace: Trace) -> dict[int, Trace]:
     of_ranks = np.isin(trace.ranges.name, list(named))
     pairs = zip(trace.ranges.name[of_ranks].tolist(), trace.ranges.process[of_ranks].tolist(), strict=True)
     process_of = dict(sorted((named[name], process) for name, process in pairs))
-    if len(set(process_of.values())) < 2:
+    if not 2 <= len(set(process_of.values())) <= MAX_RANKS:
         return {}
     return {rank: _of_process(trace, process) for rank, process in process_of.items()}
 
@@ -74,11 +75,9 @@ def collectives_of(attribution: Attribution) -> list[Collectives]:
     work, selection = attribution.trace.kernels, select(attribution)
     kind, step = collective_codes(work.name, attribution.trace.strings), selection.step_of(attribution.kernels.step)
     rows = np.flatnonzero((kind != NO_COLLECTIVE) & (step >= 0))
-    rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
-    return [
-        Collectives(kind=kind[rows[step[rows] == number]], duration_ns=work.duration_ns[rows[step[rows] == number]])
-        for number in range(len(selection.steps))
-    ]
+    rows = rows[np.lexsort((work.start_ns[rows], step[rows]))]
+    bounds = np.searchsorted(step[rows], np.arange(1, len(selection.steps)))
+    return [Collectives(kind=kind[own], duration_ns=work.duration_ns[own]) for own in np.split(rows, bounds)]
 
 
 def rank_times(

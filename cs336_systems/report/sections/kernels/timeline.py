@@ -27,7 +27,8 @@ SHORTEST_GAP = 1 / 400
 """Share of the step's time; shorter gaps cannot be seen."""
 CHARACTER = 0.0122
 """Width of one character of a phase's name, as a share of the step's time."""
-SHORT_NAMES = {LaunchPhase.FORWARD: "fwd", LaunchPhase.BACKWARD: "bwd", LaunchPhase.OPTIMIZER: "opt."}
+SHORT_NAMES = {LaunchPhase.FORWARD: "fwd", LaunchPhase.BACKWARD: "bwd", LaunchPhase.COMMUNICATION: "comm.",
+               LaunchPhase.OPTIMIZER: "opt."}  # fmt: skip
 """Names of phases that are too short for the whole name."""
 EDGE = 0.01
 """Share of the step's time; a phase that ends this close to either end of the step needs no line."""
