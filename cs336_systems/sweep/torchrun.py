@@ -44,11 +44,12 @@ def measure_as_rank(
     meeting = _Meeting(runs.with_name(f".torchrun-{os.environ.get(_RUN_ID, 'run')}-{os.getppid()}"), config, rank.ranks)
     meeting.directory.mkdir(parents=True, exist_ok=True)
     agent = os.getppid()
-    die_with_forker(signal.SIGKILL if rank.rank else signal.SIGTERM)
     if rank.rank:
+        die_with_forker(signal.SIGKILL)
         meeting.bring(rank.rank, measured())
         return None
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    die_with_forker(signal.SIGTERM)
     started_at, done = datetime.now(UTC).isoformat(timespec="seconds"), threading.Event()
 
     def watch() -> None:
@@ -66,7 +67,7 @@ def measure_as_rank(
     done.set()
     meeting.bring(0, own)
     meeting.wait()
-    record = meeting.conclusion(started_at)
+    record = meeting.conclusion(started_at, is_alone=os.getppid() != agent)
     shutil.rmtree(meeting.directory, ignore_errors=True)
     return record
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ def _kill():
 
 
 def _hang():
+    Path("hangs").touch()
     time.sleep(1000)
 
 
