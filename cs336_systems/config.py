@@ -106,6 +106,7 @@ class Parallel(StrEnum):
     DDP_NAIVE = "ddp-naive"
     DDP_FLAT = "ddp-flat"
     DDP_OVERLAP = "ddp-overlap"
+    DDP_PUSH = "ddp-push"
     DDP = "ddp"
     FSDP = "fsdp"
     FSDP2 = "fsdp2"
@@ -119,6 +120,11 @@ class Parallel(StrEnum):
     def takes_any_tensor(self) -> bool:
         """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs hold the collectives."""
         return self not in (Parallel.DDP, Parallel.FSDP2)
+
+    @property
+    def writes_to_others(self) -> bool:
+        """Whether a rank writes to the other ranks' memory itself, and so must see their GPUs."""
+        return self is Parallel.DDP_PUSH
 
 
 class Profiler(StrEnum):
@@ -282,7 +288,7 @@ _FUSED_OPTIMIZER = _needs(
     "--optimizer {config.optimizer}",
 )  # fmt: skip
 _WHOLE_GRADIENTS = _needs(
-    "a way that leaves all gradients to each rank (--parallel ddp-naive, ddp-flat, ddp-overlap or ddp)",
+    "a way that leaves all gradients to each rank (--parallel ddp-naive, ddp-flat, ddp-overlap, ddp-push or ddp)",
     lambda run: run.parallel is not Parallel.NONE and not run.parallel.shards_parameters,
     "--parallel {config.parallel}",
 )  # fmt: skip
@@ -548,7 +554,8 @@ class RunConfig:
         Parallel,
         Setting(
             "Share each step among --ranks processes, each with its own batch. Ours: ddp-naive (one all-reduce for "
-            "each parameter after backward), ddp-flat (one for all), ddp-overlap (during backward), fsdp (parameters "
+            "each parameter after backward), ddp-flat (one for all), ddp-overlap (during backward), ddp-push (during "
+            "backward, by copies to the other GPUs, which leave matrix products all of theirs), fsdp (parameters "
             "sharded, gathered ahead of use). PyTorch's: ddp (DistributedDataParallel), fsdp2 (fully_shard).",
             plural="parallel", word="", label=1, note="{}", axis="way to share a step",
             rules=(

@@ -37,8 +37,10 @@ def sent_bytes(config: RunConfig) -> int | None:
     if not config.is_shared or config.model_factory is not None or config.parallel is Parallel.FSDP2:
         return None
     ranks, parameters = config.ranks, count_parameters(config.model)
+    if config.parallel is Parallel.DDP_PUSH:
+        return _pushed_bytes(config)
     if config.cast_once and config.parallel is not Parallel.FSDP:
-        return round(_bytes_with_copies(config) * (ranks - 1) / ranks)
+        return round(2 * _bytes_with_copies(config) * (ranks - 1) / ranks)
     if config.parallel is not Parallel.FSDP:
         times = 3 if config.shard_optimizer else 2  # the broadcasts of what each rank has updated
         return round(times * FP32_BYTES * parameters * (ranks - 1) / ranks)
@@ -56,8 +58,27 @@ def sent_bytes(config: RunConfig) -> int | None:
     return round(payload * (ranks - 1) / ranks)
 
 
+def _pushed_bytes(config: RunConfig) -> int:
+    """Every rank copies what another one averages to it, and all-reduces 4 bytes to say so, and to hear it was used.
+
+    Of the shared optimizer's copies, each rank copies its part to every other one.
+    """
+    ranks, parameters = config.ranks, count_parameters(config.model)
+    flags = 2 * 2 * 4 * (ranks - 1) / ranks
+    if not config.cast_once:
+        broadcasts = FP32_BYTES * parameters * (ranks - 1) / ranks if config.shard_optimizer else 0
+        return round((ranks - 1) * FP32_BYTES * parameters + flags + broadcasts)
+    every = _bytes_with_copies(config)
+    if not config.shard_optimizer:
+        return round((ranks - 1) * every + flags)
+    model = config.model
+    biases = model.num_layers * (5 * model.d_model + model.d_ff) if model.arch is Arch.GPT2 else 0
+    vectors = FP32_BYTES * _norm_elements(model) + BF16_BYTES * biases
+    return round((ranks - 1) * vectors + 2 * (every - vectors) * (ranks - 1) / ranks + 1.5 * flags)
+
+
 def _bytes_with_copies(config: RunConfig) -> int:
-    """Bytes of the collectives of the fast model; an all-reduce counts twice.
+    """Bytes of the tensors of the fast model whose gradients are averaged.
 
     The optimizer's shares are scattered averages and gathered copies, so of matrices as much is sent in either case,
     but for the rows that pad the head, which are averaged and not shared out.
@@ -69,7 +90,7 @@ def _bytes_with_copies(config: RunConfig) -> int:
     copied = count_parameters(model) - read + (table if is_gpt2 else 0)
     if not config.shard_optimizer:
         copied += -model.vocab_size % config.pad_vocabulary * model.d_model
-    return 2 * (FP32_BYTES * read + BF16_BYTES * copied)
+    return FP32_BYTES * read + BF16_BYTES * copied
 
 
 def _norm_elements(model: ModelConfig) -> int:

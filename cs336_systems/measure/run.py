@@ -279,16 +279,17 @@ def _look_inside(
 ) -> tuple[Traffic, ...] | None:
     """Run one more step, not timed; count what this rank sends in it, and note what it keeps.
 
-    None for a step that is not shared, which takes no such step.
+    None for a step that is not shared, which takes no such step. It does not replay a graph, because a replay calls no
+    collectives, it launches those that the graph holds, and the graph's gradients are not to be seen.
     """
     if step.way is None:
         return None
+    step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
     counter, looking = TrafficCounter(), MomentClock(clock, step)
     with counter:
         step(looking)
-    if step.graph is None:  # the gradients in a graph are not to be seen
-        moments += looking.moments
+    moments += looking.moments
     return counter.traffic()
 
 

@@ -8,16 +8,20 @@ parameter without a gradient has none on any rank.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cs336_systems.parallel.collectives import (
     Averaging,
     check_same_gradients,
     flattened,
+    own_part,
     parts_of,
     take_from_rank_0,
 )
+from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that are averaged together while backward goes on, as in PyTorch's DistributedDataParallel."""
@@ -126,6 +130,66 @@ class OverlapDDP(NaiveDDP):
             bucket = _Bucket([self._leaves[number] for number in numbers])
             self._buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(numbers, bucket)
+
+
+class PushDDP(NaiveDDP):
+    """Every rank copies its gradients to the others while backward goes on, and adds up those that it has received.
+
+    The copies need room for a gradient of each other rank. On GPUs they take no multiprocessor (see parallel/peers.py).
+    Gradients are divided by the number of ranks where backward begins, at the module's output. They are added up in the
+    order of the ranks, so that all ranks get the same.
+    """
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None) -> None:
+        super().__init__(module, leaves)
+        rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._others = [other for other in range(self._ranks) if other != rank]
+        self._received = [shared_rows(_own(leaf, leaf.tensor.detach()), self._ranks - 1) for leaf in self._leaves]
+        """Of each leaf, a row for the gradient of each other rank, in the order of the ranks."""
+        theirs = of_all_ranks(self._received)
+        row_there = {other: rank if rank < other else rank - 1 for other in self._others}
+        self._targets = [
+            [theirs[other][number][row_there[other]] for other in self._others] for number in range(len(self._leaves))
+        ]
+        self._pushes = Pushes(self._leaves[0].tensor.device)
+        for number, leaf in enumerate(self._leaves):
+            leaf.tensor.register_post_accumulate_grad_hook(lambda _, number=number: self._push(number))
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        output = super().forward(*inputs, **named_inputs)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: gradient / self._ranks)
+        return output
+
+    def _push(self, number: int) -> None:
+        leaf = self._leaves[number]
+        gradient = _gradient(leaf.tensor).view(-1)
+        if leaf.shared_elements:
+            parts = gradient[: leaf.shared_elements].view(self._ranks, -1)
+            sources = [parts[other] for other in self._others]
+        else:
+            sources = [gradient for _ in self._others]
+        self._pushes.start(list(zip(sources, self._targets[number], strict=True)))
+
+    @torch.no_grad()
+    def _average(self, leaves: Sequence[Leaf]) -> None:
+        self._pushes.finish()
+        rank = dist.get_rank()
+        received = {id(leaf.tensor): rows for leaf, rows in zip(self._leaves, self._received, strict=True)}
+        for leaf in leaves:
+            own, rows = _own(leaf, _gradient(leaf.tensor)), received[id(leaf.tensor)]
+            in_order = [*rows[:rank], own, *rows[rank:]]
+            first, others = in_order[0], in_order[1:]
+            for count, other in enumerate(others, start=1):
+                torch.add(first, other, out=own if count == len(others) else first)
+        self._pushes.meet()
+
+
+def _own(leaf: Leaf, tensor: Tensor) -> Tensor:
+    """The elements, as one axis, whose average this rank gets."""
+    flat = tensor.view(-1)
+    return own_part(flat[: leaf.shared_elements]) if leaf.shared_elements else flat
 
 
 class _Bucket:

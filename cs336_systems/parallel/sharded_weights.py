@@ -6,6 +6,7 @@ average gradient only, and gives the others its part of the updated copy (ZeRO-2
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.fast.weights import ALIGNMENT, Place, Weight
 from cs336_systems.parallel.collectives import grouped, own_part
 from cs336_systems.parallel.data_parallel import Leaf
+from cs336_systems.parallel.peers import Pushes, of_all_ranks
 from cs336_systems.parallel.units import parameters_of
 
 BUCKET_BYTES = 64 * 2**20
@@ -72,7 +74,7 @@ class ShardedMasterAdamW(MasterAdamW):
     exchange what they have updated in buckets, each while the next one is updated.
     """
 
-    def __init__(self, model: FastLM, lr: float) -> None:
+    def __init__(self, model: FastLM, lr: float, *, pushes: bool = False) -> None:
         packs = list(packs_of(model))
         self._own = [_own_weights(pack) for pack in packs]
         self._names = [pack.names for pack in packs]
@@ -84,18 +86,18 @@ class ShardedMasterAdamW(MasterAdamW):
                     weight.master.data = weight.master.new_empty(0)
         super().__init__([weight for own in self._own for weight in own], lr)
         self._buckets = _buckets(self._own, self._exchanged)
+        every = [tensor for exchanged in self._exchanged for tensor in exchanged]
+        self._exchange = _PushedParts(every) if pushes else _Gathers()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update this rank's part, and exchange it."""
         del closure
         self._steps += 1
-        exchanges = []
         for number, (weights, exchanged) in enumerate(self._buckets):
             self._update(weights, number)
-            exchanges += grouped(lambda whole: dist.all_gather_into_tensor(whole, own_part(whole)), exchanged)
-        for exchange in exchanges:
-            exchange.wait()
+            self._exchange.start(exchanged)
+        self._exchange.finish()
 
     @property
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
@@ -122,6 +124,43 @@ class ShardedMasterAdamW(MasterAdamW):
 def name_weights(names: Sequence[str], own: Sequence[Weight]) -> Iterator[tuple[str, Weight]]:
     """The weights of a pack with their names; one that is a part of several with all of them."""
     yield from zip(names, own, strict=True) if len(names) == len(own) else ((" + ".join(names), own[0]),)
+
+
+class _Gathers:
+    """Gives each rank the parts of tensors that the others have updated, by all-gather."""
+
+    def __init__(self) -> None:
+        self._started: list[Any] = []
+
+    def start(self, tensors: Sequence[Tensor]) -> None:
+        """Start with these tensors, of which this rank has updated its part."""
+        self._started += grouped(lambda whole: dist.all_gather_into_tensor(whole, own_part(whole)), tensors)
+
+    def finish(self) -> None:
+        """Wait for all."""
+        for gather in self._started:
+            gather.wait()
+        self._started.clear()
+
+
+class _PushedParts:
+    """The same, by copies to the memory of the others."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        rank = dist.get_rank()
+        others = [theirs for number, theirs in enumerate(of_all_ranks(tensors)) if number != rank]
+        self._targets = {
+            id(tensor): [own_part(theirs[number]) for theirs in others] for number, tensor in enumerate(tensors)
+        }
+        self._pushes = Pushes(tensors[0].device)
+
+    def start(self, tensors: Sequence[Tensor]) -> None:
+        """Start with these tensors, of which this rank has updated its part."""
+        self._pushes.start([(own_part(tensor), target) for tensor in tensors for target in self._targets[id(tensor)]])
+
+    def finish(self) -> None:
+        """Wait for all."""
+        self._pushes.finish()
 
 
 def packs_of(model: FastLM) -> Iterator[Pack]:

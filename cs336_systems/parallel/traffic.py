@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,12 @@ _OUTPUT_FIRST = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_ten
 """Operators whose whole tensors are their second argument."""
 
 
+@torch.library.custom_op("cs336_systems::push", mutates_args=("target",))
+def push(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor to another rank's memory; an operator of its own so that it is counted."""
+    target.copy_(source, non_blocking=True)
+
+
 class TrafficCounter(TorchDispatchMode):
     """Counts in its context every collective that this process calls, on any thread of autograd.
 
@@ -46,6 +53,8 @@ class TrafficCounter(TorchDispatchMode):
         if func.namespace == "c10d" and (name := func.__name__.partition(".")[0]) in SENDS:
             whole = tree_leaves(args[1 if name in _OUTPUT_FIRST else 0])
             self._payloads.setdefault(name, []).append(_bytes(whole))
+        if func is torch.ops.cs336_systems.push.default:
+            self._payloads.setdefault("push", []).append(_bytes([args[0]]))
         return func(*args, **(kwargs or {}))
 
     def traffic(self) -> tuple[Traffic, ...]:
@@ -56,7 +65,9 @@ class TrafficCounter(TorchDispatchMode):
                 collective=name.strip("_").removesuffix("_base"),
                 count=len(payloads),
                 payload_bytes=sum(payloads),
-                sent_bytes=round(SENDS[name] * sum(payloads) * (ranks - 1) / ranks),
+                sent_bytes=sum(payloads)
+                if name == "push"
+                else round(SENDS[name] * sum(payloads) * (ranks - 1) / ranks),
             )
             for name, payloads in sorted(self._payloads.items())
         )

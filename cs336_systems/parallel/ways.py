@@ -10,7 +10,7 @@ from cs336_systems.config import Parallel, Precision, RunConfig
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable
-from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP
+from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP, PushDDP
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_copies import CopyFSDP
@@ -53,6 +53,8 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
             return FlatDDP(module, leaves)
         case Parallel.DDP_OVERLAP:
             return OverlapDDP(module, leaves)
+        case Parallel.DDP_PUSH:
+            return PushDDP(module, leaves)
         case Parallel.DDP:
             return TorchDDP(module)
         case Parallel.FSDP:
@@ -77,6 +79,6 @@ def make_shared_optimizer(trainable: Trainable, config: RunConfig) -> torch.opti
     if not config.shard_optimizer:
         return trainable.make_optimizer()
     if model := _with_copies(trainable):
-        return ShardedMasterAdamW(model, config.learning_rate)
+        return ShardedMasterAdamW(model, config.learning_rate, pushes=config.parallel is Parallel.DDP_PUSH)
     make = functools.partial(make_optimizer, config.optimizer)
     return ShardedOptimizer(trainable.model.parameters(), make, lr=config.learning_rate)

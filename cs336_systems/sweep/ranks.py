@@ -21,7 +21,7 @@ from time import monotonic
 import msgspec
 
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.parallel.rank import Rank
+from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.record import Failure, RunRecord, Status
 from cs336_systems.sweep.isolation import end_in_words, signal_name
 from cs336_systems.sweep.merge import merge
@@ -140,7 +140,7 @@ def _started(
     try:
         for rank in ranks:
             pipe, other = context.Pipe(duplex=False)
-            gpu = gpu_uuids[rank.rank] if gpu_uuids else None
+            gpu = devices_of(rank.rank, gpu_uuids, all_of_them=config.parallel.writes_to_others) if gpu_uuids else None
             process = context.Process(target=_measure_rank, args=(config, rank, gpu, places, profile, other))
             process.start()
             other.close()

@@ -18,7 +18,7 @@ from time import monotonic, sleep
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.parallel.rank import Rank
+from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.record import Failure, RunRecord, Status, encode_record, read_record
 from cs336_systems.sweep.merge import merge
 from cs336_systems.sweep.process import die_with_forker
@@ -31,7 +31,8 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 def see_own_gpu(config: RunConfig, rank: Rank) -> None:
     """Leave this process one GPU, its own; call it before anything has asked CUDA for its devices."""
     if config.device is Device.CUDA:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank.rank].uuid
+        uuids = [gpu.uuid for gpu in visible_gpus()[: rank.ranks]]
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank.rank, uuids, all_of_them=config.parallel.writes_to_others)
 
 
 def measure_as_rank(

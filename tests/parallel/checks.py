@@ -19,7 +19,7 @@ from cs336_systems.measure import memory as memory_recording
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP
+from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
@@ -34,6 +34,7 @@ WAYS = {
     "ddp-naive": NaiveDDP,
     "ddp-flat": FlatDDP,
     "ddp-overlap": functools.partial(OverlapDDP, bucket_bytes=8000),
+    "ddp-push": PushDDP,
     "ddp": TorchDDP,
     "fsdp": FSDP,
     "fsdp2": TorchFSDP,

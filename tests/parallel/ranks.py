@@ -13,7 +13,7 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.parallel.group import group_of
-from cs336_systems.parallel.rank import Rank
+from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.sweep.isolation import fork_server, start
 from cs336_systems.sweep.process import die_with_parent
 
@@ -52,7 +52,7 @@ def ranks_of(count, gpu_uuids=()):
             for rank in range(count):
                 place = Rank(rank=rank, ranks=count, meeting=f"file://{scratch}/meeting", timeout_s=PATIENCE_S)
                 pipe, other = context.Pipe()
-                gpu = gpu_uuids[rank] if gpu_uuids else None
+                gpu = devices_of(rank, gpu_uuids, all_of_them=True) if gpu_uuids else None
                 process = context.Process(target=_serve, args=(place, gpu, other), daemon=True)
                 start(process)
                 other.close()

@@ -10,7 +10,7 @@ from tests.parallel import fast
 from tests.parallel.ranks import ranks_of
 
 pytestmark = pytest.mark.timeout(280)
-WAYS = ["ddp-naive", "ddp-flat", "ddp-overlap"]
+WAYS = ["ddp-naive", "ddp-flat", "ddp-overlap", "ddp-push"]
 ARCHS = ["cs336", "gpt2"]
 
 
@@ -74,5 +74,7 @@ def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch
     expected = sum(width * whole[name].numel() for width, names in by_type.items() for name in names)
     if not shard:  # averaged with the rows that pad it
         expected += 2 * (128 - shape.vocab_size) * shape.d_model
-    for *_, sent, _ in two.call("tests.parallel.fast:train", "ddp-overlap", arch, shard):
-        assert sent == expected == sent_bytes(fast.config_of(arch, "ddp-overlap", shard, 2))
+    # copies to the others are followed by all-reduces of 4 bytes
+    for way, flags in (("ddp-overlap", 0), ("ddp-push", 12 if shard else 8)):
+        for *_, sent, _ in two.call("tests.parallel.fast:train", way, arch, shard):
+            assert sent == expected + flags == sent_bytes(fast.config_of(arch, way, shard, 2))

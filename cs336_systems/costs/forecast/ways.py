@@ -108,6 +108,19 @@ class Flat(InPlace):
         self.replace(every, self.join(every))
 
 
+class Received(InPlace):
+    """Each rank keeps room for the gradients of every other one."""
+
+    def __init__(self, config: RunConfig, tape: Tape) -> None:
+        super().__init__(config, tape)
+        self._others = config.ranks - 1
+
+    def set_up(self, parameters: Mapping[str, int]) -> None:
+        for name in parameters:
+            size = str(self._others * self.elements[name])
+            self.tape.new(Category.GRADIENTS, "gradients received from other ranks", size, FP32_BYTES)
+
+
 class Buckets(InPlace):
     """PyTorch's DistributedDataParallel: buckets that are always there, of which the gradients become views.
 
@@ -423,6 +436,7 @@ WAYS: dict[Parallel, type[InPlace]] = {
     Parallel.DDP_NAIVE: InPlace,
     Parallel.DDP_FLAT: Flat,
     Parallel.DDP_OVERLAP: InPlace,
+    Parallel.DDP_PUSH: Received,
     Parallel.DDP: Buckets,
     Parallel.FSDP: FullySharded,
     Parallel.FSDP2: FullyShard,

@@ -1,0 +1,88 @@
+"""Memory of the other ranks on this host, which a rank writes itself.
+
+On GPUs the copies are made by copy engines over NVLink or PCIe, which take no multiprocessor: matrix products beside
+them keep all of theirs, while a kernel of NCCL takes some away for as long as it runs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from cs336_systems.parallel.traffic import push
+
+
+def shared_rows(like: Tensor, count: int) -> Tensor:
+    """Rows of as many elements as `like` has, which other ranks can write."""
+    if like.is_cuda:
+        return like.new_empty(count, like.numel())
+    storage = torch.UntypedStorage._new_using_filename_cpu(count * like.numel() * like.element_size())
+    return torch.empty(0, dtype=like.dtype).set_(storage, 0, (count, like.numel()))  # type: ignore[call-overload,no-any-return]
+
+
+def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors that each rank has given, by rank, in its own memory; every rank must give as many."""
+    handles = [_handle(tensor) for tensor in tensors]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, handles)
+    return [
+        [*tensors] if rank == dist.get_rank() else [make(*arguments) for make, arguments in theirs]
+        for rank, theirs in enumerate(found)
+    ]
+
+
+def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
+    if tensor.is_cuda:
+        return reductions.reduce_tensor(tensor.detach())
+    manager, name, size = tensor.untyped_storage()._share_filename_cpu_()
+    return _opened, (manager, name, size, tensor.dtype, tensor.shape, tensor.storage_offset())
+
+
+def _opened(manager: bytes, name: bytes, size: int, dtype: torch.dtype, shape: torch.Size, offset: int) -> Tensor:
+    storage = torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape)  # type: ignore[call-overload,no-any-return]
+
+
+class Pushes:
+    """Copies to other ranks' memory, which run beside the current stream until `finish`."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            _check_access()
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._flag = torch.zeros(1, device=device)
+
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each source to its target, once the current stream has made the sources."""
+        if self._stream is None:
+            for source, target in pairs:
+                push(source, target)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for source, target in pairs:
+                push(source, target)
+
+    def finish(self) -> None:
+        """Wait until every rank has made its copies. On a GPU the current stream waits, and the host does not."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self.meet()
+
+    def meet(self) -> None:
+        """Wait until every rank has come here; what it has been copied may be written anew after it has been read."""
+        dist.all_reduce(self._flag)
+
+
+def _check_access() -> None:
+    """Raise RuntimeError unless this rank can write to the GPUs of all ranks."""
+    here, there = torch.cuda.current_device(), range(torch.cuda.device_count())
+    reached = [other for other in there if other == here or torch.cuda.can_device_access_peer(here, other)]
+    if len(reached) < dist.get_world_size():
+        raise RuntimeError(
+            f"each of the {dist.get_world_size()} ranks must see the GPUs of all and be able to write to their memory; "
+            f"this one sees {len(there)} and can write to {len(reached)} with its own; use --parallel ddp-overlap"
+        )
