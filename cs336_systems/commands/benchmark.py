@@ -88,8 +88,8 @@ class BenchmarkArguments(Flags):
         settings = {"size": default_on(device, "size"), **asked, "precision": precision}
         if (rank := rank_from_environment()) is not None:
             settings["ranks"] = _ranks_of_torchrun(rank, settings)
-            if self._profiler() is not Profiler.NONE:
-                raise ValueError("torchrun cannot be combined with a profiler yet: use --ranks in its place")
+            if self._profiler() is Profiler.MEMORY:
+                raise ValueError("torchrun cannot be combined with --memory yet: use --ranks in its place")
         if self.global_batch_size is not None:
             settings["batch_size"] = batch_of_each(self.global_batch_size, settings["ranks"])
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
@@ -166,16 +166,17 @@ def run(arguments: BenchmarkArguments) -> int:
 
 def _run_as_rank(config: RunConfig, arguments: BenchmarkArguments, rank: Rank) -> int:
     """Be one of the ranks that torchrun started; rank 0 writes the record and prints."""
-    from cs336_systems.sweep.store import PROFILE_DIRECTORIES, make_writable, set_aside_run
+    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.sweep.store import PROFILE_DIRECTORIES, make_writable, profile_of_rank, set_aside_run
     from cs336_systems.sweep.torchrun import measure_as_rank, see_own_gpu
 
     see_own_gpu(config, rank)
-    runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
+    runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs").absolute()
 
     def measured() -> RunRecord:
         from cs336_systems.measure.run import measure
 
-        return measure(config, rank=rank)
+        return measure(config, profile=profile_of_rank(config, runs, rank.rank), rank=rank)
 
     def keep(record: RunRecord) -> None:
         write_record(record, runs)
@@ -192,11 +193,15 @@ def _run_as_rank(config: RunConfig, arguments: BenchmarkArguments, rank: Rank) -
         record = measure_as_rank(config, rank, runs, measured, keep)
         assert record is not None
         write_record(record, runs)
+        is_explained = True
+        if config.profiler is Profiler.KINETO:
+            with StatusLine() as status:
+                is_explained = explain_or_warn([record], runs, status, "explaining what was recorded")
         if print_json is not None:
             print_json(encode_record(record))
         else:
             _print(record, runs)
-    return status_of([record])
+    return status_of([record], () if is_explained else [config])
 
 
 def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> RunRecord:

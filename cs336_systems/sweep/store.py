@@ -90,6 +90,18 @@ def fresh_profile_path(config: RunConfig, runs: Path) -> Path | None:
     return raw
 
 
+def profile_of_rank(config: RunConfig, runs: Path, rank: int) -> Path | None:
+    """Path for what one rank records of itself, in a directory that is there; None if it records nothing.
+
+    The first rank's is that of the run; those of the others lie beside it, with their numbers.
+    """
+    if config.profiler in (Profiler.NONE, Profiler.NSYS):
+        return None
+    raw = raw_profile_path(config, runs)
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    return raw if not rank else raw.with_name(f"rank{rank}_{raw.name}")
+
+
 def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
     """Quarantine records that are damaged; raise SweepError for one that a later version of this program wrote."""
     if newer := [problem for problem in problems if problem.is_newer]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.cli import benchmark
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.sweep import SweepArguments, default_name
@@ -21,6 +22,7 @@ from cs336_systems.parallel.rank import rank_from_environment
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.isolation import fork_server, start
 from cs336_systems.sweep.process import die_with_parent
+from cs336_systems.sweep.store import kernel_profile_path
 from tests.faults.harness import eventually, processes_in
 
 pytestmark = pytest.mark.timeout(280)
@@ -65,16 +67,19 @@ def _rank(environment, directory, words):
     os._exit(benchmark([*FLAGS, *words]))
 
 
-def test_rank_0_writes_the_record_of_both(tmp_path):
-    with torchrun(tmp_path, ["--parallel", "ddp-overlap"]) as processes:
+def test_rank_0_writes_the_record_of_both_and_explains_their_traces(tmp_path):
+    with torchrun(tmp_path, ["--parallel", "ddp-overlap", "--profile"]) as processes:
         for process in processes:
             process.join(PATIENCE_S)
             assert process.exitcode == 0
-    ((record,), _) = load_records(tmp_path / "data/e2e_benchmark/single/runs")
+    single = tmp_path / "data/kineto_profiles/single"
+    ((record,), _) = load_records(single / "runs")
     assert record.status is Status.OK
     assert [each.rank for each in record.ranks] == [0, 1]
     assert record.config.ranks == 2
-    assert [path.name for path in (tmp_path / "data/e2e_benchmark/single").iterdir()] == ["runs"]
+    assert {path.name for path in single.iterdir()} == {"runs", "traces", "kernels"}
+    profile = decode_profile(kernel_profile_path(record.config, single / "runs").read_bytes())
+    assert [each.rank for each in profile.ranks] == [0, 1]
 
 
 @pytest.mark.parametrize(("fault", "words"), [("raises", "two and two are five"), ("killed", "without a record")])
@@ -132,7 +137,7 @@ def test_what_torchrun_sets_is_read_and_what_schedulers_set_is_not():
     [
         ([], "--parallel ddp-overlap"),
         (["--parallel", "ddp", "--ranks", "3"], "--ranks 3"),
-        (["--parallel", "ddp", "--profile"], "profiler"),
+        (["--parallel", "ddp", "--memory"], "--memory"),
     ],
 )
 def test_flags_that_contradict_torchrun(monkeypatch, capsys, tmp_path, words, message):
