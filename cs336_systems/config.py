@@ -550,6 +550,21 @@ class RunConfig:
             ),
         ),
     ] = False
+    expandable_segments: Annotated[
+        bool,
+        Setting(
+            "Let PyTorch's allocator grow its segments, so that hardly any memory is lost in gaps between tensors, for "
+            "steps that almost fill the GPU.",
+            is_shortcut=True, label=1, note="expandable segments",
+            rules=(
+                _needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}"),
+                Rule(
+                    lambda run: run.profiler is not Profiler.MEMORY,
+                    "{flag} cannot be combined with --memory: its history is that of fixed segments",
+                ),
+            ),
+        ),
+    ] = False
     parallel: Annotated[
         Parallel,
         Setting(

@@ -6,25 +6,26 @@ held throughout, what forward saves, and what the two fullest moments of backwar
 
 from dataclasses import replace
 
-from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Mode, RunConfig
+from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Profiler, RunConfig
 from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, parameters_by_component
 from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
-USABLE = 0.92
-"""Share of the memory beside the CUDA context that tensors may take: fragments, workspaces and NCCL need the rest."""
+USABLE = 0.96
+"""Share of the memory beside the CUDA context that tensors may take: gaps, workspaces and NCCL need the rest."""
 
 
 def with_checkpoints(config: RunConfig, memory_bytes: int) -> RunConfig:
     """The configuration with the checkpoints that cost least time of those with which its step fits.
 
     That is none, selective ones of which as many as fit keep their hidden activations, or one for each block; the last
-    also where not even these are enough. Settings that the forecast does not cover, or that have checkpoints already,
-    are left as they are.
+    also where not even these are enough. With checkpoints memory is scarce, so segments are expandable. Settings that
+    the forecast does not cover, or that have checkpoints already, are left as they are.
     """
     if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         return config
-    whole = replace(config, checkpoint_blocks=1)
+    expands = config.device is Device.CUDA and config.profiler is not Profiler.MEMORY
+    whole = replace(config, checkpoint_blocks=1, expandable_segments=expands)
     choices = [config]
     if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
         selective = replace(whole, selective_checkpoints=True)

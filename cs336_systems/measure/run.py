@@ -89,6 +89,8 @@ def measure(
 def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat | None) -> RunRecord:
     config = progress.config
     monitor = _find_gpu(progress)
+    if config.expandable_segments:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.manual_seed(config.seed)
     set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():

@@ -39,7 +39,7 @@ PARALLEL: Mapping[str, object] = MappingProxyType({"parallel": Parallel.NONE, "r
 """Columns of how ranks share a step, with their values where it is not shared."""
 OPTIONAL: tuple[Mapping[str, object], ...] = (
     PARALLEL,
-    MappingProxyType({"selective_checkpoints": False, "keep_hidden": 0}),
+    MappingProxyType({"selective_checkpoints": False, "keep_hidden": 0, "expandable_segments": False}),
 )
 """Groups of columns that CSV files have only if a run has another value than these in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
