@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile
-from cs336_systems.config import Parallel, RunConfig
+from cs336_systems.config import Parallel, Phase, RunConfig
+from cs336_systems.record import Measurement
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.report.sections.kernels.tables import phases
 from cs336_systems.studies.ceilings_files import NO_CEILINGS
 from tests.report.making import make_config, make_record
 from tests.report.sections.kernels.profiles import (
@@ -117,11 +119,11 @@ def test_gathers_by_hand() -> None:
         make_gather("layers.0", BACKWARD, (2, 0), (-4, None), (3, 0)),
     )
     section = gathers([Explained(profile=make_profile(gathers=made))])
-    phases, late = section.tables
-    assert [column(phases, name) for name in ("phase", "gathers", "late")] == [
+    by_phase, late = section.tables
+    assert [column(by_phase, name) for name in ("phase", "gathers", "late")] == [
         ["forward", "backward"], ["2", "0.50"], ["1", "0.50"]
     ]  # fmt: skip
-    assert column(phases, "waited") == ["0.3000", "1.500"]
+    assert column(by_phase, "waited") == ["0.3000", "1.500"]
     assert list(zip(column(late, "gathered"), column(late, "phase"), column(late, "late in"), strict=True)) == [
         ("embedding", "forward", "2"), ("layers.0", "backward", "1")
     ]  # fmt: skip
@@ -145,3 +147,11 @@ def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
     assert values["small"]["exposed_share"] == pytest.approx((5 / 28 + 2 / 28) / 2)
     assert values["tiny"]["exposed_mean_s"] is None
     assert "exposed_share" not in Results(records=[alone]).json(NO_CEILINGS)["results"][0]
+
+
+@pytest.mark.parametrize(("profile", "clock_ms"), [(make_profile(), "14"), (make_shared(), "10")])
+def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_them_apart(profile, clock_ms) -> None:
+    entry = make_entry(profile, parallel=Parallel.DDP_FLAT, ranks=2)
+    measured = (Measurement(Phase.BACKWARD, (0.010,)), Measurement(Phase.COMMUNICATION, (0.004,)))
+    section = phases([replace(entry, plain=replace(entry.plain, measurements=measured))])
+    assert [row["clock_mean_ms"] for row in rows(section, phase="backward")] == [clock_ms]
