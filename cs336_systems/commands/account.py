@@ -53,7 +53,8 @@ class AccountArguments(Flags):
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them."""
+    """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and
+    the collectives of --parallel have times."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
@@ -132,12 +133,14 @@ def run(arguments: AccountArguments) -> int:
     ceilings = load_ceilings_or_warn(arguments.ceilings or CEILINGS)
     found = (ceilings.flops_per_s(name, config.precision) for name in (() if device is None else device.names))
     ceiling = max((rate for rate in found if rate is not None), default=None)
-    section = account_section(config, device, step_s, memory_bytes, arguments.top, ceiling)
+    times = [ceilings.collective_times(name, config.ranks) for name in (() if device is None else device.names)]
+    curves = max(times, key=len, default={})
+    section = account_section(config, device, step_s, memory_bytes, arguments.top, ceiling, curves)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
     show(
         arguments.json,
-        lambda: encode_json(account_json(config, device, step_s, memory_bytes, ceiling)),
+        lambda: encode_json(account_json(config, device, step_s, memory_bytes, ceiling, curves)),
         lambda: section.tables,
         arguments.output,
     )

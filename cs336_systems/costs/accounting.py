@@ -254,16 +254,25 @@ class StateBytes:
 
 def state_bytes(config: RunConfig) -> StateBytes:
     """Parameters, gradients and moments in fp32, and autocast's copies; not valid for `cast_once`."""
-    parameters = sum(kept_elements(config).values())
+    parameters, updated = count_parameters(config.model), updated_parameters(config)
+    if config.parallel.shards_parameters:
+        parameters = sum(kept_elements(config).values())
     by_part = parameters_by_component(config.model)
     linear = sum(by_part[part] for part in _weights(config.model))
     has_copies = _is_half(config) and not config.parallel.shards_parameters
     return StateBytes(
         parameters=FP32_BYTES * parameters,
         gradients=FP32_BYTES * parameters if _has_backward(config) else 0,
-        optimizer_state=2 * FP32_BYTES * sum(updated_elements(config).values()) if config.mode is Mode.TRAIN else 0,
+        optimizer_state=2 * FP32_BYTES * updated if config.mode is Mode.TRAIN else 0,
         weight_copies=HALF_BYTES * linear if has_copies else 0,
     )
+
+
+def updated_parameters(config: RunConfig) -> int:
+    """Parameters that a rank's optimizer updates: all, or its share, of the rank that has most."""
+    if config.parallel.shards_parameters or config.shard_optimizer:
+        return sum(updated_elements(config).values())
+    return count_parameters(config.model)
 
 
 def _is_half(config: RunConfig) -> bool:

@@ -9,9 +9,12 @@ from math import exp, log
 
 from cs336_systems.config import Arch, Parallel, Precision, RunConfig
 from cs336_systems.costs.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
+from cs336_systems.costs.memory import MAX_LAYERS
 from cs336_systems.costs.shards import FP32_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
 
 BF16_BYTES = 2
+AVERAGING = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP)
+WAYS = (*AVERAGING, Parallel.FSDP, Parallel.FSDP2)
 
 
 class Collective(StrEnum):
@@ -40,11 +43,13 @@ def sent_share(collective: Collective, ranks: int) -> float:
 def calls(config: RunConfig) -> Counter[Call] | None:
     """The collectives of an eager step after the first ones, with how many there are of each.
 
-    None for a run in one process, a user's own model, and the shortcuts of --fast, which send other tensors.
+    None for a run in one process, a user's own model, the shortcuts of --fast, which send other tensors, ways without
+    collectives, and models of more than MAX_LAYERS.
     """
-    if not config.is_shared or config.model_factory is not None or config != config.without_shortcuts:
+    is_own = config.model_factory is None and config.model.num_layers <= MAX_LAYERS
+    if config.parallel not in WAYS or not is_own or config != config.without_shortcuts:
         return None
-    found = Counter(_of_gradients(config) if not config.parallel.shards_parameters else _of_shards(config))
+    found = Counter(_of_gradients(config) if config.parallel in AVERAGING else _of_shards(config))
     if config.shard_optimizer:
         counts = parameter_elements(config).values()
         found.update(_call(Collective.BROADCAST, FP32_BYTES * count) for count in counts)

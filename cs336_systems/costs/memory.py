@@ -19,6 +19,8 @@ from cs336_systems.costs.forecast.ways import WAYS
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 that ran out of memory."""
+NCCL_BYTES = 478 * 2**20
+"""Memory of NCCL on a rank, once it has called each kind of collective: measured on two H200."""
 WITHOUT_MEMORY = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
 )  # fmt: skip
@@ -107,13 +109,13 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
 def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     """Whether the steps fit an otherwise empty device of `memory_bytes`; None if that is not predicted.
 
-    The allocator is simulated on the memory that the CUDA context leaves. As PyTorch's does, it releases cached
-    segments before it fails. So the answer includes fragmentation and needs no margin.
+    The allocator is simulated on the memory that the CUDA context, and NCCL on several ranks, leave. As PyTorch's does,
+    it releases cached segments before it fails. So the answer includes fragmentation and needs no margin.
     """
     if not _is_predictable(config):
         return None
     try:
-        _Replay(_record(config), memory_bytes - CUDA_CONTEXT_BYTES)
+        _Replay(_record(config), memory_bytes - CUDA_CONTEXT_BYTES - (NCCL_BYTES if config.is_shared else 0))
     except OutOfMemoryError:
         return False
     return True

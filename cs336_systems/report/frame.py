@@ -12,6 +12,7 @@ from cs336_systems.analysis.statistics import mean_interval, quotient_stdev
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SIZES, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import mfu, step_flops
+from cs336_systems.costs.collectives import calls, time_s
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
@@ -45,7 +46,7 @@ SPEED_UPS: Mapping[str, tuple[str, ...]] = {
 
 That one has the first value of the first of these settings: fp32, naive attention, no compilation, the plain AdamW.
 """
-SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib")
+SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
 """Columns that results.csv has only if a run has several ranks."""
 BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_status",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
@@ -63,8 +64,9 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     are not independent. `processes` is the number of processes with times. Peaks are the largest of all processes. If
     some repeats failed, the times are those of the others, `status` and `error` are those of the first failure, and
     `warnings` counts the failures. Repeats on different devices are different rows. `ceiling_share` is `mfu` with the
-    measured ceiling in place of the data sheet's peak. `first_step_ms` is the first measured step, the mean over
-    processes.
+    measured ceiling in place of the data sheet's peak. `predicted_collectives_ms` is the time of the collectives of a
+    step, one after the other, by the measured ceilings of the device and as many ranks. `first_step_ms` is the first
+    measured step, the mean over processes.
 
     `speed_up` is how many times faster a row is than the same configuration in fp32 on the same device. It is NaN for
     fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated);
@@ -209,6 +211,7 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         "predicted_peak_gib": _scaled(predicted_peak_bytes(config), 2**-30),
         "peak_allocated_gib": _scaled(max((m.peak_allocated_bytes for m in memories), default=None), 2**-30),
         "sent_mib": _scaled(max(map(_sent_bytes, done), default=None), 2**-20) if config.is_shared else None,
+        "predicted_collectives_ms": _scaled(_predicted_collectives_s(config, device_name, ceilings), 1e3),
         "peak_reserved_gib": _scaled(max((m.peak_reserved_bytes for m in memories), default=None), 2**-30),
     }
     for phase in Phase:
@@ -246,6 +249,13 @@ def _step(
         columns["mfu"] = mfu(flops / mean_s, device_name, config.precision)
         columns["ceiling_share"] = None if ceiling_flops_per_s is None else flops / mean_s / ceiling_flops_per_s
     return columns
+
+
+def _predicted_collectives_s(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> float | None:
+    found = calls(config)
+    if found is None or device_name is None:
+        return None
+    return time_s(found, ceilings.collective_times(device_name, config.ranks))
 
 
 def _sent_bytes(record: RunRecord) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.config import Precision
+from cs336_systems.costs.collectives import Collective
 from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
@@ -38,6 +39,16 @@ class Ceilings:
         name, wanted = bare_name(device_name), ProductPrecision(precision)
         found = (study.product_ceiling(wanted) for study in self.studies if bare_name(study.device_name) == name)
         return max((rate for rate in found if rate is not None), default=None)
+
+    def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
+        """Times of each collective among so many of this device by bytes, of the study that has most of them."""
+        name = bare_name(device_name)
+        found: dict[Collective, dict[int, float]] = {}
+        for study in self.studies:
+            if bare_name(study.device_name) == name:
+                for kind, times in study.collective_times(ranks).items():
+                    found[kind] = max(found.get(kind, {}), times, key=len)
+        return found
 
 
 NO_CEILINGS = Ceilings()

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Device, Mode, Precision, SdpaBackend
+from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Device, Mode, Parallel, Precision, SdpaBackend
 from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
@@ -16,7 +16,8 @@ from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
 from cs336_systems.report.plots.series import size_names
 from cs336_systems.studies.ceilings_files import Ceilings
-from tests.report.ceilings import make_ceilings, product_at, square
+from cs336_systems.studies.ceilings_records import CollectiveCell
+from tests.report.ceilings import lasting, make_ceilings, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
 
 CONTRACT = """size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, context_length, batch_size, mode, precision,
@@ -340,3 +341,15 @@ def test_the_predicted_peak_stands_beside_the_measured_one():
 def test_a_model_of_absurdly_many_layers_holds_no_table_up():
     endless = make_config(model={"d_model": 8, "d_ff": 8, "num_heads": 4, "num_layers": 10**9, "vocab_size": 10})
     assert only_row(make_failure(endless))["predicted_peak_gib"] is None
+
+
+def test_the_time_of_collectives_is_foretold_from_ceilings_of_as_many_ranks():
+    """One all-reduce of 4 bytes for each parameter: of 491 MiB, a MiB/ms here, on two of these GPUs only."""
+    cell = CollectiveCell(num_bytes=2**20, world_size=2, timing=lasting(1e-3))
+    ceilings = Ceilings((make_ceilings(reductions=(cell,)),))
+    for ranks, milliseconds in ((2, 4 * 128_625_408 / 2**20), (4, None)):
+        record = make_record(make_config(parallel=Parallel.DDP_FLAT, ranks=ranks), (0.1,))
+        (row,) = rows_of(to_frame([record], ceilings))
+        assert row["predicted_collectives_ms"] == (milliseconds and pytest.approx(milliseconds))
+    (row,) = rows_of(to_frame([make_record(make_config(parallel=Parallel.FSDP, ranks=2), (0.1,))], ceilings))
+    assert row["predicted_collectives_ms"] is None, "all-gathers were not measured"

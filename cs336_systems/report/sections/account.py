@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
+from types import MappingProxyType
 
 from cs336_systems.config import Arch, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import (
@@ -14,7 +15,9 @@ from cs336_systems.costs.accounting import (
     parameters_by_component,
     ridge_point,
     state_bytes,
+    updated_parameters,
 )
+from cs336_systems.costs.collectives import Call, Collective, calls, sent_share, time_s
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,
@@ -27,7 +30,6 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
-from cs336_systems.costs.shards import updated_elements
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, rounded, significant
 from cs336_systems.report.section import Section
@@ -40,6 +42,10 @@ CSV_COLUMNS = (
     "component", "parameters", *(f"{name}_flops" for name in FULL), *(f"{name}_causal_flops" for name in CAUSAL),
     "forward_moved_bytes",
 )  # fmt: skip
+KINDS = tuple(Collective)
+Curves = Mapping[Collective, Mapping[int, float]]
+"""Measured times of collectives, by bytes."""
+NO_CURVES: Curves = MappingProxyType({})
 UNMEASURED = "No share of a measured ceiling: cs336 ceilings on that device gives one (--ceilings DIR)."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
@@ -51,12 +57,14 @@ def account_section(
     memory_bytes: int | None,
     top: int,
     ceiling_flops_per_s: float | None = None,
+    collective_times: Curves = NO_CURVES,
 ) -> Section:
     """The cost of one configuration of this project's model; the CSV has a row for each part of the model.
 
     `device` adds the ridge point of its data sheet, `step_s` (the measured time of a step) its rates,
     `ceiling_flops_per_s` (the highest measured rate of matmuls on the device) their shares of it, and `memory_bytes`
-    the largest batch and context that fit. `top` is the most rows of the tables of the peak and of a block.
+    the largest batch and context that fit; `collective_times` are measured times of collectives among such devices.
+    `top` is the most rows of the tables of the peak and of a block.
     """
     prediction, parts = predict_memory(config), _parts(config)
     whole = parts[ALL]
@@ -66,6 +74,7 @@ def account_section(
         _flops_table(parts),
         _state_table(config, whole),
         *([_moments_table(config, prediction)] if config.is_shared and prediction else ()),
+        *([_collectives_table(config, collective_times)] if calls(config) else ()),
         _intensity_table(config, device),
         _rule_table(config, parts),
     ]
@@ -84,6 +93,7 @@ def account_json(
     step_s: float | None,
     memory_bytes: int | None,
     ceiling_flops_per_s: float | None = None,
+    collective_times: Curves = NO_CURVES,
 ) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
     parts, state = _parts(config), state_bytes(config)
@@ -95,6 +105,7 @@ def account_json(
         "work": _work(config),
         "memory": predict_memory(config),
         "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
+        "collectives": _collectives(config, collective_times) if calls(config) else None,
         "device": device,
         "rates": None if step_s is None else _rates(config, parts[ALL], device, step_s, ceiling_flops_per_s),
         "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
@@ -121,8 +132,10 @@ def _parts(config: RunConfig) -> dict[str, Row]:
 
 def _work(config: RunConfig) -> list[Work]:
     """The matrix products of forward, and the update of a training step."""
-    updated = sum(updated_elements(config).values())
-    return [*forward_work(config), *([optimizer_work(config.model, updated)] if config.mode is Mode.TRAIN else [])]
+    return [
+        *forward_work(config),
+        *([optimizer_work(config.model, updated_parameters(config))] if config.mode is Mode.TRAIN else []),
+    ]
 
 
 def _tokens(config: RunConfig) -> int:
@@ -222,6 +235,39 @@ def _moments_table(config: RunConfig, prediction: MemoryPrediction) -> Table:
     return make_table(
         "Memory of a rank at the moments of its first steps", [column(key) for key in rows[0]], rows, [note]
     )
+
+
+def _collectives(config: RunConfig, curves: Curves) -> list[Row]:
+    """A row for each kind and size of the collectives of a step; those of one kind stand together."""
+    found: Mapping[Call, int] = calls(config) or {}
+    return [
+        {"collective": call.collective, "count": count, "num_bytes": call.num_bytes,
+         "sent_bytes": count * call.num_bytes * sent_share(call.collective, config.ranks),
+         "time_s": time_s({call: count}, curves)}
+        for call, count in sorted(found.items(), key=lambda each: (KINDS.index(each[0].collective), each[0].num_bytes))
+    ]  # fmt: skip
+
+
+def _collectives_table(config: RunConfig, curves: Curves) -> Table:
+    rows = _collectives(config, curves)
+    times = [row["time_s"] for row in rows]
+    whole = {"collective": ALL, "count": sum(row["count"] for row in rows), "num_bytes": None,
+             "sent_bytes": sum(row["sent_bytes"] for row in rows),
+             "time_s": sum(times) if None not in times else None}  # fmt: skip
+    has_times = whole["time_s"] is not None
+    columns = [column(key) for key in ("collective", "calls", "call_mib", "calls_sent_mib")]
+    notes = ["Tensors: those of one call together. Sent: by each rank, if all form a ring."]
+    if has_times:
+        columns.append(column("calls_ms"))
+        notes.append("Time: one call after the other, interpolated between measured sizes; nothing computes meanwhile.")
+    else:
+        notes.append(f"No time: cs336 ceilings among {config.ranks} such devices gives one (--ceilings DIR).")
+    shown = [
+        {"collective": row["collective"], "calls": row["count"], "call_mib": ratio(row["num_bytes"], MIB),
+         "calls_sent_mib": row["sent_bytes"] / MIB, "calls_ms": ratio(row["time_s"], 1e-3)}
+        for row in (*rows, whole)
+    ]  # fmt: skip
+    return make_table("Collectives of a step", columns, shown, notes)
 
 
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:

@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Precision, RunConfig
+from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu, state_bytes
+from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
-from cs336_systems.report.sections.account import CSV_COLUMNS, account_section
+from cs336_systems.report.sections.account import CSV_COLUMNS, account_json, account_section
 
 H200 = find_device("NVIDIA H200")
 FLOPS, STATE, INTENSITY, RULE = range(1, 5)
 """Where the tables are that every configuration has."""
+MOMENTS, COLLECTIVES = 3, 4
+"""Where those are that configurations of several ranks have."""
 
 
 def config(size="small", **changes):
@@ -172,3 +176,29 @@ def test_a_part_is_a_row_of_its_own() -> None:
     case = config("tiny")
     peak, _ = tables(case, top=1000)[-2:]
     assert len(peak.rows) == len(predict_memory(case).peak.parts)
+
+
+@pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.FSDP])
+def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
+    shared = config("small", precision=Precision.BF16, parallel=way, ranks=4)
+    table = tables(shared)[COLLECTIVES]
+    rows = [row["calls_sent_mib"] for row in table.values]
+    assert rows[-1] == sum(rows[:-1]) == pytest.approx(sent_bytes(shared) / 2**20)
+    assert not any(heading.name == "predicted" for heading in table.headings), "no time was measured"
+    curves = {kind: {2**20: 1e-3} for kind in Collective}
+    timed = account_json(shared, None, None, None, None, curves)["collectives"]
+    # of 1 MiB/ms above that size, and a millisecond below it
+    expected = [row["count"] * max(1.0, row["num_bytes"] / 2**20) / 1e3 for row in timed]
+    assert [row["time_s"] for row in timed] == pytest.approx(expected)
+
+
+def test_what_a_rank_holds_at_the_moments_of_the_course() -> None:
+    """By hand: with plenty of parameters, 4 bytes of each, and 8 of those that the rank's optimizer updates."""
+    shared = config("small", parallel=Parallel.FSDP2, ranks=2)
+    rows = tables(shared)[MOMENTS].values
+    parameters = 4 * 128_625_408 / 2 / 2**30
+    held = [(row["rank_parameter_gib"], row["rank_gradient_gib"], row["rank_state_gib"]) for row in rows]
+    for found, factors in zip(held, [(1, 0, 0), (1, 1, 0), (1, 0, 2), (1, 1, 2)], strict=True):
+        assert found == pytest.approx([factor * parameters for factor in factors], rel=1e-4)
+    for row, sizes in zip(rows, held, strict=True):
+        assert sum(sizes) < row["rank_predicted_gib"] < sum(sizes) + 0.2
