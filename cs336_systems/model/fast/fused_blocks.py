@@ -77,7 +77,7 @@ def _add_norm(
     return total, *_normed(total, gain, bias, eps, branch.dtype)
 
 
-@torch.library.custom_op("cs336_systems::norm", mutates_args=())
+@torch.library.custom_op("cs336_systems::rms_or_layer_norm", mutates_args=())
 def _norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Also returns the statistics that `_add_norm` returns."""
     if x.is_cuda:

@@ -197,7 +197,8 @@ NORMALISATION = (
     "triton_per_fused_add_embedding_dense_backward_masked_fill_mul_native_layer_norm_backward_22",
     "triton_per_fused__to_copy_add_embedding_dense_backward_native_dropout_backward_native_layer_norm_backward_nll_loss_forward_30",
     "aten::native_layer_norm_backward",
-    "_add_norm_values",  # this project's
+    "cs336_systems::rms_or_layer_norm",  # this project's
+    "_add_norm_values",
     "_add_norm_grads",
 )
 ELEMENT_WISE = (
