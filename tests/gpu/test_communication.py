@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import RankTimes, StepProfile, decode_profile
@@ -22,6 +23,7 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.sweep.run import Listener, run_sweep
@@ -31,12 +33,11 @@ from tests.parallel.test_runs import SHARED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 WATCHED = replace(SHARED, device=Device.CUDA, profiler=Profiler.KINETO, parallel=Parallel.DDP_OVERLAP, measured_steps=4)
-LARGE = RunConfig(
-    size="large", model=replace(SIZES["large"], context_length=512, attention=Attention.SDPA), device=Device.CUDA,
-    precision=Precision.BF16, optimizer=OptimizerKind.FUSED, batch_size=8, parallel=Parallel.DDP_FLAT, ranks=2,
-    warmup_steps=3, measured_steps=6,
+STEADY = RunConfig(
+    size="large", model=replace(SIZES["large"], context_length=512), device=Device.CUDA, precision=Precision.BF16,
+    batch_size=8, parallel=Parallel.DDP_FLAT, ranks=2, warmup_steps=6, measured_steps=20,
 )  # fmt: skip
-"""A step that the GPUs limit, so that two runs of it take about the same time."""
+"""In graphs (`fastest`) the GPUs limit this step, so that two runs of it take about the same time."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,29 +92,29 @@ def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(tmp
 
 
 def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
-    watched = replace(LARGE, profiler=Profiler.KINETO)
+    """Eager, so that communication has a range of its own; each step against the events recorded in it."""
+    eager = replace(STEADY, model=replace(STEADY.model, attention=Attention.SDPA), optimizer=OptimizerKind.FUSED)
+    watched = replace(eager, profiler=Profiler.KINETO, parallel=Parallel.DDP_OVERLAP)
     ((record, found),) = profiled(tmp_path, watched)
     for rank, clocked in zip(found.ranks, record.ranks, strict=True):
-        walls = {phase.phase.value: statistics.median(phase.wall_s) for phase in rank.phases}
+        walls = {phase.phase.value: phase.wall_s for phase in rank.phases}
         for measured in clocked.measurements:
             if measured.phase is not Phase.STEP:
-                assert walls[measured.phase.value] == pytest.approx(
-                    statistics.median(measured.times_s), rel=0.02, abs=1e-4
-                )
+                assert walls[measured.phase.value] == pytest.approx(measured.times_s, rel=0.02, abs=2e-4)
 
 
 def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
     if shutil.which("nsys") is None:
         pytest.skip("nsys is not installed")
-    both = [replace(LARGE, profiler=profiler) for profiler in (Profiler.NSYS, Profiler.KINETO)]
+    fast = fastest(STEADY, torch.cuda.get_device_name())
+    both = [replace(fast, profiler=profiler) for profiler in (Profiler.NSYS, Profiler.KINETO)]
     (_, of_nsys), (_, of_kineto) = profiled(tmp_path, *both)
     assert [rank.rank for rank in of_nsys.ranks] == [rank.rank for rank in of_kineto.ranks] == [0, 1]
     for one, other in zip(of_nsys.ranks, of_kineto.ranks, strict=True):
         for phase, same in zip(one.phases, other.phases, strict=True):
             assert phase.phase is same.phase
             assert set(phase.launches) == set(same.launches)
-            if phase.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER):
-                assert statistics.median(phase.wall_s) == pytest.approx(statistics.median(same.wall_s), rel=0.02)
+            assert statistics.median(phase.wall_s) == pytest.approx(statistics.median(same.wall_s), rel=0.02, abs=5e-5)
     # what the collectives take where no rank waits: the shorter one of the two ranks' kernels
     shortest = [min(statistics.median(sent_s(rank, "total_s")) - statistics.median(rank.waited_s) for rank in own.ranks)
                 for own in (of_nsys, of_kineto)]  # fmt: skip
