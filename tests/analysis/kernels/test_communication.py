@@ -29,7 +29,18 @@ from cs336_systems.analysis.kernels.step_profile import (
 )
 from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.ranges import rank_range
-from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Call, Kernel, Recording, Span, make_trace, write_export
+from tests.analysis.kernels.kineto_files import events_of, write_trace
+from tests.analysis.kernels.tracing import (
+    AUTOGRAD,
+    MAIN,
+    PROCESS,
+    Call,
+    Kernel,
+    Recording,
+    Span,
+    make_trace,
+    write_export,
+)
 
 REAL = Path(__file__).with_name("two_gpus") / "ddp.json.gz"
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -404,3 +415,26 @@ def test_operators_of_a_cpu_start_collectives_and_do_not_tell_how_long_these_tak
     for own in rank_times(profiles, list(map(collectives_of, parts))):
         assert (own.communication, own.waited_s) == ((), None)
     assert profiles[0][1].gathers == ()
+
+
+def test_a_report_of_nsys_and_a_trace_of_each_rank_tell_the_same(tmp_path: Path) -> None:
+    """Names of ranges differ as they do in real files: PyTorch's around a collective, and NCCL's."""
+
+    def on_rank(rank: int, around: str) -> Recording:
+        made, process = gathering(), (rank + 7) << 24
+        made.kernels[2] = replace(made.kernels[2], duration_ns=20 + 7 * rank)
+        made.spans += [Span(rank_range(rank), 0, 250), Span(around, 3, 5), Span(around, 25, 27)]
+        return Recording(
+            [replace(own, thread=process + own.thread - PROCESS) for own in made.kernels],
+            [replace(own, thread=process + own.thread - PROCESS) for own in made.spans],
+        )
+
+    of_nsys = explain(
+        write_export(tmp_path / "t.sqlite", together(*(on_rank(rank, "ncclAllGather") for rank in (0, 1))))
+    )
+    for rank, name in ((0, "t.json"), (1, "rank1_t.json")):
+        write_trace(tmp_path / name, events_of(on_rank(rank, "nccl:_all_gather_base")))
+    of_kineto = explain(tmp_path / "t.json")
+    for part in ("phases", "classes", "communication", "gathers", "modules", "ranks"):
+        assert getattr(of_nsys, part) == getattr(of_kineto, part), part
+    assert [ns(own.waited_s) for own in of_nsys.ranks] == [[0], [7]]
