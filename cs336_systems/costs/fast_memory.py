@@ -6,7 +6,7 @@ held throughout, what forward saves, and what the two fullest moments of backwar
 
 from dataclasses import replace
 
-from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Profiler, RunConfig
+from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Parallel, Profiler, RunConfig
 from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, parameters_by_component
 from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
@@ -24,7 +24,9 @@ def with_checkpoints(config: RunConfig, memory_bytes: int) -> RunConfig:
     """
     if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         return config
-    expands = config.device is Device.CUDA and config.profiler is not Profiler.MEMORY
+    # ranks that write to each other's memory open it by handles of fixed segments
+    is_fixed = config.profiler is Profiler.MEMORY or config.parallel is Parallel.DDP_PUSH
+    expands = config.device is Device.CUDA and not is_fixed
     whole = replace(config, checkpoint_blocks=1, expandable_segments=expands)
     choices = [config]
     if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
@@ -105,7 +107,8 @@ def held_bytes(config: RunConfig) -> int:
     """Bytes of masters, copies and AdamW's moments.
 
     Of a sharded optimizer each rank has its part of moments and masters, but whole copies, and whole those masters that
-    the model reads itself. Fully sharded, it has its part of all, and the copies that are gathered.
+    the model reads itself. Fully sharded, it has its part of all, and the copies that are gathered. Pushed gradients
+    of the other ranks have memory of their own.
     """
     parts = parameters_by_component(config.model)
     linear, read, every = _with_copies(config), _read(config), sum(parts.values())
@@ -114,7 +117,8 @@ def held_bytes(config: RunConfig) -> int:
         gathered = parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config)
         return (FP32_BYTES * every + moments + HALF_BYTES * linear) // config.ranks + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
-    return (FP32_BYTES * (every - read) + moments) // shards + FP32_BYTES * read + HALF_BYTES * linear
+    pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel is Parallel.DDP_PUSH else 0
+    return (FP32_BYTES * (every - read) + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear
 
 
 def gradient_bytes(config: RunConfig) -> int:
