@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import cli
+from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.commands.flags import parse
-from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Phase, Precision
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Phase, Precision, Profiler
 from cs336_systems.record import Measurement, MemoryMoment, Moment, RankRecord, load_records
 from cs336_systems.report.page import questions
 from cs336_systems.report.page.answers import attention
@@ -22,10 +23,12 @@ from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.whole import collection_page
 from cs336_systems.report.page.write import Figure, Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results
+from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.studies.attention_records import Implementation
 from tests.committed import DATA, load_committed
 from tests.report.making import H200, make_config, make_failure, make_record
 from tests.report.page.test_browser import chromium  # noqa: F401 (a fixture)
+from tests.report.sections.kernels.profiles import make_gather, make_shared
 from tests.report.studies import make_cell, make_failed, make_result, make_study
 
 FIRST_HALF = {
@@ -482,6 +485,7 @@ def test_steps_on_several_ranks_are_compared_by_the_way_and_by_what_is_sharded(t
     says(found["ddp"], 400, 500, 2.5, 10)
     says(found["optimizer-sharding"], 1.1, 0.75)
     says(found["fsdp"], 20, 40, 400, 600)
+    assert "--profile" in found["fsdp"].sentences[-1]
     assert [len(found[part].tables[0].rows) for part in asked] == [2, 2, 2]
     moments = found["optimizer-sharding"].tables[1]
     states = ["0 bytes", "8.00 GiB", "0 bytes", "5.00 GiB"]
@@ -490,6 +494,35 @@ def test_steps_on_several_ranks_are_compared_by_the_way_and_by_what_is_sharded(t
         ("1.00 GiB", "0 bytes", state, "2.00 GiB", whole) for state, whole in zip(states, allocated, strict=True)
     ]
     assert not any(found[part].lacking for part in asked)
+
+
+def test_exposed_communication_and_late_gathers_are_told_from_profiles_of_the_same_runs(tmp_path):
+    """9 ms of collectives of which 5 are exposed; of two gathers in two steps one is late, by 3 ms."""
+    late = (make_gather("layers.0", LaunchPhase.FORWARD, (2, 2), (-3, 1), (3, 0)),)
+    configs = [make_config("xl", 512, parallel=way, ranks=2) for way in (Parallel.DDP_NAIVE, Parallel.FSDP)]
+    flat = make_config("xl", 512, parallel=Parallel.DDP_FLAT, ranks=2)
+    plain = {config: make_record(config, [0.5] * 3, peak_bytes=GIB) for config in (*configs, flat)}
+    entries = []
+    for config, gathers in zip(configs, ((), late), strict=True):
+        watched = replace(config, profiler=Profiler.KINETO)
+        profile = make_shared(gathers=gathers)
+        entries.append(
+            Profiled(config=watched, profile=profile, plain=plain[config], profiled=make_record(watched, [0.6] * 3))
+        )
+    results = Results(records=[*plain.values(), *(entry.profiled for entry in entries)], kernels=entries)
+    material = Material.of(Collection(root=tmp_path, sweeps={Path("ways"): results}))
+    found = {
+        part.id: part.answer(material)
+        for problem in questions.PROBLEMS
+        for part in problem.parts
+        if part.id in ("ddp", "fsdp")
+    }
+    says(found["ddp"], 100 * 5 / 9)
+    (table,) = found["ddp"].tables
+    exposed = [heading.name for heading in table.headings].index("exposed")
+    assert [row[exposed] for row in table.rows] == ["5.000", ""]
+    assert "0.500 of 1.00 gathers" in found["fsdp"].sentences[-1]
+    assert "1.50 ms" in found["fsdp"].sentences[-1]
 
 
 def test_results_with_the_course_settings_on_a_gpu_are_chosen_before_others(tmp_path):

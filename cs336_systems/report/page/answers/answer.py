@@ -65,12 +65,12 @@ class Runs:
         return self.directory, f"{name}{self.ending}"
 
     def only(self, records: Sequence[RunRecord]) -> "Runs":
-        """These runs alone, with their profiles."""
+        """These runs alone, with their profiles and those of the same runs under a profiler."""
         kept, configs = {id(record) for record in records}, {record.config for record in records}
         results = replace(
             self.results,
             records=records,
-            kernels=[entry for entry in self.results.kernels if id(entry.profiled) in kept],
+            kernels=[entry for entry in self.results.kernels if kept & {id(entry.profiled), id(entry.plain)}],
             memory=[entry for entry in self.results.memory if entry.config in configs],
         )
         return replace(self, results=results)

@@ -7,12 +7,14 @@ from cs336_systems.config import Device, Parallel, RunConfig
 from cs336_systems.costs.collectives import Collective
 from cs336_systems.record import MemoryMoment, RunRecord
 from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.entries import identities_of
 from cs336_systems.report.frame import rows_of, to_frame
 from cs336_systems.report.identity import identity_columns, names_of
 from cs336_systems.report.numbers import GIGA, MIB, significant
 from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_plain, with_several
 from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.answers.steps import is_same_but
+from cs336_systems.report.sections.kernels.communication import OF_CONFIGURATION, by_configuration, gather_rows
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import make_table
@@ -91,7 +93,7 @@ def averaged_gradients(material: Material) -> Answer | None:
     def is_asked(config: RunConfig) -> bool:
         return not config.parallel.shards_parameters and not config.shard_optimizer
 
-    def sentences(rows: list[Row]) -> Iterator[str]:
+    def sentences(rows: list[Row], _: Runs) -> Iterator[str]:
         names = _names(rows)
         steps = {name: row["step_mean_ms"] for name, row in zip(names, rows, strict=True)}
         shares = {
@@ -105,6 +107,14 @@ def averaged_gradients(material: Material) -> Answer | None:
             f"Communication between backward and the optimizer takes {words} of it; what runs while backward computes "
             "is not in that."
         )
+        exposed = {
+            name: row["exposed_mean_ms"] / row["collective_mean_ms"]
+            for name, row in zip(names, rows, strict=True)
+            if row["collective_mean_ms"]
+        }
+        if exposed:
+            words = between(exposed, lambda part: percent_of(part, 1))
+            yield f"In profiles of these runs, {words} of the time of collectives is exposed: the GPU computes nothing."
 
     return _shared(material, "Ways to average gradients", "parallel", is_asked, sentences)
 
@@ -112,7 +122,7 @@ def averaged_gradients(material: Material) -> Answer | None:
 def sharded_optimizer(material: Material) -> Answer | None:
     """Time and peak of memory with the optimizer's state sharded and without."""
 
-    def sentences(rows: list[Row]) -> Iterator[str]:
+    def sentences(rows: list[Row], _: Runs) -> Iterator[str]:
         pairs = [
             (row, other)
             for row in rows
@@ -137,14 +147,14 @@ def sharded_optimizer(material: Material) -> Answer | None:
 def sharded_parameters(material: Material) -> Answer | None:
     """Time and peak of memory with sharded parameters, beside the ways that keep them whole."""
 
-    def sentences(rows: list[Row]) -> Iterator[str]:
+    def sentences(rows: list[Row], runs: Runs) -> Iterator[str]:
         names = _names(rows)
         peaks = {n: row["peak_allocated_gib"] for n, row in zip(names, rows, strict=True) if row["peak_allocated_gib"]}
         steps = {name: row["step_mean_ms"] for name, row in zip(names, rows, strict=True)}
         if peaks:
             yield f"The peak of memory is {between(peaks, lambda gib: f'{significant(gib, 4)} GiB')}."
         yield f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
-        yield "Whether each gather ends before it is needed is not told yet."
+        yield from _gathers_in_words(runs)
 
     kept = Material(collection=material.collection, runs=[own for own in material.runs if _has_shards(own)])
     return _shared(
@@ -157,7 +167,7 @@ def _shared(
     title: str,
     setting: str,
     is_asked: Callable[[RunConfig], bool],
-    sentences: Callable[[list[Row]], Iterator[str]],
+    sentences: Callable[[list[Row], Runs], Iterator[str]],
 ) -> Answer | None:
     """An answer from the runs on several ranks that are asked for and differ from another in this setting."""
 
@@ -175,12 +185,14 @@ def _shared(
     runs = best(material, suiting, of_course)
     if runs is None:
         return None
-    rows = runs.rows
-    columns = [*identity_columns(rows, ("size", "ranks", setting)), *(column(key, drop_order=0) for key in SHARED)]
+    told = by_configuration(runs.results.kernels)
+    rows = [{**dict.fromkeys(OF_CONFIGURATION), **row, **told.get(row["config"], {})} for row in runs.rows]
+    keys = (*SHARED, *(("collective_mean_ms", "exposed_mean_ms") if told else ()))
+    columns = [*identity_columns(rows, ("size", "ranks", setting)), *(column(key, drop_order=0) for key in keys)]
     moments = [] if setting == "parallel" and not _has_shards(runs) else [*_moment_rows(runs)]
     kept = [*identity_columns(moments, ("size", "ranks", setting)), *MOMENTS] if moments else []
     return Answer(
-        sentences=list(sentences(rows)),
+        sentences=list(sentences(rows, runs)),
         tables=[
             make_table(title, columns, rows),
             *([make_table("What the rank that keeps the most keeps", kept, moments)] if moments else []),
@@ -190,6 +202,23 @@ def _shared(
         conditions=runs.conditions,
         lacking="" if all(of_course(record.config) for record in runs.results.records) else "xl on 2 GPUs",
     )
+
+
+def _gathers_in_words(runs: Runs) -> Iterator[str]:
+    """Whether each gather ended before it was needed, from profiles whose ranges tell."""
+    entries = [entry for entry in runs.results.kernels if entry.profile.gathers]
+    if not entries:
+        yield "Whether each gather ends before it is needed is told by a profile of the same runs (--profile)."
+    names = names_of(identities_of(entries))
+    for name, entry in zip(names, entries, strict=True):
+        rows = list(gather_rows(entry))
+        count, late, waited_ms = (
+            sum(row[key] for row in rows) for key in ("gathers_per_step", "late_per_step", "gather_waited_ms")
+        )
+        yield (
+            f"In a profile of {name}, {significant(late, 3)} of {significant(count, 3)} gathers in a step end after "
+            f"they are needed, and the step waits {significant(waited_ms, 3)} ms for them."
+        )
 
 
 def _names(rows: list[Row]) -> list[str]:
