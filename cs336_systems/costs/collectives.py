@@ -13,17 +13,18 @@ from cs336_systems.costs.memory import MAX_LAYERS
 from cs336_systems.costs.shards import FP32_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
 
 BF16_BYTES = 2
-AVERAGING = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP)
+AVERAGING = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP, Parallel.DDP_PUSH)
 WAYS = (*AVERAGING, Parallel.FSDP, Parallel.FSDP2)
 
 
 class Collective(StrEnum):
-    """An exchange among all ranks."""
+    """An exchange among all ranks. In a push each copies a tensor of its own to every other one's memory."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     BROADCAST = "broadcast"
+    PUSH = "push"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Call:
 
 def sent_share(collective: Collective, ranks: int) -> float:
     """Part of a call's bytes that each rank of a ring sends; an all-reduce is a reduce-scatter and an all-gather."""
+    if collective is Collective.PUSH:
+        return ranks - 1
     return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
 
 
@@ -63,6 +66,10 @@ def _call(collective: Collective, num_bytes: int) -> Call:
 def _of_gradients(config: RunConfig) -> Iterator[Call]:
     counts = parameter_elements(config)
     sizes = {name: FP32_BYTES * counts[name] for name in gradient_order(config)}
+    if config.parallel is Parallel.DDP_PUSH:
+        yield from (_call(Collective.PUSH, size) for size in sizes.values())
+        yield from (_call(Collective.ALL_REDUCE, FP32_BYTES) for _ in ("everything is there", "everything is read"))
+        return
     if config.parallel is Parallel.DDP_NAIVE:
         groups = [[name] for name in sizes]
     elif config.parallel is Parallel.DDP_FLAT:

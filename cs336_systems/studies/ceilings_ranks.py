@@ -16,7 +16,8 @@ from cs336_systems.config import Device
 from cs336_systems.costs.collectives import Collective
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
-from cs336_systems.record import Failure
+from cs336_systems.parallel.peers import of_all_ranks, shared_rows
+from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, CollectiveCell
 from cs336_systems.studies.loops import Loops
 from cs336_systems.studies.timing import GRAPH_BELOW_S, GRAPH_RUNS, PROBES, device_timer, host_timer, replayed
@@ -26,6 +27,7 @@ PATIENCE = timedelta(seconds=120)
 """How long a process waits for the others before it fails."""
 LOOP_SHARE = 0.5
 """Part of the grid's least time of a loop that suffices here, as there are many cells and all processes repeat."""
+NO_ACCESS = "the GPUs cannot write to each other's memory"
 _RESULT, _MEETING = "collectives.json", "rendezvous"
 
 
@@ -40,8 +42,11 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
         except ProcessException as error:
             failure = Failure(message=str(error).strip().splitlines()[-1], traceback=str(error))
             return [row.failed(classify(error), failure) for row in rows]
-        found = msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=list[Loops])
-    return [row.with_loops(loops) for row, loops in zip(rows, found, strict=True)]
+        found = msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=list[Loops | None])
+    return [
+        row.failed(Status.UNAVAILABLE, Failure(message=NO_ACCESS)) if loops is None else row.with_loops(loops)
+        for row, loops in zip(rows, found, strict=True)
+    ]
 
 
 def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str) -> None:
@@ -58,10 +63,21 @@ def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratc
         timeout=PATIENCE,
         device_id=torch.device("cuda", rank) if on_gpu else None,
     )
-    loops = [_time(grid, make_collective(grid.device, row.collective, row.num_bytes)) for row in rows]
+    loops = [
+        _time(grid, make_collective(grid.device, row.collective, row.num_bytes)) if _is_possible(row) else None
+        for row in rows
+    ]
     if rank == 0:
         write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
     dist.destroy_process_group()
+
+
+def _is_possible(row: CollectiveCell) -> bool:
+    """Whether the processes can do so; the same in all of them."""
+    if row.collective is not Collective.PUSH:
+        return True
+    ranks = range(row.world_size)
+    return all(torch.cuda.can_device_access_peer(one, other) for one in ranks for other in ranks if one != other)
 
 
 def make_collective(device: Device, collective: Collective, num_bytes: int) -> Callable[[], object]:
@@ -72,6 +88,11 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
         return lambda: dist.all_reduce(whole, op=greatest)
     if collective is Collective.BROADCAST:
         return lambda: dist.broadcast(whole, src=0)
+    if collective is Collective.PUSH:
+        here = dist.get_rank()
+        theirs = of_all_ranks([shared_rows(whole, dist.get_world_size())])
+        targets = [rows[here] for rank, [rows] in enumerate(theirs) if rank != here]
+        return lambda: [target.copy_(whole, non_blocking=True) for target in targets]
     part = torch.rand(len(whole) // dist.get_world_size(), device=device.value)
     if collective is Collective.ALL_GATHER:
         return lambda: dist.all_gather_into_tensor(whole, part)
@@ -94,6 +115,7 @@ def _time(grid: CeilingsGrid, run: Callable[[], object]) -> Loops:
     for _ in range(grid.loops):
         _agreed(0.0, grid.device)  # all begin together
         times_s.append(timer(run, count))
+    _agreed(0.0, grid.device)  # no process writes to memory that another has freed
     return Loops(count=count * runs, times_s=tuple(times_s))
 
 

@@ -167,6 +167,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             collectives = tuple(
                 CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=timing)
                 for kind in Collective
+                if kind is not Collective.PUSH or self.device is Device.CUDA  # it is for copy engines
                 for size in sizes
                 if size
             )

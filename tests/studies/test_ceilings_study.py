@@ -246,7 +246,7 @@ def test_processes_exchange_tensors() -> None:
     """In a study, whose worker starts them; whole tensors have a part for each process."""
     cells = run_study(replace(GRID, world_size=2, stream_bytes=(1 << 14,))).reductions
     assert [(cell.collective, cell.num_bytes) for cell in cells] == [
-        (kind, size) for kind in Collective for size in (1 << 12, 1 << 14, 1 << 16)
+        (kind, size) for kind in list(Collective)[:4] for size in (1 << 12, 1 << 14, 1 << 16)
     ]
     for cell in cells:
         assert cell.timing.status is Status.OK, cell.timing.failure
@@ -267,7 +267,10 @@ def test_a_process_that_fails_is_a_row_for_every_size() -> None:
     world_size = max(2, torch.cuda.device_count() + 1)
     *_, last = replace(GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(8192,)).cells()
     cells = measure_collectives(replace(GRID, device=Device.CUDA), last.rows)
-    assert [cell.num_bytes for cell in cells] == [row.num_bytes for row in last.rows]
+    assert [(cell.collective, cell.num_bytes) for cell in cells] == [
+        (row.collective, row.num_bytes) for row in last.rows
+    ]
+    assert {cell.collective for cell in cells} == {*Collective}
     for cell in cells:
         assert cell.timing.status in (Status.CRASHED, Status.CUDA_ERROR)
         assert cell.timing.failure.message

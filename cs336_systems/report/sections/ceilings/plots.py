@@ -35,7 +35,7 @@ COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.
 }
 MARKERS = dict(zip(ProductPrecision, MARKS, strict=False))
 STREAM_COLOURS = {Stream.COPY: "#0072B2", Stream.READ: "#E69F00", Stream.ADAMW: "#009E73"}
-COLLECTIVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+COLLECTIVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 FAR_BELOW = 0.5
 """Share of the median layer's rate at a precision below which a layer is named in the picture."""
 DATA_SHEET = "data sheet"

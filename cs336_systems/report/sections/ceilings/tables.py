@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
+from cs336_systems.costs.collectives import Collective
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
@@ -176,11 +177,13 @@ def collectives_section(study: CeilingsStudy) -> Section:
         "reduce-scatter. algorithm: its bytes over the time; bus: what each process of a ring has to send, (n - 1) / n "
         "of it, and twice that for an all-reduce."
     )
+    has_push = any(row["collective"] is Collective.PUSH for row in rows)
+    push = ["push: each process copies its tensor to every other one's memory, by copy engines."] if has_push else []
     tables = []
     for ranks in dict.fromkeys(row["world_size"] for row in rows):
         own = [row for row in rows if row["world_size"] == ranks]
         title = f"Collectives among {ranks} processes"
-        tables.append(_table(study, title, [column(key) for key in keys], own, note))
+        tables.append(_table(study, title, [column(key) for key in keys], own, note, *push))
     return Section(name="collectives", tables=tuple(tables), rows=rows, keys=COLLECTIVES)
 
 
