@@ -66,7 +66,7 @@ class KernelsArguments:
     FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler (.json, .json.gz), or
     what this command or a sweep has kept of one (profile.json, kernels/*.json).
     A kernel belongs to the phase in which it was launched, by whatever thread. A trace of a CPU has operators in the
-    place of kernels.
+    place of kernels. Of a run on several ranks, traces beside FILE are read too (rank1_FILE, ...).
     """
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]

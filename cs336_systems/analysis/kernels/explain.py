@@ -14,7 +14,7 @@ from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.nsys_export import export
 from cs336_systems.analysis.kernels.parts import AttentionNames
 from cs336_systems.analysis.kernels.phases import PhaseNames, check_names
-from cs336_systems.analysis.kernels.ranks import by_rank, collectives_of, files_of_others, rank_times
+from cs336_systems.analysis.kernels.ranks import by_rank, collectives_of, files_of_others, rank_times, without_rank
 from cs336_systems.analysis.kernels.reading import read_trace
 from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.kernels.summary import summarise
@@ -52,7 +52,8 @@ def explain(
         profiles.append((rank, profile))
         collectives.append(collectives_of(attribution))
     first = profiles[0][1]
-    if config is not None and len(profiles) < config.ranks:
+    is_of_one = without_rank(path.name) != path.name  # chosen by its user
+    if config is not None and len(profiles) < config.ranks and not is_of_one:
         missing = [str(rank) for rank in range(config.ranks) if rank not in dict(profiles)]
         note = f"There is no trace of rank {', '.join(missing)} of {config.ranks}."
         first = replace(first, notes=(*first.notes, note))

@@ -28,6 +28,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     encode_profile,
 )
 from cs336_systems.analysis.kernels.summary import summarise
+from cs336_systems.config import SIZES, Parallel, RunConfig
 from cs336_systems.ranges import rank_range
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import (
@@ -318,9 +319,12 @@ def test_phases_of_two_h200_are_those_of_their_clock() -> None:
 
 def test_the_other_ranks_of_a_file_are_found_beside_it(tmp_path: Path) -> None:
     alone = shutil.copy(REAL, tmp_path / "t.json.gz")
-    assert explain(alone).ranks == ()
+    config = RunConfig(size="small", model=SIZES["small"], parallel=Parallel.DDP_OVERLAP, ranks=2)
+    assert explain(alone, config).ranks == ()
+    assert any("rank 1" in note for note in explain(alone, config).notes)
     other = shutil.copy(REAL.with_name(f"rank1_{REAL.name}"), tmp_path / "rank1_t.json.gz")
-    both = explain(alone)
+    both = explain(alone, config)
+    assert both.notes == explain(other, config).notes == ()
     assert [own.rank for own in both.ranks] == [0, 1]
     assert both.ranks[1].step_s == explain(other).step_s != both.step_s == both.ranks[0].step_s
     assert (without_rank("rank1_t.json.gz"), without_rank("t.json.gz")) == ("t.json.gz", "t.json.gz")
