@@ -26,12 +26,17 @@ class CopyFSDP(FSDP):
         self._packs = list(packs_of(model))
         self._shapes = [[weight.master.shape for weight in pack.weights] for pack in self._packs]
         super().__init__(module, COPY_DTYPE, list(_units(module, self._packs)))
-        self._own = [_own_weights(pack, self) if _is_sharded(pack) else pack.weights for pack in self._packs]
+        self._own = [self._take_own(pack) for pack in self._packs]
         model.weights = tuple(weight for own in self._own for weight in own)
-        for pack in self._packs:
-            if _is_sharded(pack) and not pack.is_read:
-                for weight in pack.weights:
-                    weight.master.data = weight.master.new_empty(0)
+
+    def _take_own(self, pack: Pack) -> list[Weight]:
+        """What this rank updates of the pack; the memory of masters that nothing reads is free then."""
+        if pack.weights[0].master.ndim == 1:
+            return pack.weights
+        own = _own_weights(pack, self)
+        for weight in () if pack.is_read else pack.weights:
+            weight.master.data = weight.master.new_empty(0)
+        return own
 
     @property
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
@@ -52,10 +57,6 @@ class CopyFSDP(FSDP):
             else:
                 found |= {name: weight.master.detach().clone() for name, weight in zip(pack.names, own, strict=True)}
         return found
-
-
-def _is_sharded(pack: Pack) -> bool:
-    return pack.weights[0].master.ndim > 1
 
 
 def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[Unit]:
