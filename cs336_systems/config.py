@@ -109,12 +109,18 @@ class Parallel(StrEnum):
     DDP_PUSH = "ddp-push"
     DDP = "ddp"
     FSDP = "fsdp"
+    FSDP_PUSH = "fsdp-push"
     FSDP2 = "fsdp2"
 
     @property
     def shards_parameters(self) -> bool:
         """Whether each rank keeps only its part of the parameters, their gradients and the optimizer's state."""
-        return self in (Parallel.FSDP, Parallel.FSDP2)
+        return self.is_fsdp or self is Parallel.FSDP2
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether each rank has its part of every matrix, and vectors whole: our fully sharded data parallelism."""
+        return self in (Parallel.FSDP, Parallel.FSDP_PUSH)
 
     @property
     def takes_any_tensor(self) -> bool:
@@ -124,7 +130,7 @@ class Parallel(StrEnum):
     @property
     def writes_to_others(self) -> bool:
         """Whether a rank writes to the other ranks' memory itself, and so must see their GPUs."""
-        return self is Parallel.DDP_PUSH
+        return self in (Parallel.DDP_PUSH, Parallel.FSDP_PUSH)
 
 
 class Profiler(StrEnum):
@@ -571,7 +577,8 @@ class RunConfig:
             "Share each step among --ranks processes, each with its own batch. Ours: ddp-naive (one all-reduce for "
             "each parameter after backward), ddp-flat (one for all), ddp-overlap (during backward), ddp-push (during "
             "backward, by copies to the other GPUs, which leave matrix products all of theirs), fsdp (parameters "
-            "sharded, gathered ahead of use). PyTorch's: ddp (DistributedDataParallel), fsdp2 (fully_shard).",
+            "sharded, gathered ahead of use), fsdp-push (the same by copies from and to the other GPUs). PyTorch's: "
+            "ddp (DistributedDataParallel), fsdp2 (fully_shard).",
             plural="parallel", word="", label=1, note="{}", axis="way to share a step",
             rules=(
                 _needs(

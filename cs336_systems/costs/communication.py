@@ -39,14 +39,16 @@ def sent_bytes(config: RunConfig) -> int | None:
     ranks, parameters = config.ranks, count_parameters(config.model)
     if config.parallel is Parallel.DDP_PUSH:
         return _pushed_bytes(config)
-    if config.cast_once and config.parallel is not Parallel.FSDP:
+    if config.cast_once and not config.parallel.is_fsdp:
         return round(2 * _bytes_with_copies(config) * (ranks - 1) / ranks)
-    if config.parallel is not Parallel.FSDP:
+    if not config.parallel.is_fsdp:
         times = 3 if config.shard_optimizer else 2  # the broadcasts of what each rank has updated
         return round(times * FP32_BYTES * parameters * (ranks - 1) / ranks)
     found = _matrices(config.model)
     vectors = parameters - sum(each.count * each.elements for each in found)
     payload = 2 * FP32_BYTES * vectors
+    if config.parallel is Parallel.FSDP_PUSH:  # ranks wait for each other twice, by an all-reduce of one element
+        payload += 2 * 2 * FP32_BYTES
     if config.cast_once:
         found = _copied_matrices(config)
         payload -= 2 * (FP32_BYTES - BF16_BYTES) * (vectors - _norm_elements(config.model))

@@ -22,10 +22,10 @@ def parameter_elements(config: RunConfig) -> dict[str, int]:
 def kept_elements(config: RunConfig) -> dict[str, int]:
     """Elements of each parameter that a rank keeps, and of its gradient: parts have one length on every rank.
 
-    fsdp shares out the elements of matrices, fsdp2 the rows of matrices and the elements of vectors.
+    fsdp and fsdp-push share out the elements of matrices, fsdp2 the rows of matrices and the elements of vectors.
     """
     counts = parameter_elements(config)
-    if config.parallel is Parallel.FSDP:
+    if config.parallel.is_fsdp:
         for unit in units(config):
             counts |= dict(zip(unit.counts, unit.lengths, strict=True))
     elif config.parallel is Parallel.FSDP2:

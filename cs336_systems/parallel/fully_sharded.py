@@ -17,13 +17,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
-from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.transformer import Embedding
-from cs336_systems.parallel.collectives import Averaging, take_from_rank_0
+from cs336_systems.parallel.collectives import take_from_rank_0
+from cs336_systems.parallel.exchange import Collectives, Copies, Exchange, Started, start_gather
 from cs336_systems.parallel.units import Found, Unit, units_of
 
 AHEAD = 2
@@ -39,10 +38,18 @@ class FSDP(nn.Module):
     in which matrices are gathered, multiplied and have their gradients averaged; shards, their gradients and so the
     optimizer's state keep the parameters' own type. Embeddings are gathered in their own type, because a lookup is no
     matrix product. `units` say what is gathered together, if not all parameters by block and layer.
+
+    With `copies` ranks copy parts and gradients from and to each other's memory, in the place of collectives; on GPUs
+    that takes no multiprocessor (see parallel/peers.py), and room for the gradients that other ranks send.
     """
 
     def __init__(
-        self, module: nn.Module, compute_dtype: torch.dtype | None = None, units: Sequence[Unit] | None = None
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        units: Sequence[Unit] | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -50,7 +57,10 @@ class FSDP(nn.Module):
         every = units_of(module) if units is None else units
         matrices = [replace(unit, found=[each for each in unit.found if each.parameter.ndim > 1]) for unit in every]
         self._replicated = [each.parameter for unit in every for each in unit.found if each.parameter.ndim <= 1]
-        self._units = [_Unit(unit, compute_dtype) for unit in matrices if unit.found or unit.module is None]
+        device = next(module.parameters()).device
+        self._exchange = exchange = Copies(device) if copies else Collectives()
+        self._units = [_Unit(unit, compute_dtype, exchange) for unit in matrices if unit.found or unit.module is None]
+        exchange.connect([flat for unit in self._units for flat in unit.flats])
         self._order: list[_Unit] = []
         """Units in the order of the last forward."""
         self._seen: list[_Unit] = []
@@ -66,6 +76,7 @@ class FSDP(nn.Module):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401 (whatever the module takes and returns)
         self._order, self._seen, self._in_backward = self._seen or self._order, [], False
+        self._exchange.begin()
         self._whole.gather()
         self._whole.install()
         self._gather_ahead(self._order[:AHEAD])
@@ -76,17 +87,24 @@ class FSDP(nn.Module):
             self._close()
         if not torch.is_grad_enabled():
             self._free_all()
+        elif not self._exchange.averages:
+            ranks = dist.get_world_size()
+            for tensor in _graded(output):
+                tensor.register_hook(lambda gradient: gradient / ranks)
         return output
 
     def finish_gradient_synchronization(self) -> None:
         """Average what is left, and give each shard its gradient; call it between backward and the optimizer."""
         for unit in self._units:
             unit.reduce()
-            unit.take_gradients()
+            unit.wait_for_gradients()
         self._reducing = None
         self._close()
-        Averaging([each.grad for each in self._replicated if each.grad is not None]).wait()
         self._free_all()
+        self._exchange.receive()
+        for unit in self._units:
+            unit.take_gradients()
+        self._exchange.average([each.grad for each in self._replicated if each.grad is not None])
         self._in_backward = False
 
     def _watch(self, unit: "_Unit") -> None:
@@ -171,9 +189,8 @@ class FSDP(nn.Module):
         self._gather_for_backward(unit, output)
 
     def _gather_for_backward(self, unit: "_Unit", output: Any) -> None:  # noqa: ANN401
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))
+        for tensor in _graded(output):
+            tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))
 
     def _before_backward(self, unit: "_Unit") -> None:
         self._in_backward = True
@@ -189,7 +206,7 @@ class FSDP(nn.Module):
         So the whole gradients of at most two units are kept.
         """
         if self._reducing is not None:
-            self._reducing.take_gradients()
+            self._reducing.wait_for_gradients()
         unit.reduce()
         self._reducing = unit
         if unit is not self._whole and not unit.has_frozen:
@@ -247,28 +264,27 @@ class _Sharded:
 class _Flat:
     """Parameters of one type: their parts on this rank stand in one tensor, and are gathered into another."""
 
-    def __init__(self, found: Sequence[Found], dtype: torch.dtype) -> None:
-        self._dtype, self._ranks = dtype, dist.get_world_size()
+    def __init__(self, found: Sequence[Found], dtype: torch.dtype, exchange: Exchange) -> None:
+        self.dtype, self._exchange, ranks = dtype, exchange, dist.get_world_size()
         like = found[0].parameter.detach()
-        lengths = [each.part_length(self._ranks) for each in found]
+        lengths = [each.part_length(ranks) for each in found]
         self._cuts = _aligned(lengths, like.dtype)
-        self._masters = like.new_zeros(sum(self._cuts))
-        self._parts = self._parts_of(self._masters)
-        whole_cuts = _aligned([self._ranks * length for length in lengths], dtype)
+        self.masters = exchange.zeros(like, sum(self._cuts))
+        self._parts = self.parts_of(self.masters)
+        whole_cuts = _aligned([ranks * length for length in lengths], dtype)
         self.gathered = like.new_empty(sum(whole_cuts), dtype=dtype)
         self._bytes = self.gathered.untyped_storage().nbytes()
-        self._wholes = list(self.gathered.split(whole_cuts)[::2])
-        self.sharded = [_Sharded(*each) for each in zip(found, self._parts, self._wholes, strict=True)]
+        self.wholes = list(self.gathered.split(whole_cuts)[::2])
+        self.sharded = [_Sharded(*each) for each in zip(found, self._parts, self.wholes, strict=True)]
         self.free()
         self._graded: list[_Sharded] = []
         """Parameters whose gradients are being averaged."""
         self._means: Tensor | None = None
 
-    def allocate(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocate the whole parameters; return them and this rank's parts, for an all-gather."""
+    def start_gather(self) -> Started:
+        """Allocate the whole parameters, and start to gather them."""
         self.gathered.untyped_storage().resize_(self._bytes)
-        parts = self._parts if self._masters.dtype is self._dtype else self._parts_of(self._masters.to(self._dtype))
-        return self._wholes, parts
+        return self._exchange.gather(self)
 
     def free(self) -> None:
         """Free the whole parameters; what autograd has saved of them is there again once they are gathered again."""
@@ -284,35 +300,39 @@ class _Flat:
         """Whether a parameter has a gradient that is not averaged yet."""
         return any(each.full.grad is not None for each in self.sharded)
 
-    def take_whole_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory for this rank's parts of the gradients that are there, and the gradients, for a reduce-scatter."""
-        graded = [index for index, each in enumerate(self.sharded) if each.full.grad is not None]
-        self._graded = [self.sharded[index] for index in graded]
-        self._means = self.gathered.new_empty(len(self._masters))
-        parts = self._parts_of(self._means)
-        wholes = [self.sharded[index].take_whole_gradient(len(self._wholes[index])) for index in graded]
-        return [parts[index] for index in graded], wholes
+    def start_scatter(self) -> Started:
+        """Start to average the gradients that are there; this rank gets its part of each."""
+        if self._means is not None:
+            raise RuntimeError("a backward must be followed by finish_gradient_synchronization before the next one")
+        wholes = {
+            number: each.take_whole_gradient(len(self.wholes[number]))
+            for number, each in enumerate(self.sharded)
+            if each.full.grad is not None
+        }
+        self._graded = [self.sharded[number] for number in wholes]
+        self._means = self.gathered.new_empty(len(self.masters))
+        return self._exchange.scatter(self, wholes, self._means)
 
-    def take_gradients(self, divides: bool) -> None:
-        """Give the shards their gradients, for which the caller has waited: averages, or sums that are divided here."""
+    def take_gradients(self) -> None:
+        """Give the shards their gradients, for which the caller has waited."""
         if self._means is None:
             return
-        means = self._means.div_(self._ranks) if divides else self._means
-        parts = dict(zip(self.sharded, self._parts_of(means.to(self._masters.dtype)), strict=True))
+        self._exchange.complete(self, self._means)
+        parts = dict(zip(self.sharded, self.parts_of(self._means.to(self.masters.dtype)), strict=True))
         for each in self._graded:
             each.add_gradient(parts[each])
         self._means = None
 
-    def _parts_of(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a tensor like that of the masters."""
+    def parts_of(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a tensor that is laid out like the masters."""
         return list(flat.split(self._cuts)[::2])
 
 
 class _Unit:
     """Sharded parameters that are gathered, freed and averaged together."""
 
-    def __init__(self, unit: Unit, compute_dtype: torch.dtype | None) -> None:
-        self.module = unit.module
+    def __init__(self, unit: Unit, compute_dtype: torch.dtype | None, exchange: Exchange) -> None:
+        self.module, self._exchange = unit.module, exchange
         self._name = name = unit.name.removeprefix("model.")  # the one in LossModule
         self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"
         types: dict[tuple[torch.dtype, torch.dtype], list[Found]] = {}
@@ -320,7 +340,7 @@ class _Unit:
             own = each.parameter.dtype
             gathered = own if compute_dtype is None or each.is_of_embedding else compute_dtype
             types.setdefault((own, gathered), []).append(each)
-        self.flats = [_Flat(found, gathered) for (_, gathered), found in types.items()]
+        self.flats = [_Flat(found, gathered, exchange) for (_, gathered), found in types.items()]
         self.sharded = [each for flat in self.flats for each in flat.sharded]
         self.is_lookup = isinstance(unit.module, Embedding | nn.Embedding)
         """Backward of a lookup does not read the weights."""
@@ -329,10 +349,9 @@ class _Unit:
         """Backward may need a frozen parameter after the last gradient of the others."""
         self.when_graded: Any = None
         self.when_allocated: Callable[[str, Tensor], None] | None = None
-        self._divides = dist.get_backend() != "nccl"  # gloo has no average
         self._num_trained, self._num_graded = len(trained), 0
-        self._gathering: list[dist.Work] = []
-        self._reducing: list[dist.Work] = []
+        self._gathering: list[Started] = []
+        self._reducing: list[Started] = []
         self._is_there = self.is_installed = False
         for sharded in trained:
             sharded.full.register_post_accumulate_grad_hook(self._count)
@@ -343,7 +362,7 @@ class _Unit:
             return
         self._is_there = True
         with annotate(self._gather_range):
-            self._gathering = [_start_gather(*flat.allocate()) for flat in self.flats]
+            self._gathering = [flat.start_gather() for flat in self.flats]
         if self.when_allocated is not None:
             for flat in self.flats:
                 self.when_allocated(self._name, flat.gathered)
@@ -390,18 +409,20 @@ class _Unit:
         """Start to average the gradients that are there."""
         self._num_graded = 0
         if any(flat.has_gradients for flat in self.flats):
-            self.take_gradients()
+            self.wait_for_gradients()
             with annotate(self._scatter_range):
-                op = dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG
-                self._reducing = [
-                    _start_scatter(*flat.take_whole_gradients(), op) for flat in self.flats if flat.has_gradients
-                ]
+                self._reducing = [flat.start_scatter() for flat in self.flats if flat.has_gradients]
+
+    def wait_for_gradients(self) -> None:
+        """Wait until the whole gradients have been read; give each shard its gradient, if it is there by then."""
+        _wait_for(self._reducing)
+        if not self._exchange.is_late:
+            self.take_gradients()
 
     def take_gradients(self) -> None:
-        """Wait for the averages, and give each shard its gradient."""
-        _wait_for(self._reducing)
+        """Give each shard its gradient."""
         for flat in self.flats:
-            flat.take_gradients(self._divides)
+            flat.take_gradients()
 
 
 def own_part(tensor: Tensor, length: int) -> Tensor:
@@ -415,7 +436,7 @@ def own_part(tensor: Tensor, length: int) -> Tensor:
 def gathered(parts: list[Tensor]) -> list[Tensor]:
     """The parts of all ranks, one after the other, of each tensor of which this rank has one of `parts`."""
     wholes = [part.new_empty(dist.get_world_size() * len(part)) for part in parts]
-    _start_gather(wholes, parts).wait()
+    start_gather(wholes, parts).wait()
     return wholes
 
 
@@ -425,25 +446,13 @@ def _aligned(lengths: Sequence[int], dtype: torch.dtype) -> list[int]:
     return [size for length in lengths for size in (length, -length % multiple)][:-1]
 
 
-def _start_gather(wholes: list[Tensor], parts: list[Tensor]) -> dist.Work:
-    """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel of NCCL.
-
-    They must be of one type, because gloo makes a single tensor of them.
-    """
-    options = AllgatherOptions()
-    options.asyncOp = True
-    return c10d._get_default_group().allgather_into_tensor_coalesced(wholes, parts, options)
+def _graded(output: object) -> Iterator[Tensor]:
+    """The tensors of an output that have a gradient."""
+    return (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad)
 
 
-def _start_scatter(parts: list[Tensor], wholes: list[Tensor], op: dist.ReduceOp.RedOpType) -> dist.Work:
-    """Start to reduce each of `wholes` over the ranks; this rank's part of it goes into its place in `parts`."""
-    options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
-    return c10d._get_default_group().reduce_scatter_tensor_coalesced(parts, wholes, options)
-
-
-def _wait_for(works: list[dist.Work]) -> None:
-    """Wait for collectives, once."""
+def _wait_for(works: list[Started]) -> None:
+    """Wait for what has been started, once."""
     for work in works:
         work.wait()
     works.clear()

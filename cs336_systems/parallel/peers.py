@@ -5,6 +5,7 @@ them keep all of theirs, while a kernel of NCCL takes some away for as long as i
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,16 +56,15 @@ class Pushes:
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._flag = torch.zeros(1, device=device)
 
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each source to its target, once the current stream has made the sources."""
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]] = ()) -> "Copied":
+        """Copy each source to its target, once the current stream has made the sources; `own` stay on this rank."""
         if self._stream is None:
-            for source, target in pairs:
-                push(source, target)
-            return
+            _copy(pairs, own)
+            return Copied(None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for source, target in pairs:
-                push(source, target)
+            _copy(pairs, own)
+        return Copied(self._stream.record_event())
 
     def finish(self) -> None:
         """Wait until every rank has made its copies. On a GPU the current stream waits, and the host does not."""
@@ -75,6 +75,25 @@ class Pushes:
     def meet(self) -> None:
         """Wait until every rank has come here; what it has been copied may be written anew after it has been read."""
         dist.all_reduce(self._flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Copies that have been started."""
+
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Have the current stream wait for them."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for source, target in pairs:
+        push(source, target)
+    for source, target in own:
+        target.copy_(source)
 
 
 def _check_access() -> None:

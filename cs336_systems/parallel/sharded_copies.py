@@ -22,10 +22,10 @@ class CopyFSDP(FSDP):
     Masters that the model does not read itself are given up but for this part, so the model's own are empty.
     """
 
-    def __init__(self, module: nn.Module, model: FastLM) -> None:
+    def __init__(self, module: nn.Module, model: FastLM, *, copies: bool = False) -> None:
         self._packs = list(packs_of(model))
         self._shapes = [[weight.master.shape for weight in pack.weights] for pack in self._packs]
-        super().__init__(module, COPY_DTYPE, list(_units(module, self._packs)))
+        super().__init__(module, COPY_DTYPE, list(_units(module, self._packs)), copies=copies)
         self._own = [self._take_own(pack) for pack in self._packs]
         model.weights = tuple(weight for own in self._own for weight in own)
 

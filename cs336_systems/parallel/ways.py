@@ -36,8 +36,8 @@ def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call it like the loss. The process group must be there."""
     module = LossModule(trainable)
     model = _with_copies(trainable)
-    if model and config.parallel is Parallel.FSDP:
-        way: Way = CopyFSDP(module, model)
+    if model and config.parallel.is_fsdp:
+        way: Way = CopyFSDP(module, model, copies=config.parallel is Parallel.FSDP_PUSH)
     else:
         way = _wrap(module, config, leaves_of(model, shares=config.shard_optimizer) if model else None)
     for weight in model.weights if model else ():
@@ -57,8 +57,8 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
             return PushDDP(module, leaves)
         case Parallel.DDP:
             return TorchDDP(module)
-        case Parallel.FSDP:
-            return FSDP(module, _compute_dtype(config))
+        case Parallel.FSDP | Parallel.FSDP_PUSH:
+            return FSDP(module, _compute_dtype(config), copies=config.parallel is Parallel.FSDP_PUSH)
         case Parallel.FSDP2:
             return TorchFSDP(module, _compute_dtype(config))
     raise AssertionError(config.parallel)

@@ -37,6 +37,7 @@ WAYS = {
     "ddp-push": PushDDP,
     "ddp": TorchDDP,
     "fsdp": FSDP,
+    "fsdp-push": functools.partial(FSDP, copies=True),
     "fsdp2": TorchFSDP,
 }
 OPTIMIZERS = {

@@ -42,10 +42,11 @@ def test_steps_on_two_ranks_are_those_of_one_process_that_averages(two, way, arc
         assert all(torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True))
 
 
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-push"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_fully_sharded_steps_are_those_of_one_process_that_averages(two, arch):
+def test_fully_sharded_steps_are_those_of_one_process_that_averages(two, way, arch):
     expected, losses = alone(two, arch)
-    results = two.call("tests.parallel.fast:train", "fsdp", arch, False)
+    results = two.call("tests.parallel.fast:train", way, arch, False)
     for rank, (masters, updated, own_losses, sent, _) in enumerate(results):
         assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-6)
         assert masters.keys() == expected.keys()
@@ -56,7 +57,7 @@ def test_fully_sharded_steps_are_those_of_one_process_that_averages(two, arch):
         shape = fast.config_of(arch).model
         padding = (128 - shape.vocab_size) * shape.d_model
         assert updated == (matrices + padding) // 2 + vectors
-        assert sent == sent_bytes(fast.config_of(arch, "fsdp", False, 2))
+        assert sent == sent_bytes(fast.config_of(arch, way, False, 2))
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])

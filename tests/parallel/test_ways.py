@@ -14,7 +14,7 @@ from tests.parallel.ranks import ranks_of
 
 pytestmark = pytest.mark.timeout(280)
 DDP_WAYS = [way for way in WAYS if way.startswith("ddp")]
-FSDP_WAYS = ["fsdp", "fsdp2"]
+FSDP_WAYS = ["fsdp", "fsdp-push", "fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_three_ranks_share_what_three_does_not_divide():
                     assert distance(found, expected) < 1e-9
 
 
-@pytest.mark.parametrize(("way", "shard"), [("ddp-overlap", True), ("fsdp", False)])
+@pytest.mark.parametrize(("way", "shard"), [("ddp-overlap", True), ("fsdp", False), ("fsdp-push", False)])
 def test_sharded_states_go_on_where_they_were_saved(two, way, shard):
     for first, second in two.call("tests.parallel.checks:go_on_from_saved_states", way, shard):
         assert all(torch.equal(first[name], second[name]) for name in first)
@@ -133,7 +133,7 @@ def test_ranks_that_use_different_parameters_are_told_which(two, way):
 def test_low_precision_is_gathered_and_the_masters_are_not(two):
     expected = checks.train_alone_in_bf16()
     ways = {way: two.call("tests.parallel.checks:train_in_bf16", way) for way in FSDP_WAYS}
-    for seen, gradients, masters, _ in ways["fsdp"]:
+    for seen, gradients, masters, _ in (*ways["fsdp"], *ways["fsdp-push"]):
         d_model, vocab_size = SHAPE["d_model"], SHAPE["vocab_size"]
         assert seen == {
             "token_embeddings": (torch.float32, (vocab_size, d_model)),
@@ -185,10 +185,11 @@ def test_bytes_sent_are_those_of_the_closed_form(two, way):
             assert not forward
             assert (sent(backward) > 0) == (way in ("ddp-overlap", "ddp-push", "ddp"))
             assert (sent(after) > flags) == (way in ("ddp-naive", "ddp-flat"))
-        elif way == "fsdp":
+        elif way in ("fsdp", "fsdp-push"):
             # gathered in forward, again in backward but for the last layer and the lookup, and reduced once
-            assert total == twice + once + vectors
-            assert sent(forward) == once
+            flag = 4 if way == "fsdp-push" else 0
+            assert total == twice + once + vectors + 2 * flag
+            assert sent(forward) == once + flag
 
 
 PLAIN = {"cast_once": False, "fused_blocks": False, "fused_loss": False, "pad_vocabulary": 1}

@@ -1,0 +1,190 @@
+"""How the ranks exchange parts of parameters and gradients: by collectives, or by copies between their memories."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed import distributed_c10d as c10d
+
+from cs336_systems.parallel.collectives import Averaging, grouped
+from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
+
+
+class Started(Protocol):
+    """What has been started; on a GPU the current stream waits for it, and the host does not."""
+
+    def wait(self) -> object: ...
+
+
+class Parts(Protocol):
+    """Parameters of one type, of each of which this rank keeps a part, which is as long as that of any other rank."""
+
+    masters: Tensor
+    """This rank's parts."""
+    dtype: torch.dtype
+    """The type in which they are gathered."""
+    wholes: list[Tensor]
+    """Memory for all ranks' parts of each, one after the other."""
+
+    def parts_of(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a tensor that is laid out like the masters."""
+
+
+class Collectives:
+    """Exchange by NCCL on GPUs, by gloo on a CPU."""
+
+    is_late = False
+    """Whether gradients are there only after `receive`."""
+    averages = True
+    """Whether gradients are divided here by the number of ranks, and not by the caller."""
+
+    def __init__(self) -> None:
+        is_nccl = dist.get_backend() == "nccl"
+        self._divisor = 1 if is_nccl else dist.get_world_size()  # gloo has no average
+        self._op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM
+
+    def zeros(self, like: Tensor, length: int) -> Tensor:
+        """Memory for the parts that this rank keeps."""
+        return like.new_zeros(length)
+
+    def connect(self, every: Sequence[Parts]) -> None:
+        """Prepare to exchange these; every rank must call it once."""
+
+    def begin(self) -> None:
+        """Wait until the parts of all ranks are those of this step."""
+
+    def gather(self, parts: Parts) -> Started:
+        """Start to gather the whole parameters."""
+        masters = parts.masters
+        own = masters if masters.dtype is parts.dtype else masters.to(parts.dtype)
+        return start_gather(parts.wholes, parts.parts_of(own))
+
+    def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
+        """Start to average gradients over the ranks, by their number; `means` is memory for this rank's parts of it."""
+        options = ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(self._op), True
+        own = parts.parts_of(means)
+        group = c10d._get_default_group()
+        return group.reduce_scatter_tensor_coalesced([own[number] for number in wholes], [*wholes.values()], options)
+
+    def receive(self) -> None:
+        """Wait until gradients from all ranks are there."""
+
+    def complete(self, parts: Parts, means: Tensor) -> None:
+        """Make averages of this rank's parts of gradients, which have been scattered."""
+        del parts
+        if self._divisor > 1:
+            means.div_(self._divisor)
+
+    def average(self, gradients: Sequence[Tensor]) -> None:
+        """Average gradients that every rank needs whole."""
+        Averaging(gradients).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """Copies whose sources must not be freed before they are made."""
+
+    copied: Started
+    sources: list[Tensor]
+
+    def wait(self) -> None:
+        self.copied.wait()
+
+
+class Copies:
+    """Exchange by copies from and to the other ranks' memory, which take no multiprocessor of a GPU.
+
+    Ranks wait for each other where a forward begins, so that all parts are there, and at the end of a backward.
+    Gradients must have been divided by the number of ranks.
+    """
+
+    is_late = True
+    averages = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._others = [rank for rank in range(self._ranks) if rank != self._rank]
+        self._pulls, self._pushes = Pushes(device), Pushes(device)
+        self._cast: list[tuple[Parts, Tensor]] = []
+        """What is gathered in another type than its masters', with the copy in that type."""
+        self._sources: dict[int, list[list[Tensor]]] = {}
+        """By rank, each parameter's part."""
+        self._received: dict[int, Tensor] = {}
+        """A row for the gradients of each other rank, in the order of the ranks."""
+        self._targets: dict[int, dict[int, list[Tensor]]] = {}
+        """By other rank, where each parameter's part of a gradient goes."""
+
+    def zeros(self, like: Tensor, length: int) -> Tensor:
+        """Memory for the parts that this rank keeps, which other ranks can read."""
+        return shared_rows(like.new_empty(length), 1)[0].zero_()
+
+    def connect(self, every: Sequence[Parts]) -> None:
+        """Prepare to exchange these; every rank must call it once."""
+        for parts in every:
+            sent = parts.masters
+            if sent.dtype is not parts.dtype:
+                sent = self.zeros(sent.to(parts.dtype), len(sent))
+                self._cast.append((parts, sent))
+            self._received[id(parts)] = shared_rows(sent, self._ranks - 1)
+            by_rank = of_all_ranks([sent, self._received[id(parts)]])
+            self._sources[id(parts)] = [parts.parts_of(theirs) for theirs, _ in by_rank]
+            self._targets[id(parts)] = {
+                other: parts.parts_of(by_rank[other][1][self._rank - (self._rank > other)]) for other in self._others
+            }
+
+    def begin(self) -> None:
+        """Wait until the parts of all ranks are those of this step."""
+        for parts, sent in self._cast:
+            sent.copy_(parts.masters)
+        self._pulls.meet()
+
+    def gather(self, parts: Parts) -> Started:
+        """Start to copy the parts of all ranks."""
+        sources = self._sources[id(parts)]
+        pairs = [
+            [(source, whole.view(self._ranks, -1)[rank]) for source, whole in zip(of_rank, parts.wholes, strict=True)]
+            for rank, of_rank in enumerate(sources)
+        ]
+        return self._pulls.start([pair for other in self._others for pair in pairs[other]], pairs[self._rank])
+
+    def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
+        """Start to send the other ranks their parts of gradients, by their number, and to keep this rank's own."""
+        by_rank = {number: whole.view(self._ranks, -1) for number, whole in wholes.items()}
+        targets, own = self._targets[id(parts)], parts.parts_of(means)
+        copied = self._pushes.start(
+            [(each[other], targets[other][number]) for other in self._others for number, each in by_rank.items()],
+            [(each[self._rank], own[number]) for number, each in by_rank.items()],
+        )
+        return _Sending(copied, [*wholes.values()])
+
+    def receive(self) -> None:
+        """Wait until gradients from all ranks are there."""
+        self._pushes.finish()
+
+    def complete(self, parts: Parts, means: Tensor) -> None:
+        """Add to this rank's parts of gradients those that the others have sent."""
+        for row in self._received[id(parts)]:
+            means += row
+
+    def average(self, gradients: Sequence[Tensor]) -> None:
+        """Sum gradients that every rank needs whole; they are few."""
+        for group in grouped(dist.all_reduce, gradients):
+            group.wait()
+
+
+Exchange = Collectives | Copies
+
+
+def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> dist.Work:
+    """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel of NCCL.
+
+    They must be of one type, because gloo makes a single tensor of them.
+    """
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return c10d._get_default_group().allgather_into_tensor_coalesced([*wholes], [*parts], options)
