@@ -147,6 +147,8 @@ class _Findings:
                 f"{against_launches(self.config)}; a faster GPU does not. A profiler makes each launch slower: without "
                 "one it is less."
             )
+        elif busy_s >= MIN_BUSY_SHARE * self.wall_s > busy_s - exposed_s(self.profile):
+            yield f"Communication is a limit: the GPU computes less than it seems to. It is busy {told}"
         elif busy_s >= MIN_BUSY_SHARE * self.wall_s:
             yield f"The GPU is the limit: it is busy {told}"
         else:

@@ -21,9 +21,11 @@ from tests.report.sections.kernels.profiles import (
     headings,
     make_entry,
     make_gather,
+    make_phase,
     make_profile,
     make_ranks,
     make_shared,
+    make_times,
     numbers,
     rows,
 )
@@ -155,3 +157,12 @@ def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_the
     measured = (Measurement(Phase.BACKWARD, (0.010,)), Measurement(Phase.COMMUNICATION, (0.004,)))
     section = phases([replace(entry, plain=replace(entry.plain, measurements=measured))])
     assert [row["clock_mean_ms"] for row in rows(section, phase="backward")] == [clock_ms]
+
+
+@pytest.mark.parametrize(("exposed_ms", "limit"), [(0.5, "The GPU is the limit"), (5, "Communication is a limit")])
+def test_a_gpu_that_waits_in_collectives_is_busy_and_not_the_limit(exposed_ms, limit) -> None:
+    """Busy for 9 of the 10 ms of a phase, without idle times that another cause would explain."""
+    phase = make_phase(BACKWARD, (8, 8), (9, 9), (10, 10), (9, 9))
+    sent = make_times(BACKWARD, None, (1, 1), (6, 6), (exposed_ms, exposed_ms))
+    profile = make_profile(phases=(phase,), communication=(sent,), idle=())
+    assert findings(profile)[0].startswith(limit)
