@@ -226,6 +226,8 @@ COLUMNS: dict[str, Column] = {
                                "torch.compile.", drop_order=4, derived=True, write=three_digits),
     "optimizer_speed_up": Column("speed-up", "vs adamw", "How many times faster than the same configuration with "
                                  "AdamW written out.", drop_order=4, derived=True, write=three_digits),
+    "weak_scaling": Column("weak scaling", "%", "Time of the step of one process over that of all ranks, each of which "
+                           "has as large a batch.", drop_order=4, derived=True, scale=100, write=three_digits),
     # kernels, per step
     "kernels_per_step": Column("kernels", "", "Kernels that were launched.", drop_order=4, write=count),
     "kernel_mean_ms": Column("GPU time", "ms", "Durations of the kernels, added up.", write=rounded),

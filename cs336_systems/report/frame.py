@@ -41,10 +41,13 @@ SPEED_UPS: Mapping[str, tuple[str, ...]] = {
     "attention_speed_up": ("attention", "sdpa_backend"),
     "compile_speed_up": ("compile", "compile_blocks"),
     "optimizer_speed_up": ("optimizer",),
+    "weak_scaling": ("parallel", "ranks", "shard_optimizer"),
 }
 """Columns of speed-ups, by the settings in which a run differs from the one that it is compared with.
 
-That one has the first value of the first of these settings: fp32, naive attention, no compilation, the plain AdamW.
+That one has the first value of the first of these settings: fp32, naive attention, no compilation, the plain AdamW, a
+step that is not shared. Each rank of a shared step has the batch of the one that is not, so that their ratio is the
+efficiency of weak scaling.
 """
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
 """Columns that results.csv has only if a run has several ranks."""

@@ -28,6 +28,7 @@ BASELINES = {
     "attention_speed_up": ("attention", "with naive attention"),
     "compile_speed_up": ("compile", "without compilation"),
     "optimizer_speed_up": ("optimizer", "with the plain AdamW"),
+    "weak_scaling": ("parallel", "in one process"),
 }
 """For each of `SPEED_UPS` the setting that makes it, and what a step is compared with."""
 Warned = tuple[str, RunRecord, RunWarning, str]

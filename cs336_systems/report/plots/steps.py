@@ -39,7 +39,7 @@ Item = TypeVar("Item")
 
 SETTINGS_ALONG = {name: setting.axis for name, setting in SETTINGS.items() if setting.axis}
 """Settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
-CHOICES = {name for settings in SPEED_UPS.values() for name in settings} | {"parallel"}
+CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer"}
 """Settings with named values, which tables list in the order in which they are declared."""
 WARMUP = "warmup_steps"
 WIDEST = 15.0
