@@ -22,7 +22,7 @@ from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import SUBJECTS
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
-from cs336_systems.report.sections.kernels.plots import class_chart, configuration_chart
+from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
@@ -94,7 +94,8 @@ class Subjects:
             return []
         blocks: list[Block] = list(self._tables(make(entries) for make in SUBJECTS))
         charted = [(name, entry.profile) for name, entry, _ in self.of_kernels]
-        blocks.append(self._chart(configuration_chart(charted)))
+        charts = (configuration_chart(charted), communication_chart(charted))
+        blocks += [self._chart(chart) for chart in charts if chart is not None]
         stems = file_names(name for name, _ in charted)
         for number, (stem, (name, entry, texts)) in enumerate(zip(stems, self.of_kernels, strict=True)):
             source, profile = provenance([entry.profiled], self.place_of), entry.profile

@@ -16,7 +16,7 @@ from cs336_systems.report.sections.kernels.communication import communication, g
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.plots import class_chart, configuration_chart
+from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
 from cs336_systems.report.sections.kernels.shares import attention, classes, products
 from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
 from cs336_systems.report.sections.kernels.timeline import draw_timeline
@@ -90,7 +90,8 @@ def write_kernels(
                 status(f"drawing {name}", done, len(names))
             files |= _pictures(profile, f"{stem}_", name)
         pairs = list(zip(names, profiles, strict=True))
-        files["plots/configurations.png"] = png_of(configuration_chart(pairs))
+        charts = (configuration_chart(pairs), communication_chart(pairs))
+        files |= {f"plots/{chart.name}.png": png_of(chart) for chart in charts if chart is not None}
     else:
         (entry,) = entries
         note = about(entry.profile)

@@ -9,8 +9,9 @@ from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style, distinct
-from cs336_systems.report.plots.palette import CLASS_COLOURS, REST_COLOUR
+from cs336_systems.report.plots.palette import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR
 from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.facts import collectives_s, exposed_s
 from cs336_systems.report.sections.kernels.shares import CLASS_KEYS, class_rows
 from cs336_systems.report.sections.kernels.tables import is_shown, phase_rows
 from cs336_systems.report.sections.kernels.timeline import describe_devices, describe_source, describe_steps
@@ -106,6 +107,44 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart:
         styles=STYLES, is_lying=True,
         panels=[Panel(x=Axis(names=labels),
                       y=Axis(label="share of the step (%); its time is on the right", unit="%"), bars=bars)],
+    )  # fmt: skip
+
+
+COMPUTING, OVERLAPPED, EXPOSED = "computing", "computing and communicating", "communicating"
+COMMUNICATION = {
+    COMPUTING: Style(colour="#4C72B0"),
+    OVERLAPPED: Style(colour="#FFFFFF", pattern="/", ink="#4C72B0"),
+    EXPOSED: Style(colour=FAILURE_COLOUR),
+    IDLE: STYLES[IDLE],
+}
+
+
+def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
+    """A bar for each labelled profile of a run on several ranks: when its device computed, communicated, or did both.
+
+    None if none of them has collectives.
+    """
+    shared = [(name, profile) for name, profile in profiles if profile.communication]
+    bars = []
+    labels = distinct(label for label, _ in shared)
+    for label, (_, profile) in zip(labels, shared, strict=True):
+        step = time_bars(profile)[-1].row
+        both_ms, exposed_ms = (found(profile) * 1e3 / profile.num_steps for found in (collectives_s, exposed_s))
+        parts = {
+            COMPUTING: step["busy_mean_ms"] - both_ms,
+            OVERLAPPED: both_ms - exposed_ms,
+            EXPOSED: exposed_ms,
+            IDLE: step["wall_mean_ms"] - step["busy_mean_ms"],
+        }
+        words = f"{significant(step['wall_mean_ms'], 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
+        bars.append(Bar(name=label, parts=parts, words=words))
+    if not bars:
+        return None
+    return Chart(
+        name="communication", title="What of the communication computing hides",
+        settings=", ".join(describe_devices([profile for _, profile in shared])), size=(6.0, 0.0), legend=4,
+        styles=COMMUNICATION, is_lying=True,
+        panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)", unit="ms"), bars=bars)],
     )  # fmt: skip
 
 

@@ -16,10 +16,14 @@ from cs336_systems.analysis.kernels.step_profile import IdleCause, PicturedStep,
 from cs336_systems.report.plots import drawing, palette
 from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.sections.kernels.plots import (
+    COMPUTING,
     COPIES,
+    EXPOSED,
     IDLE,
+    OVERLAPPED,
     STYLES,
     class_chart,
+    communication_chart,
     configuration_chart,
     rounded,
     time_bars,
@@ -37,6 +41,7 @@ from tests.report.sections.kernels.profiles import (
     make_inference,
     make_phase,
     make_profile,
+    make_shared,
 )
 
 PRODUCT, SOFTMAX, ELEMENT_WISE, COPY, OTHER = (
@@ -87,6 +92,20 @@ def test_bars_hold_their_phases_up_to_the_wall_time() -> None:
     )
     assert list(step.parts_ms) == [name for name in STYLES if name in step.parts_ms]
     assert step.parts_ms[IDLE] == pytest.approx(sum(row.total_s for row in make_profile().idle) * 1e3 / 2)
+
+
+def test_a_shared_step_is_computing_communicating_both_or_idle() -> None:
+    """28 ms, busy for 5 in forward, 10.1 in backward and 5 in the optimizer.
+
+    Collectives run for 9 of these, and for 5 of them nothing else does.
+    """
+    chart = communication_chart([("alone", make_profile()), ("shared", make_shared())])
+    assert chart is not None
+    (panel,) = chart.panels
+    (bar,) = panel.bars
+    assert bar.name == "shared"
+    assert bar.parts == pytest.approx({COMPUTING: 11.1, OVERLAPPED: 4, EXPOSED: 5, IDLE: 7.9})
+    assert communication_chart([("alone", make_profile())]) is None
 
 
 def test_operators_are_never_idle() -> None:
