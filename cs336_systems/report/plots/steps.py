@@ -257,8 +257,10 @@ def setting_chart(
     every = next(iter(sizes.values()))
     labels = [label for label in every if any(line.known for panels in sizes.values() for line in panels[label])]
     panels = [_over_values(panels[label], label, axis, size) for label in labels for size, panels in sizes.items()]
+    most = max((len(panel.x.names) for panel in panels), default=0)
+    width = min(max(2.8, 0.45 * most), WIDEST / len(sizes))  # no name is left out if there is room
     return Chart(
-        name=name, title=title, settings=settings, panels=panels, columns=len(sizes), size=(2.8, 2.45), legend=4,
+        name=name, title=title, settings=settings, panels=panels, columns=len(sizes), size=(width, 2.45), legend=4,
         styles={name: Style(colour=colour) for name, (colour, _) in LOOKS.items()},
     )  # fmt: skip
 
