@@ -3,12 +3,12 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from math import exp, log
 
 from cs336_systems.config import Arch, Parallel, Precision, RunConfig
+from cs336_systems.costs.calls import Call, Collective, call_of
 from cs336_systems.costs.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
+from cs336_systems.costs.copies import calls_with_copies
 from cs336_systems.costs.memory import MAX_LAYERS
 from cs336_systems.costs.shards import FP32_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
 
@@ -17,58 +17,28 @@ AVERAGING = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parall
 WAYS = (*AVERAGING, Parallel.FSDP, Parallel.FSDP2)
 
 
-class Collective(StrEnum):
-    """An exchange among all ranks. In a push each copies a tensor of its own to every other one's memory."""
-
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    BROADCAST = "broadcast"
-    PUSH = "push"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A collective that is launched as one; several tensors that are averaged or gathered together are one call."""
-
-    collective: Collective
-    num_bytes: int
-    """Of the whole tensors: those of all ranks' parts, where each has a part."""
-
-
-def sent_share(collective: Collective, ranks: int) -> float:
-    """Part of a call's bytes that each rank of a ring sends; an all-reduce is a reduce-scatter and an all-gather."""
-    if collective is Collective.PUSH:
-        return ranks - 1
-    return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
-
-
 def calls(config: RunConfig) -> Counter[Call] | None:
-    """The collectives of an eager step after the first ones, with how many there are of each.
+    """The collectives of a step after the first ones, with how many there are of each.
 
-    None for a run in one process, a user's own model, the shortcuts of --fast, which send other tensors, ways without
-    collectives, and models of more than MAX_LAYERS.
+    None for a run in one process, a user's own model, and models of more than MAX_LAYERS.
     """
-    is_own = config.model_factory is None and config.model.num_layers <= MAX_LAYERS
-    if config.parallel not in WAYS or not is_own or config != config.without_shortcuts:
+    if config.parallel not in WAYS or config.model_factory is not None or config.model.num_layers > MAX_LAYERS:
         return None
+    if config.cast_once:
+        return Counter(calls_with_copies(config))
     found = Counter(_of_gradients(config) if config.parallel in AVERAGING else _of_shards(config))
     if config.shard_optimizer:
         counts = parameter_elements(config).values()
-        found.update(_call(Collective.BROADCAST, FP32_BYTES * count) for count in counts)
+        found.update(call_of(Collective.BROADCAST, FP32_BYTES * count) for count in counts)
     return found
-
-
-def _call(collective: Collective, num_bytes: int) -> Call:
-    return Call(collective=collective, num_bytes=num_bytes)
 
 
 def _of_gradients(config: RunConfig) -> Iterator[Call]:
     counts = parameter_elements(config)
     sizes = {name: FP32_BYTES * counts[name] for name in gradient_order(config)}
     if config.parallel is Parallel.DDP_PUSH:
-        yield from (_call(Collective.PUSH, size) for size in sizes.values())
-        yield from (_call(Collective.ALL_REDUCE, FP32_BYTES) for _ in ("everything is there", "everything is read"))
+        yield from (call_of(Collective.PUSH, size) for size in sizes.values())
+        yield from (call_of(Collective.ALL_REDUCE, FP32_BYTES) for _ in ("everything is there", "everything is read"))
         return
     if config.parallel is Parallel.DDP_NAIVE:
         groups = [[name] for name in sizes]
@@ -77,7 +47,7 @@ def _of_gradients(config: RunConfig) -> Iterator[Call]:
     else:
         groups = buckets_of(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP else None)
     for group in groups:
-        yield _call(Collective.ALL_REDUCE, sum(sizes[name] for name in group))
+        yield call_of(Collective.ALL_REDUCE, sum(sizes[name] for name in group))
 
 
 def _of_shards(config: RunConfig) -> Iterator[Call]:
@@ -91,11 +61,11 @@ def _of_shards(config: RunConfig) -> Iterator[Call]:
         is_kept = {LOOKUP, REST, last}
         in_units = {name for unit in found for name in unit.counts}
         vectors = sum(count for name, count in parameter_elements(config).items() if name not in in_units)
-        yield _call(Collective.ALL_REDUCE, FP32_BYTES * vectors)
+        yield call_of(Collective.ALL_REDUCE, FP32_BYTES * vectors)
     for name, payload in payloads.items():
         for _ in range(1 if name in is_kept else 2):  # for forward, and again for backward
-            yield _call(Collective.ALL_GATHER, payload)
-        yield _call(Collective.REDUCE_SCATTER, payload)
+            yield call_of(Collective.ALL_GATHER, payload)
+        yield call_of(Collective.REDUCE_SCATTER, payload)
 
 
 def _payloads_of_fully_shard(config: RunConfig) -> dict[str, int]:

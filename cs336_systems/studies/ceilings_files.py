@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.config import Precision
-from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision

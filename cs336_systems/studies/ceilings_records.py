@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from cs336_systems.config import Device
-from cs336_systems.costs.collectives import Collective, sent_share
+from cs336_systems.costs.calls import Collective, sent_share
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check

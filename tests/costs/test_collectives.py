@@ -1,5 +1,6 @@
 """Oracles: the collectives that a real step calls, and times measured on two H200."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,15 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs.collectives import Call, Collective, calls, gradient_order, time_s
+from cs336_systems.costs.calls import Call, Collective
+from cs336_systems.costs.collectives import calls, gradient_order, time_s
 from cs336_systems.costs.communication import sent_bytes
+from cs336_systems.costs.copies import leaves
 from cs336_systems.costs.forecast.parameters import parameter_shapes
+from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.transformer import TransformerLM
-from tests.costs.live import order_of_gradients
+from cs336_systems.parallel.sharded_weights import leaves_of
+from tests.costs.live import one_of, order_of_gradients
 
 MIB = 2**20
 OURS = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP, Parallel.DDP_PUSH, Parallel.FSDP]
@@ -52,6 +57,62 @@ def test_the_calls_send_what_is_counted_in_another_way(way, shard_optimizer, pre
     sends = dict.fromkeys(Collective, 2 / 3) | {Collective.ALL_REDUCE: 4 / 3, Collective.PUSH: 2}
     sent = sum(count * call.num_bytes * sends[call.collective] for call, count in calls(config).items())
     assert sent == pytest.approx(sent_bytes(config), abs=1)
+
+
+FAST = {"precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "cast_once": True, "pad_vocabulary": 64}
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("d_model", [32, 34])
+def test_leaves_are_those_of_the_fast_model(arch, d_model) -> None:
+    """Layers that read the same tensor are packed if their parts are aligned."""
+    model = ModelConfig(
+        arch=arch, vocab_size=37, context_length=10, d_model=d_model, d_ff=48, num_layers=3, num_heads=1
+    )
+    config = RunConfig(size="custom", model=model, parallel=Parallel.DDP_FLAT, ranks=2, **FAST)
+    with one_of(2, 0, Parallel.DDP_FLAT):
+        real = leaves_of(FastLM(TransformerLM(model), config), shares=True)
+    assert sorted((leaf.num_bytes, leaf.element_bytes) for leaf in leaves(config)) == sorted(
+        (leaf.tensor.nbytes, leaf.tensor.itemsize) for leaf in real
+    )
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize("way", [way for way in OURS if way is not Parallel.DDP])
+def test_the_calls_of_the_fast_model_send_what_is_counted_in_another_way(way, shard_optimizer, arch) -> None:
+    if shard_optimizer and way is Parallel.FSDP:
+        pytest.skip("its state is sharded already")
+    model = replace(SIZES["small" if arch is Arch.CS336 else "gpt2"], num_layers=2)
+    config = RunConfig(size="custom", model=model, parallel=way, ranks=2, shard_optimizer=shard_optimizer, **FAST)
+    sends = dict.fromkeys(Collective, 1 / 2) | {Collective.ALL_REDUCE: 1, Collective.PUSH: 1}
+    sent = sum(count * call.num_bytes * sends[call.collective] for call, count in calls(config).items())
+    assert sent == pytest.approx(sent_bytes(config), abs=64)
+
+
+REDUCE, GATHER, SCATTER, PUSH = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.PUSH
+COUNTED = [
+    ("xl", Parallel.DDP_OVERLAP, False, {REDUCE: 98}),
+    ("xl", Parallel.DDP_OVERLAP, True, {GATHER: 50, REDUCE: 1, SCATTER: 98}),
+    ("xl", Parallel.FSDP, False, {GATHER: 98, REDUCE: 1, SCATTER: 50}),
+    ("xl", Parallel.DDP_PUSH, False, {PUSH: 291, REDUCE: 2}),
+    ("xl", Parallel.DDP_PUSH, True, {PUSH: 485, REDUCE: 3}),
+    ("gpt2", Parallel.DDP_FLAT, False, {REDUCE: 2}),
+    ("gpt2", Parallel.DDP_OVERLAP, False, {REDUCE: 9}),
+    ("gpt2", Parallel.DDP_PUSH, False, {PUSH: 149, REDUCE: 2}),
+    ("gpt2", Parallel.DDP_PUSH, True, {PUSH: 200, REDUCE: 3}),
+]
+"""Operators of torch.distributed that a step with --fast called on each of two H200."""
+
+
+@pytest.mark.parametrize(("size", "way", "shard_optimizer", "counted"), COUNTED)
+def test_the_calls_of_the_fast_model_are_those_counted(size, way, shard_optimizer, counted) -> None:
+    settings = FAST | ({"pad_vocabulary": 1} if size == "xl" else {"pad_vocabulary": 128})
+    config = RunConfig(size=size, model=SIZES[size], parallel=way, ranks=2, shard_optimizer=shard_optimizer, **settings)
+    found = Counter()
+    for call, count in calls(config).items():
+        found[call.collective] += count
+    assert found == counted
 
 
 def test_how_often_each_way_calls() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
 from cs336_systems.report.sections.ceilings.tables import promised_flops

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from cs336_systems.config import Device, Precision
-from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.calls import Collective
 from cs336_systems.files import encode_json
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_files import load_ceilings

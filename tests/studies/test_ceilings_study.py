@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.config import Device
-from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.calls import Collective
 from cs336_systems.record import Status
 from cs336_systems.studies import ceilings_cell
 from cs336_systems.studies.ceilings_cell import make_product, make_stream, measure_rows, why_unavailable

@@ -17,7 +17,8 @@ from cs336_systems.costs.accounting import (
     state_bytes,
     updated_parameters,
 )
-from cs336_systems.costs.collectives import Call, Collective, calls, sent_share, time_s
+from cs336_systems.costs.calls import Call, Collective, sent_share
+from cs336_systems.costs.collectives import calls, time_s
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from cs336_systems.config import Device, Parallel, RunConfig
-from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.calls import Collective
 from cs336_systems.record import MemoryMoment, RunRecord
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import identities_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device
-from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.calls import Collective
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.section import Section

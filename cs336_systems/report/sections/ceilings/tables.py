@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
-from cs336_systems.costs.collectives import Collective
+from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
