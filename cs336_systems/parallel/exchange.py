@@ -125,17 +125,24 @@ class Copies:
 
     def connect(self, every: Sequence[Parts]) -> None:
         """Prepare to exchange these; every rank must call it once."""
-        for parts in every:
-            sent = parts.masters
-            if sent.dtype is not parts.dtype:
-                sent = self.zeros(sent.to(parts.dtype), len(sent))
-                self._cast.append((parts, sent))
-            self._received[id(parts)] = shared_rows(sent, self._ranks - 1)
-            by_rank = of_all_ranks([sent, self._received[id(parts)]])
-            self._sources[id(parts)] = [parts.parts_of(theirs) for theirs, _ in by_rank]
+        sent = [self._in_sent_type(parts) for parts in every]
+        received = [shared_rows(own, self._ranks - 1) for own in sent]
+        by_rank = of_all_ranks([*sent, *received])
+        for number, parts in enumerate(every):
+            self._received[id(parts)] = received[number]
+            self._sources[id(parts)] = [parts.parts_of(theirs[number]) for theirs in by_rank]
+            rows = {other: by_rank[other][len(every) + number] for other in self._others}
             self._targets[id(parts)] = {
-                other: parts.parts_of(by_rank[other][1][self._rank - (self._rank > other)]) for other in self._others
+                other: parts.parts_of(rows[other][self._rank - (self._rank > other)]) for other in self._others
             }
+
+    def _in_sent_type(self, parts: Parts) -> Tensor:
+        """The masters, or memory for a copy of them in the type in which they are gathered."""
+        if parts.masters.dtype is parts.dtype:
+            return parts.masters
+        copy = self.zeros(parts.masters.to(parts.dtype), len(parts.masters))
+        self._cast.append((parts, copy))
+        return copy
 
     def begin(self) -> None:
         """Wait until the parts of all ranks are those of this step."""

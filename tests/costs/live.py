@@ -17,7 +17,7 @@ from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.costs.forecast.step import StepTape
 from cs336_systems.costs.forecast.tape import Category, Tape
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.parallel import data_parallel, fully_sharded
+from cs336_systems.parallel import data_parallel, exchange
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -159,8 +159,9 @@ def one_of(ranks: int, rank: int, way: Parallel) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(data_parallel, "check_same_gradients", lambda names, parameters: None)
             patch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
-            for name in ("_start_gather", "_start_scatter"):
-                patch.setattr(fully_sharded, name, functools.partial(Started, getattr(fully_sharded, name)))
+            scatter = exchange.Collectives.scatter
+            patch.setattr(exchange, "start_gather", functools.partial(Started, exchange.start_gather))
+            patch.setattr(exchange.Collectives, "scatter", lambda *arguments: Started(scatter, *arguments))
             yield
     finally:
         dist.destroy_process_group()
