@@ -30,7 +30,7 @@ from cs336_systems.measure.progress import Progress, Say, say_nothing
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import annotator_of, make_watch
 from cs336_systems.model.annotate import annotate, set_annotator
-from cs336_systems.parallel.group import group_of
+from cs336_systems.parallel.group import group_of, meet_on_host
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.parallel.traffic import TrafficCounter
 from cs336_systems.ranges import Range, rank_range
@@ -119,9 +119,9 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
             counters_before = read_counters(config, reset_peaks=True)
             of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
             with annotate(Range.MEASURE), of_rank:
-                _meet(step)
+                _meet_under_nsys(config, "begin")
                 _time(step, clock, progress)
-                _meet(step)
+                _meet_under_nsys(config, "end")
             telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes while the GPU idles
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
@@ -232,10 +232,13 @@ def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     progress.warmup.append(times)
 
 
-def _meet(step: TrainingStep) -> None:
-    """Under nsys, wait for the other ranks: it captures all of them while the first is in its measured steps."""
-    if step.config.profiler is Profiler.NSYS:
-        step.on_any_rank(False)
+def _meet_under_nsys(config: RunConfig, where: str) -> None:
+    """Wait for the other ranks: nsys captures all of them from when the first begins its measured steps to its end.
+
+    To begin, it may wait until a device is idle, so the ranks meet on the host.
+    """
+    if config.is_shared and config.profiler is Profiler.NSYS:
+        meet_on_host(f"measured steps: {where}")
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:

@@ -1,6 +1,7 @@
 """Joining and leaving the group of ranks that share a step: over NCCL on GPUs, over gloo on a CPU."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from cs336_systems.config import Device
 from cs336_systems.parallel.rank import Rank
+
+_LOOK_S = 1e-3
 
 
 @contextlib.contextmanager
@@ -36,3 +39,11 @@ def group_of(rank: Rank, device: Device) -> Iterator[None]:
             dist.distributed_c10d._abort_process_group()
         raise
     dist.destroy_process_group()
+
+
+def meet_on_host(name: str) -> None:
+    """Wait until every rank has come to the place of this name, while nothing runs on the devices."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(name, 1)
+    while store.add(name, 0) < dist.get_world_size():
+        time.sleep(_LOOK_S)

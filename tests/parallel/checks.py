@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +22,7 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
 from cs336_systems.parallel.fully_sharded import FSDP
+from cs336_systems.parallel.group import meet_on_host
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.traffic import TrafficCounter
@@ -299,3 +301,11 @@ def recorded(settings, folder):
 
 def _nothing(*_arguments, **_settings):
     pass
+
+
+def meet_late():
+    """When this rank came and when it went on, if rank 1 comes later than the others."""
+    time.sleep(0.2 * (dist.get_rank() == 1))
+    came = time.monotonic()
+    meet_on_host("a place")
+    return came, time.monotonic()

@@ -236,3 +236,9 @@ def test_the_recorder_of_memory_sees_what_a_rank_keeps_and_what_is_gathered(two,
         state = found.pop("optimizer state")
         assert state == pytest.approx(8 * WHOLE if expected["parameters"] == 4 * WHOLE else 8 * PART, rel=0.04)
         assert {kind: found.get(kind, 0) for kind in expected} == expected
+
+
+def test_ranks_that_meet_wait_for_the_last(two):
+    times = two.call("tests.parallel.checks:meet_late")
+    last = max(came for came, _ in times)
+    assert all(went_on >= last for _, went_on in times)

@@ -43,8 +43,15 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     """The fields of an event's `args` that are read."""
 
     correlation: int = 0
-    device: int = 0
+    device: int | None = None
+    inDevice: int = 0  # noqa: N815
+    """The device that a copy between two devices runs on, which has no `device`."""
     stream: int = 0
+
+    @property
+    def own_device(self) -> int:
+        """The device that ran the event."""
+        return self.inDevice if self.device is None else self.device
 
 
 class Event(msgspec.Struct, Generic[Number], kw_only=True, gc=False):

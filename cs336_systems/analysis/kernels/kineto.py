@@ -132,7 +132,7 @@ class _Session:
         return DeviceWork(
             name=name,
             process=process,
-            device=self._ints(batch, [a.device for a in args]),
+            device=self._ints(batch, [a.own_device for a in args]),
             stream=self._ints(batch, [a.stream for a in args]),
             start_ns=batch.start_ns,
             duration_ns=batch.duration_ns,

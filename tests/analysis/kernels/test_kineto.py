@@ -138,6 +138,7 @@ def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:
     events = [
         complete("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 0, 7, 10, 4, stream=7, correlation=1, bytes=4096),
         complete("gpu_memset", "Memset (Device)", 1, 9, 20, 3, device=1, stream=9, correlation=99, bytes=8),
+        complete("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 1, 9, 30, 3, inDevice=1, toDevice=0, stream=9),
         *(complete("kernel", name, 0, 7, 30, 5, correlation=2) for name in "ab"),
         complete("kernel", "alone", 0, 7, 40, 5, correlation=3),
         complete("cuda_runtime", "cudaMemcpyAsync", 7, 100, 1, 1, correlation=1),
@@ -146,9 +147,11 @@ def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:
         complete("cuda_runtime", "cudaDeviceSynchronize", 7, 100, 4, 90),
     ]
     read = read_kineto(write_trace(tmp_path / "t.json", events))
-    assert names(read, read.copies.name) == ["Memcpy HtoD (Pageable -> Device)", "Memset (Device)"]
-    assert read.copies.is_launched.tolist() == [True, False]
-    assert (read.copies.device.tolist(), read.copies.stream.tolist()) == ([0, 1], [7, 9])
+    assert names(read, read.copies.name) == [
+        "Memcpy HtoD (Pageable -> Device)", "Memset (Device)", "Memcpy PtoP (Device -> Device)"
+    ]  # fmt: skip
+    assert read.copies.is_launched.tolist() == [True, False, False]
+    assert (read.copies.device.tolist(), read.copies.stream.tolist()) == ([0, 1, 1], [7, 9, 9])
     assert names(read, read.kernels.name) == ["a", "b", "alone"]
     assert read.kernels.is_in_graph.tolist() == [True, True, False]
     assert (read.kernels.launch_ns - BASE_NS).tolist() == [2, 2, 3]
