@@ -4,6 +4,7 @@ On GPUs the copies are made by copy engines over NVLink or PCIe, which take no m
 them keep all of theirs, while a kernel of NCCL takes some away for as long as it runs.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,8 @@ from cs336_systems.parallel.traffic import push
 
 
 def shared_rows(like: Tensor, count: int) -> Tensor:
-    """Rows of as many elements as `like` has, which other ranks can write."""
-    if like.is_cuda:
-        return like.new_empty(count, like.numel())
-    storage = torch.UntypedStorage._new_using_filename_cpu(count * like.numel() * like.element_size())
-    return torch.empty(0, dtype=like.dtype).set_(storage, 0, (count, like.numel()))  # type: ignore[call-overload,no-any-return]
+    """Rows of as many elements as `like` has, for other ranks to write."""
+    return like.new_empty(count, like.numel())
 
 
 def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -36,14 +34,22 @@ def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
+    """A function and its arguments by which another process makes a tensor in the same memory.
+
+    Memory of a CPU is moved to a shared file without a name, which is gone with the processes that have it open.
+    """
     if tensor.is_cuda:
         return reductions.reduce_tensor(tensor.detach())
-    manager, name, size = tensor.untyped_storage()._share_filename_cpu_()
-    return _opened, (manager, name, size, tensor.dtype, tensor.shape, tensor.storage_offset())
+    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
+    return _opened, (os.getpid(), descriptor, size, tensor.dtype, tensor.shape, tensor.storage_offset())
 
 
-def _opened(manager: bytes, name: bytes, size: int, dtype: torch.dtype, shape: torch.Size, offset: int) -> Tensor:
-    storage = torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
+def _opened(pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: torch.Size, offset: int) -> Tensor:
+    own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    try:
+        storage = torch.UntypedStorage._new_shared_fd_cpu(own, size)  # type: ignore[attr-defined]
+    finally:
+        os.close(own)
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape)  # type: ignore[call-overload,no-any-return]
 
 
