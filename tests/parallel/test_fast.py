@@ -1,6 +1,7 @@
 """The fast model on ranks: weights in low precision whose gradients are averaged, and masters that are shared out."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +80,9 @@ def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch
     for way, flags in (("ddp-overlap", 0), ("ddp-push", 12 if shard else 8)):
         for *_, sent, _ in two.call("tests.parallel.fast:train", way, arch, shard):
             assert sent == expected + flags == sent_bytes(fast.config_of(arch, way, shard, 2))
+
+
+def test_memory_that_ranks_share_has_no_name_that_could_outlive_them(two):
+    two.call("tests.parallel.fast:train", "ddp-push", "cs336", True)
+    found = [path for pid in two.call("os:getpid") for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    assert not found
