@@ -64,10 +64,13 @@ def fork_server() -> ForkServerContext:
 def _claim_temporaries() -> None:
     """Mark multiprocessing's temporary directory as this process's; remove those whose process was killed.
 
-    The mark is a file that is locked for as long as the process lives, in whatever container.
+    The mark is a file that is locked for as long as the process lives, in whatever container. A process that
+    multiprocessing has started uses the directory of the one that started it, whose mark stays.
     """
     with contextlib.suppress(OSError):  # without locks, directories in use cannot be told from abandoned ones
         own = Path(get_temp_dir())
+        if (own / _MARK).exists():
+            return
         unlocked = own / "unlocked"
         fcntl.flock(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
         unlocked.rename(own / _MARK)

@@ -16,6 +16,18 @@ fork_server()
 print(get_temp_dir(), flush=True)
 sys.stdin.read()
 """
+WITH_CHILD = """
+import multiprocessing, sys
+from multiprocessing.util import get_temp_dir
+from cs336_systems.sweep.isolation import fork_server
+fork_server()
+fork_server.cache_clear()  # as in a process that its fork server has started
+child = multiprocessing.get_context("fork").Process(target=fork_server)
+child.start()
+child.join()
+print(get_temp_dir(), flush=True)
+sys.stdin.read()
+"""
 INTERRUPT = """
 import os, signal
 from cs336_systems.sweep import interrupts
@@ -58,6 +70,12 @@ def test_what_a_killed_sweep_leaves_is_removed_by_the_next_and_nothing_else(star
     assert {str(path) for path in tmp_path.iterdir()} == {str(foreign), kept, own}
     after.communicate()
     assert {str(path) for path in tmp_path.iterdir()} == {str(foreign), kept}
+
+
+def test_a_process_keeps_its_directory_when_one_that_it_started_has_used_it_and_ended(start, tmp_path):
+    kept = start(WITH_CHILD).stdout.readline().decode().strip()
+    own = start(START).stdout.readline().decode().strip()
+    assert {str(path) for path in tmp_path.iterdir()} == {kept, own}
 
 
 def test_an_interrupt_at_once_leaves_nothing(start, tmp_path):
