@@ -1,7 +1,13 @@
-"""One call of a collective: its kind, its bytes, and what of them a rank sends."""
+"""One call of a collective: its kind, its bytes, and what of them a rank sends; and what is averaged in one call."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that are averaged together while backward goes on, in ddp-overlap and in PyTorch's way."""
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce starts early."""
 
 
 class Collective(StrEnum):
@@ -33,3 +39,17 @@ def sent_share(collective: Collective, ranks: int) -> float:
 def call_of(collective: Collective, num_bytes: int) -> Call:
     """The call of that many bytes."""
     return Call(collective=collective, num_bytes=num_bytes)
+
+
+def buckets_of(sizes: Mapping[str, int], bucket_bytes: int, first_bytes: int | None = None) -> list[list[str]]:
+    """The names in their order, in buckets that end with the one that fills them; `first_bytes` fill the first."""
+    buckets: list[list[str]] = []
+    filled, limit = 0, 0
+    for name, size in sizes.items():
+        if filled >= limit:
+            limit = bucket_bytes if buckets or first_bytes is None else first_bytes
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from cs336_systems.config import Arch, Parallel, RunConfig
-from cs336_systems.costs.calls import Call, Collective, call_of
-from cs336_systems.costs.communication import BUCKET_BYTES
+from cs336_systems.costs.calls import BUCKET_BYTES, Call, Collective, call_of
 from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, HEAD, LOOKUP, REST
 
 ALIGNED_ELEMENTS = 8
@@ -45,16 +44,16 @@ class Leaf:
 def calls_with_copies(config: RunConfig) -> Iterator[Call]:
     """The collectives of a step of the fast model after the first ones."""
     found = leaves(config)
-    if config.parallel is Parallel.FSDP:
+    if config.parallel.is_fsdp:
         yield from _of_units(config, found)
+        yield from meetings(config)
         return
     ranks = config.ranks
     shared = {leaf: leaf.shared_bytes(ranks) if config.shard_optimizer else 0 for leaf in found}
     if config.parallel is Parallel.DDP_PUSH:
         for leaf in found:
             yield call_of(Collective.PUSH, shared[leaf] // ranks or leaf.num_bytes)
-        for _ in range(3 if config.shard_optimizer else 2):
-            yield call_of(Collective.ALL_REDUCE, FP32_BYTES)
+        yield from meetings(config)
     else:
         for group in _groups(config, found):
             for kind, sizes in (
@@ -65,6 +64,26 @@ def calls_with_copies(config: RunConfig) -> Iterator[Call]:
                     yield call_of(kind, sum(sizes))
     if config.shard_optimizer:
         yield from _exchanges(config, found)
+
+
+def exchanges(config: RunConfig, parts: Sequence[int], gathers: int) -> Iterator[Call]:
+    """What gathers parameters so often, and scatters their gradients, from the bytes of a rank's part of each.
+
+    Copies are one for each parameter; collectives are one for all.
+    """
+    if config.parallel is Parallel.FSDP_PUSH:
+        yield from (call_of(Collective.PUSH, part) for part in parts for _ in range(gathers + 1))
+    elif parts:
+        payload = config.ranks * sum(parts)
+        yield from (call_of(Collective.ALL_GATHER, payload) for _ in range(gathers))
+        yield call_of(Collective.REDUCE_SCATTER, payload)
+
+
+def meetings(config: RunConfig) -> Iterator[Call]:
+    """All-reduces of one element, by which ranks wait for each other's copies."""
+    if config.parallel.writes_to_others:
+        for _ in range(3 if config.shard_optimizer and config.cast_once else 2):
+            yield call_of(Collective.ALL_REDUCE, FP32_BYTES)
 
 
 def _groups(config: RunConfig, found: Sequence[Leaf]) -> list[list[Leaf]]:
@@ -108,11 +127,8 @@ def _of_units(config: RunConfig, found: Sequence[Leaf]) -> Iterator[Call]:
     padding = max(leaf.surplus for leaf in found)  # a tied table is padded as the copy of it is
     for (unit, size), group in groupby(matrices, key=_unit_and_type):
         surplus = padding if unit in (REST, HEAD) else 0
-        parts = [-(-(leaf.elements + surplus) // config.ranks) for leaf in group]
-        payload = size * config.ranks * sum(parts)
-        for _ in range(1 if unit in (LOOKUP, REST, last) else 2):
-            yield call_of(Collective.ALL_GATHER, payload)
-        yield call_of(Collective.REDUCE_SCATTER, payload)
+        parts = [size * -(-(leaf.elements + surplus) // config.ranks) for leaf in group]
+        yield from exchanges(config, parts, 1 if unit in (LOOKUP, REST, last) else 2)
     for size in (HALF_BYTES, FP32_BYTES):
         if num_bytes := sum(leaf.num_bytes for leaf in found if not leaf.is_matrix and leaf.element_bytes == size):
             yield call_of(Collective.ALL_REDUCE, num_bytes)

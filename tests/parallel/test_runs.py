@@ -120,7 +120,7 @@ def test_a_run_in_one_process_has_neither_ranks_nor_communication(swept):
     assert record.measurement(Phase.COMMUNICATION) is None
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("alone", "fsdp2", "own model")])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("alone", "own model")])
 def test_what_is_sent_is_what_the_closed_form_says(swept, name):
     record = swept[0][name]
     # PyTorch's DDP has padding in its buckets

@@ -6,7 +6,7 @@ One class for each way, named in WAYS. NCCL's own buffers are not among PyTorch'
 from collections.abc import Mapping, Sequence
 
 from cs336_systems.config import Parallel, Precision, RunConfig
-from cs336_systems.costs.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
+from cs336_systems.costs.calls import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
 from cs336_systems.costs.forecast.parameters import parameter_shapes
 from cs336_systems.costs.forecast.tape import Category, Tape
 from cs336_systems.costs.shards import (

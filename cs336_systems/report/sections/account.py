@@ -18,7 +18,7 @@ from cs336_systems.costs.accounting import (
     updated_parameters,
 )
 from cs336_systems.costs.calls import Call, Collective, sent_share
-from cs336_systems.costs.collectives import calls, time_s
+from cs336_systems.costs.communication import calls, time_s
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,
