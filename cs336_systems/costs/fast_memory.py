@@ -6,13 +6,18 @@ held throughout, what forward saves, and what the two fullest moments of backwar
 
 from dataclasses import replace
 
-from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Parallel, Profiler, RunConfig
+from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Profiler, RunConfig
 from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, parameters_by_component
 from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
-USABLE = 0.96
-"""Share of the memory beside the CUDA context that tensors may take: gaps, workspaces and NCCL need the rest."""
+USABLE, USABLE_FIXED = 0.92, 0.85
+"""Shares of the memory beside the CUDA context that tensors may take, in expandable segments and in fixed ones.
+
+NCCL and workspaces need 1 to 2 GiB. The rest is lost in gaps: of the 8B step with selective checkpoints, replayed on
+the simulated allocator (forecast/allocator.py), 6 GiB in expandable segments, and 16 GiB in fixed ones. With these it
+does not fit an H200, and where it was tried it did not.
+"""
 
 
 def with_checkpoints(config: RunConfig, memory_bytes: int) -> RunConfig:
@@ -25,14 +30,14 @@ def with_checkpoints(config: RunConfig, memory_bytes: int) -> RunConfig:
     if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         return config
     # ranks that write to each other's memory open it by handles of fixed segments
-    is_fixed = config.profiler is Profiler.MEMORY or config.parallel is Parallel.DDP_PUSH
+    is_fixed = config.profiler is Profiler.MEMORY or config.parallel.writes_to_others
     expands = config.device is Device.CUDA and not is_fixed
     whole = replace(config, checkpoint_blocks=1, expandable_segments=expands)
     choices = [config]
     if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
         selective = replace(whole, selective_checkpoints=True)
         choices += [replace(selective, keep_hidden=kept) for kept in range(config.model.num_layers, -1, -1)]
-    usable_bytes = USABLE * (memory_bytes - CUDA_CONTEXT_BYTES)
+    usable_bytes = (USABLE_FIXED if is_fixed else USABLE) * (memory_bytes - CUDA_CONTEXT_BYTES)
     return next((choice for choice in choices if peak_bytes(choice) <= usable_bytes), whole)
 
 
@@ -117,7 +122,7 @@ def held_bytes(config: RunConfig) -> int:
         gathered = parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config)
         return (FP32_BYTES * every + moments + HALF_BYTES * linear) // config.ranks + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
-    pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel is Parallel.DDP_PUSH else 0
+    pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel.writes_to_others else 0
     return (FP32_BYTES * (every - read) + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear
 
 
