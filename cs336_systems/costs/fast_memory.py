@@ -120,7 +120,9 @@ def held_bytes(config: RunConfig) -> int:
     moments = 2 * FP32_BYTES * every if config.mode is Mode.TRAIN else 0
     if config.parallel.shards_parameters:
         gathered = parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config)
-        return (FP32_BYTES * every + moments + HALF_BYTES * linear) // config.ranks + HALF_BYTES * gathered
+        received = (HALF_BYTES * linear + FP32_BYTES * read) * (config.ranks - 1) * config.parallel.writes_to_others
+        own = (FP32_BYTES * every + moments + HALF_BYTES * linear + received) // config.ranks
+        return own + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
     pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel.writes_to_others else 0
     return (FP32_BYTES * (every - read) + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear

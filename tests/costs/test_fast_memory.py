@@ -69,6 +69,8 @@ def test_a_rank_of_a_fully_sharded_model_holds_its_part_and_some_blocks() -> Non
     config = of(EIGHT_B, parallel=Parallel.FSDP, ranks=2)
     gathered = 0.622e9 + 3 * 0.2024e9
     assert held_bytes(config) == pytest.approx(7.503e9 * 7 + 0.622e9 * 6 + gathered * 2, rel=1e-3)
+    received = held_bytes(replace(config, parallel=Parallel.FSDP_PUSH)) - held_bytes(config)
+    assert received == pytest.approx((7.503e9 * 2 + 0.622e9 * 4) / 2, rel=1e-3)
 
 
 def test_peaks_of_the_8b_model_were_these() -> None:
