@@ -175,6 +175,8 @@ class FullySharded(InPlace):
     The gathered gradients of a unit stay until those of the next are there. Vectors are averaged in place.
     """
 
+    keeps_what_is_sent = False
+
     def __init__(self, config: RunConfig, tape: Tape) -> None:
         super().__init__(config, tape)
         self._units = {unit.name: unit for unit in units(config)}
@@ -190,7 +192,8 @@ class FullySharded(InPlace):
         self._whole: dict[str, dict[str, int]] = {name: {} for name in self._units}
         """Gradients of whole parameters, by unit."""
         self._reducing: Unit | None = None
-        self._mean: int = 0
+        self._means: dict[str, int] = {}
+        """This rank's parts of averages in the type in which they are scattered, by unit."""
 
     def set_up(self, parameters: Mapping[str, int]) -> None:
         for unit in self._units.values():
@@ -237,7 +240,7 @@ class FullySharded(InPlace):
             unit = self._units[name]
             if name not in self._gathered and unit.counts:
                 self._gathered[name] = self._room(unit)
-                if unit.element_bytes < FP32_BYTES:
+                if unit.element_bytes < FP32_BYTES and not self.keeps_what_is_sent:
                     self._sent[name] = self._parts(unit, unit.element_bytes, Category.GATHERED, "parts, cast")
 
     def _gather(self, name: str) -> None:
@@ -264,7 +267,8 @@ class FullySharded(InPlace):
                 self._free(unit.name)
 
     def _reduce(self, unit: Unit) -> None:
-        self._mean = self._parts(unit, unit.element_bytes, Category.GRADIENTS, "parts of gradients, averaged")
+        averaged = self._parts(unit, unit.element_bytes, Category.GRADIENTS, "parts of gradients, averaged")
+        self._means[unit.name] = averaged
         whole = self._whole[unit.name]
         for (name, count), length in zip(unit.counts.items(), unit.lengths, strict=True):
             if count % unit.ranks:
@@ -275,16 +279,18 @@ class FullySharded(InPlace):
         self._reducing = unit
 
     def _take_gradients(self) -> None:
-        """Give the parts their gradients in fp32, and free those of the whole parameters."""
+        """Free the whole gradients that have been scattered; give the parts theirs in fp32."""
         unit, self._reducing = self._reducing, None
-        if unit is None:
-            return
-        self.tape.drop(*self._whole[unit.name].values())
-        self._whole[unit.name] = {}
-        mean = self._mean
+        if unit is not None:
+            self.tape.drop(*self._whole[unit.name].values())
+            self._whole[unit.name] = {}
+            self._give(unit)
+
+    def _give(self, unit: Unit) -> None:
+        mean = self._means.pop(unit.name)
         if unit.element_bytes < FP32_BYTES:
-            mean = self._parts(unit, FP32_BYTES, Category.GRADIENTS, "parts of gradients")
-            self.tape.drop(self._mean)
+            narrow, mean = mean, self._parts(unit, FP32_BYTES, Category.GRADIENTS, "parts of gradients")
+            self.tape.drop(narrow)
         for name in unit.counts:
             self.gradients[name] = self.tape.keep(mean)
         self.tape.drop(mean)
@@ -294,6 +300,34 @@ class FullySharded(InPlace):
         for name in self._units:
             self._free(name)
         self._in_backward = False
+
+
+class FullyPushed(FullySharded):
+    """The same by copies: what is sent of parameters, and room for parts of the others' gradients, is always there.
+
+    Gradients are given after backward, when those of all ranks are there.
+    """
+
+    keeps_what_is_sent = True
+
+    def set_up(self, parameters: Mapping[str, int]) -> None:
+        super().set_up(parameters)
+        found = [unit for unit in self._units.values() if unit.counts]
+        for unit in found:
+            if unit.element_bytes < FP32_BYTES:
+                self._parts(unit, unit.element_bytes, Category.GATHERED, "parts, cast")
+        for unit in found:
+            rows = str((unit.ranks - 1) * unit.part_elements)
+            self.tape.new(Category.GRADIENTS, "parts of other ranks' gradients", rows, unit.element_bytes)
+
+    def _give(self, unit: Unit) -> None:
+        pass
+
+    def finish(self) -> None:
+        super().finish()
+        for unit in self._units.values():
+            if unit.counts:
+                super()._give(unit)
 
 
 class FullyShard(InPlace):
@@ -439,6 +473,7 @@ WAYS: dict[Parallel, type[InPlace]] = {
     Parallel.DDP_PUSH: Received,
     Parallel.DDP: Buckets,
     Parallel.FSDP: FullySharded,
+    Parallel.FSDP_PUSH: FullyPushed,
     Parallel.FSDP2: FullyShard,
 }
 """The ways whose memory is predicted."""
