@@ -568,6 +568,14 @@ class RunConfig:
                     lambda run: run.profiler is not Profiler.MEMORY,
                     "{flag} cannot be combined with --memory: its history is that of fixed segments",
                 ),
+                Rule(
+                    lambda run: not run.parallel.writes_to_others,
+                    "{flag} cannot be combined with --parallel {config.parallel}, whose ranks open each other's memory",
+                ),
+                Rule(
+                    lambda run: not (run.cuda_graph and run.is_shared),
+                    "{flag} cannot be combined with --cuda-graph on several ranks: NCCL registers what a graph sends",
+                ),
             ),
         ),
     ] = False

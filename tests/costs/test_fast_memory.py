@@ -123,10 +123,20 @@ def test_checkpoints_are_those_that_fit(memory_bytes: float, changes: dict[str, 
 
 def test_in_fixed_segments_more_is_left_free() -> None:
     """Ranks that push open each other's memory, which must be in fixed segments; selective checkpoints did not fit."""
-    plain = of(EIGHT_B, **ON_TWO, device=Device.CUDA)
-    assert with_checkpoints(plain, H200_BYTES).expandable_segments
+    plain = of(EIGHT_B, **ON_TWO, device=Device.CUDA, cuda_graph=True)
     pushes = replace(plain, parallel=Parallel.DDP_PUSH)
     assert with_checkpoints(pushes, H200_BYTES) == replace(pushes, checkpoint_blocks=1)
+
+
+def test_segments_expand_only_without_graphs_of_collectives() -> None:
+    alone = of(replace(EIGHT_B, num_layers=10), device=Device.CUDA, cuda_graph=True)
+    shared = of(EIGHT_B, **ON_TWO, device=Device.CUDA, cuda_graph=True)
+    chosen = [with_checkpoints(config, size) for config, size in ((alone, 90_000_000_000), (shared, H200_BYTES))]
+    assert [(config.expandable_segments, config.cuda_graph) for config in chosen] == [(True, True), (True, False)]
+    with pytest.raises(ValueError, match="--expandable-segments cannot be combined with --cuda-graph on several ranks"):
+        replace(shared, expandable_segments=True)
+    with pytest.raises(ValueError, match="--expandable-segments cannot be combined with --parallel ddp-push"):
+        replace(shared, cuda_graph=False, parallel=Parallel.DDP_PUSH, expandable_segments=True)
 
 
 def test_each_kind_of_checkpoint_needs_less() -> None:
