@@ -13,6 +13,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.commands.flags import parse
+from cs336_systems.commands.sweep import SweepArguments
 from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Phase, Precision, Profiler
 from cs336_systems.record import Measurement, MemoryMoment, Moment, RankRecord, load_records
 from cs336_systems.report.page import questions
@@ -487,6 +488,9 @@ def test_steps_on_several_ranks_are_compared_by_the_way_and_by_what_is_sharded(t
     says(found["fsdp"], 20, 40, 400, 600)
     assert "--profile" in found["fsdp"].sentences[-1]
     assert [len(found[part].tables[0].rows) for part in asked] == [2, 2, 2]
+    [commands] = found["optimizer-sharding"].commands
+    measured = [parse(SweepArguments, "sweep", shlex.split(command)[2:]) for command in commands.split(" && ")]
+    assert [sweep.step.shard_optimizer for sweep in measured] == [False, True]
     moments = found["optimizer-sharding"].tables[1]
     states = ["0 bytes", "8.00 GiB", "0 bytes", "5.00 GiB"]
     allocated = ["3.00 GiB", "11.00 GiB", "3.00 GiB", "8.00 GiB"]

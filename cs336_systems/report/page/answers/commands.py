@@ -53,9 +53,20 @@ def _sweep_command(collection: Collection, directory: Path) -> str:
 
 
 def sweep_command(records: Sequence[RunRecord], name: str) -> str:
-    """The command of a sweep of this name that measures what these records are of."""
+    """The command of a sweep of this name that measures what these records are of.
+
+    Several commands if some have a switch that others have not, as a sweep takes one value of a switch.
+    """
     ordered = sorted(records, key=lambda record: order(record.config))
-    return " ".join(["python benchmark_sweep.py", *_sweep_flags(ordered), "--name", shlex.quote(name)])
+    groups: dict[tuple[Any, ...], list[RunRecord]] = {}
+    for record in ordered:
+        settings = settings_of(record.config)
+        switches = (value for name, value in settings.items() if isinstance(value, bool) and not SETTINGS[name].plural)
+        groups.setdefault(tuple(switches), []).append(record)
+    return " && ".join(
+        " ".join(["python benchmark_sweep.py", *_sweep_flags(group), "--name", shlex.quote(name)])
+        for group in groups.values()
+    )
 
 
 def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
