@@ -115,14 +115,14 @@ def held_bytes(config: RunConfig) -> int:
     """Bytes of masters, copies and AdamW's moments.
 
     Of a sharded optimizer each rank has its part of moments and masters, but whole copies, and whole those masters that
-    the model reads itself. Fully sharded, it has its part of all, and the copies that are gathered. Pushed gradients
-    of the other ranks have memory of their own.
+    the model reads itself. Fully sharded, it has its part of all, the copies that are gathered, and as much again for
+    gradients on their way. Pushed gradients of the other ranks have memory of their own.
     """
     parts = parameters_by_component(config.model)
     linear, read, every = _with_copies(config), _read(config), sum(parts.values())
     moments = 2 * FP32_BYTES * every if config.mode is Mode.TRAIN else 0
     if config.parallel.shards_parameters:
-        gathered = parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config)
+        gathered = 2 * (parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config))
         received = (HALF_BYTES * linear + FP32_BYTES * read) * (config.ranks - 1) * config.parallel.writes_to_others
         own = (FP32_BYTES * every + moments + HALF_BYTES * linear + received) // config.ranks
         return own + HALF_BYTES * gathered

@@ -65,10 +65,10 @@ def test_a_rank_of_a_sharded_optimizer_holds_its_part() -> None:
 
 
 def test_a_rank_of_a_fully_sharded_model_holds_its_part_and_some_blocks() -> None:
-    """14 bytes of half of what has copies, 12 of half of the rest; the head and three blocks are gathered."""
+    """14 bytes of half of what has copies, 12 of half of the rest; the head and three blocks, and their gradients."""
     config = of(EIGHT_B, parallel=Parallel.FSDP, ranks=2)
     gathered = 0.622e9 + 3 * 0.2024e9
-    assert held_bytes(config) == pytest.approx(7.503e9 * 7 + 0.622e9 * 6 + gathered * 2, rel=1e-3)
+    assert held_bytes(config) == pytest.approx(7.503e9 * 7 + 0.622e9 * 6 + gathered * 4, rel=1e-3)
     received = held_bytes(replace(config, parallel=Parallel.FSDP_PUSH)) - held_bytes(config)
     assert received == pytest.approx((7.503e9 * 2 + 0.622e9 * 4) / 2, rel=1e-3)
 
