@@ -106,6 +106,11 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
     return max(found.first_step_peak.allocated_bytes, later)
 
 
+def outside_bytes(config: RunConfig) -> int:
+    """Memory that PyTorch's allocator cannot have: that of the CUDA context, and of NCCL on several ranks."""
+    return CUDA_CONTEXT_BYTES + (NCCL_BYTES if config.is_shared else 0)
+
+
 def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     """Whether the steps fit an otherwise empty device of `memory_bytes`; None if that is not predicted.
 
@@ -115,7 +120,7 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     if not _is_predictable(config):
         return None
     try:
-        _Replay(_record(config), memory_bytes - CUDA_CONTEXT_BYTES - (NCCL_BYTES if config.is_shared else 0))
+        _Replay(_record(config), memory_bytes - outside_bytes(config))
     except OutOfMemoryError:
         return False
     return True

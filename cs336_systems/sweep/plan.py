@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES, fits, predict_memory, predicted_peak_bytes
+from cs336_systems.costs.memory import fits, outside_bytes, predict_memory, predicted_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,6 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
 
 def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
     found = predict_memory(config) if config.device is Device.CUDA else None
-    if found is None or found.reserved_bytes + CUDA_CONTEXT_BYTES <= memory_bytes:
+    if found is None or found.reserved_bytes + outside_bytes(config) <= memory_bytes:
         return False
     return fits(config, memory_bytes) is False

@@ -35,11 +35,15 @@ MEASURED = [
     ("xl", Parallel.DDP_NAIVE, {}, 37212602880, 32775364608, 41873833984),
     ("xl", Parallel.DDP_FLAT, {}, 40589048320, 32584572928, 49675239424),
     ("xl", Parallel.DDP, {}, 45343337984, 32563116032, 54377054208),
+    ("xl", Parallel.DDP_OVERLAP, {}, 37201232384, 32763502592, None),
+    ("xl", Parallel.FSDP, {}, 20967851520, 16223461376, None),
+    ("2.7B", Parallel.FSDP, {}, 30456024576, 27448338432, None),
     ("small", Parallel.FSDP2, {}, 2051180544, 1479835136, 2531262464),
     ("xl", Parallel.FSDP2, {}, 20391992832, 16262914560, 25444745216),
 ]
-"""Size, way, settings; peak, peak of the first step and reserved bytes of the rank with the highest peak, on two H200
-with torch 2.11: a whole step in bf16 with fused attention and AdamW, context 512, batch 4 a rank.
+"""Size, way, settings; peak, peak of the first step and, if known, reserved bytes of the rank with the highest peak.
+
+On two H200 with torch 2.11: a whole step in bf16 with fused attention and AdamW, context 512, batch 4 a rank.
 """
 
 
@@ -55,7 +59,7 @@ def test_memory_is_that_measured(size, way, settings, peak, first, reserved) -> 
     found = predict_memory(on_two(size, way, **settings))
     assert found.peak.allocated_bytes == pytest.approx(peak, rel=0.01)
     assert found.first_step_peak.allocated_bytes == pytest.approx(first, rel=0.01)
-    assert found.reserved_bytes == pytest.approx(reserved, rel=0.05)
+    assert reserved is None or found.reserved_bytes == pytest.approx(reserved, rel=0.05)
 
 
 @pytest.mark.parametrize("arch", Arch)

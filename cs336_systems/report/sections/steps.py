@@ -34,8 +34,8 @@ ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
 CEILING = "Of ceiling: of the highest rate that matrix products were measured to reach."
 PREDICTED = (
-    "Collectives, predicted: the time of all of them one after the other, by the measured ceilings; what of it the GPU "
-    "computes meanwhile is not part of the phase communication, which has waiting and copying instead."
+    "Collectives, predicted: the time of all of them one after the other, by the measured ceilings. The phase "
+    "communication has only what is left of them after backward, and copying and waiting besides."
 )
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
 
