@@ -40,6 +40,7 @@ STEADY = RunConfig(
 """In graphs (`fastest`) the GPUs limit this step, so that two runs of it take about the same time."""
 
 LEAST_S = 50e-6
+"""Shortest time that the exchange of the large gradients can take."""
 
 
 @pytest.fixture(scope="module", autouse=True)

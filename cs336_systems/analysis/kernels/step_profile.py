@@ -449,7 +449,8 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
         if len(values) != num_steps:
             yield f"{name} needs {num_steps} entries, one for each step, got {len(values)}"
     for own in profile.ranks:
-        for name, values in _of_steps(own):
+        waited = [("waited_s", own.waited_s)] if own.waited_s is not None else []
+        for name, values in [*_of_steps(own), *waited]:
             if len(values) != len(own.step_s):
                 yield f"{name} of rank {own.rank} needs {len(own.step_s)} entries, got {len(values)}"
     pictured = () if profile.pictured is None else (profile.pictured,)

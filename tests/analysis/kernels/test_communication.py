@@ -330,7 +330,8 @@ def test_the_other_ranks_of_a_file_are_found_beside_it(tmp_path: Path) -> None:
     assert (without_rank("rank1_t.json.gz"), without_rank("t.json.gz")) == ("t.json.gz", "t.json.gz")
     assert decode_profile(encode_profile(both)) == both
     short = replace(both.ranks[1], step_s=both.step_s[:1])
-    assert "rank 1" in next(contradictions(replace(both, ranks=(both.ranks[0], short))))
+    for wrong in (short, replace(both.ranks[1], waited_s=(0.0,))):
+        assert "rank 1" in next(contradictions(replace(both, ranks=(both.ranks[0], wrong))))
     other.write_bytes(b"{")
     with pytest.raises(ProfileError, match="rank1_t"):
         explain(alone)

@@ -107,11 +107,13 @@ def by_configuration(entries: Iterable[Profiled]) -> dict[RunConfig, Row]:
 
 
 def _of_run(profile: StepProfile) -> Row:
-    rows = [_sums(own) for own in profile.ranks or (profile,)]
+    """The means over the ranks on which collectives ran."""
+    rows = [row for row in map(_sums, profile.ranks or (profile,)) if row["collective_mean_ms"] is not None]
+    shares = [ratio(row["exposed_mean_ms"], row[f"{WHOLE_STEP}_wall_mean_ms"]) for row in rows]
     return {
-        "collective_mean_ms": statistics.fmean(row["collective_mean_ms"] for row in rows),
-        "exposed_mean_ms": statistics.fmean(row["exposed_mean_ms"] for row in rows),
-        "exposed_share": statistics.fmean(row["exposed_mean_ms"] / row[f"{WHOLE_STEP}_wall_mean_ms"] for row in rows),
+        "collective_mean_ms": statistics.fmean([row["collective_mean_ms"] for row in rows] or [0.0]),
+        "exposed_mean_ms": statistics.fmean([row["exposed_mean_ms"] for row in rows] or [0.0]),
+        "exposed_share": statistics.fmean([share or 0.0 for share in shares] or [0.0]),
     }
 
 

@@ -92,7 +92,7 @@ def last_ranks(profile: StepProfile) -> Counter[int]:
     waits = [own.waited_s for own in profile.ranks if own.waited_s is not None]
     if len(waits) < max(len(profile.ranks), 2):
         return Counter()
-    steps = map(list, zip(*waits, strict=True))
+    steps = map(list, zip(*waits, strict=False))
     return Counter(profile.ranks[times.index(min(times))].rank for times in steps if any(times))
 
 
