@@ -13,7 +13,7 @@ from cs336_systems.parallel.traffic import TrafficCounter
 STEPS, LEARNING_RATE = 6, 1e-2
 
 
-def config_of(arch, way="none", shard=False, ranks=1, device="cpu"):
+def config_of(arch, way="none", shard=False, ranks=1, device="cpu", **changes):
     model = ModelConfig(
         arch=Arch(arch), vocab_size=90, context_length=16, d_model=32, d_ff=64, num_layers=3, num_heads=2,
         attention=Attention.SDPA,
@@ -22,14 +22,15 @@ def config_of(arch, way="none", shard=False, ranks=1, device="cpu"):
         size="custom", model=model, batch_size=2, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
         cast_once=True, fused_blocks=True, fused_loss=True, pad_vocabulary=64, parallel=Parallel(way), ranks=ranks,
         shard_optimizer=shard, learning_rate=LEARNING_RATE, device=Device(device), cuda_graph=device == "cuda",
+        **changes,
     )  # fmt: skip
 
 
-def train(way, arch, shard, device="cpu"):
+def train(way, arch, shard, device="cpu", changes=None):
     """Masters after some steps on this rank, elements that its optimizer updates, losses, and traffic of a step."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    step = TrainingStep(config_of(arch, way, shard, dist.get_world_size(), device), rank=rank)
+    step = TrainingStep(config_of(arch, way, shard, dist.get_world_size(), device, **(changes or {})), rank=rank)
     clock = HostClock() if device == "cpu" else EventClock()
     losses = [step(clock)[1].item() for _ in range(STEPS)]
     masters = {name: each.detach().cpu().clone() for name, each in step.model.named_parameters()}

@@ -61,6 +61,18 @@ def test_fully_sharded_steps_are_those_of_one_process_that_averages(two, way, ar
         assert sent == sent_bytes(fast.config_of(arch, way, False, 2))
 
 
+@pytest.mark.parametrize(("way", "shard"), [("ddp-overlap", True), ("fsdp", False)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_selective_checkpoints_change_no_step(two, way, arch, shard):
+    expected, losses = alone(two, arch)
+    selective = {"checkpoint_blocks": 1, "selective_checkpoints": True, "keep_hidden": 1}
+    results = two.call("tests.parallel.fast:train", way, arch, shard, "cpu", selective)
+    for rank, (masters, _, own_losses, *_) in enumerate(results):
+        assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-6)
+        for name, master in masters.items():
+            torch.testing.assert_close(master, expected[name], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch, shard):
