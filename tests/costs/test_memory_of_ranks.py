@@ -25,7 +25,7 @@ from cs336_systems.model.transformer import TransformerLM
 from tests.costs.live import one_of, order_of_gradients, real_bytes, tape_bytes, use_tensors_of_a_gpu
 
 DDP = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP]
-FSDP = [Parallel.FSDP, Parallel.FSDP2]
+FSDP = [Parallel.FSDP, Parallel.FSDP_PUSH, Parallel.FSDP2]
 SHARED = {"shard_optimizer": True}
 MEASURED = [
     ("small", Parallel.DDP_NAIVE, {}, 3107313664, 2168655872, 3235905536),
