@@ -347,11 +347,13 @@ def make_fast_config(
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
     switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
+    if asked.get("expandable_segments") and fast.is_shared:
+        switches.setdefault("cuda_graph", False)  # which would exclude them
     fast = replace(fast, **switches)
     memory_bytes = (gpus[0].usable_bytes or gpus[0].memory_bytes) if gpus else None
     if memory_bytes is None or "checkpoint_blocks" in asked:
         return fast
-    return with_checkpoints(fast, memory_bytes)
+    return with_checkpoints(fast, memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:

@@ -20,20 +20,21 @@ does not fit an H200, and where it was tried it did not.
 """
 
 
-def with_checkpoints(config: RunConfig, memory_bytes: int) -> RunConfig:
+def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool = False) -> RunConfig:
     """The configuration with the checkpoints that cost least time of those with which its step fits.
 
     That is none, selective ones of which as many as fit keep their hidden activations, or one for each block; the last
-    also where not even these are enough. With checkpoints memory is scarce, so segments are expandable, and on several
-    ranks there are no graphs then. Settings that the forecast does not cover, or that have checkpoints already, are
-    left as they are.
+    also where not even these are enough. With checkpoints memory is scarce, so segments are expandable. On several
+    ranks there are no graphs then, or, with `keeps_graph`, segments stay fixed. Settings that the forecast does not
+    cover, or that have checkpoints already, are left as they are.
     """
     if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         return config
     # ranks that write to each other's memory open it by handles of fixed segments
     is_fixed = config.profiler is Profiler.MEMORY or config.parallel.writes_to_others
-    expands = config.device is Device.CUDA and not is_fixed
     # NCCL registers the buffers of graphs, which fails in expandable segments; steps this large need no graphs
+    is_fixed = is_fixed or (keeps_graph and config.is_shared)
+    expands = config.device is Device.CUDA and not is_fixed
     graph = config.cuda_graph and not (expands and config.is_shared)
     whole = replace(config, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
     choices = [config]

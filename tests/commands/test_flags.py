@@ -575,6 +575,17 @@ def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = "--parallel ddp-overlap --ranks 2"
     flags = (shared, f"{shared} --shard-optimizer", "--parallel fsdp --ranks 2")
     assert [one(f"--size 2.7B --fast --batch-size 12 {each}").checkpoint_blocks for each in flags] == [1, 0, 0]
+    # graphs of collectives and expandable segments exclude each other: the flag that is given decides
+    large = f"--size 2.7B --fast --batch-size 12 {shared}"
+    for given, chosen in (
+        ("", (True, False)),
+        ("--cuda-graph", (False, True)),
+        ("--expandable-segments", (True, False)),
+    ):
+        config = one(f"{large} {given}")
+        assert (config.expandable_segments, config.cuda_graph) == chosen
+    fits = one(f"--size xl --fast {shared} --expandable-segments")
+    assert (fits.checkpoint_blocks, fits.expandable_segments, fits.cuda_graph) == (0, True, False)
 
 
 @pytest.mark.usefixtures("gpu")
