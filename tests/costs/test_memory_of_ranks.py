@@ -88,9 +88,8 @@ CASES = [
 
 @pytest.mark.parametrize(("arch", "precision"), [(Arch.CS336, Precision.BF16), (Arch.GPT2, Precision.FP32)])
 @pytest.mark.parametrize(("way", "settings"), CASES)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_phase_holds_what_a_real_step_holds(monkeypatch, way, settings, arch, precision, ranks) -> None:
-    """PyTorch's buckets need more than 1 MiB of parameters, and settle in the third step.
+def test_each_phase_holds_what_a_real_step_holds(monkeypatch, way, settings, arch, precision) -> None:
+    """Three ranks divide few tensors. PyTorch's buckets need more than 1 MiB, and settle in the third step.
 
     Where tensors are counted, autograd adds no gradients in place: one more of the residual stream may be there.
     """
@@ -98,9 +97,9 @@ def test_each_phase_holds_what_a_real_step_holds(monkeypatch, way, settings, arc
     model = ModelConfig(arch=arch, vocab_size=999, context_length=8, d_model=96, d_ff=385, num_layers=3, num_heads=2)
     config = RunConfig(
         size="custom", model=model, batch_size=3, precision=precision, optimizer=OptimizerKind.FOREACH, parallel=way,
-        ranks=ranks, **settings,
+        ranks=3, **settings,
     )  # fmt: skip
-    found = []
+    found, ranks = [], config.ranks
     for rank in range(ranks if settings == SHARED else 1):
         with one_of(ranks, rank, way):
             found.append(real_bytes(config, 4, rank))
@@ -142,9 +141,11 @@ def bytes_here(tensor) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_rank_with_the_largest_share_of_the_state_is_predicted(ranks) -> None:
-    model = replace(SIZES["small"], num_layers=2)
-    config = replace(on_two("small", Parallel.DDP_FLAT, **SHARED), model=model, ranks=ranks)
+    model = ModelConfig(vocab_size=99, context_length=8, d_model=64, d_ff=128, num_layers=4, num_heads=2)
+    config = RunConfig(
+        size="custom", model=model, device=Device.CUDA, parallel=Parallel.DDP_FLAT, ranks=ranks, **SHARED
+    )
     shapes = {name: each.shape.numel() for name, each in TransformerLM(model).named_parameters()}
     moments = predict_memory(config).peak.bytes_of(Category.OPTIMIZER_STATE)
     share = 8 * sum(shapes.values()) / ranks
-    assert share <= moments <= share + 8 * max(shapes.values()) + 3 * 512 * len(shapes)
+    assert share <= moments <= share + 8 * max(shapes.values()) + 2 * 512 * len(shapes)
