@@ -70,8 +70,30 @@ def read_json(
     if (problem := why_no_file(path)) is not None:
         raise error(path, f"{problem}; needed {what}, in JSON")
     if (size := path.stat().st_size) > max_bytes:
-        raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
-    data = path.read_bytes()
+        raise error(path, _too_large(size, what, max_bytes))
+    return decode_json(
+        path.read_bytes(), path, kind, what, version=version, error=error, max_bytes=max_bytes, if_older=if_older
+    )
+
+
+def _too_large(size: int, what: str, max_bytes: int) -> str:
+    return f"{size} bytes are more than {what} ever has ({max_bytes})"
+
+
+def decode_json(
+    data: bytes,
+    path: Path,
+    kind: type[T],
+    what: str,
+    *,
+    version: int,
+    error: type[FileError],
+    max_bytes: int = MAX_BYTES,
+    if_older: str | None = None,
+) -> T:
+    """Decode what `read_json` would find in `path`, in the same way."""
+    if len(data) > max_bytes:
+        raise error(path, _too_large(len(data), what, max_bytes))
     try:
         found = msgspec.json.decode(data, type=_Versioned).format_version
         if found != version:

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from cs336_systems.config import Phase, RunConfig
-from cs336_systems.files import RECORD, FileError, encode_json, read_json, write_atomically
+from cs336_systems.files import RECORD, FileError, decode_json, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
 MAX_TIME_S = 1e9
@@ -342,6 +342,8 @@ class RunRecord:
     """Empty for this project's model on random tokens, and in records written before this field existed."""
     durations: Durations | None = None
     warnings: tuple[RunWarning, ...] = ()
+    lost_tries: tuple[str, ...] = ()
+    """Why earlier tries on other machines of a cluster gave no record: the machine and what became of it."""
 
     @property
     def key(self) -> str:
@@ -360,6 +362,11 @@ def encode_record(record: RunRecord) -> bytes:
 def read_record(path: Path) -> RunRecord:
     """Read and check one record; raise RecordError, which names the file and the first thing wrong in it."""
     return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
+
+
+def decode_record(data: bytes, path: Path) -> RunRecord:
+    """Check and decode one record from elsewhere; raise RecordError, which names `path`, where it is to be kept."""
+    return decode_json(data, path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
 
 
 def write_record(record: RunRecord, directory: Path) -> Path:

@@ -20,7 +20,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.sweep.run import Listener
+from cs336_systems.sweep.listener import Listener
 from cs336_systems.text import counted, inert_line
 
 
@@ -103,6 +103,10 @@ class TerminalListener(Listener):
         if failure is not None:
             self._print(f"[yellow]not explained[/] {escape(inert_line(f'{self._label(config)}: {failure}'))}")
         self._show()
+
+    def noted(self, line: str) -> None:
+        """Print the line."""
+        self._print(f"[dim]{escape(inert_line(line))}[/]")
 
     def tick(self) -> None:
         """Update the bar's clock."""

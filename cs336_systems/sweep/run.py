@@ -7,7 +7,6 @@ explained again.
 """
 
 import contextlib
-import datetime
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +16,11 @@ from pathlib import Path
 from time import monotonic
 
 from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
-from cs336_systems.files import error_in_words
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import (
     CPU_SHARED,
-    Failure,
-    Input,
     RecordError,
     RunRecord,
     RunWarning,
@@ -32,7 +28,6 @@ from cs336_systems.record import (
     WarningCode,
     load_records,
     read_record,
-    write_record,
 )
 from cs336_systems.sweep import explain
 from cs336_systems.sweep.explain import can_be_explained, has_explanation, lacks_explanation
@@ -48,17 +43,15 @@ from cs336_systems.sweep.isolation import (
     spare_children,
     wait_for_workers,
 )
+from cs336_systems.sweep.keep import Keeper, resume
+from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.sweep.store import (
     SweepError,
-    changed_inputs,
     make_writable,
     quarantine,
     refuse_to_mix,
-    remove_temporary_files,
-    set_aside,
-    set_aside_unreadable,
     write_environment,
 )
 
@@ -66,30 +59,8 @@ _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens; it shares the host with the runs that are timed."""
 
 
-_MORE_FOR_RANKS_S = 5.0
+MORE_FOR_RANKS_S = 5.0
 """How much later than its time limit a worker is killed whose ranks have the limit: it ends them, and writes why."""
-
-
-class Listener:
-    """Receives the events of a sweep. Each method does nothing here; a subclass overrides those that it shows."""
-
-    def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
-        """The sweep keeps these records, will run these configurations, and set these unreadable files aside."""
-
-    def started(self, config: RunConfig, gpu: Gpu | None) -> None:
-        """A worker has been started."""
-
-    def finished(self, record: RunRecord) -> None:
-        """A run has ended, and this is its record."""
-
-    def explaining(self, config: RunConfig) -> None:
-        """A worker has been started that explains the raw profile of this run."""
-
-    def explained(self, config: RunConfig, failure: str | None) -> None:
-        """That worker has ended; `failure` says in one line why there is no explanation; None if there is one."""
-
-    def tick(self) -> None:
-        """A second has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +113,12 @@ def run_sweep(
         for gpu in gpus:
             if gpu is not None:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        if fresh:
-            set_aside(runs)
-        remove_temporary_files(runs)
-        records, problems = load_records(runs)
-        set_aside_unreadable(problems)
-        wanted = {config.key for config in configs}
-        kept = [record for record in records if record.key not in wanted or record.status.is_result]
+        kept, todo, problems = resume(configs, runs, fresh=fresh)
         present = identity(configs[0].device, gpus[0]) if configs else None
         inputs = () if allow_mixed else all_inputs(configs)
         if present and not allow_mixed:
             refuse_to_mix(kept, present, inputs, directory)
-        done = {record.key for record in kept}
-        todo = [config for config in configs if config.key not in done]
+        wanted = {config.key for config in configs}
         unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
         if todo:
             preload(*compiler_modules(todo))
@@ -164,13 +128,13 @@ def run_sweep(
         interrupts = stack.enter_context(Interrupts())
         is_on_cpu = any(config.device is Device.CPU for config in todo)
         are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
-        loop = _Loop(runs, listener, gpus, timeout_s, interrupts, are_others, inputs, deque(unexplained))
-        measured = loop.run(todo)
+        keeper = Keeper(runs, listener, inputs)
+        _Loop(keeper, gpus, timeout_s, interrupts, are_others, deque(unexplained)).run(todo)
         every, _ = load_records(runs)
         write_environment(every, directory)
         return Outcome(
             records=tuple(every),
-            measured=tuple(measured),
+            measured=tuple(keeper.measured),
             unexplained=tuple(record.config for record in every if lacks_explanation(record, runs)),
             interrupted=interrupts.count > 0,
             wall_s=monotonic() - started,
@@ -191,7 +155,8 @@ def explain_again(
         spare_children()
         adopt_orphans()
         with Interrupts() as interrupts:
-            _Loop(runs, listener, (None,), timeout_s, interrupts, lambda: False, unexplained=deque(waiting)).run(())
+            keeper = Keeper(runs, listener)
+            _Loop(keeper, (None,), timeout_s, interrupts, lambda: False, deque(waiting)).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(config for config in waiting if not has_explanation(config, runs))
@@ -201,23 +166,19 @@ def explain_again(
 class _Loop:
     """Keeps one worker per slot running until nothing is left to do or a signal interrupts the sweep."""
 
-    runs: Path
-    listener: Listener
+    keeper: Keeper
     gpus: Sequence[Gpu | None]
     timeout_s: float
     interrupts: Interrupts
     are_others: Callable[[], bool]
     """Function that says whether another process is measuring on this CPU now."""
-    inputs: Sequence[Input] = ()
-    """Input files as the sweep found them; a run for which they had changed has no result."""
     unexplained: deque[RunConfig] = field(default_factory=deque)
     """Runs to explain. A free slot explains the first of them before it measures another run."""
     explaining: set[Worker] = field(default_factory=set)
     disturbed: set[Worker] = field(default_factory=set)
     """Workers during whose run another process measured on the same CPU."""
-    measured: list[RunRecord] = field(default_factory=list)
 
-    def run(self, todo: Sequence[RunConfig]) -> list[RunRecord]:
+    def run(self, todo: Sequence[RunConfig]) -> None:
         waiting, free = deque(todo), list(self.gpus)
         working: dict[Worker, list[Gpu | None]] = {}
         ticked = monotonic()
@@ -238,30 +199,29 @@ class _Loop:
                 if monotonic() - ticked >= _TICK_S:  # output of a worker wakes the loop far more often
                     ticked = monotonic()
                     self._look_for_others()
-                    self.listener.tick()
+                    self.keeper.listener.tick()
         finally:
             for left in self.interrupts.workers:
                 left.kill()
                 left.reap()
             kill_orphans()
-        return self.measured
 
     def _measure(self, config: RunConfig, gpus: Sequence[Gpu | None]) -> Worker:
-        (self.runs / f"{config.key}.json").unlink(missing_ok=True)
+        (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
         uuids = [gpu.uuid for gpu in gpus if gpu]
         worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=uuids, timeout_s=self.timeout_s))
         self._look_for_others()
-        self.listener.started(config, gpus[0])
+        self.keeper.listener.started(config, gpus[0])
         return worker
 
     def _explain(self, config: RunConfig) -> Worker:
         worker = self._start(config, explain.main)
         self.explaining.add(worker)
-        self.listener.explaining(config)
+        self.keeper.listener.explaining(config)
         return worker
 
     def _start(self, config: RunConfig, entry: Entry) -> Worker:
-        worker = Worker(config, self.runs, entry)
+        worker = Worker(config, self.keeper.runs, entry)
         self.interrupts.workers.append(worker)
         return worker
 
@@ -283,28 +243,29 @@ class _Loop:
                 if timed_out:
                     worker.kill()
                 if worker in self.explaining:
-                    self.listener.explained(worker.config, self._why_unexplained(worker, worker.reap(), timed_out))
+                    self.keeper.listener.explained(
+                        worker.config, self._why_unexplained(worker, worker.reap(), timed_out)
+                    )
                 else:
                     self._finish(worker, worker.reap(), timed_out)
                 yield worker
 
     def _limit_s(self, worker: Worker) -> float:
         """When to kill the worker: a little later if it has ranks, as it then says itself which of them hangs."""
-        return self.timeout_s + (_MORE_FOR_RANKS_S if worker.config.parallel is not Parallel.NONE else 0.0)
+        return self.timeout_s + (MORE_FOR_RANKS_S if worker.config.parallel is not Parallel.NONE else 0.0)
 
     def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
         """Keep the record of a worker that has measured, and queue its raw profile to be explained."""
         record = self._collect(worker, exit_code, timed_out)
         if worker in self.disturbed and record.status is Status.OK:
-            record = self._write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
-        self.measured.append(record)
-        self.listener.finished(record)
-        if can_be_explained(record, self.runs):
+            record = self.keeper.write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
+        self.keeper.finish(record)
+        if can_be_explained(record, self.keeper.runs):
             self.unexplained.append(record.config)
 
     def _why_unexplained(self, worker: Worker, exit_code: int, timed_out: bool) -> str | None:
         """In one line, why a worker that has ended left no explanation, and what to do; None if it left one."""
-        if has_explanation(worker.config, self.runs):
+        if has_explanation(worker.config, self.keeper.runs):
             return None
         if timed_out:
             why = f"not done within {self.timeout_s:g} s"
@@ -312,28 +273,30 @@ class _Loop:
             why = (worker.log_tail() or "").splitlines()[-1]
         else:
             why = worker.server_failure or end_in_words(exit_code)
-        return f"{why}; the record and the raw profile are kept: `cs336 report {self.runs.parent}` tries again"
+        return f"{why}; the record and the raw profile are kept: `cs336 report {self.keeper.runs.parent}` tries again"
 
     def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
         """The record of a worker that has ended: the one that it wrote, or one of its failure."""
-        path = self.runs / f"{worker.config.key}.json"
+        config, path = worker.config, self.keeper.runs / f"{worker.config.key}.json"
         if path.exists():
             try:
                 record = read_record(path)
             except RecordError as error:
-                return self._refuse(worker, f"the record was not readable; kept as {quarantine(path).name}: {error}")
-            if record.config != worker.config:
-                return self._refuse(worker, f"the record is of another run; kept as {quarantine(path).name}")
-            if record.status.is_result and (changed := changed_inputs(record, self.inputs)):
-                message = f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
-                return self._refuse(worker, message)
+                message = f"the record was not readable; kept as {quarantine(path).name}: {error}"
+                return self.keeper.refuse(config, message, worker.elapsed_s, worker.log_tail())
+            if record.config != config:
+                message = f"the record is of another run; kept as {quarantine(path).name}"
+                return self.keeper.refuse(config, message, worker.elapsed_s, worker.log_tail())
+            if (changed := self.keeper.changed_since(record)) is not None:
+                return self.keeper.refuse(config, changed, worker.elapsed_s, worker.log_tail())
             if record.failed_rank is not None and record.failure is not None and record.failure.log_tail is None:
-                record = self._write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
+                record = self.keeper.write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
             return self._with_teardown(worker, record, exit_code, timed_out) if exit_code else record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
             why = (worker.log_tail() or "").splitlines()[-1:]
-            raise SweepError(f"the record of {worker.config.key} could not be written: {''.join(why)}")
-        return self._fail(worker, *worker.failure(exit_code, self.timeout_s if timed_out else None))
+            raise SweepError(f"the record of {config.key} could not be written: {''.join(why)}")
+        status, failure = worker.failure(exit_code, self.timeout_s if timed_out else None)
+        return self.keeper.fail(config, status, failure, worker.elapsed_s)
 
     def _with_teardown(self, worker: Worker, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
         how = f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
@@ -341,28 +304,7 @@ class _Loop:
             how = f"did not end within {self.timeout_s:g} s"
         message = f"after the record was written {worker.server_failure or f'the worker {how}'}"
         warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=message)
-        return self._write(replace(record, warnings=(*record.warnings, warning)))
-
-    def _refuse(self, worker: Worker, message: str) -> RunRecord:
-        return self._fail(worker, Status.INVALID, Failure(message=message, log_tail=worker.log_tail()))
-
-    def _fail(self, worker: Worker, status: Status, failure: Failure) -> RunRecord:
-        started_at = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=worker.elapsed_s)
-        return self._write(
-            RunRecord(
-                config=worker.config,
-                status=status,
-                started_at=started_at.isoformat(timespec="seconds"),
-                failure=failure,
-            )
-        )
-
-    def _write(self, record: RunRecord) -> RunRecord:
-        try:
-            write_record(record, self.runs)
-        except OSError as error:
-            raise SweepError(error_in_words(error)) from error
-        return record
+        return self.keeper.write(replace(record, warnings=(*record.warnings, warning)))
 
 
 def measure_in_worker(
@@ -394,19 +336,28 @@ def _uses_dynamo(config: RunConfig) -> bool:
     return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_profiled or optimizes
 
 
-def measure_one(config: RunConfig, runs: Path, *, timeout_s: float = 600.0) -> RunRecord:
+def measure_one(
+    config: RunConfig,
+    runs: Path,
+    *,
+    timeout_s: float = 600.0,
+    gpus: Sequence[Gpu | None] = (),
+    are_others: Callable[[], bool] = lambda: False,
+) -> RunRecord:
     """Measure one run in a worker, as a sweep does, and return its record, which is in `runs` then.
 
-    For a run on several ranks. The caller has locked what it uses. Raises KeyboardInterrupt if a signal stops it.
+    For a run on several ranks, and on a machine of a cluster. The caller has locked what it uses: `gpus`, or those that
+    a sweep of this run would take. Raises KeyboardInterrupt if a signal stops it.
     """
     preload(*compiler_modules([config]))
     spare_children()
     adopt_orphans()
     with Interrupts() as interrupts:
-        records = _Loop(runs, Listener(), _gpus([config]), timeout_s, interrupts, lambda: False).run([config])
+        keeper = Keeper(runs, Listener())
+        _Loop(keeper, gpus or _gpus([config]), timeout_s, interrupts, are_others).run([config])
         if interrupts.count:
             raise KeyboardInterrupt
-    return records[0]
+    return keeper.measured[0]
 
 
 def num_slots(config: RunConfig) -> int:

@@ -17,8 +17,9 @@ import pytest
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import Worker
+from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.process import STOP_SIGNALS
-from cs336_systems.sweep.run import Listener, run_sweep
+from cs336_systems.sweep.run import run_sweep
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
