@@ -120,6 +120,7 @@ FULL = RunRecord(
     inputs=(Input(name="source of a.b:c", state="0123456789abcdef"), Input(name="token file t.npy", state=None)),
     durations=Durations(setup_s=1.0, warmup_s=2.0, measured_s=3.0, total_s=6.5),
     warnings=tuple(RunWarning(code=code, message=f"about {code}") for code in WarningCode),
+    lost_tries=("host-1: the machine died",),
 )  # fmt: skip
 
 
