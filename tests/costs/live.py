@@ -161,7 +161,6 @@ def one_of(ranks: int, rank: int, way: Parallel) -> Iterator[None]:
             patch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
             for module in (data_parallel, exchange):
                 patch.setattr(module, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(ranks)])
-            patch.setattr(exchange, "of_all_ranks", lambda tensors: [tensors] * ranks)
             scatter = exchange.Collectives.scatter
             patch.setattr(exchange, "start_gather", functools.partial(Started, exchange.start_gather))
             patch.setattr(exchange.Collectives, "scatter", lambda *arguments: Started(scatter, *arguments))

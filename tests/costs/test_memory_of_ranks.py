@@ -80,7 +80,7 @@ def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None
 
 
 CASES = [
-    *((way, {}) for way in (*DDP, Parallel.DDP_PUSH, Parallel.FSDP_PUSH, *FSDP)),
+    *((way, {}) for way in (*DDP, Parallel.DDP_PUSH, *FSDP)),
     (Parallel.DDP_NAIVE, SHARED),
     *((way, {"checkpoint_blocks": 2}) for way in FSDP),
 ]

@@ -330,49 +330,6 @@ class FullyPushed(FullySharded):
                 super()._give(unit)
 
 
-class CopiedShards(FullySharded):
-    """The same where ranks copy parts from each other's memory, and parts of gradients to it.
-
-    What is gathered in another type than the masters' has a copy of its own. The parts of gradients are added up after
-    backward, and there is always room for those of the other ranks.
-    """
-
-    def __init__(self, config: RunConfig, tape: Tape) -> None:
-        super().__init__(config, tape)
-        self._others = config.ranks - 1
-        self._own: dict[str, int] = {}
-        """This rank's parts of gradients, by unit."""
-
-    def set_up(self, parameters: Mapping[str, int]) -> None:
-        super().set_up(parameters)
-        for unit in self._units.values():
-            if not unit.counts:
-                continue
-            if unit.element_bytes < FP32_BYTES:
-                self._parts(unit, unit.element_bytes, Category.PARAMETERS, "parts, cast")
-            size = str(self._others * unit.part_elements)
-            self.tape.new(Category.GRADIENTS, "gradients received from other ranks", size, unit.element_bytes)
-
-    def _gather_ahead(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self._gathered and self._units[name].counts:
-                self._gathered[name] = self._room(self._units[name])
-
-    def _take_gradients(self) -> None:
-        unit, self._reducing = self._reducing, None
-        if unit is not None:
-            self.tape.drop(*self._whole[unit.name].values())
-            self._whole[unit.name] = {}
-            self._own[unit.name] = self._mean
-
-    def finish(self) -> None:
-        super().finish()
-        for name, unit in self._units.items():
-            if name in self._own:
-                self._mean, self._reducing = self._own.pop(name), unit
-                super()._take_gradients()
-
-
 class FullyShard(InPlace):
     """PyTorch's fully_shard of each block and of the rest, whose parameters stay from forward on.
 
@@ -516,7 +473,6 @@ WAYS: dict[Parallel, type[InPlace]] = {
     Parallel.DDP_PUSH: Received,
     Parallel.DDP: Buckets,
     Parallel.FSDP: FullySharded,
-    Parallel.FSDP_PUSH: CopiedShards,
     Parallel.FSDP_PUSH: FullyPushed,
     Parallel.FSDP2: FullyShard,
 }
