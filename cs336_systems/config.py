@@ -584,7 +584,7 @@ class RunConfig:
         Setting(
             "Share each step among --ranks processes, each with its own batch. Ours: ddp-naive (one all-reduce for "
             "each parameter after backward), ddp-flat (one for all), ddp-overlap (during backward), ddp-push (during "
-            "backward, by copies to the other GPUs, which leave matrix products all of theirs), fsdp (parameters "
+            "backward, by copies to the other GPUs, which slow computing less than all-reduces do), fsdp (parameters "
             "sharded, gathered ahead of use), fsdp-push (the same by copies from and to the other GPUs). PyTorch's: "
             "ddp (DistributedDataParallel), fsdp2 (fully_shard).",
             plural="parallel", word="", label=1, note="{}", axis="way to share a step",

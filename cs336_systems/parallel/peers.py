@@ -1,7 +1,7 @@
 """Memory of the other ranks on this host, which a rank writes itself.
 
-On GPUs the copies are made by copy engines over NVLink or PCIe, which take no multiprocessor: matrix products beside
-them keep all of theirs, while a kernel of NCCL takes some away for as long as it runs.
+On GPUs the copies are made by copy engines over NVLink or PCIe. They take no multiprocessor from the matrix products
+that run beside them, as a kernel of NCCL does for as long as it runs.
 """
 
 import os
