@@ -20,8 +20,8 @@ BASE = ("", "text", "files", "ranges", "settings", "config", "record")
 TOP = ("cli", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
-IN_WORKERS = ("sweep.worker", "sweep.preload")
-"""Modules of such a folder that run in the processes that measure."""
+ELSEWHERE = ("sweep.worker", "sweep.preload", "sweep.cluster.bridge")
+"""Modules of such a folder that run in the processes that measure, or in one that needs Ray."""
 
 
 @cache
@@ -100,7 +100,7 @@ def test_scripts_import_the_command_line_only() -> None:
 def test_results_are_read_and_sweeps_are_run_without_torch() -> None:
     """In fact and not only by the source: no third package may bring torch along either."""
     free = [name for name in sorted(modules()) if "." not in name or name.partition(".")[0] in TORCH_FREE]
-    free = [name for name in free if name not in IN_WORKERS]
+    free = [name for name in free if name not in ELSEWHERE]
     code = f"""
 import sys
 sys.modules["torch"] = None  # importing it is now an ImportError

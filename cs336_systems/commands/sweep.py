@@ -1,12 +1,14 @@
 """`benchmark_sweep.py`: a grid of configurations, each in a fresh process, and its tables and plots."""
 
+import functools
 import hashlib
 import itertools
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
@@ -56,6 +58,9 @@ from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 from cs336_systems.text import counted, inert_line
 
+if TYPE_CHECKING:
+    from cs336_systems.sweep.run import Outcome
+
 
 @with_flags(*FIRST, many=AXES)
 class SweepArguments(Flags):
@@ -95,6 +100,12 @@ class SweepArguments(Flags):
     output: Path = Path("data")
     """Directory for results."""
     measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
+    cluster: Annotated[str | None, unset("ADDRESS", "this machine alone")] = None
+    """Measure on all machines of the Ray cluster at this address; auto is the cluster that this machine belongs to."""
+    require_device: Annotated[str | None, unset("NAME", "that of most machines")] = None
+    """With --cluster, measure only on machines whose device has this in its name, such as H200."""
+    wait_nodes_s: float = 180.0
+    """With --cluster, how long to wait for a machine while none is at work (seconds)."""
     dry_run: Switch = False
     """Print what would run, and stop."""
     json: Switch = False
@@ -106,6 +117,19 @@ class SweepArguments(Flags):
                 if getattr(group, name) == ():
                     raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
         check_repeats(self.repeats)
+        self._check_cluster()
+
+    def _check_cluster(self) -> None:
+        if self.cluster is None:
+            if self.require_device is not None:
+                raise ValueError("--require-device needs --cluster")
+            return
+        if not re.fullmatch(r"auto|(?!\w+://)\S+:\d+", self.cluster):
+            raise ValueError(f"--cluster needs auto or HOST:PORT, as `ray status` shows it; got {self.cluster[:120]!r}")
+        if self.profiler is not Profiler.NONE:
+            raise ValueError("--cluster brings no profiles from other machines: leave the profiler out, or --cluster")
+        if not 0 < self.wait_nodes_s < float("inf"):
+            raise ValueError(f"--wait-nodes-s must be positive and finite, got {self.wait_nodes_s}")
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:
@@ -247,7 +271,7 @@ def run(arguments: SweepArguments) -> int:
         print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
-        status = measure_all(configs, directory, arguments.measuring, print_json)
+        status = measure_all(configs, directory, arguments.measuring, print_json, _machines(arguments))
     return FAILED if missing is not None and status == OK else status
 
 
@@ -275,13 +299,33 @@ def _why_no_profile(arguments: SweepArguments) -> str | None:
     return None
 
 
+def _machines(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
+    """The function that measures on a cluster, if the user asked for one; raise UsageError if Ray is missing."""
+    if arguments.cluster is None:
+        return None
+    from cs336_systems.sweep.cluster.ray_nodes import is_installed, sweep_on_ray
+
+    if not is_installed():
+        raise UsageError('--cluster needs Ray: pip install "cs336-systems[cluster]"')
+    return functools.partial(
+        sweep_on_ray,
+        address=arguments.cluster,
+        require_device=arguments.require_device,
+        wait_nodes_s=arguments.wait_nodes_s,
+    )
+
+
 def measure_all(
     configs: Sequence[RunConfig],
     directory: Path,
     measuring: MeasuringArguments,
     print_json: PrintJson | None = None,
+    elsewhere: Callable[..., "Outcome"] | None = None,
 ) -> int:
-    """Run the configurations that have no result yet, write the tables and plots, print them or their JSON."""
+    """Run the configurations that have no result yet, write the tables and plots, print them or their JSON.
+
+    `elsewhere` measures them on other machines in place of `run_sweep`.
+    """
     if is_under_nsys():
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
@@ -290,9 +334,10 @@ def measure_all(
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.sweep.run import run_sweep
 
-    note_unused_gpus(configs)
+    if elsewhere is None:
+        note_unused_gpus(configs)
     with TerminalListener() as listener:
-        outcome = run_sweep(
+        outcome = (elsewhere or run_sweep)(
             configs, directory, listener,
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
         )  # fmt: skip

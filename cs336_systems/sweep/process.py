@@ -9,7 +9,7 @@ import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -63,29 +63,43 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def when_it_ends(process: int, then: Callable[[], None]) -> None:
+    """Call `then` in a thread once the process has ended. The thread waits in the kernel. Linux only."""
+    if sys.platform != "linux":
+        return
+    try:
+        alive = os.pidfd_open(process)
+    except ProcessLookupError:
+        then()
+        return
+
+    def wait() -> None:
+        select.select([alive], [], [])
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def die_with(supervisor: int) -> None:
     """End this process, and all others that the process `supervisor` has started, as soon as `supervisor` ends.
 
-    For a process whose parent is not the supervisor and may outlive it, as under nsys. A thread waits in the kernel,
-    which costs no processor time. Linux only.
+    For a process whose parent is not the supervisor and may outlive it, as under nsys. Linux only.
     """
     if sys.platform != "linux":
         return
     try:
-        alive = os.pidfd_open(supervisor)
         relatives = psutil.Process(supervisor).children(recursive=True)
-    except (ProcessLookupError, psutil.NoSuchProcess):
+    except psutil.NoSuchProcess:
         os._exit(1)
 
-    def wait() -> None:
-        select.select([alive], [], [])
+    def end() -> None:
         for relative in relatives:
             if relative.pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     relative.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, daemon=True).start()
+    when_it_ends(supervisor, end)
 
 
 def child_environment() -> dict[str, str]:

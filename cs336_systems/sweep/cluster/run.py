@@ -28,7 +28,7 @@ def sweep_on_nodes(
     fresh: bool = False,
     allow_mixed: bool = False,
     require_device: str | None = None,
-    wait_nodes_s: float = 60.0,
+    wait_nodes_s: float = 180.0,
 ) -> Outcome:
     """Measure those of `configs` that have no result in `directory` yet, on the machines that `connect` brings.
 

@@ -1,0 +1,93 @@
+"""What runs on each machine of a cluster as an actor of the engine; the measuring is done by processes that it starts.
+
+It takes and returns bytes of JSON only. The engine and its libraries are not loaded where runs are timed.
+"""
+
+import functools
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from time import monotonic, sleep
+
+import msgspec
+
+from cs336_systems.sweep.cluster.measurer import Description, Reply, Request
+from cs336_systems.sweep.process import child_environment, when_it_ends
+
+LEASE_S = 12.0
+"""How long an agent goes on without hearing from its sweep, which may be unable to end it."""
+
+
+class Agent:
+    """One process that measures for each GPU of the machine, or one for its CPU."""
+
+    def __init__(self, device: str, modules: Sequence[str]) -> None:
+        when_it_ends(os.getppid(), functools.partial(os._exit, 1))  # the engine's process on this machine
+        self._renewed = monotonic()
+        threading.Thread(target=self._end_unless_renewed, daemon=True).start()
+        self._command = [sys.executable, "-m", f"{__package__}.measurer", str(os.getpid()), device, *modules]
+        self._lock = threading.Lock()
+        self._free_gpus: list[str] = []
+        self._measurers: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+
+    def renew(self) -> None:
+        """The sweep goes on. Without this for LEASE_S the agent ends, and its processes with it."""
+        self._renewed = monotonic()
+
+    def _end_unless_renewed(self) -> None:
+        while (left_s := self._renewed + LEASE_S - monotonic()) > 0:
+            sleep(left_s)
+        os._exit(1)
+
+    def describe(self) -> bytes:
+        """Start the processes, and return the `Description` of the machine as one of them gives it, or a `Reply`."""
+        first = self._started()
+        line = _answer(first)
+        try:
+            found = msgspec.json.decode(line, type=Description)
+        except msgspec.ValidationError:
+            return line
+        self._free_gpus = list(found.gpus)
+        self._measurers.put(first)
+        for more in [self._started() for _ in found.gpus[1:]]:
+            _answer(more)
+            self._measurers.put(more)
+        return line
+
+    def measure(self, data: bytes, width: int) -> bytes:
+        """Measure what the `Request` says on `width` GPUs of this machine's choice, and return the `Reply`."""
+        request = msgspec.json.decode(data, type=Request)
+        with self._lock:
+            gpus, self._free_gpus = tuple(self._free_gpus[:width]), self._free_gpus[width:]
+        measurer = self._measurers.get()
+        try:
+            assert measurer.stdin is not None
+            measurer.stdin.write(msgspec.json.encode(msgspec.structs.replace(request, gpus=gpus)) + b"\n")
+            measurer.stdin.flush()
+            return _answer(measurer)
+        except OSError as error:
+            return msgspec.json.encode(Reply(error=f"the process that measures has ended: {error}"))
+        finally:
+            self._measurers.put(measurer)
+            with self._lock:
+                self._free_gpus += gpus
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=child_environment(),
+        )
+
+
+def _answer(measurer: subprocess.Popen[bytes]) -> bytes:
+    assert measurer.stdout is not None
+    line = measurer.stdout.readline()
+    if line.endswith(b"\n"):
+        return line
+    return msgspec.json.encode(Reply(error=f"the process that measures ended with status {measurer.wait()}"))

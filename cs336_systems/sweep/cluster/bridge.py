@@ -1,0 +1,206 @@
+"""The process between the driver of a sweep and Ray: the only one that imports ray, and that its end takes along.
+
+It reads `Command`s from standard input and writes `Message`s to standard output, each a line of JSON. Standard error is
+for Ray and for one line that says why it ends. Records pass through it as bytes that nobody has looked into.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import cs336_systems
+from cs336_systems.sweep.cluster.agent import Agent
+from cs336_systems.sweep.cluster.measurer import Description, Request
+from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Failed, Message
+from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Node, Unfit
+from cs336_systems.sweep.process import die_with_forker
+
+_LOOK_S = 3.0
+"""How often the cluster is asked for its machines, and their agents are told that the sweep goes on."""
+_HEAD_S = 10.0
+"""How long the head of the cluster may take to answer."""
+_READY_S = 120.0
+"""How long a machine may take until it is ready to measure."""
+
+
+class _Bridge:
+    def __init__(self, device: str, modules: Sequence[str], out: BinaryIO) -> None:
+        self._device, self._modules, self._out = device, modules, out
+        self._agents: dict[str, Any] = {}
+        """Actors by the id of their machine, ready or not."""
+        self._seen: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def say(self, message: Message) -> None:
+        self._out.write(msgspec.json.encode(message) + b"\n")
+        self._out.flush()
+
+    async def serve(self) -> None:
+        """Watch the cluster and obey the driver until either is gone."""
+        loop = asyncio.get_running_loop()
+        lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        self._spawn(self._renew())
+        watching = asyncio.create_task(self._watch())
+        obeying = asyncio.create_task(self._obey(lines))
+        done, _ = await asyncio.wait({watching, obeying}, return_when=asyncio.FIRST_COMPLETED)
+        if watching in done:
+            error = watching.exception()
+            silent = isinstance(error, TimeoutError)
+            why = f"its head did not answer within {_HEAD_S:g} s" if silent else _in_a_line(error)
+            self.say(Message(failed=Failed(why)))
+        os._exit(0)  # the agents end with it; in order, it could wait for a head that is gone
+
+    async def _obey(self, lines: asyncio.StreamReader) -> None:
+        while line := await lines.readline():
+            command = msgspec.json.decode(line, type=Command)
+            agent = self._agents.get(command.name)
+            if agent is None:
+                continue
+            if command.run is None:
+                self._agents.pop(command.name)
+                ray.kill(agent)
+            else:
+                reference = agent.measure.remote(msgspec.json.encode(command.run), command.width)
+                self._spawn(self._answer(command.name, command.run, reference))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, name: str, run: Request, reference: Any) -> None:  # noqa: ANN401
+        try:
+            reply = msgspec.json.decode(await reference, type=_RawReply)
+        except (ray.exceptions.RayError, msgspec.DecodeError) as error:
+            self._leave(name, _in_a_line(error))
+            return
+        if not bytes(reply.record):
+            self._leave(name, reply.error or "it gave no record")
+        elif name in self._agents:
+            self.say(Message(answer=Answer(name, run.config.key, bytes(reply.record))))
+
+    def _leave(self, name: str, why: str) -> None:
+        agent = self._agents.pop(name, None)
+        if agent is not None:
+            ray.kill(agent)
+            self.say(Message(left=Left(name, why)))
+
+    async def _watch(self) -> None:
+        """Start an agent on each machine that is new, and report those that are gone."""
+        while True:
+            alive = await asyncio.wait_for(asyncio.to_thread(_machines), _HEAD_S)
+            new = [self._join(name, machine) for name, machine in alive.items() if name not in self._seen]
+            self._seen.update(alive)
+            if len(self._seen) == len(new):  # the first ones come together, because they decide which others fit
+                self._spawn(self._join_first(new))
+            else:
+                for joining in new:
+                    self._spawn(joining)
+            for name in [*self._agents]:
+                if name not in alive:
+                    self._leave(name, "Ray says that the machine is dead")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _renew(self) -> None:
+        while True:
+            for agent in self._agents.values():
+                agent.renew.remote()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _join_first(self, joining: Sequence[Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*joining)
+        self.say(Message())
+
+    async def _join(self, name: str, machine: dict[str, Any]) -> None:
+        num_gpus = machine["Resources"].get("GPU", 0) if self._device == "cuda" else 0
+        host = str(machine["NodeManagerHostname"])
+        if self._device == "cuda" and not num_gpus:
+            return  # such as a head without a GPU
+        options = {
+            "num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": max(1, int(num_gpus)) + 1,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(name, soft=False),
+        }  # fmt: skip
+        agent = ray.remote(Agent).options(**options).remote(self._device, self._modules)
+        self._agents[name] = agent
+        try:
+            line = await asyncio.wait_for(agent.describe.remote(), _READY_S)
+            found = msgspec.json.decode(line, type=Description)
+        except TimeoutError:
+            why = f"not ready within {_READY_S:g} s; if other jobs hold its GPUs, wait for them"
+        except ray.exceptions.RayError as error:
+            why = _in_a_line(error)
+        except msgspec.DecodeError:
+            why = msgspec.json.decode(line, type=_RawReply).error or "it does not describe itself"
+        else:
+            slots = len(found.gpus) or 1
+            self.say(Message(joined=Joined(Node(name=name, host=found.host, identity=found.identity, slots=slots))))
+            return
+        if self._agents.pop(name, None) is not None:
+            ray.kill(agent)
+            self.say(Message(unfit=Unfit(host, why)))
+
+
+class _RawReply(msgspec.Struct):
+    record: msgspec.Raw = msgspec.Raw()
+    """Its bytes as they are, or none."""
+    error: str | None = None
+
+
+def _machines() -> dict[str, dict[str, Any]]:
+    return {machine["NodeID"]: machine for machine in ray.nodes() if machine["Alive"]}
+
+
+def _in_a_line(error: BaseException | None) -> str:
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "Ray cannot reach it any more"
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "the machine died, or the agent on it"
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def _check_address(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT, for which Ray would wait a minute."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), _HEAD_S).close()
+        except OSError as error:
+            raise OSError(f"nothing listens there ({error.strerror or error})") from error
+
+
+def main(words: Sequence[str]) -> None:
+    """Serve the driver `words[0]` with the cluster at `words[1]`: device `words[2]`, modules to preload `words[3:]`."""
+    die_with_forker(signal.SIGKILL)  # by the kernel, since Ray can hold Python's lock while it waits
+    if os.getppid() != int(words[0]):
+        os._exit(1)  # the driver has ended already
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    bridge = _Bridge(words[2], words[3:], out)
+    try:
+        _check_address(words[1])
+        package = str(Path(cs336_systems.__file__).parent)
+        context = ray.init(
+            address=words[1],
+            configure_logging=False,
+            log_to_driver=False,
+            runtime_env={"py_modules": [package]},
+        )
+        bridge.say(Message(log=str(Path(context["session_dir"]) / "logs")))
+        asyncio.run(bridge.serve())
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        bridge.say(Message(failed=Failed(_in_a_line(error))))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

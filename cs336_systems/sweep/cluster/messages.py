@@ -1,0 +1,36 @@
+"""Messages between the driver of a sweep and the process that is connected to Ray: each is a line of JSON."""
+
+import msgspec
+
+from cs336_systems.files import MAX_BYTES
+from cs336_systems.sweep.cluster.measurer import Request
+from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Unfit
+
+MAX_LINE_BYTES = 2 * MAX_BYTES
+"""Longest line: a record, whose bytes take 4/3 of their number here."""
+
+
+class Command(msgspec.Struct, omit_defaults=True):
+    """To measure a run on a machine, or without a run to use the machine no more."""
+
+    name: str
+    run: Request | None = None
+    width: int = 1
+
+
+class Failed(msgspec.Struct):
+    """The connection is lost, or there was none."""
+
+    why: str
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """One of these; without any, the machines that were there at the start have joined."""
+
+    log: str | None = None
+    """Directory of Ray's logs."""
+    failed: Failed | None = None
+    joined: Joined | None = None
+    left: Left | None = None
+    answer: Answer | None = None
+    unfit: Unfit | None = None

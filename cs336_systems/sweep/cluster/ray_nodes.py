@@ -1,0 +1,154 @@
+"""Machines of a Ray cluster, reached through a process of its own, which keeps Ray's threads, output and end apart."""
+
+import contextlib
+import importlib.util
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import BinaryIO
+
+import msgspec
+
+from cs336_systems.config import Device, RunConfig
+from cs336_systems.sweep.cluster.measurer import Request
+from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message
+from cs336_systems.sweep.cluster.nodes import Event, Joined
+from cs336_systems.sweep.cluster.run import sweep_on_nodes
+from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.process import child_environment
+from cs336_systems.sweep.run import Outcome, compiler_modules, num_slots
+from cs336_systems.sweep.store import SweepError
+
+_CHUNK_BYTES = 1 << 16
+_CONNECT_S = 60.0
+"""How long the connection may take. Ray itself waits for longer where the cluster of an old address has died."""
+_END_S = 5.0
+
+
+def is_installed() -> bool:
+    """Whether Ray is there, without importing it, which takes seconds."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def sweep_on_ray(
+    configs: Sequence[RunConfig],
+    directory: Path,
+    listener: Listener,
+    *,
+    address: str,
+    timeout_s: float,
+    fresh: bool,
+    allow_mixed: bool,
+    require_device: str | None,
+    wait_nodes_s: float,
+) -> Outcome:
+    """Measure those of `configs` that have no result in `directory` yet, on the Ray cluster at `address`."""
+    device = configs[0].device if configs else Device.CPU
+
+    def connect() -> contextlib.AbstractContextManager[RayNodes]:
+        return connected(address, device, compiler_modules(configs), timeout_s)
+
+    return sweep_on_nodes(
+        configs, directory, listener, connect,
+        timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed,
+        require_device=require_device, wait_nodes_s=wait_nodes_s,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def connected(address: str, device: Device, modules: Sequence[str], timeout_s: float) -> Iterator["RayNodes"]:
+    """The machines of the cluster at `address` ("auto": the one that this machine belongs to), with agents on them."""
+    with tempfile.TemporaryFile() as errors:
+        words = [sys.executable, "-m", f"{__package__}.bridge", str(os.getpid()), address, device.value, *modules]
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            env=child_environment() | {"RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        try:
+            yield RayNodes(process, errors, address, timeout_s)
+        finally:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                process.communicate(timeout=_END_S)
+            process.kill()
+            process.wait()
+
+
+class RayNodes:
+    """Speaks to the process that is connected to Ray."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", errors: BinaryIO, address: str, timeout_s: float) -> None:
+        self._process, self._errors, self._address, self._timeout_s = process, errors, address, timeout_s
+        self._began_s = self.now_s()
+        self._rest = b""
+        """The beginning of a line whose end has not come yet."""
+        self._log = ""
+        self._first: list[Joined] | None = []
+        """Machines that have joined, until all are there that were there at the start."""
+
+    def start(self, name: str, config: RunConfig) -> None:
+        """Have this machine measure the run."""
+        self._tell(Command(name, Request(config, (), self._timeout_s), num_slots(config)))
+
+    def give_up(self, name: str) -> None:
+        """End what runs on this machine, and use it no more."""
+        self._tell(Command(name))
+
+    def now_s(self) -> float:
+        """The time in seconds, by a clock that is never set back."""
+        return monotonic()
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        """What has happened since the last call; raise SweepError if the connection is lost."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            if not self._log and self.now_s() - self._began_s > _CONNECT_S:
+                raise self._lost(f"it did not answer within {_CONNECT_S:g} s")
+            return []
+        chunk = os.read(self._process.stdout.fileno(), _CHUNK_BYTES)
+        if not chunk:
+            raise self._lost(f"the process connected to Ray has ended{self._last_words()}")
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise self._lost("a message without an end")
+        return [event for line in lines for event in self._events(msgspec.json.decode(line, type=Message))]
+
+    def _events(self, message: Message) -> Iterator[Event]:
+        if message.failed is not None:
+            raise self._lost(message.failed.why)
+        if message.log is not None:
+            self._log = f" (Ray's logs: {message.log})"
+        elif self._first is not None and message.joined is not None:
+            self._first.append(message.joined)
+        elif event := message.joined or message.left or message.answer or message.unfit:
+            yield event
+        elif self._first is not None:
+            yield from self._first
+            self._first = None
+
+    def _tell(self, command: Command) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return  # the next look for events says that the process has ended, and why
+
+    def _last_words(self) -> str:
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _CHUNK_BYTES))
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+    def _lost(self, why: str) -> SweepError:
+        return SweepError(
+            f"no connection to the Ray cluster {self._address}: {why}{self._log}; finished runs are kept, "
+            "and the same command goes on"
+        )

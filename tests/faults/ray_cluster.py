@@ -1,0 +1,27 @@
+"""A Ray cluster on this machine for tests, in a process of its own: a head that has no slot, and nodes.
+
+Each line of standard input asks for a node, with the environment variables that the line holds in JSON; the reply is a
+line of JSON with the process of its raylet. The first line says the address and the processes of the head too.
+"""
+
+import json
+import sys
+
+from ray.cluster_utils import Cluster
+
+SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+def raylet(node):
+    return node.all_processes["raylet"][0].process.pid
+
+
+if __name__ == "__main__":
+    cluster = Cluster(initialize_head=True, head_node_args=SMALL)
+    node = cluster.head_node
+    head = [node.all_processes["gcs_server"][0].process.pid, raylet(node)]
+    print(json.dumps({"address": cluster.address, "raylet": raylet(node), "head": head}), flush=True)
+    for line in sys.stdin:
+        node = cluster.add_node(**SMALL, env_vars=json.loads(line))
+        print(json.dumps({"raylet": raylet(node)}), flush=True)
+    cluster.shutdown()
