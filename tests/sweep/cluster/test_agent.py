@@ -1,0 +1,90 @@
+"""The agent of a machine with several GPUs, whose processes that measure only say which GPUs they were given."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from cs336_systems.sweep.cluster.agent import Agent
+from cs336_systems.sweep.cluster.measurer import Request
+from tests.sweep.cluster.simulated import grid
+
+UUIDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+MEASURER = f"""
+import json, sys, time
+print(json.dumps({{"host": "h", "gpus": {list(UUIDS)}, "identity": {{
+    "device_name": "H200", "driver": "1", "torch": "2", "code": "0"}}}}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    began = time.monotonic()
+    time.sleep(0.05)
+    print(json.dumps({{"gpus": asked["gpus"], "began": began, "ended": time.monotonic()}}), flush=True)
+"""
+
+
+def measurer(script):
+    return subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def made(monkeypatch, script):
+    started = []
+    monkeypatch.setattr(Agent, "_started", lambda _: started.append(measurer(script)) or started[-1])
+    return Agent("cuda", ()), started
+
+
+def end(started):
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_runs_at_the_same_time_have_gpus_of_their_own(monkeypatch):
+    agent, started = made(monkeypatch, MEASURER)
+    try:
+        agent.describe()
+        assert len(started) == len(UUIDS)
+        requests = [msgspec.json.encode(Request(config, (), 60.0)) for config in grid(12)]
+        widths = [2, 1, 1, 2, 2, 4, 1, 1, 1, 1, 4, 3]
+        answers = []
+        for group in ((0, 1, 2), (3, 4), (5,), (6, 7, 8, 9), (10,), (11,)):  # as the driver starts them
+            with ThreadPoolExecutor(4) as pool:
+                answers += pool.map(
+                    lambda index: msgspec.json.decode(agent.measure(requests[index], widths[index])), group
+                )
+        assert [len(answer["gpus"]) for answer in answers] == widths
+        for one in answers:
+            for other in answers:
+                overlap = one["began"] < other["ended"] and other["began"] < one["ended"]
+                assert one is other or not overlap or not set(one["gpus"]) & set(other["gpus"])
+        assert set().union(*(answer["gpus"] for answer in answers)) == set(UUIDS)
+    finally:
+        end(started)
+
+
+def test_a_process_that_measures_and_dies_is_an_error_of_the_machine(monkeypatch):
+    agent, started = made(monkeypatch, MEASURER.replace("asked = json.loads(line)", "sys.exit(3)"))
+    try:
+        agent.describe()
+        for _ in range(5):
+            reply = msgspec.json.decode(agent.measure(msgspec.json.encode(Request(grid(1)[0], (), 60.0)), 1))
+            assert "the process that measures" in reply["error"]
+    finally:
+        end(started)
+
+
+def test_an_agent_that_is_not_renewed_ends():
+    script = """
+import os, sys, time
+from cs336_systems.sweep.cluster import agent
+agent.LEASE_S = 1.0
+made = agent.Agent("cpu", ())
+began = time.monotonic()
+while time.monotonic() - began < 1.5:
+    made.renew()
+    time.sleep(0.02)
+print("renewed", flush=True)
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.returncode) == ("renewed\n", 1), done.stderr
