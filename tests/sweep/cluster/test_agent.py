@@ -30,6 +30,9 @@ def measurer(script):
 def made(monkeypatch, script):
     started = []
     monkeypatch.setattr(Agent, "_started", lambda _: started.append(measurer(script)) or started[-1])
+    # an agent ends its process where nothing renews it, which here is that of the tests
+    monkeypatch.setattr(Agent, "_end_unless_renewed", lambda _: None)
+    monkeypatch.setattr("cs336_systems.sweep.cluster.agent.when_it_ends", lambda *_: None)
     return Agent("cuda", ()), started
 
 
