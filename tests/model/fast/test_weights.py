@@ -208,13 +208,8 @@ def are_copies(weights: tuple[Weight, ...]) -> bool:
 
 def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
     """All tensors that gather gradients, once each; a tied weight's master among them."""
-    found = [
-        leaf for weight in weights for leaf in (weight.copy and weight.copy.leaf, weight.master) if leaf is not None
-    ]
-    read_alone = {id(weight.master) for weight in weights if weight.copy is None}
-    tied = {id(weight.master) for weight in weights if weight.copy is not None and len(weight.master) == 37}
-    wanted = read_alone | tied | {id(leaf) for leaf in copied}
-    return [leaf for leaf in dict.fromkeys(found) if id(leaf) in wanted]
+    places = [place for weight in weights for place in (weight.copy, weight.read) if place is not None]
+    return list({id(place.leaf): place.leaf for place in places}.values())
 
 
 @pytest.mark.gpu
