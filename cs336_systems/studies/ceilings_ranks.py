@@ -1,10 +1,10 @@
 """Collectives between processes of this machine, each with a GPU of its own; with device cpu, over gloo."""
 
 import math
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -16,14 +16,17 @@ from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
+from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.parallel.group import group_of
 from cs336_systems.parallel.peers import of_all_ranks, shared_rows
+from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, CollectiveCell
 from cs336_systems.studies.loops import Loops
 from cs336_systems.studies.timing import GRAPH_BELOW_S, GRAPH_RUNS, PROBES, device_timer, host_timer, replayed
 from cs336_systems.sweep.process import die_with_forker
 
-PATIENCE = timedelta(seconds=120)
+PATIENCE_S = 120.0
 """How long a process waits for the others before it fails."""
 LOOP_SHARE = 0.5
 """Part of the grid's least time of a loop that suffices here, as there are many cells and all processes repeat."""
@@ -36,11 +39,12 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
 
     If a process fails, the others are ended, and every row has the failure.
     """
+    gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
     with tempfile.TemporaryDirectory(prefix="cs336-") as scratch:
         try:
-            spawn(_serve, args=(grid, list(rows), scratch), nprocs=rows[0].world_size)
+            spawn(_serve, args=(grid, list(rows), scratch, gpus), nprocs=rows[0].world_size)
         except ProcessException as error:
-            failure = Failure(message=str(error).strip().splitlines()[-1], traceback=str(error))
+            failure = Failure(message=_message(str(error)), traceback=str(error))
             return [row.failed(classify(error), failure) for row in rows]
         found = msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=list[Loops | None])
     return [
@@ -49,27 +53,26 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
     ]
 
 
-def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str) -> None:
+def _message(text: str) -> str:
+    """What the exception says whose traceback is the last in the text; the text's last line if there is none."""
+    lines = text.strip().rpartition("\n  File ")[2].splitlines()
+    return next((line for line in lines[1:] if not line.startswith("  ")), lines[-1])
+
+
+def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str, gpus: Sequence[str]) -> None:
     """Entry of one process."""
     die_with_forker(signal.SIGKILL)
-    on_gpu = grid.device is Device.CUDA
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{scratch}/{_MEETING}",
-        rank=rank,
-        world_size=rows[0].world_size,
-        timeout=PATIENCE,
-        device_id=torch.device("cuda", rank) if on_gpu else None,
-    )
-    loops = [
-        _time(grid, make_collective(grid.device, row.collective, row.num_bytes)) if _is_possible(row) else None
-        for row in rows
-    ]
-    if rank == 0:
-        write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
-    dist.destroy_process_group()
+    count = rows[0].world_size
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:count], all_of_them=True)
+    place = Rank(rank=rank, ranks=count, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
+    with group_of(place, grid.device):
+        loops = [
+            _time(grid, make_collective(grid.device, row.collective, row.num_bytes)) if _is_possible(row) else None
+            for row in rows
+        ]
+        if rank == 0:
+            write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
 
 
 def _is_possible(row: CollectiveCell) -> bool:

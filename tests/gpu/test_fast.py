@@ -67,7 +67,7 @@ def test_a_loaded_checkpoint_gives_the_reference_s_logits_and_loss(arch: str, fp
 
 
 SELECTIVE = """
-import json, torch
+import gc, json, torch
 from dataclasses import replace
 from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.costs.fast_memory import peak_bytes
@@ -93,7 +93,8 @@ for changes in ({}, {"selective_checkpoints": True}, {"selective_checkpoints": T
         torch.cuda.synchronize()
     attention = sum("fprop" in event.name or "flash_fwd" in event.name for event in profile.events())
     found.append({"losses": losses, "graphs": graphs, "attention": attention, "peak": peak})
-    del step
+    del step, clock
+    gc.collect()
     torch.cuda.empty_cache()
 print(json.dumps(found))
 """

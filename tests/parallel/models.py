@@ -68,13 +68,17 @@ class Slow(Faulty):
 
 
 class Spinning(Faulty):
-    """Its large gradients are there before backward keeps the GPU busy for SPIN_CYCLES."""
+    """Its large gradients are there before backward keeps the GPU busy for SPIN_CYCLES.
+
+    Forward begins with as long a wait, so that the host has launched all of backward before the GPU comes to it.
+    """
 
     def __init__(self, vocab_size):
         super().__init__(lambda: None, vocab_size)
         self.wide = nn.Linear(8, 1_000_000)
 
     def forward(self, tokens):
+        torch.cuda._sleep(SPIN_CYCLES)
         x = self.embedding(tokens)
         if x.requires_grad:
             x.register_hook(lambda _gradient: torch.cuda._sleep(SPIN_CYCLES))
