@@ -622,7 +622,7 @@ class RunConfig:
         int,
         Setting(
             "Processes that share a step, each with a GPU of its own, or all on the CPU. The batch size is that of "
-            "each.",
+            "each. In a sweep of several ways, none is one process.",
             plural="ranks", least=1, most=MAX_RANKS, label=1, note="{} ranks", axis="ranks",
             rules=(
                 _needs(

@@ -141,10 +141,7 @@ class SweepArguments(Flags):
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = resolve_device(self.step.device)
         on_gpu = device is Device.CUDA
-        grid = self._grid(on_gpu)
-        # without a possible one, the first is refused with its reason
-        possible = [point for point in grid if _is_possible(point)] or grid
-        once = [self._config(device, point) for point in possible]
+        once = [self._config(device, point) for point in self._grid(on_gpu)]
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
@@ -178,15 +175,15 @@ class SweepArguments(Flags):
         return {name: values[name] for name in AXES if name in values}
 
     def _grid(self, on_gpu: bool) -> list[dict[str, Any]]:
-        """Every combination of the axes' values, by the names of their settings."""
-        axes = self._axes(on_gpu)
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        """Every combination of the axes' values, by the names of their settings.
 
-    @property
-    def impossible_ranks(self) -> list[int]:
-        """Numbers of ranks whose combination with --parallel none is left out of the grid."""
-        grid = self._grid(resolve_device(self.step.device) is Device.CUDA)
-        return sorted({point["ranks"] for point in grid if not _is_possible(point)})
+        Beside ways to share a step, `none` is on one rank; alone it is refused on several, with the reason.
+        """
+        axes = self._axes(on_gpu)
+        grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        if all(point["parallel"] is Parallel.NONE for point in grid):
+            return grid
+        return [point | {"ranks": 1} if point["parallel"] is Parallel.NONE else point for point in grid]
 
     def _given(self) -> dict[str, Any]:
         """The flags of all groups by the names of their settings."""
@@ -211,11 +208,6 @@ class SweepArguments(Flags):
             / PROFILE_DIRECTORIES[self.profiler]
             / (default_name(self) if self.name is None else checked_name(self.name))
         )
-
-
-def _is_possible(point: Mapping[str, Any]) -> bool:
-    """Whether a way to share a step is given for several ranks, as other values of the axes may go together."""
-    return point["ranks"] == 1 or point["parallel"] is not Parallel.NONE
 
 
 def default_name(sweep: SweepArguments) -> str:
@@ -252,9 +244,6 @@ def run(arguments: SweepArguments) -> int:
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
     explain_cpu_fallback(arguments.step.device)
-    if left_out := arguments.impossible_ranks:
-        ranks = " ".join(map(str, left_out))
-        print(f"note: --parallel none has one rank: its runs with --ranks {ranks} are left out", file=sys.stderr)
     for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
         print(f"fast: {chosen}", file=sys.stderr)
     if arguments.dry_run:
