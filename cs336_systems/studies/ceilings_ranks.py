@@ -37,20 +37,38 @@ _RESULT, _MEETING = "collectives.json", "rendezvous"
 def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> list[CollectiveCell]:
     """Time the collectives of the rows, all of which are of as many processes.
 
-    If a process fails, the others are ended, and every row has the failure.
+    If a process fails, the others are ended, the row at which it failed has the failure, and new processes go on with
+    the next; if they do not even come together, all rows that are left have it.
+    """
+    measured: list[CollectiveCell] = []
+    while left := rows[len(measured) :]:
+        found, failed = _in_processes(grid, left)
+        measured += [
+            row.failed(Status.UNAVAILABLE, Failure(message=NO_ACCESS)) if loops is None else row.with_loops(loops)
+            for row, loops in zip(left, found or [], strict=False)
+        ]
+        if failed is not None:
+            blamed = rows[len(measured) :] if found is None else rows[len(measured) : len(measured) + 1]
+            measured += [row.failed(*failed) for row in blamed]
+    return measured
+
+
+def _in_processes(
+    grid: CeilingsGrid, rows: Sequence[CollectiveCell]
+) -> tuple[list[Loops | None] | None, tuple[Status, Failure] | None]:
+    """The loops of the rows that were measured before a process failed, and how it failed.
+
+    None instead of loops if the processes did not come together.
     """
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
+    failed = None
     with tempfile.TemporaryDirectory(prefix="cs336-") as scratch:
         try:
             spawn(_serve, args=(grid, list(rows), scratch, gpus), nprocs=rows[0].world_size)
         except ProcessException as error:
-            failure = Failure(message=_message(str(error)), traceback=str(error))
-            return [row.failed(classify(error), failure) for row in rows]
-        found = msgspec.json.decode((Path(scratch) / _RESULT).read_bytes(), type=list[Loops | None])
-    return [
-        row.failed(Status.UNAVAILABLE, Failure(message=NO_ACCESS)) if loops is None else row.with_loops(loops)
-        for row, loops in zip(rows, found, strict=True)
-    ]
+            failed = classify(error), Failure(message=_message(str(error)), traceback=str(error))
+        path = Path(scratch) / _RESULT
+        return msgspec.json.decode(path.read_bytes(), type=list[Loops | None]) if path.exists() else None, failed
 
 
 def _message(text: str) -> str:
@@ -62,17 +80,25 @@ def _message(text: str) -> str:
 def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str, gpus: Sequence[str]) -> None:
     """Entry of one process."""
     die_with_forker(signal.SIGKILL)
-    count = rows[0].world_size
+    ranks = rows[0].world_size
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:count], all_of_them=True)
-    place = Rank(rank=rank, ranks=count, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:ranks], all_of_them=True)
+    place = Rank(rank=rank, ranks=ranks, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
     with group_of(place, grid.device):
-        loops = [
-            _time(grid, make_collective(grid.device, row.collective, row.num_bytes)) if _is_possible(row) else None
-            for row in rows
-        ]
-        if rank == 0:
-            write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
+        loops: list[Loops | None] = []
+        for count in range(len(rows) + 1):
+            if count:
+                loops.append(_loops(grid, rows[count - 1]))
+            if rank == 0:
+                write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
+            _agreed(0.0, grid.device)  # no process fails at the next row while this one is not yet written
+
+
+def _loops(grid: CeilingsGrid, row: CollectiveCell) -> Loops | None:
+    """Loops of the row's collective; None if the processes cannot do it."""
+    if not _is_possible(row):
+        return None
+    return _time(grid, make_collective(grid.device, row.collective, row.num_bytes))
 
 
 def _is_possible(row: CollectiveCell) -> bool:

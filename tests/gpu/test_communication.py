@@ -127,6 +127,8 @@ def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
         for phase, same in zip(one.phases, other.phases, strict=True):
             assert phase.phase is same.phase
             assert set(phase.launches) == set(same.launches)
+            if phase.phase is LaunchPhase.DATA:
+                continue  # the host's time, which a profiler lengthens
             assert statistics.median(phase.wall_s) == pytest.approx(statistics.median(same.wall_s), rel=0.02, abs=5e-5)
     # what the collectives take where no rank waits: the shorter one of the two ranks' kernels
     shortest = [min(statistics.median(sent_s(rank, "total_s")) - statistics.median(rank.waited_s) for rank in own.ranks)

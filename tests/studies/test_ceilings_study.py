@@ -262,7 +262,16 @@ def test_numbers_of_processes_are_powers_of_two_and_the_last() -> None:
         assert 0 <= min(size - row.num_bytes for size in (1 << 12, 1 << 14, 1 << 16) if size >= row.num_bytes) < 24
 
 
-def test_a_process_that_fails_is_a_row_for_every_size() -> None:
+def test_processes_that_fail_at_a_row_leave_the_others() -> None:
+    """No machine has a tensor of 2^50 bytes."""
+    *_, last = replace(GRID, world_size=2, stream_bytes=(1 << 14,)).cells()
+    one, other, *_ = last.rows
+    cells = measure_collectives(GRID, [one, replace(other, num_bytes=2**50), other])
+    assert [cell.timing.status for cell in cells] == [Status.OK, Status.OOM, Status.OK]
+    assert [cell.num_bytes for cell in cells] == [one.num_bytes, 2**50, other.num_bytes]
+
+
+def test_processes_that_do_not_come_together_are_a_failure_of_every_row() -> None:
     """More processes than there are GPUs: the last has no device."""
     world_size = max(2, torch.cuda.device_count() + 1)
     *_, last = replace(GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(8192,)).cells()
