@@ -119,9 +119,11 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
         return lambda: dist.broadcast(whole, src=0)
     if collective is Collective.PUSH:
         here = dist.get_rank()
-        theirs = of_all_ranks([shared_rows(whole, dist.get_world_size())])
-        targets = [rows[here] for rank, [rows] in enumerate(theirs) if rank != here]
-        return lambda: [target.copy_(whole, non_blocking=True) for target in targets]
+        rows = [rank_rows for [rank_rows] in of_all_ranks([shared_rows(whole, dist.get_world_size())])]
+        # own rows stay as long as the function does, because the others write to them
+        return lambda: [
+            rank_rows[here].copy_(whole, non_blocking=True) for rank, rank_rows in enumerate(rows) if rank != here
+        ]
     part = torch.rand(len(whole) // dist.get_world_size(), device=device.value)
     if collective is Collective.ALL_GATHER:
         return lambda: dist.all_gather_into_tensor(whole, part)
