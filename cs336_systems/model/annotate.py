@@ -5,6 +5,9 @@ model is on the stack, so `backward_ranges` marks it through the nodes of autogr
 """
 
 import functools
+import gzip
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+
+COMPRESSION = 6
+"""Level of gzip: a fifth of the time of torch's own 9, for a file that is a tenth larger."""
 
 
 class Annotator(StrEnum):
@@ -34,9 +40,12 @@ def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         yield
-    temporary = path.with_name(f".{path.name}.tmp.gz")  # torch compresses a file of such a name
-    profiler.export_chrome_trace(str(temporary))
-    temporary.replace(path)
+    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as scratch:
+        plain, compressed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(compressed, "wb", COMPRESSION) as target:
+            shutil.copyfileobj(source, target, 2**20)
+        compressed.replace(path)
 
 
 class _Thread(threading.local):
