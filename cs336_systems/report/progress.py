@@ -76,7 +76,8 @@ class TerminalListener(Listener):
         """Show the run among those in progress; without a bar, in a line of its own."""
         label = self._label(config)
         self._own.add(config)
-        self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and gpu.index else label
+        is_named = gpu is not None and gpu.index > 0 and not config.is_shared
+        self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and is_named else label
         if not self.console.is_terminal:
             self._lines(self._running[config.key], self._num_started, self._total)
         self._num_started += 1

@@ -194,7 +194,8 @@ class _Loop:
                     else:
                         working[self._measure(waiting.popleft(), gpus)] = gpus
                 for worker in self._ended(list(working)):
-                    free += working.pop(worker)
+                    # in their order, so that of several runs on the same ranks each has the same GPU as before
+                    free = sorted([*free, *working.pop(worker)], key=self.gpus.index)
                     self.interrupts.workers.remove(worker)
                 if monotonic() - ticked >= _TICK_S:  # output of a worker wakes the loop far more often
                     ticked = monotonic()

@@ -11,7 +11,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.commands.device import resolve_device
-from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
 from cs336_systems.measure import nvml
 from cs336_systems.record import load_records
 from cs336_systems.studies import runner
@@ -167,6 +167,17 @@ def test_a_sweep_is_on_gpus_of_one_kind(
     assert set(witness.gpus) == {"GPU-0", "GPU-2", "GPU-3"}
     assert outcome.slots == 3
     assert len(load_records(tmp_path / "runs")[0]) == 6
+
+
+def test_runs_on_several_ranks_have_the_gpus_in_their_order(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first GPU is given back after the second had been free all the time."""
+    driver.nvmlDeviceGetCount = lambda: 2
+    monkeypatch.setattr(sweep, "gpu_lock_path", lambda uuid: tmp_path / f"{uuid}.lock")
+    witness = Witness()
+    run_sweep([ONCE, replace(ONCE, parallel=Parallel.DDP_FLAT, ranks=2)], tmp_path, witness)
+    assert witness.gpus == ["GPU-0", "GPU-0"]
 
 
 def test_what_is_left_out_is_told(mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
