@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from time import monotonic
 
 import psutil
 import pytest
@@ -99,12 +100,16 @@ def paused(running, cluster):
     running.wait_for(cluster.directory / PAUSED)
 
 
-def test_no_cluster_there(launch, place):
-    running = launch([*command(), "--cluster", "127.0.0.1:1"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
+def test_no_cluster_there(launch, place, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    began = monotonic()
+    running = launch([*command(), "--cluster", address])
     assert running.wait() == 1
-    assert running.stderr.splitlines()[-1].startswith(
-        "error: no connection to the Ray cluster 127.0.0.1:1: nothing listens"
-    )
+    assert monotonic() - began < 10
+    said = running.stderr.splitlines()[-1]
+    assert said.startswith(f"error: no connection to the Ray cluster {address}: ")
+    assert "nothing listens at 127.0.0.1:1" in said
 
 
 def test_a_grid_on_three_nodes_is_that_of_a_local_sweep(start, place):

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cs336_systems
@@ -168,14 +169,35 @@ def _in_a_line(error: BaseException | None) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
+def connect(address: str) -> str:
+    """Connect to the cluster at this address and return the directory of its logs; raise OSError if it is not there."""
+    if address == "auto":
+        address = _this_cluster()
+    _check_address(address)
+    context = ray.init(
+        address=address,
+        configure_logging=False,
+        log_to_driver=False,
+        runtime_env={"py_modules": [str(Path(cs336_systems.__file__).parent)]},
+    )
+    return str(Path(context["session_dir"]) / "logs")
+
+
+def _this_cluster() -> str:
+    """The address of the cluster that this machine belongs to; it may have died, as Ray keeps its last address."""
+    try:
+        return str(canonicalize_bootstrap_address_or_die("auto"))
+    except ConnectionError:
+        raise OSError("this machine belongs to none; `ray start` makes it part of one") from None
+
+
 def _check_address(address: str) -> None:
     """Raise OSError if nothing listens at HOST:PORT, for which Ray would wait a minute."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), _HEAD_S).close()
-        except OSError as error:
-            raise OSError(f"nothing listens there ({error.strerror or error})") from error
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _HEAD_S).close()
+    except OSError as error:
+        raise OSError(f"nothing listens at {address} ({error.strerror or error})") from error
 
 
 def main(words: Sequence[str]) -> None:
@@ -187,15 +209,7 @@ def main(words: Sequence[str]) -> None:
     os.dup2(2, 1)
     bridge = _Bridge(words[2], words[3:], out)
     try:
-        _check_address(words[1])
-        package = str(Path(cs336_systems.__file__).parent)
-        context = ray.init(
-            address=words[1],
-            configure_logging=False,
-            log_to_driver=False,
-            runtime_env={"py_modules": [package]},
-        )
-        bridge.say(Message(log=str(Path(context["session_dir"]) / "logs")))
+        bridge.say(Message(log=connect(words[1])))
         asyncio.run(bridge.serve())
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         bridge.say(Message(failed=Failed(_in_a_line(error))))
