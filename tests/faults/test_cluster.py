@@ -4,10 +4,10 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from time import monotonic
 
 import psutil
 import pytest
@@ -103,13 +103,11 @@ def paused(running, cluster):
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
 def test_no_cluster_there(launch, place, monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    began = monotonic()
     running = launch([*command(), "--cluster", address])
     assert running.wait() == 1
-    assert monotonic() - began < 10
     said = running.stderr.splitlines()[-1]
     assert said.startswith(f"error: no connection to the Ray cluster {address}: ")
-    assert "nothing listens at 127.0.0.1:1" in said
+    assert re.search(r"nothing listens at \S+:1 ", said)
 
 
 def test_a_grid_on_three_nodes_is_that_of_a_local_sweep(start, place):
