@@ -62,9 +62,9 @@ class _Place:
 
 
 def results_below(root: Path) -> list[Path]:
-    """The results directories among `root` and the two levels of directories below it, as in OUTPUT/KIND/NAME."""
+    """The results directories among `root` and the three levels below it, as in ROOT/OUTPUT/KIND/NAME."""
     found: list[Path] = []
-    for directory in (root, *sorted(root.glob("*")), *sorted(root.glob("*/*"))):
+    for directory in (root, *(path for depth in ("*", "*/*", "*/*/*") for path in sorted(root.glob(depth)))):
         is_within = any(other in directory.parents for other in found)  # it has earlier runs that --fresh set aside
         if not is_within and any((directory / name).exists() for name in _KINDS):
             found.append(directory)

@@ -99,7 +99,11 @@ def test_a_ladder_is_no_sweep_though_it_has_runs(directory: str, is_other: bool)
     assert is_study(DATA / directory) is is_other
 
 
-def test_results_lie_at_most_two_folders_deep() -> None:
+def test_results_lie_at_most_three_folders_deep(tmp_path: Path) -> None:
+    for place in ("one", "e2e_benchmark/two", "group/e2e_benchmark/three", "far/too/deep/four", "one/of/its/own"):
+        (tmp_path / place / "runs").mkdir(parents=True)
+    assert results_below(tmp_path) == [tmp_path / place for place in
+                                       ("e2e_benchmark/two", "group/e2e_benchmark/three", "one")]  # fmt: skip
     assert results_below(DATA / "e2e_benchmark/train") == [DATA / "e2e_benchmark/train"]
     assert {path.parent.name for path in results_below(DATA)} == {
         "data", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention", "fusion",

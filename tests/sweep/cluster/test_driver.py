@@ -90,6 +90,7 @@ def test_ten_thousand_runs_on_two_hundred_machines(tmp_path):
     assert cpu_s < 0.010 * 10_000
 
 
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     class Interrupting(Cluster):
         interrupted = False
