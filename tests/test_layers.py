@@ -20,7 +20,7 @@ BASE = ("", "text", "files", "ranges", "settings", "config", "record")
 TOP = ("cli", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
-ELSEWHERE = ("sweep.worker", "sweep.preload", "sweep.cluster.bridge")
+ELSEWHERE = ("sweep.worker", "sweep.preload", "sweep.cluster.bridge", "sweep.cluster.look")
 """Modules of such a folder that run in the processes that measure, or in one that needs Ray."""
 
 

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import itertools
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
+from cs336_systems.commands.cluster import ANY_DEVICE, check_address, check_ray
 from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
     AXES,
@@ -102,7 +102,7 @@ class SweepArguments(Flags):
     measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     cluster: Annotated[str | None, unset("ADDRESS", "this machine alone")] = None
     """Measure on all machines of the Ray cluster at this address; auto is the cluster that this machine belongs to."""
-    require_device: Annotated[str | None, unset("NAME", "that of most machines")] = None
+    require_device: Annotated[str | None, unset("NAME", ANY_DEVICE)] = None
     """With --cluster, measure only on machines whose device has this in its name, such as H200."""
     wait_nodes_s: float = 180.0
     """With --cluster, how long to wait for a machine while none is at work (seconds)."""
@@ -124,8 +124,7 @@ class SweepArguments(Flags):
             if self.require_device is not None:
                 raise ValueError("--require-device needs --cluster")
             return
-        if not re.fullmatch(r"auto|(?!\w+://)\S+:\d+", self.cluster):
-            raise ValueError(f"--cluster needs auto or HOST:PORT, as `ray status` shows it; got {self.cluster[:120]!r}")
+        check_address(self.cluster, "--cluster")
         if self.profiler is not Profiler.NONE:
             raise ValueError("--cluster brings no profiles from other machines: leave the profiler out, or --cluster")
         if not 0 < self.wait_nodes_s < float("inf"):
@@ -292,10 +291,9 @@ def _machines(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
     """The function that measures on a cluster, if the user asked for one; raise UsageError if Ray is missing."""
     if arguments.cluster is None:
         return None
-    from cs336_systems.sweep.cluster.ray_nodes import is_installed, sweep_on_ray
+    check_ray("--cluster")
+    from cs336_systems.sweep.cluster.ray_nodes import sweep_on_ray
 
-    if not is_installed():
-        raise UsageError('--cluster needs Ray: pip install "cs336-systems[cluster]"')
     return functools.partial(
         sweep_on_ray,
         address=arguments.cluster,

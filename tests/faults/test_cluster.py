@@ -173,10 +173,16 @@ def test_a_worker_that_crashes_and_a_node_with_another_pytorch(start, place, ray
     (fake / "torch-9.9.dist-info").mkdir(parents=True)
     (fake / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     raylet = ray_cluster.add(PYTHONPATH=str(fake))
+    words = [sys.executable, "-m", "cs336_systems", "cluster", ray_cluster.address, "--json"]
+    looked = subprocess.run(words, capture_output=True, text=True, check=True)
     running = start(fault="fails_where_context_is_8")
     assert running.wait() == 1, running.stderr
     psutil.Process(raylet).kill()
     assert "is not used: torch is 9.9, needed" in running.stderr
+    machines = json.loads(looked.stdout)["machines"]
+    refused = [machine["refused"] for machine in machines if machine["torch"] == "9.9"]
+    assert len(machines) > len(refused) == 1
+    assert f"is not used: {refused[0]}" in running.stderr
     statuses = {record.config.model.context_length: record for record in load_records(runs(place))[0]}
     assert {length: record.status for length, record in statuses.items()} == {
         4: Status.OK, 8: Status.CRASHED, 16: Status.OK,

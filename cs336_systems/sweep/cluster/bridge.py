@@ -57,7 +57,7 @@ class _Bridge:
         if watching in done:
             error = watching.exception()
             silent = isinstance(error, TimeoutError)
-            why = f"its head did not answer within {_HEAD_S:g} s" if silent else _in_a_line(error)
+            why = f"its head did not answer within {_HEAD_S:g} s" if silent else in_a_line(error)
             self.say(Message(failed=Failed(why)))
         os._exit(0)  # the agents end with it; in order, it could wait for a head that is gone
 
@@ -83,7 +83,7 @@ class _Bridge:
         try:
             reply = msgspec.json.decode(await reference, type=_RawReply)
         except (ray.exceptions.RayError, msgspec.DecodeError) as error:
-            self._leave(name, _in_a_line(error))
+            self._leave(name, in_a_line(error))
             return
         if not bytes(reply.record):
             self._leave(name, reply.error or "it gave no record")
@@ -99,7 +99,7 @@ class _Bridge:
     async def _watch(self) -> None:
         """Start an agent on each machine that is new, and report those that are gone."""
         while True:
-            alive = await asyncio.wait_for(asyncio.to_thread(_machines), _HEAD_S)
+            alive = await asyncio.wait_for(asyncio.to_thread(machines), _HEAD_S)
             new = [self._join(name, machine) for name, machine in alive.items() if name not in self._seen]
             self._seen.update(alive)
             if len(self._seen) == len(new):  # the first ones come together, because they decide which others fit
@@ -139,7 +139,7 @@ class _Bridge:
         except TimeoutError:
             why = f"not ready within {_READY_S:g} s; if other jobs hold its GPUs, wait for them"
         except ray.exceptions.RayError as error:
-            why = _in_a_line(error)
+            why = in_a_line(error)
         except msgspec.DecodeError:
             why = msgspec.json.decode(line, type=_RawReply).error or "it does not describe itself"
         else:
@@ -157,11 +157,13 @@ class _RawReply(msgspec.Struct):
     error: str | None = None
 
 
-def _machines() -> dict[str, dict[str, Any]]:
+def machines() -> dict[str, dict[str, Any]]:
+    """What Ray says of each machine that is alive, by its id."""
     return {machine["NodeID"]: machine for machine in ray.nodes() if machine["Alive"]}
 
 
-def _in_a_line(error: BaseException | None) -> str:
+def in_a_line(error: BaseException | None) -> str:
+    """What went wrong, in the first line of what Ray says, or in plainer words."""
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "Ray cannot reach it any more"
     if isinstance(error, ray.exceptions.RayActorError):
@@ -212,7 +214,7 @@ def main(words: Sequence[str]) -> None:
         bridge.say(Message(log=connect(words[1])))
         asyncio.run(bridge.serve())
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        bridge.say(Message(failed=Failed(_in_a_line(error))))
+        bridge.say(Message(failed=Failed(in_a_line(error))))
     os._exit(0)
 
 

@@ -5,13 +5,14 @@ number of runs.
 """
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from cs336_systems.config import Parallel, RunConfig
 from cs336_systems.files import write_atomically
 from cs336_systems.record import Failure, Identity, RecordError, RunRecord, Status, decode_record
+from cs336_systems.sweep.cluster.conditions import Conditions
 from cs336_systems.sweep.cluster.nodes import Answer, Event, Joined, Left, Node, Nodes, Unfit
 from cs336_systems.sweep.keep import Keeper
 from cs336_systems.sweep.run import MORE_FOR_RANKS_S, num_slots
@@ -109,11 +110,7 @@ class Driver:
     wait_nodes_s: float
     """How long it waits for a machine while none is at work."""
     is_stopped: Callable[[], bool]
-    identity: Identity | None = None
-    """The conditions of the sweep. None: those of the machines that have most slots among the first to join."""
-    allow_mixed: bool = False
-    require_device: str | None = None
-    """Part of the name of the device that machines must have; capital and small letters count as equal."""
+    conditions: Conditions
     most_slots: int = 0
     _places: dict[str, _Place] = field(default_factory=dict)
     _newcomers: list[Node] = field(default_factory=list)
@@ -156,32 +153,15 @@ class Driver:
 
     def _choose_conditions(self) -> None:
         """Use those machines that have joined and have the conditions of the sweep."""
-        named = (self.require_device or "").casefold()
-        fitting = []
+        self.conditions.choose(self._newcomers)
         for node in self._newcomers:
-            if named in node.identity.device_name.casefold():
-                fitting.append(node)
-            else:
-                self._refuse(node, f"it has {node.identity.device_name}, needed {self.require_device}")
-        self._newcomers.clear()
-        if fitting and self.identity is None:
-            slots: Counter[Identity] = Counter()
-            for node in fitting:
-                slots[node.identity] += node.slots
-            self.identity = slots.most_common(1)[0][0]
-        for node in fitting:
-            differences = [] if self.allow_mixed else self._differences(node)
-            if differences:
-                self._refuse(node, f"{'; '.join(differences)}; --allow-mixed uses it too")
+            if (why := self.conditions.why_refused(node)) is not None:
+                self._refuse(node, why)
             else:
                 self._places[node.name] = _Place(node, node.slots)
                 self.most_slots = max(self.most_slots, sum(place.node.slots for place in self._places.values()))
                 self._note(f"{node.host} joins: {node.identity.device_name}, {counted(node.slots, 'slot')}")
-
-    def _differences(self, node: Node) -> list[str]:
-        assert self.identity is not None
-        needed, found = asdict(self.identity), asdict(node.identity)
-        return [f"{name} is {found[name]}, needed {needed[name]}" for name in needed if found[name] != needed[name]]
+        self._newcomers.clear()
 
     def _refuse(self, node: Node, why: str) -> None:
         self.nodes.give_up(node.name)

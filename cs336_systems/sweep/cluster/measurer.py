@@ -54,6 +54,21 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
+def describe(device: str) -> bytes:
+    """The `Description` of this machine for runs on the device; `null` if it has no such device."""
+    gpus = _gpus(Device(device))
+    return msgspec.json.encode(None if device == Device.CUDA and not gpus else _description(Device(device), gpus))
+
+
+def _gpus(device: Device) -> tuple[Gpu, ...]:
+    return alike(visible_gpus()) if device is Device.CUDA else ()
+
+
+def _description(device: Device, gpus: Sequence[Gpu]) -> Description:
+    found = identity(device, gpus[0] if gpus else None)
+    return Description(platform.node(), found, tuple(gpu.uuid for gpu in gpus))
+
+
 def main(words: Sequence[str]) -> None:
     """Serve the process `words[0]`; measure on the device `words[1]`, with the modules `words[2:]` preloaded."""
     die_with(int(words[0]))
@@ -61,14 +76,13 @@ def main(words: Sequence[str]) -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     adopt_orphans()
-    gpus: tuple[Gpu, ...] = alike(visible_gpus()) if device is Device.CUDA else ()
+    gpus = _gpus(device)
     if device is Device.CUDA and not gpus:
         _say(replies, Reply(error="no NVIDIA GPU that this process can see"))
         return
     preload(*words[2:])
     WorkerProcess(_nothing).reap()  # once it has answered, the fork server has imported torch
-    found = identity(device, gpus[0] if gpus else None)
-    _say(replies, Description(platform.node(), found, tuple(gpu.uuid for gpu in gpus)))
+    _say(replies, _description(device, gpus))
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
         _say(replies, _measured(request, [gpu for gpu in gpus if gpu.uuid in request.gpus]))

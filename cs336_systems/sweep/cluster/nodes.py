@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import Device, RunConfig
 from cs336_systems.record import Identity
 
 
@@ -50,6 +50,34 @@ class Unfit:
 
     what: str
     why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine of a cluster, whether a sweep could use it or not."""
+
+    name: str
+    host: str
+    address: str
+    identity: Identity | None
+    """None if it is not known, with the reason in `failure`."""
+    slots: int
+    """As in `Node`; 0 if it is not known."""
+    num_cpus: float
+    free_cpus: float
+    num_gpus: float
+    """By the engine's count, as `free_gpus`: those that no job has reserved."""
+    free_gpus: float
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """All machines of a cluster, described for runs on a device; or why there was none to be seen."""
+
+    device: Device = Device.CPU
+    machines: tuple[Machine, ...] = ()
+    failure: str | None = None
 
 
 Event: TypeAlias = Joined | Left | Answer | Unfit

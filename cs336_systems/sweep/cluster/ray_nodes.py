@@ -17,7 +17,7 @@ import msgspec
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.sweep.cluster.measurer import Request
 from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message
-from cs336_systems.sweep.cluster.nodes import Event, Joined
+from cs336_systems.sweep.cluster.nodes import Event, Joined, Look
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.process import child_environment
@@ -27,7 +27,10 @@ from cs336_systems.sweep.store import SweepError
 _CHUNK_BYTES = 1 << 16
 _CONNECT_S = 60.0
 """How long the connection may take. Ray itself waits for longer where the cluster of an old address has died."""
+_LOOK_S = 150.0
+"""How long a look at all machines may take."""
 _END_S = 5.0
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def is_installed() -> bool:
@@ -71,7 +74,7 @@ def connected(address: str, device: Device, modules: Sequence[str], timeout_s: f
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
-            env=child_environment() | {"RAY_USAGE_STATS_ENABLED": "0"},
+            env=child_environment() | _QUIET,
         )
         try:
             yield RayNodes(process, errors, address, timeout_s)
@@ -80,6 +83,23 @@ def connected(address: str, device: Device, modules: Sequence[str], timeout_s: f
                 process.communicate(timeout=_END_S)
             process.kill()
             process.wait()
+
+
+def look(address: str, device: str) -> Look:
+    """The machines of the cluster at `address`, described for runs on the device; raise SweepError without it."""
+    words = [sys.executable, "-m", f"{__package__}.look", str(os.getpid()), address, device]
+    environment = child_environment() | _QUIET
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=_LOOK_S, env=environment, check=False)
+        found = msgspec.json.decode(done.stdout, type=Look)
+    except subprocess.TimeoutExpired:
+        found = Look(failure=f"it did not answer within {_LOOK_S:g} s")
+    except msgspec.DecodeError:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        found = Look(failure=f"the process connected to Ray has ended: {''.join(lines[-1:])}")
+    if found.failure is not None:
+        raise SweepError(f"no connection to the Ray cluster {address}: {found.failure}")
+    return found
 
 
 class RayNodes:

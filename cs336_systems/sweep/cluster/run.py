@@ -8,6 +8,7 @@ from time import monotonic
 from cs336_systems.config import RunConfig
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.record import Identity, load_records
+from cs336_systems.sweep.cluster.conditions import Conditions
 from cs336_systems.sweep.cluster.driver import Driver
 from cs336_systems.sweep.cluster.nodes import Nodes
 from cs336_systems.sweep.interrupts import Interrupts
@@ -49,10 +50,8 @@ def sweep_on_nodes(
         if todo:
             nodes = stack.enter_context(connect())
             interrupts = stack.enter_context(Interrupts())
-            driver = Driver(
-                keeper, nodes, timeout_s, wait_nodes_s, lambda: interrupts.count > 0,
-                identity=identity, allow_mixed=allow_mixed, require_device=require_device,
-            )  # fmt: skip
+            conditions = Conditions(identity, allow_mixed, require_device)
+            driver = Driver(keeper, nodes, timeout_s, wait_nodes_s, lambda: interrupts.count > 0, conditions)
             driver.run(todo)
             most_slots, interrupted = driver.most_slots, interrupts.count > 0
         every, _ = load_records(runs)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cs336_systems.config import ModelConfig, Phase, RunConfig
 from cs336_systems.record import Environment, Identity, Measurement, RunRecord, Status, encode_record
-from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Node
+from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Machine, Node
 from cs336_systems.sweep.run import num_slots
 
 IDENTITY = Identity(device_name="NVIDIA H200", driver="570.1", torch="2.13.0", code="0123456789abcdef")
@@ -24,6 +24,14 @@ def grid(count, repeats=1):
 
 def node(number, slots=1, **changes):
     return Node(name=f"node-{number}", host=f"host-{number}", identity=replace(IDENTITY, **changes), slots=slots)
+
+
+def machine(node, held=0, failure=None):
+    """The node as `cs336 cluster` sees it, of whose GPUs other jobs hold so many."""
+    return Machine(
+        name=node.name, host=node.host, address="192.0.2.1", identity=None if failure else node.identity,
+        slots=node.slots, num_cpus=8, free_cpus=8, num_gpus=node.slots, free_gpus=node.slots - held, failure=failure,
+    )  # fmt: skip
 
 
 def record_of(config, identity=IDENTITY):

@@ -10,10 +10,12 @@ import pytest
 
 from cs336_systems.config import Device, Parallel
 from cs336_systems.record import Status, encode_record, load_records
-from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Unfit
+from cs336_systems.sweep.cluster.conditions import refusals
+from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Look, Unfit
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.store import SweepError
+from tests.sweep.cluster import simulated
 from tests.sweep.cluster.simulated import IDENTITY, Cluster, drawn, grid, node, record_of
 
 
@@ -188,6 +190,22 @@ def test_a_machine_with_another_version_is_told_so_and_used_only_if_mixed(tmp_pa
     mixed = Cluster(machines)
     sweep(grid(6), tmp_path / "mixed", mixed, allow_mixed=True)
     assert set(hosts(mixed)) == {"node-0", "node-1", "node-2"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_look_at_the_cluster_says_what_a_sweep_then_does(tmp_path, seed):
+    draw = random.Random(seed)
+    changes = [{}, {"torch": "2.12.0"}, {"driver": "535.2"}, {"device_name": "NVIDIA H100"}]
+    machines = [node(number, draw.randint(1, 4), **draw.choice(changes)) for number in range(8)]
+    required = draw.choice([None, "h200"])
+    cluster, witness = Cluster([]), Witness()
+    first = list(map(Joined, machines))
+    cluster.nodes = {each.name: each for each in machines}
+    cluster.events = lambda timeout_s: [first.pop(0) for _ in machines] if first else Cluster.events(cluster, timeout_s)
+    sweep(grid(40), tmp_path, cluster, witness, require_device=required)
+    foretold = refusals(Look(device=Device.CUDA, machines=tuple(map(simulated.machine, machines))), required)
+    assert set(hosts(cluster)) == {name for name, why in foretold.items() if why is None}
+    assert {f"{each.host} is not used: {why}" for each in machines if (why := foretold[each.name])} <= {*witness.notes}
 
 
 def test_records_of_an_earlier_sweep_decide_which_machines_may_go_on(tmp_path):

@@ -1,0 +1,67 @@
+"""Which machines of a cluster a sweep uses, and why it leaves out the others."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from cs336_systems.config import Device
+from cs336_systems.record import Identity
+from cs336_systems.sweep.cluster.nodes import Look, Machine, Node
+
+
+@dataclass(slots=True)
+class Conditions:
+    """What a sweep asks of its machines."""
+
+    identity: Identity | None = None
+    """What they must be alike in. None: not known before `choose`."""
+    allow_mixed: bool = False
+    require_device: str | None = None
+    """Part of the name of the device that machines must have; capital and small letters count as equal."""
+
+    def choose(self, nodes: Sequence[Node]) -> None:
+        """If the conditions are not known yet, take those of the machines that have most slots among these."""
+        slots: Counter[Identity] = Counter()
+        for node in nodes:
+            if self._has_device(node):
+                slots[node.identity] += node.slots
+        if slots and self.identity is None:
+            self.identity = slots.most_common(1)[0][0]
+
+    def why_refused(self, node: Node) -> str | None:
+        """Why the sweep does not use the machine; None if it does. `choose` has been called with it."""
+        if not self._has_device(node):
+            return f"it has {node.identity.device_name}, needed {self.require_device}"
+        if self.allow_mixed:
+            return None
+        assert self.identity is not None
+        needed, found = asdict(self.identity), asdict(node.identity)
+        different = [
+            f"{name} is {found[name]}, needed {needed[name]}" for name in needed if found[name] != needed[name]
+        ]
+        return f"{'; '.join(different)}; --allow-mixed uses it too" if different else None
+
+    def _has_device(self, node: Node) -> bool:
+        return (self.require_device or "").casefold() in node.identity.device_name.casefold()
+
+
+def refusals(look: Look, require_device: str | None) -> dict[str, str | None]:
+    """By the name of each machine, why a sweep that begins now does not use it; None if it does."""
+    conditions = Conditions(require_device=require_device)
+    nodes = {
+        machine.name: Node(name=machine.name, host=machine.host, identity=machine.identity, slots=machine.slots)
+        for machine in look.machines
+        if machine.identity is not None
+    }
+    conditions.choose([*nodes.values()])
+    return {
+        machine.name: conditions.why_refused(nodes[machine.name]) or _why_busy(machine, look.device)
+        if machine.name in nodes
+        else machine.failure or "it does not describe itself"
+        for machine in look.machines
+    }
+
+
+def _why_busy(machine: Machine, device: Device) -> str | None:
+    held = machine.num_gpus - machine.free_gpus if device is Device.CUDA else 0
+    return f"other jobs hold {held:g} of its {machine.num_gpus:g} GPUs" if held > 0 else None

@@ -1,0 +1,94 @@
+"""The process that asks a Ray cluster for its machines, and each machine what it is, without reserving anything.
+
+It writes a `Look` to standard output as JSON.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cs336_systems.config import Device
+from cs336_systems.sweep.cluster.bridge import connect, in_a_line, machines
+from cs336_systems.sweep.cluster.measurer import Description, describe
+from cs336_systems.sweep.cluster.nodes import Look, Machine
+from cs336_systems.sweep.process import die_with_forker
+
+_ANSWER_S = 60.0
+"""How long all machines together may take to describe themselves; the package is sent to them first."""
+
+
+def _look(asked: str) -> Look:
+    found = machines()
+    has_gpus = any(machine["Resources"].get("GPU") for machine in found.values())
+    device = Device(asked) if asked != "auto" else Device.CUDA if has_gpus else Device.CPU
+    free = ray._private.state.available_resources_per_node()
+    answers = {name: _asked(name, device) for name in found}
+    ray.wait([*answers.values()], num_returns=len(answers), timeout=_ANSWER_S)
+    seen = []
+    for name, machine in found.items():
+        description, why = _answer(answers[name])
+        counts, left = machine["Resources"], free.get(name, {})
+        seen.append(
+            Machine(
+                name=name,
+                host=str(machine["NodeManagerHostname"]),
+                address=str(machine["NodeManagerAddress"]),
+                identity=None if description is None else description.identity,
+                slots=0 if description is None else len(description.gpus) or 1,
+                num_cpus=counts.get("CPU", 0),
+                free_cpus=left.get("CPU", 0),
+                num_gpus=counts.get("GPU", 0),
+                free_gpus=left.get("GPU", 0),
+                failure=why,
+            )
+        )
+    return Look(device=device, machines=tuple(sorted(seen, key=lambda each: (each.host, each.address, each.name))))
+
+
+def _asked(name: str, device: Device) -> "ray.ObjectRef[bytes]":
+    options = {
+        "num_cpus": 0, "num_gpus": 0, "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(name, soft=False),
+        # Ray before 2.51 hides the GPUs from a task that takes none
+        "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
+    }  # fmt: skip
+    return ray.remote(describe).options(**options).remote(device.value)
+
+
+def _answer(reference: "ray.ObjectRef[bytes]") -> tuple[Description | None, str | None]:
+    """What a machine says of itself, or why that is not known."""
+    try:
+        data = ray.get(reference, timeout=0)
+        return msgspec.json.decode(data, type=Description | None), "it has no NVIDIA GPU" if data == b"null" else None
+    except ray.exceptions.GetTimeoutError:
+        return None, f"it did not answer within {_ANSWER_S:g} s"
+    except ray.exceptions.RayTaskError as error:
+        return None, in_a_line(error.cause)
+    except (ray.exceptions.RayError, msgspec.DecodeError) as error:
+        return None, in_a_line(error)
+
+
+def main(words: Sequence[str]) -> None:
+    """Look, for the process `words[0]`, at the cluster at `words[1]`, for runs on the device `words[2]`."""
+    die_with_forker(signal.SIGKILL)  # by the kernel, since Ray can hold Python's lock while it waits
+    if os.getppid() != int(words[0]):
+        os._exit(1)
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        connect(words[1])
+        found = _look(words[2])
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        found = Look(failure=in_a_line(error))
+    out.write(msgspec.json.encode(found))
+    out.flush()
+    os._exit(0)  # in order, it could wait for a head that is gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
